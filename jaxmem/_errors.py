@@ -1,0 +1,21 @@
+"""The one exception family. Every message says what was asked, what was found and what to do."""
+
+
+class JaxmemError(Exception):
+    """Base of every error that jaxmem raises."""
+
+
+class BudgetError(JaxmemError):
+    """A budget that does not parse or that no plan can meet."""
+
+
+class CompileError(JaxmemError):
+    """XLA refused a program, ran out of time, or died; carries its last lines."""
+
+
+class OffloadError(JaxmemError):
+    """A value that should be in host memory is not."""
+
+
+class PlanError(JaxmemError):
+    """A plan given to a program it was not made for, or a program that cannot be planned."""

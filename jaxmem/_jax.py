@@ -1,0 +1,241 @@
+"""Every use of JAX that its documentation does not promise, in one place.
+
+Tested on jax 0.10.2 to 0.12. What differs between versions is met here and nowhere else.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import source_info_util
+from jax._src.core import NamedAxisEffect
+from jax._src.interpreters import mlir
+from jax.extend.core import JaxprEqn, Literal
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+HOST = jax.memory.Space.Host
+DEVICE = jax.memory.Space.Device
+
+# Calls that are only a boundary for tracing; what is in them is planned as if written in place.
+_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One equation of a flat jaxpr: operands are value numbers or literals."""
+
+    equation: JaxprEqn
+    inputs: tuple[int | Literal, ...]
+    outputs: tuple[int, ...]
+    name_stack: Any
+
+    @property
+    def uses(self) -> Iterator[int]:
+        """The numbers of the values it reads."""
+        return (value for value in self.inputs if isinstance(value, int))
+
+    @property
+    def primitive(self) -> str:
+        return self.equation.primitive.name
+
+    @property
+    def line(self) -> str:
+        """``file:line (function)`` of the user's frame that made it."""
+        return source_info_util.summarize(self.equation.source_info)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatJaxpr:
+    """A traced function as one list of equations over numbered values.
+
+    Values 0 to ``len(consts) + number of array arguments - 1`` are its inputs, the closed-over
+    ones (``consts``, possibly tracers) first.
+    """
+
+    steps: tuple[Step, ...]
+    avals: tuple[Any, ...]
+    consts: tuple[Any, ...]
+    input_count: int
+    outputs: tuple[int | Literal, ...]
+    out_tree: Any
+
+    def run(self, steps: Iterable[Step], values: dict[int, Any]) -> None:
+        """Evaluates equations, reading and writing ``values`` by number."""
+        for step in steps:
+            equation = step.equation
+            operands = [read(values, operand) for operand in step.inputs]
+            parameters = equation.primitive.get_bind_params(equation.params)
+            stack = source_info_util.current_name_stack() + step.name_stack
+            traceback = equation.source_info.traceback
+            with (
+                source_info_util.user_context(traceback, name_stack=stack),
+                equation.ctx.manager,
+            ):
+                results = equation.primitive.bind(*operands, **parameters)
+            if not equation.primitive.multiple_results:
+                results = [results]
+            values.update(zip(step.outputs, results, strict=True))
+
+
+def read(values: dict[int, Any], operand: int | Literal) -> Any:
+    """The value of an operand of a step."""
+    return values[operand] if isinstance(operand, int) else operand.val
+
+
+def split_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Callable]:
+    """The array leaves of a call, and the call as a function of them alone."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    at = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
+
+    def call(*dynamic):
+        filled = list(leaves)
+        for index, leaf in zip(at, dynamic, strict=True):
+            filled[index] = leaf
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+        return fun(*inner_args, **inner_kwargs)
+
+    return [leaves[index] for index in at], call
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def flatten(fun: Callable, leaves: Sequence[Any]) -> FlatJaxpr:
+    """Traces ``fun(*leaves)`` and inlines its jit-like calls into one flat list."""
+    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*leaves)
+    avals: list[Any] = []
+    steps: list[Step] = []
+
+    def new(variable) -> int:
+        avals.append(variable.aval)
+        return len(avals) - 1
+
+    def walk(jaxpr, numbers: dict, stack) -> list[int | Literal]:
+        def number(atom):
+            return atom if isinstance(atom, Literal) else numbers[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = tuple(map(number, equation.invars))
+            inner = _inlinable(equation)
+            names = stack + equation.source_info.name_stack
+            if inner is None:
+                outputs = tuple(map(new, equation.outvars))
+                steps.append(Step(equation, inputs, outputs, names))
+            else:
+                variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
+                constants = [new_const(value) for value in inner.consts]
+                outputs = walk(
+                    inner.jaxpr, dict(zip(variables, [*constants, *inputs], strict=True)), names
+                )
+            numbers.update(zip(equation.outvars, outputs, strict=True))
+        return [number(atom) for atom in jaxpr.outvars]
+
+    def new_const(value) -> Literal:
+        return Literal(value, jax.typeof(value))
+
+    variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    numbers = {variable: new(variable) for variable in variables}
+    input_count = len(avals)
+    outputs = walk(closed.jaxpr, numbers, source_info_util.new_name_stack())
+    return FlatJaxpr(
+        tuple(steps),
+        tuple(avals),
+        tuple(closed.consts),
+        input_count,
+        tuple(outputs),
+        jax.tree.structure(shape),
+    )
+
+
+def _inlinable(equation: JaxprEqn):
+    """The jaxpr of a call that can be written in place, or None."""
+    parameters = equation.params
+    if equation.primitive.name not in _INLINED:
+        return None
+    for placed in ("in_shardings", "out_shardings"):
+        if any(isinstance(sharding, Sharding) for sharding in parameters.get(placed, ())):
+            return None
+    inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
+    return inner if hasattr(inner, "consts") else None
+
+
+def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
+    """The jaxprs among an equation's parameters (of scan, cond, checkpoint, custom rules)."""
+    found = []
+    for value in equation.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
+                found.append(getattr(item, "jaxpr", item))
+    return found
+
+
+def result_of(primitive, avals: Sequence[Any], parameters: dict) -> Any:
+    """The abstract result of a primitive of one result."""
+    result, _ = primitive.abstract_eval(*avals, **parameters)
+    return result
+
+
+def side_effects(step: Step) -> list[str]:
+    """Names of the effects that must happen exactly once (a collective's axis is not one)."""
+    return sorted(
+        type(effect).__name__
+        for effect in step.equation.effects
+        if not isinstance(effect, NamedAxisEffect)
+    )
+
+
+def to_bytecode(lowered) -> tuple[bytes, int]:
+    """A lowered step as MLIR bytecode, and the number of partitions it was lowered for."""
+    module = lowered.compiler_ir("stablehlo")
+    partitions = module.operation.attributes["mhlo.num_partitions"].value
+    return mlir.module_to_bytecode(module), partitions
+
+
+def lower_for_cuda(jitted, args: tuple, kwargs: dict):
+    """Lowers a jitted function for CUDA on whatever machine this is."""
+    return jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+
+
+# ---- memory kinds
+
+
+def memory_space(value) -> Any:
+    """`HOST` or `DEVICE`: where an array, a tracer or an abstract value lives."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        kind = getattr(value.sharding, "memory_kind", None)
+        space = getattr(value, "_memory_space", None)  # jax 0.12
+        return HOST if space is HOST or kind in ("pinned_host", "unpinned_host") else DEVICE
+    aval = jax.typeof(value) if isinstance(value, jax.Array) else value
+    return getattr(aval, "memory_space", DEVICE)
+
+
+def abstract(value) -> Any:
+    """A leaf as a ShapeDtypeStruct that keeps its sharding and its memory kind.
+
+    jax 0.10 forgets the memory kind of a single-device sharding on a ShapeDtypeStruct, so what
+    is on the host is given a mesh of one device.
+    """
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return value
+    sharding = None
+    if isinstance(value, jax.ShapeDtypeStruct) or getattr(value, "committed", False):
+        sharding = value.sharding
+    if memory_space(value) is HOST and not isinstance(sharding, NamedSharding):
+        sharding = host_sharding()
+    weak_type = getattr(value, "weak_type", False)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding, weak_type=weak_type)
+
+
+def host_sharding() -> NamedSharding:
+    """Host memory of the first attached device, in a form that tracing keeps."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("host",))
+    return NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+
+
+def output_avals(fun: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
+    """Abstract outputs of a function, memory space included, and their tree."""
+    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
+    return list(closed.out_avals), jax.tree.structure(shape)

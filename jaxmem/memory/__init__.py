@@ -1,0 +1,4 @@
+"""What a step costs in bytes, by XLA's own buffer assignment."""
+
+from jaxmem.memory._report import MemoryReport as MemoryReport
+from jaxmem.memory._report import memory as memory

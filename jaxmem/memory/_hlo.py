@@ -1,0 +1,177 @@
+"""FLOPs of a compiled program, counted in its optimised HLO.
+
+The only place that reads HLO text. What XLA itself recomputes or removes shows here, unlike in a
+jaxpr.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+
+from jaxmem._errors import JaxmemError
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_OPERATION = re.compile(r"(?:^|\s)([a-z][\w\-]*)\(")
+_CALLED = re.compile(r"(?:calls|to_apply|body|async_execution_thread_calls)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """FLOPs of matmuls and convolutions (a multiply-add counts 2), and how many there are."""
+
+    flops: int = 0
+    convolutions: int = 0
+    matmuls: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.flops + other.flops,
+            self.convolutions + other.convolutions,
+            self.matmuls + other.matmuls,
+        )
+
+    def __mul__(self, times: int) -> "Work":
+        return Work(self.flops * times, self.convolutions * times, self.matmuls * times)
+
+
+def count_work(hlo: str) -> Work:
+    """The matmuls and convolutions of one run of a compiled program.
+
+    A loop counts its body once per iteration where XLA knows the number, else once; a
+    conditional counts its dearest branch.
+
+    Raises:
+        JaxmemError: the text has no entry computation.
+    """
+    computations = _computations(hlo)
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
+    if entry is None:
+        raise JaxmemError("This HLO has no ENTRY computation; its format is not known to jaxmem.")
+    done: dict[str, Work] = {}
+
+    def total(name: str) -> Work:
+        if name not in done:
+            done[name] = sum(
+                (_own(line, computations[name]) + _inner(line, total) for line in
+                 computations[name].values()),
+                Work(),
+            )
+        return done[name]
+
+    return total(entry[1])
+
+
+def _computations(hlo: str) -> dict[str, dict[str, str]]:
+    """Every computation as its instructions' right-hand sides by name."""
+    found: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    current: dict[str, str] | None = None
+    for line in hlo.splitlines():
+        if current is None:
+            start = _COMPUTATION.match(line)
+            if start:
+                current = found[start[1]]
+        elif line.startswith("}"):
+            current = None
+        else:
+            instruction = _INSTRUCTION.match(line)
+            if instruction:
+                current[instruction[1]] = instruction[2]
+    return found
+
+
+def _inner(line: str, total) -> Work:
+    """Work of the computations that an instruction calls."""
+    operation = _operation(line)
+    if operation == "conditional":
+        names = [
+            name.strip().lstrip("%")
+            for match in _BRANCHES.finditer(line)
+            for name in (match[1] or match[2]).split(",")
+        ]
+        return max(map(total, names), key=lambda work: work.flops, default=Work())
+    if operation not in ("fusion", "call", "while", "async-start"):
+        return Work()  # what a reduction or a sort applies holds no contraction
+    trips = _TRIPS.search(line)
+    times = int(trips[1]) if operation == "while" and trips else 1
+    return sum((total(name) for name in _CALLED.findall(line)), Work()) * times
+
+
+def _own(line: str, computation: dict[str, str]) -> Work:
+    """Work of an instruction itself."""
+    operation = _operation(line)
+    if operation == "dot":
+        return Work(_dot_flops(line, computation, r"lhs_contracting_dims=\{([\d,]*)\}"), matmuls=1)
+    if operation == "convolution":
+        return Work(_convolution_flops(line, computation, "forward"), convolutions=1)
+    if operation != "custom-call":
+        return Work()
+    called = _TARGET.search(line)
+    name = called[1] if called else ""
+    if name.startswith("__cublas$"):
+        contracted = r'"lhs_contracting_dimensions":\["?([\d,"]*)\]'
+        return Work(_dot_flops(line, computation, contracted), matmuls=1)
+    if name.startswith("__cudnn$conv"):
+        kind = name.removeprefix("__cudnn$conv")
+        return Work(_convolution_flops(line, computation, kind), convolutions=1)
+    return Work()
+
+
+def _dot_flops(line: str, computation: dict[str, str], contracted: str) -> int:
+    match = re.search(contracted, line)
+    axes = re.findall(r"\d+", match[1]) if match else []
+    lhs = _dimensions(computation[_operands(line)[0]])
+    return 2 * math.prod(_dimensions(line)) * math.prod(lhs[int(axis)] for axis in axes)
+
+
+def _convolution_flops(line: str, computation: dict[str, str], kind: str) -> int:
+    """Taps per output feature times outputs of the forward convolution, whichever of its three
+    forms this is: labels are always those of the forward one."""
+    labels = _LABELS.search(line)
+    if labels is None:
+        raise JaxmemError(f"A convolution without dim_labels in the HLO: {line[:200]}")
+    operands = [_dimensions(computation[name]) for name in _operands(line)[:2]]
+    result = _dimensions(line)
+    if kind == "BackwardInput":
+        output, kernel = operands
+    elif kind == "BackwardFilter":
+        output, kernel = operands[1], result
+    else:
+        output, kernel = result, operands[1]
+    taps = math.prod(kernel) // max(kernel[labels[2].index("o")], 1)
+    return 2 * math.prod(output) * taps
+
+
+def _operation(line: str) -> str:
+    match = _OPERATION.search(_after_shape(line))
+    return match[1] if match else ""
+
+
+def _after_shape(line: str) -> str:
+    """The right-hand side without its result shape (a tuple's may hold parentheses)."""
+    if not line.startswith("("):
+        return line.partition(" ")[2] and " " + line.partition(" ")[2]
+    depth = 0
+    for index, letter in enumerate(line):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return line[index + 1 :]
+    return line
+
+
+def _dimensions(line: str) -> list[int]:
+    """Dimensions of a result; of a tuple's first element."""
+    shape = _SHAPE.search(line)
+    return [int(size) for size in shape[2].split(",") if size] if shape else []
+
+
+def _operands(line: str) -> list[str]:
+    rest = _after_shape(line)
+    inside = rest[rest.index("(") + 1 :]
+    return re.findall(r"%([\w.\-]+)", inside.partition(")")[0])

@@ -1,0 +1,175 @@
+"""Optimizer state in host memory.
+
+ZeRO-Offload and PatrickStar keep optimizer state in CPU memory and move it through the GPU. Here
+the transfers are part of the one XLA program of the step, and they are staged: XLA's scheduler
+alone would fetch the whole state at once, since nothing tells it not to.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from jaxmem import _jax
+from jaxmem._errors import JaxmemError, OffloadError
+
+
+def check_optimizer(optimizer: Any, name: str) -> None:
+    """Raises `JaxmemError` if the argument of ``name`` is not an optax transformation."""
+    if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
+        raise JaxmemError(
+            f"{name} takes an optax.GradientTransformation, such as optax.adam(1e-3); got "
+            f"{optimizer!r} of type {type(optimizer).__name__}."
+        )
+
+
+def offload(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """``optimizer`` whose array state lives in ``pinned_host`` memory.
+
+    Inside a jitted step the state comes to the device, is used and goes back, one parameter after
+    another: the update is traced, and what each parameter's update needs is fetched only when the
+    parameter before it is done. So the device holds the state of about two parameters at a time,
+    for every optax transformation that treats them one by one. Where the parameters follow the
+    layers, they are taken last first, as the backward pass makes their gradients.
+
+    Scalars and empty arrays stay on the device. Donate the state (``donate_argnums``): host
+    memory is then reused in place. `jaxmem.accumulate(jaxmem.offload(optimizer), every)` touches
+    the host once per cycle; the other order moves the accumulator too, at every micro-step.
+
+    Args:
+        optimizer: any optax transformation.
+
+    Raises:
+        JaxmemError: not an optax transformation.
+        OffloadError: at update, a state leaf is in device memory (made by another optimizer, or
+            restored without its memory kind; `jaxmem.eval_shape` gives the right one).
+
+    >>> import jax.numpy as jnp, jaxmem, optax
+    >>> optimizer = jaxmem.offload(optax.adam(1e-3))
+    >>> state = optimizer.init(jnp.ones((64, 64)))
+    >>> state[0].mu.sharding.memory_kind
+    'pinned_host'
+    """
+    check_optimizer(optimizer, "jaxmem.offload")
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def init(params):
+        return jax.tree.map(_to_host, optimizer.init(params))
+
+    def update(updates, state, params=None, **extra_args):
+        for path, leaf in jax.tree.leaves_with_path(state):
+            if _offloadable(leaf) and _jax.memory_space(leaf) is not _jax.HOST:
+                raise OffloadError(
+                    f"The optimizer state{jax.tree_util.keystr(path)} should be in host memory "
+                    "and is on the device. Make the state with this optimizer's init; to abstract "
+                    "it use jaxmem.eval_shape, and restore checkpoints with its shardings."
+                )
+        return _stream(optimizer.update, updates, state, params, extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _stream(update: Callable, updates, state, params, extra_args) -> tuple[Any, Any]:
+    """``update`` on a state in host memory, fetched and returned piece by piece.
+
+    The results are computed one after another, each with the operations that it alone still
+    needs. A host leaf is fetched at its first use, behind a barrier that waits for the result
+    before; without that chain XLA starts every transfer at once.
+    """
+    leaves, call = _jax.split_arrays(update, (updates, state, params), extra_args)
+    flat = _jax.flatten(call, [_on_device(leaf) for leaf in leaves])
+    operands = [*flat.consts, *leaves]
+    maker = {value: step for step in flat.steps for value in step.outputs}
+    values: dict[int, Any] = {}
+    previous = None
+
+    def fetch(number: int) -> None:
+        operand = operands[number]
+        if _jax.memory_space(operand) is _jax.HOST:
+            if previous is not None:
+                operand, _ = jax.lax.optimization_barrier((operand, previous))
+            operand = jax.device_put(operand, _jax.DEVICE)
+        values[number] = operand
+
+    def compute(wanted: int) -> None:
+        pending = [wanted]
+        while pending:
+            number = pending[-1]
+            if number in values:
+                pending.pop()
+            elif number < flat.input_count:
+                fetch(number)
+            else:
+                step = maker[number]
+                missing = [value for value in step.uses if value not in values]
+                if missing:
+                    pending.extend(missing)
+                else:
+                    flat.run([step], values)
+
+    out_updates, out_state = jax.tree.unflatten(flat.out_tree, range(len(flat.outputs)))
+    on_host = {
+        index
+        for index in jax.tree.leaves(out_state)
+        if isinstance(flat.outputs[index], int) and _offloadable(flat.avals[flat.outputs[index]])
+    }
+    results: dict[int, Any] = {}
+
+    def settle(index: int) -> None:
+        nonlocal previous
+        value = _jax.read(values, flat.outputs[index])
+        if index in on_host:
+            previous = value
+            value = jax.device_put(value, _jax.HOST)
+        results[index] = value
+
+    for index in [*reversed(jax.tree.leaves(out_updates)), *jax.tree.leaves(out_state)]:
+        if index in results:
+            continue
+        if isinstance(flat.outputs[index], int):
+            compute(flat.outputs[index])
+        settle(index)
+        for other in on_host - results.keys():  # what came along goes back at once
+            if flat.outputs[other] in values:
+                settle(other)
+    return jax.tree.unflatten(flat.out_tree, [results[i] for i in range(len(results))])
+
+
+def _on_device(leaf: Any) -> Any:
+    """A stand-in of the leaf in device memory, to trace the update with."""
+    if _jax.memory_space(leaf) is _jax.HOST:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
+
+
+def _offloadable(leaf: Any) -> bool:
+    return getattr(leaf, "ndim", 0) > 0 and leaf.size > 0
+
+
+def _to_host(leaf: Any) -> Any:
+    return jax.device_put(leaf, _jax.HOST) if _offloadable(leaf) else leaf
+
+
+def eval_shape(fun: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`jax.eval_shape` whose results keep their memory kind.
+
+    What ``fun`` puts into host memory (`jaxmem.offload`'s state, say) comes out with a sharding
+    that says so, ready for `jaxmem.memory` or for a checkpoint to be restored into. jax before
+    0.12 drops it.
+
+    Args:
+        fun: a function of arrays.
+        *args, **kwargs: its arguments, real or abstract; nothing is allocated.
+
+    Returns:
+        What ``fun`` returns, with `jax.ShapeDtypeStruct` in place of arrays.
+
+    >>> import jax, jax.numpy as jnp, jaxmem, optax
+    >>> state = jaxmem.eval_shape(jaxmem.offload(optax.adam(1e-3)).init, jnp.ones((64, 64)))
+    >>> state[0].mu.sharding.memory_kind
+    'pinned_host'
+    """
+    args, kwargs = jax.tree.map(_jax.abstract, (args, kwargs))
+    avals, tree = _jax.output_avals(fun, args, kwargs)
+    return jax.tree.unflatten(tree, [_jax.abstract(aval) for aval in avals])

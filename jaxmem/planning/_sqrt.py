@@ -1,0 +1,190 @@
+"""Chen's sqrt(N) planner (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+
+The program is cut into a row of regions that keep only what crosses their ends; the last one is
+not wrapped, since its backward pass follows at once. Chen places the cuts by a greedy sweep and a
+search over its threshold, which on N equal layers gives sqrt(N) regions. Here the sweep is exact:
+for a peak P, a shortest path over the candidate cuts finds the least bytes to keep such that every
+region fits beside what is kept before it; a bisection finds the least P.
+"""
+
+import numpy as np
+
+from jaxmem._bytes import format_bytes
+from jaxmem._errors import BudgetError
+from jaxmem.planning._plan import Plan, Region
+from jaxmem.program import Program
+
+_CANDIDATES = 400
+
+
+def plan_sqrt(program: Program, budget: int | None = None, reserved: int = 0) -> Plan:
+    """Regions of least projected memory, or of least recompute within a budget.
+
+    Args:
+        program: what to plan.
+        budget: bytes for everything, or None for the least memory.
+        reserved: bytes of the budget spoken for outside of what is planned.
+
+    Raises:
+        BudgetError: no row of regions fits; names the least budget that one does, and where its
+            peak is.
+    """
+    chain = _Chain(program)
+    plain = chain.last_region(0)
+    limit = chain.least_peak() if budget is None else budget - reserved
+    ends = chain.least_recompute(limit)
+    if ends is None:
+        least = chain.least_peak()
+        widest = chain.where(chain.least_recompute(least) or [])
+        raise BudgetError(
+            f"No sqrt plan fits the budget of {format_bytes(budget or 0)} with "
+            f"{format_bytes(reserved)} of it reserved; the lowest one that does is about "
+            f"{format_bytes(least + reserved)} ({least + reserved} bytes), set by {widest}. Raise "
+            "the budget, shrink the batch, or accumulate gradients over microbatches."
+        )
+    regions = chain.regions(ends)
+    return Plan(
+        planner="sqrt",
+        fingerprint=program.fingerprint,
+        regions=regions,
+        operations=len(program.operations),
+        flops=program.flops,
+        plain_bytes=plain + reserved,
+        projected_bytes=chain.peak(ends) + reserved,
+        reserved=reserved,
+        budget=budget,
+    )
+
+
+class _Chain:
+    """A program as a chain of candidate cuts, with the bytes of every stretch between two."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        count = len(program.operations)
+        values = np.arange(program.input_count, len(program.sizes))
+        sizes = np.asarray(program.sizes, dtype=np.float64)[values]
+        made = np.asarray(program.made, dtype=np.int64)[values]
+        last = np.asarray(program.last_used, dtype=np.int64)[values]
+        stored = np.asarray(program.materialised, dtype=bool)[values]
+
+        crossing = np.zeros(count + 2)
+        np.add.at(crossing, made, sizes)
+        np.subtract.at(crossing, last, sizes)
+        self.cuts = _candidates(np.cumsum(crossing)[: count + 1])
+        size = len(self.cuts)
+
+        # residuals[k]: bytes that operations before cut k leave in memory if nothing is wrapped
+        residuals = np.zeros(count + 1)
+        np.add.at(residuals, made, np.where(stored, sizes, 0))
+        residuals = np.cumsum(residuals)[self.cuts]
+        # widest[i, k]: the largest value between two cuts; its cotangent stands beside it
+        slot = np.searchsorted(self.cuts, made)
+        per_slot = np.zeros(size)
+        np.maximum.at(per_slot, slot, np.where(stored, sizes, 0))
+        self.inside = residuals[None, :] - residuals[:, None]
+        for start in range(size):
+            self.inside[start, start + 1 :] += np.maximum.accumulate(per_slot[start + 1 :])
+        # kept[i, k]: bytes made between two cuts that are read after the second
+        self.kept = np.zeros((size, size))
+        for end in range(1, size - 1):
+            alive = last > self.cuts[end]
+            made_in = np.zeros(size)
+            np.add.at(made_in, slot[alive & (slot <= end)], sizes[alive & (slot <= end)])
+            self.kept[:end, end] = np.cumsum(made_in[::-1])[::-1][1 : end + 1]
+        flops = np.zeros(count + 1)
+        flops[1:] = np.cumsum([operation.flops for operation in program.operations])
+        self.flops = flops[self.cuts]
+
+    def last_region(self, start: int) -> int:
+        return int(self.inside[start, -1])
+
+    def reach(self, limit: float) -> tuple[np.ndarray, np.ndarray]:
+        """Least bytes kept to reach each cut with every region below ``limit``; and from where."""
+        size = len(self.cuts)
+        least = np.full(size, np.inf)
+        least[0] = 0
+        origin = np.zeros(size, dtype=np.int64)
+        for end in range(1, size - 1):
+            total = least[:end] + self.kept[:end, end]
+            total[total + self.inside[:end, end] > limit] = np.inf
+            origin[end] = np.argmin(total)
+            least[end] = total[origin[end]]
+        return least, origin
+
+    def least_recompute(self, limit: float) -> list[int] | None:
+        """Ends of the regions whose unwrapped rest starts earliest, or None if none fits."""
+        least, origin = self.reach(limit)
+        fits = np.flatnonzero(least[:-1] + self.inside[:-1, -1] <= limit)
+        if not len(fits):
+            return None
+        end, ends = int(fits[np.argmin(self.flops[fits])]), []
+        while end:
+            ends.append(end)
+            end = int(origin[end])
+        return ends[::-1]
+
+    def least_peak(self) -> int:
+        """The least peak that regions can reach, to the byte."""
+        low, high = 0, self.last_region(0)
+        while low < high:
+            middle = (low + high) // 2
+            if self.least_recompute(middle) is None:
+                low = middle + 1
+            else:
+                high = middle
+        return high
+
+    def peaks(self, ends: list[int]) -> list[int]:
+        """Projected peak in the backward pass of each region, the unwrapped rest last."""
+        kept, peaks, start = 0.0, [], 0
+        for end in ends:
+            kept += self.kept[start, end]
+            peaks.append(int(kept + self.inside[start, end]))
+            start = end
+        return [*peaks, int(kept + self.inside[start, -1])]
+
+    def peak(self, ends: list[int]) -> int:
+        return max(self.peaks(ends))
+
+    def where(self, ends: list[int]) -> str:
+        """The operation that sets the peak, in words."""
+        peaks = self.peaks(ends)
+        index = int(np.argmax(peaks))
+        bounds = [0, *ends, len(self.cuts) - 1]
+        start, stop = self.cuts[bounds[index]], self.cuts[bounds[index + 1]]
+        sizes = self.program.sizes
+        widest = max(
+            self.program.operations[start:stop],
+            key=lambda op: max((sizes[value] for value in op.outputs), default=0),
+        )
+        return f"the backward pass of {widest.name} in {widest.path or 'the function'}"
+
+    def regions(self, ends: list[int]) -> tuple[Region, ...]:
+        found, start = [], 0
+        for end in ends:
+            found.append(
+                Region(
+                    int(self.cuts[start]),
+                    int(self.cuts[end]),
+                    int(self.kept[start, end]),
+                    int(self.flops[end] - self.flops[start]),
+                    self.program.operations[self.cuts[end] - 1].path,
+                )
+            )
+            start = end
+        return tuple(found)
+
+
+def _candidates(crossing: np.ndarray) -> np.ndarray:
+    """Where to consider cutting: the first and last points of each local minimum of live bytes.
+
+    Both ends are candidates. A long program keeps the lowest of each stretch.
+    """
+    inner = np.arange(1, len(crossing) - 1)
+    before, here, after = crossing[inner - 1], crossing[inner], crossing[inner + 1]
+    low = inner[(here <= before) & (here <= after) & ((here < before) | (here < after))]
+    if len(low) > _CANDIDATES:
+        stretches = np.array_split(low, _CANDIDATES)
+        low = np.array([stretch[np.argmin(crossing[stretch])] for stretch in stretches])
+    return np.unique(np.concatenate([[0], low, [len(crossing) - 1]])).astype(np.int64)

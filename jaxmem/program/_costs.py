@@ -1,0 +1,70 @@
+"""What one operation costs: FLOPs of its matmuls and convolutions, and whether XLA fuses it."""
+
+import math
+
+from jaxmem._jax import inner_jaxprs
+
+# XLA fuses these into their consumers or producers: recomputing one costs no FLOPs worth counting
+# and no trip to memory of its own. What is not listed here (matmul, convolution, gather, sort,
+# scan, random bits, kernels, whatever comes new) is taken to be dear.
+_FUSED = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
+    broadcast_in_dim cbrt ceil clamp convert_element_type copy copy_p cos cosh device_put digamma
+    div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota is_finite
+    le lgamma log log1p logistic lt max min mul name ne neg nextafter not optimization_barrier or
+    population_count pow real reduce_and reduce_max reduce_min reduce_or reduce_precision
+    reduce_prod reduce_sum rem reshape rev round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square squeeze
+    stop_gradient sub tan tanh transpose xor
+    """.split()
+)
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
+_DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+def is_fused(equation) -> bool:
+    """Whether XLA computes the operation inside its neighbours' kernels."""
+    name = equation.primitive.name
+    if name in _DIFFERENTIATED_CALLS:
+        return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
+    if name in ("jit", "pjit"):
+        return all(is_fused(inner) for jaxpr in inner_jaxprs(equation) for inner in jaxpr.eqns)
+    return name in _FUSED
+
+
+def contraction_flops(name: str, operands, result, parameters) -> int:
+    """FLOPs of one `dot_general` or `conv_general_dilated`, from its abstract values."""
+    if name == "dot_general":
+        (contracted, _), _ = parameters["dimension_numbers"]
+        taps = math.prod(operands[0].shape[axis] for axis in contracted)
+    else:
+        kernel = operands[1].shape
+        out_features = kernel[parameters["dimension_numbers"].rhs_spec[0]]
+        taps = math.prod(kernel) // max(out_features, 1)
+    return 2 * math.prod(result.shape) * taps
+
+
+def flops(equation) -> int:
+    """FLOPs of the matmuls and convolutions of one equation (a multiply-add counts 2).
+
+    A scan counts its body once per iteration, a cond its dearest branch, a while loop its body
+    once (its length is not known).
+    """
+    name = equation.primitive.name
+    if name in CONTRACTIONS:
+        avals = [variable.aval for variable in equation.invars]
+        return contraction_flops(name, avals, equation.outvars[0].aval, equation.params)
+    bodies = [sum(map(flops, jaxpr.eqns)) for jaxpr in _forward(equation)]
+    if name == "cond":
+        return max(bodies, default=0)
+    return sum(bodies) * equation.params.get("length", 1 if bodies else 0)
+
+
+def _forward(equation) -> list:
+    """The jaxprs of an equation that a plain evaluation runs."""
+    if equation.primitive.name in _DIFFERENTIATED_CALLS:
+        inner = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
+        return [getattr(inner, "jaxpr", inner)]
+    return inner_jaxprs(equation)
+

@@ -1,0 +1,102 @@
+"""The plain data that planners work on."""
+
+import dataclasses
+import functools
+import hashlib
+import math
+
+from jaxmem._jax import FlatJaxpr
+from jaxmem.program._costs import flops, is_fused
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation: the values it reads and makes (by number), its FLOPs, whether XLA fuses it
+    with its neighbours, and the module path it came from (``ResNet/Block_3/Conv_1``)."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    flops: int
+    fused: bool
+    path: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Operations in order, and the bytes of every value. Values below ``input_count`` are the
+    function's inputs, which live in any case."""
+
+    operations: tuple[Operation, ...]
+    sizes: tuple[int, ...]
+    input_count: int
+    outputs: tuple[int, ...]
+
+    @functools.cached_property
+    def flops(self) -> int:
+        """FLOPs of all matmuls and convolutions."""
+        return sum(operation.flops for operation in self.operations)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest of operations, connections and sizes: a plan belongs to one of them."""
+        digest = hashlib.sha256(repr((self.sizes, self.input_count, self.outputs)).encode())
+        for operation in self.operations:
+            digest.update(repr((operation.name, operation.inputs, operation.outputs)).encode())
+        return digest.hexdigest()[:16]
+
+    @functools.cached_property
+    def made(self) -> list[int]:
+        """For each value the number of operations that have run once it exists (0: an input)."""
+        position = [0] * len(self.sizes)
+        for index, operation in enumerate(self.operations):
+            for value in operation.outputs:
+                position[value] = index + 1
+        return position
+
+    @functools.cached_property
+    def last_used(self) -> list[int]:
+        """For each value the number of operations that have run after its last use; a value never
+        read dies where it is made, an output of the program outlives every operation."""
+        position = list(self.made)
+        for index, operation in enumerate(self.operations):
+            for value in operation.inputs:
+                position[value] = index + 1
+        for value in self.outputs:
+            position[value] = len(self.operations) + 1
+        return position
+
+    @functools.cached_property
+    def materialised(self) -> list[bool]:
+        """For each value whether it goes to memory: what a dear operation reads or makes does,
+        what lives between fused ones does not."""
+        stored = [False] * len(self.sizes)
+        for operation in self.operations:
+            if not operation.fused:
+                for value in (*operation.inputs, *operation.outputs):
+                    stored[value] = True
+        return stored
+
+
+def read_program(flat: FlatJaxpr) -> Program:
+    """The operations of a flat jaxpr as plain data."""
+    operations = tuple(
+        Operation(
+            step.primitive,
+            tuple(step.uses),
+            step.outputs,
+            flops(step.equation),
+            is_fused(step.equation),
+            str(step.name_stack),
+        )
+        for step in flat.steps
+    )
+    outputs = tuple(value for value in flat.outputs if isinstance(value, int))
+    return Program(operations, tuple(map(size_of, flat.avals)), flat.input_count, outputs)
+
+
+def size_of(aval) -> int:
+    """Bytes of an abstract value."""
+    if not hasattr(aval, "shape"):
+        return 0  # a token
+    return math.prod(aval.shape) * aval.dtype.itemsize

@@ -1,0 +1,211 @@
+"""Compiling for a target in worker processes, side by side, with results kept on disk."""
+
+import atexit
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+
+from jaxmem._errors import CompileError
+from jaxmem.targets._install import Compiler, cache_folder, find_compiler
+from jaxmem.targets._target import Target
+
+_WORKER = pathlib.Path(__file__).with_name("_worker.py")
+_KEPT_RESULTS = 1000
+_SUFFIX = ".compiled"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What XLA said of one program: bytes by name, and the optimised HLO (gzipped)."""
+
+    stats: dict[str, int]
+    compressed_hlo: bytes = dataclasses.field(repr=False)
+
+    @property
+    def hlo(self) -> str:
+        """The optimised, scheduled HLO as text."""
+        return gzip.decompress(self.compressed_hlo).decode()
+
+
+def compile_module(
+    module: bytes,
+    target: Target,
+    *,
+    options: dict | None = None,
+    timeout: float = 3600,
+) -> Compiled:
+    """Compiles a lowered module for a GPU that need not be there.
+
+    Runs in a worker process; calls from several threads run side by side, one on each core.
+    Results are kept on disk, keyed by module, target, options and version.
+
+    Args:
+        module: StableHLO as MLIR bytecode, lowered for platform ``cuda``.
+        target: the GPU, and how many of them.
+        options: XLA flags by name (values of type bool, int, float or str).
+        timeout: seconds, after which the worker is killed.
+
+    Raises:
+        CompileError: XLA refused the program, ran out of time, or died; with its last lines.
+        JaxmemError: the compiler is not installed.
+    """
+    compiler = find_compiler(target.cuda)
+    flags: list[tuple[str, object]] = [("xla_gpu_autotune_level", "0")]
+    if compiler.toolkit:
+        flags.append(("xla_gpu_cuda_data_dir", str(compiler.toolkit)))
+    flags += sorted((options or {}).items())
+    request = {
+        "module": module,
+        "config": target.config(),
+        "count": target.count,
+        "options": flags,
+    }
+    path = _result_path(request, compiler, options)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return _read(path)
+    with _slots:
+        reply = _Worker.borrow(compiler).request(request, timeout, target.name)
+    if "error" in reply:
+        raise CompileError(f"XLA could not compile the program for {target.name}:\n{reply['error']}")
+    compiled = Compiled(reply["stats"], reply["hlo"])
+    _write(path, compiled)
+    return compiled
+
+
+# ---- results on disk
+
+
+def _result_path(request: dict, compiler: Compiler, options: dict | None) -> pathlib.Path:
+    key = hashlib.sha256(request["module"])
+    rest = [
+        request["config"],
+        request["count"],
+        sorted((options or {}).items()),
+        [compiler.version, compiler.cuda, os.environ.get("XLA_FLAGS", "")],
+    ]
+    key.update(repr(rest).encode())
+    return cache_folder() / "compiled" / f"{key.hexdigest()[:40]}{_SUFFIX}"
+
+
+def _read(path: pathlib.Path) -> Compiled:
+    header, _, hlo = path.read_bytes().partition(b"\n")
+    compiled = Compiled(json.loads(header), hlo)
+    os.utime(path)
+    return compiled
+
+
+def _write(path: pathlib.Path, compiled: Compiled) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(json.dumps(compiled.stats).encode() + b"\n" + compiled.compressed_hlo)
+        os.replace(name, path)
+        kept = sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime)
+        for old in kept[:-_KEPT_RESULTS]:
+            old.unlink(missing_ok=True)
+    except OSError:  # a cache that cannot be written costs time, nothing else
+        return
+
+
+# ---- workers
+
+_slots = threading.BoundedSemaphore(os.cpu_count() or 1)
+
+
+class _Worker:
+    """One compiling process and the pipe to it."""
+
+    _idle: list["_Worker"] = []
+    _lock = threading.Lock()
+
+    def __init__(self, compiler: Compiler):
+        self.compiler = compiler
+        self.log = tempfile.TemporaryFile()
+        environment = dict(os.environ, JAX_PLATFORMS="cpu")
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        if compiler.toolkit:
+            path = environment.get("PATH", os.defpath)
+            environment["PATH"] = os.pathsep.join([str(compiler.toolkit / "bin"), path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(_WORKER), str(compiler.plugin)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=environment,
+        )
+
+    @classmethod
+    def borrow(cls, compiler: Compiler) -> "_Worker":
+        with cls._lock:
+            for worker in cls._idle:
+                if worker.compiler == compiler and worker.process.poll() is None:
+                    cls._idle.remove(worker)
+                    return worker
+        return cls(compiler)
+
+    def request(self, request: dict, timeout: float, name: str) -> dict:
+        """Sends a request and waits; the worker goes back to the idle ones if it lives."""
+        timed_out = threading.Event()
+
+        def stop():
+            timed_out.set()
+            self.process.kill()
+
+        timer = threading.Timer(timeout, stop)
+        timer.start()
+        try:
+            pickle.dump(request, self.process.stdin)
+            self.process.stdin.flush()
+            reply = pickle.load(self.process.stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+            code = self.process.wait()
+            tail = "\n".join(self._last_lines())
+            self.close()
+            if timed_out.is_set():
+                raise CompileError(
+                    f"XLA did not finish compiling for {name} within {timeout:g} s and was "
+                    f"stopped. Pass a longer timeout=. Its last lines:\n{tail}"
+                ) from error
+            raise CompileError(
+                f"XLA died (exit code {code}) while compiling for {name}; this process is "
+                f"unharmed. Its last lines:\n{tail}"
+            ) from error
+        except BaseException:  # an interrupt leaves the pipe in an unknown state
+            self.close()
+            raise
+        finally:
+            timer.cancel()
+        with self._lock:
+            self._idle.append(self)
+        return reply
+
+    def _last_lines(self, count: int = 12) -> list[str]:
+        self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, self.log.tell() - 8192))
+        return self.log.read().decode(errors="replace").splitlines()[-count:]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.log):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+@atexit.register
+def _close_idle() -> None:
+    while _Worker._idle:
+        _Worker._idle.pop().close()
+
+
+os.register_at_fork(after_in_child=_Worker._idle.clear)  # a fork must not share the pipes
