@@ -24,5 +24,8 @@ from jaxmem.remat import remat_policy as remat_policy
 from jaxmem.targets import Target as Target
 from jaxmem.targets import install_compiler as install_compiler
 from jaxmem.targets import target as target
+from jaxmem.train import TrainState as TrainState
+from jaxmem.train import TrainStep as TrainStep
+from jaxmem.train import train_step as train_step
 
 __version__ = "0.1.0"

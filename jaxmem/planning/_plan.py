@@ -10,12 +10,13 @@ from jaxmem._errors import PlanError
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
     """Operations ``start`` to ``stop - 1`` under one `jax.checkpoint`, recomputed in the backward
-    pass; ``kept_bytes`` are those of its results that later operations read."""
+    pass; ``kept_bytes`` are those of its results that later operations read, and
+    ``recompute_flops`` what its recomputation costs (matmuls and convolutions)."""
 
     start: int
     stop: int
     kept_bytes: int
-    flops: int
+    recompute_flops: int
     path: str = ""
 
 
@@ -49,7 +50,7 @@ class Plan:
     @property
     def recompute_flops(self) -> int:
         """FLOPs of the forward pass that the backward pass does again."""
-        return sum(region.flops for region in self.regions)
+        return sum(region.recompute_flops for region in self.regions)
 
     def check(self, fingerprint: str) -> None:
         """Raises `PlanError` if the plan was made for another program."""
@@ -99,6 +100,6 @@ class Plan:
         for region in self.regions:
             lines.append(
                 f"  {region.start:>5}-{region.stop - 1:<6}  {format_bytes(region.kept_bytes):>11}"
-                f"  {region.flops / 1e9:>9.4g}  {region.path}"
+                f"  {region.recompute_flops / 1e9:>9.4g}  {region.path}"
             )
         return "\n".join(lines)

@@ -168,7 +168,7 @@ class _Chain:
                     int(self.cuts[start]),
                     int(self.cuts[end]),
                     int(self.kept[start, end]),
-                    int(self.flops[end] - self.flops[start]),
+                    self.program.recompute_flops(int(self.cuts[start]), int(self.cuts[end])),
                     self.program.operations[self.cuts[end] - 1].path,
                 )
             )

@@ -19,6 +19,14 @@ _FUSED = frozenset(
     stop_gradient sub tan tanh transpose xor
     """.split()
 )
+# The derivative of these reads none of their operands or results.
+_LINEAR = frozenset(
+    """
+    add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p
+    cumsum device_put expand_dims imag iota name neg optimization_barrier pad real reduce_sum
+    reduce_window_sum reshape rev slice split squeeze stop_gradient sub transpose
+    """.split()
+)
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 _DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
@@ -43,6 +51,11 @@ def contraction_flops(name: str, operands, result, parameters) -> int:
         out_features = kernel[parameters["dimension_numbers"].rhs_spec[0]]
         taps = math.prod(kernel) // max(out_features, 1)
     return 2 * math.prod(result.shape) * taps
+
+
+def is_linear(equation) -> bool:
+    """Whether the operation's derivative needs neither its operands nor its results."""
+    return equation.primitive.name in _LINEAR
 
 
 def flops(equation) -> int:

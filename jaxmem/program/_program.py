@@ -6,19 +6,21 @@ import hashlib
 import math
 
 from jaxmem._jax import FlatJaxpr
-from jaxmem.program._costs import flops, is_fused
+from jaxmem.program._costs import CONTRACTIONS, flops, is_fused, is_linear
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
     """One operation: the values it reads and makes (by number), its FLOPs, whether XLA fuses it
-    with its neighbours, and the module path it came from (``ResNet/Block_3/Conv_1``)."""
+    with its neighbours, whether its derivative reads no values (linear), and the module path it
+    came from (``ResNet/Block_3/Conv_1``)."""
 
     name: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     flops: int
     fused: bool
+    linear: bool
     path: str = ""
 
 
@@ -66,6 +68,20 @@ class Program:
             position[value] = len(self.operations) + 1
         return position
 
+    def recompute_flops(self, start: int, stop: int) -> int:
+        """FLOPs that the backward pass of operations ``start`` to ``stop - 1`` does again if only
+        what enters them is kept: of those whose results a derivative among them reads."""
+        needed: set[int] = set()
+        total = 0
+        for operation in reversed(self.operations[start:stop]):
+            again = not needed.isdisjoint(operation.outputs)
+            total += operation.flops * again
+            if again or not operation.linear:
+                needed.update(operation.inputs)
+            if not operation.linear and operation.name not in CONTRACTIONS and operation.flops:
+                total += operation.flops * (not again)  # its derivative reads what is inside it
+        return total
+
     @functools.cached_property
     def materialised(self) -> list[bool]:
         """For each value whether it goes to memory: what a dear operation reads or makes does,
@@ -87,6 +103,7 @@ def read_program(flat: FlatJaxpr) -> Program:
             step.outputs,
             flops(step.equation),
             is_fused(step.equation),
+            is_linear(step.equation),
             str(step.name_stack),
         )
         for step in flat.steps

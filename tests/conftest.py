@@ -1,0 +1,16 @@
+"""Strict JAX for every test: CPU only, float64, no silent promotion of dtypes or ranks."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import pytest
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def key():
+    return jax.random.key(0)

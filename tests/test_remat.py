@@ -1,0 +1,463 @@
+"""The planned function equals the plain one: values, gradients, under every transformation."""
+
+import contextlib
+import functools
+import io
+
+import chex
+import flax.linen as nn
+import jax
+import jax.ad_checkpoint
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from jaxmem import _jax
+
+WIDTH = 8
+
+
+def mlp(params, x):
+    for w, b in params:
+        x = jnp.tanh(x @ w + b[None])
+    return jnp.sum(x**2)
+
+
+def mlp_arguments(layers=9):
+    keys = jax.random.split(jax.random.key(1), layers)
+    params = [
+        (jax.random.normal(k, (WIDTH, WIDTH)) / 3, jnp.arange(WIDTH) / 10.0) for k in keys
+    ]
+    return params, jax.random.normal(jax.random.key(2), (4, WIDTH))
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        for features in (4, 4, 8, 8):
+            x = nn.Conv(features, (3, 3), param_dtype=jnp.float64)(x)
+            x = nn.BatchNorm(use_running_average=not train, param_dtype=jnp.float64)(x)
+            x = nn.relu(x)
+        return x.mean((1, 2))
+
+
+class TransformerBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        make = functools.partial(nn.Dense, param_dtype=jnp.float64)
+        y = nn.LayerNorm(param_dtype=jnp.float64)(x)
+        attend = nn.MultiHeadDotProductAttention(
+            num_heads=2, dropout_rate=0.2, deterministic=not train, param_dtype=jnp.float64
+        )
+        x = x + nn.Dropout(0.1, deterministic=not train)(attend(y))
+        y = nn.gelu(make(16)(nn.LayerNorm(param_dtype=jnp.float64)(x)))
+        return x + nn.Dropout(0.1, deterministic=not train)(make(x.shape[-1])(y))
+
+
+def convnet_case():
+    x = jax.random.normal(jax.random.key(3), (4, 8, 8, 3))
+    variables = ConvNet().init(jax.random.key(4), x)
+
+    def loss(params, stats, x):
+        out, new = ConvNet().apply(
+            {"params": params, "batch_stats": stats}, x, mutable=["batch_stats"]
+        )
+        return jnp.sum(out**2), new["batch_stats"]
+
+    return loss, (variables["params"], variables["batch_stats"], x), True
+
+
+def transformer_case():
+    x = jax.random.normal(jax.random.key(5), (2, 6, 8))
+    params = TransformerBlock().init(jax.random.key(6), x, False)["params"]
+
+    def loss(params, x, key):
+        for layer in range(2):
+            rngs = {"dropout": jax.random.fold_in(key, layer)}
+            x = TransformerBlock().apply({"params": params}, x, rngs=rngs)
+        return jnp.sum(x**2)
+
+    return loss, (params, x, jax.random.key(7, impl="rbg")), False
+
+
+def scan_case():
+    params, x = mlp_arguments()
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+
+    def loss(stacked, x):
+        total = 0.0
+        for _ in range(3):
+            x = jnp.tanh(x @ stacked[0][0])
+            x, norms = jax.lax.scan(
+                lambda x, p: (jnp.tanh(x @ p[0] + p[1][None]), jnp.sum(x)), x, stacked
+            )
+            total += jnp.sum(norms)
+        return jnp.sum(jnp.cos(x)) + total
+
+    return loss, (stacked, x), False
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x * 2
+
+
+clipped.defvjp(lambda x: (clipped(x), x), lambda x, g: (jnp.clip(g, -0.5, 0.5) * jnp.cos(x),))
+
+
+@jax.custom_jvp
+def softstep(x):
+    return jax.nn.sigmoid(3 * x)
+
+
+@softstep.defjvp
+def _(primals, tangents):
+    y = softstep(*primals)
+    return y, 3 * y * (1 - y) * tangents[0]
+
+
+def custom_case():
+    params, x = mlp_arguments()
+
+    def loss(params, x):
+        for w, b in params:
+            x = jax.nn.relu(clipped(x @ w)) + softstep(x + b[None])
+        return jnp.sum(x**2)
+
+    return loss, (params, x), False
+
+
+def cond_case():
+    params, x = mlp_arguments()
+
+    def loss(params, x):
+        for w, _ in params:
+            x = jax.lax.cond(jnp.sum(x) > 0, lambda x: jnp.tanh(x @ w), lambda x: jnp.sin(x), x)
+        return jnp.sum(x**2)
+
+    return loss, (params, x), False
+
+
+def integer_case():
+    table = jax.random.normal(jax.random.key(8), (11, WIDTH))
+    params, _ = mlp_arguments()
+    tokens = jnp.array([1, 4, 4, 10])
+
+    def loss(params, table, tokens, key):
+        x = table[tokens]
+        for layer, (w, b) in enumerate(params):
+            keep = jax.random.bernoulli(jax.random.fold_in(key, layer), 0.8, x.shape)
+            x = jnp.where(keep, jnp.tanh(x @ w + b[None]), 0.0)
+        return jnp.sum(x**2), {"tokens": tokens + 1, "activation": x}
+
+    return loss, ((params, table), tokens, jax.random.key(9)), True
+
+
+def integer_wrapped():
+    loss, ((params, table), tokens, key), has_aux = integer_case()
+    return lambda both, tokens, key: loss(*both, tokens, key), ((params, table), tokens, key), True
+
+
+CASES = {
+    "mlp": lambda: (mlp, mlp_arguments(), False),
+    "cnn_batchnorm": convnet_case,
+    "transformer_dropout": transformer_case,
+    "scan": scan_case,
+    "custom_rules": custom_case,
+    "cond": cond_case,
+    "integers_and_keys": integer_wrapped,
+}
+
+
+def every_operation(fun, *args):
+    """A plan with a region round every single operation but the last: the hardest to emit."""
+    dynamic, call = _jax.split_arrays(fun, args, {})
+    from jaxmem.planning import Plan, Region
+    from jaxmem.program import read_program
+
+    program = read_program(_jax.flatten(call, dynamic))
+    count = len(program.operations)
+    regions = tuple(Region(i, i + 1, 0, program.operations[i].flops) for i in range(count - 1))
+    return Plan("each", program.fingerprint, regions, count, program.flops, 0, 0)
+
+
+def assert_same(actual, expected):
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("planned_by", ["sqrt", "every_operation"])
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_equal_plain(name, planned_by):
+    loss, args, has_aux = CASES[name]()
+    if planned_by == "sqrt":
+        planned = jaxmem.remat(loss, planner="sqrt")
+        assert jaxmem.plan(loss, *args).regions, "no region: the test would compare plain to plain"
+    else:
+        planned = jaxmem.remat(loss, plan=every_operation(loss, *args))
+    plain = jax.jit(jax.value_and_grad(loss, has_aux=has_aux))(*args)
+    assert_same(jax.jit(jax.value_and_grad(planned, has_aux=has_aux))(*args), plain)
+
+
+def test_without_jit():
+    params, x = mlp_arguments()
+    plain = jax.value_and_grad(mlp)(params, x)
+    assert_same(jax.value_and_grad(jaxmem.remat(mlp))(params, x), plain)
+
+
+def test_regions_reach_the_gradient():
+    """What the plan says is recomputed is recomputed: matmuls counted in the gradient's jaxpr."""
+    args = mlp_arguments()
+    chosen = jaxmem.plan(mlp, *args)
+    one = 2 * 4 * WIDTH * WIDTH
+
+    def matmuls(fun):
+        def count(jaxpr):
+            inner = sum(count(j) for eqn in jaxpr.eqns for j in _jax.inner_jaxprs(eqn))
+            return inner + sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
+
+        return count(jax.make_jaxpr(jax.grad(fun))(*args).jaxpr)
+
+    extra = matmuls(jaxmem.remat(mlp, plan=chosen)) - matmuls(mlp)
+    assert extra == chosen.recompute_flops // one > 0
+
+
+def test_vmap_per_example_gradients():
+    params, x = mlp_arguments()
+    planned = jaxmem.remat(mlp)
+    gradients = jax.vmap(jax.grad(planned), (None, 0))(params, x[:, None])
+    assert_same(gradients, jax.vmap(jax.grad(mlp), (None, 0))(params, x[:, None]))
+
+
+def test_gradient_of_gradient():
+    params, x = mlp_arguments(5)
+
+    def penalty(fun):
+        return lambda params: jnp.sum(jax.grad(fun, 1)(params, x) ** 2)
+
+    assert_same(jax.grad(penalty(jaxmem.remat(mlp)))(params), jax.grad(penalty(mlp))(params))
+
+
+def test_forward_mode_and_hessian():
+    params, x = mlp_arguments(5)
+    planned = jaxmem.remat(mlp)
+    assert_same(
+        jax.jvp(lambda x: planned(params, x), (x,), (x,)),
+        jax.jvp(lambda x: mlp(params, x), (x,), (x,)),
+    )
+    assert_same(
+        jax.hessian(lambda x: planned(params, x))(x), jax.hessian(lambda x: mlp(params, x))(x)
+    )
+
+
+def test_inside_scan_and_closed_over_tracers():
+    params, x = mlp_arguments(5)
+
+    def train(loss_of):
+        def body(params, scale):
+            value, gradient = jax.value_and_grad(loss_of(scale))(params, x)
+            return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradient), value
+
+        return jax.lax.scan(body, params, jnp.arange(1.0, 4.0))
+
+    def plain(scale):
+        return lambda params, x: mlp(params, x * scale)
+
+    assert_same(train(lambda scale: jaxmem.remat(plain(scale))), train(plain))
+    outer = jax.grad(lambda scale: jaxmem.remat(plain(scale))(params, x))(1.5)
+    assert_same(outer, jax.grad(lambda scale: plain(scale)(params, x))(1.5))
+
+
+def test_keyword_arguments_and_constants():
+    @jaxmem.remat
+    def loss(w, x, *, power, activation):
+        for _ in range(6):
+            x = activation(x @ w)
+        return jnp.sum(x**power)
+
+    x = jnp.ones((3, WIDTH))
+    gradient = jax.grad(loss)(jnp.eye(WIDTH), x, power=3, activation=jnp.tanh)
+    plain = jax.grad(loss.__wrapped__)(jnp.eye(WIDTH), x, power=3, activation=jnp.tanh)
+    assert_same(gradient, plain)
+    assert loss.__name__ == "loss"
+
+
+def test_shard_map_with_a_collective():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    params, x = mlp_arguments(5)
+
+    def per_shard(params, x):
+        return jax.lax.pmean(mlp(params, x), "data")
+
+    def sharded(fun):
+        specs = (jax.P(), jax.P("data"))
+        return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=jax.P())
+
+    gradient = jax.grad(sharded(jaxmem.remat(per_shard)))(params, x)
+    assert_same(gradient, jax.grad(sharded(per_shard))(params, x))
+
+
+def test_plan_survives_json_and_refuses_another_program():
+    params, x = mlp_arguments()
+    chosen = jaxmem.plan(mlp, params, x)
+    again = jaxmem.Plan.from_json(chosen.to_json())
+    assert again == chosen
+    assert_same(jax.grad(jaxmem.remat(mlp, plan=again))(params, x), jax.grad(mlp)(params, x))
+    with pytest.raises(jaxmem.PlanError, match="made for the program .* make another"):
+        jaxmem.remat(mlp, plan=chosen)(params, x[:2])
+    with pytest.raises(jaxmem.PlanError, match="not the JSON of a plan"):
+        jaxmem.Plan.from_json('{"planner": "sqrt"}')
+
+
+def test_plan_prints_its_regions():
+    text = str(jaxmem.plan(mlp, *mlp_arguments()))
+    assert text.startswith("sqrt plan of ")
+    assert "KiB" in text and "recomputes" in text and text.count("\n") >= 4
+
+
+def test_a_smaller_budget_recomputes_more():
+    abstract = jax.tree.map(_jax.abstract, mlp_arguments(16))
+    least = jaxmem.plan(mlp, *abstract)
+    plain = jaxmem.plan(mlp, *abstract, budget=2 * least.plain_bytes)
+    half = jaxmem.plan(mlp, *abstract, budget=int(0.75 * least.plain_bytes))
+    assert plain.regions == ()
+    assert 0 < half.recompute_flops < least.recompute_flops
+    assert half.projected_bytes <= 0.75 * half.plain_bytes
+    reserved = jaxmem.plan(mlp, *abstract, budget=2 * least.plain_bytes, reserved=1000)
+    assert reserved.projected_bytes == plain.projected_bytes + 1000
+
+
+def test_budget_below_every_plan_names_the_lowest():
+    abstract = jax.tree.map(_jax.abstract, mlp_arguments(16))
+    least = jaxmem.plan(mlp, *abstract).projected_bytes
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        jaxmem.plan(mlp, *abstract, budget=least - 1)
+    assert f"({least} bytes), set by the backward pass of " in str(caught.value)
+    assert jaxmem.plan(mlp, *abstract, budget=least).projected_bytes == least
+
+
+def test_side_effects_are_refused_by_name():
+    def loss(w, x):
+        for _ in range(6):
+            x = jnp.tanh(x @ w)
+            jax.debug.print("mean {}", x.mean())
+        return x.sum()
+
+    with pytest.raises(jaxmem.PlanError) as caught:
+        jax.grad(jaxmem.remat(loss))(jnp.eye(WIDTH), jnp.ones((2, WIDTH)))
+    text = str(caught.value)
+    assert "side effect, and a region would run it twice: debug_print (DebugEffect) at " in text
+    assert "test_remat.py" in text and "outside" in text
+
+
+def test_bad_arguments():
+    with pytest.raises(jaxmem.PlanError, match="no planner named 'chen'; the known ones are 'sqrt"):
+        jaxmem.remat(mlp, planner="chen")
+    with pytest.raises(jaxmem.JaxmemError, match="takes a function of arrays.*nn.remat"):
+        jaxmem.remat(ConvNet)
+    with pytest.raises(jaxmem.BudgetError, match="'11 gigs' does not parse"):
+        jaxmem.remat(mlp, budget="11 gigs")
+    with pytest.raises(jaxmem.BudgetError, match="no target was given"):
+        jaxmem.remat(mlp, budget="80%")
+
+
+# ---- the policy
+
+
+def saved(fun, *args):
+    """Shapes of what a function keeps for its backward pass, arguments aside."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        jax.ad_checkpoint.print_saved_residuals(fun, *args)
+    kept = [line for line in printed.getvalue().splitlines() if "argument" not in line]
+    return sorted(line.split()[0] for line in kept)
+
+
+def test_policy_saves_matmuls_and_convolutions_alone():
+    x = jnp.ones((2, 8, 8, 3))
+    kernel = jnp.ones((3, 3, 3, 5))
+    w = jnp.ones((5, 7))
+
+    def block(kernel, w, x):
+        y = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        y = jnp.tanh(jnp.sin(jax.nn.softmax(y))) @ w
+        return jnp.sum(jnp.exp(y) * 2)
+
+    policed = jax.checkpoint(block, policy=jaxmem.remat_policy(target="h200"))
+    assert saved(policed, kernel, w, x) == ["f64[2,8,8,5]", "f64[2,8,8,7]"]
+    assert_same(jax.grad(policed, (0, 1, 2))(kernel, w, x), jax.grad(block, (0, 1, 2))(kernel, w, x))
+
+
+def test_policy_recomputes_an_outer_product():
+    def block(u, v):
+        return jnp.sum(jnp.tanh(u[:, None] @ v[None]))
+
+    policed = jax.checkpoint(block, policy=jaxmem.remat_policy())
+    assert saved(policed, jnp.ones(512), jnp.ones(512)) == []
+
+
+def test_policy_in_linen_and_nnx_remat():
+    from flax import nnx
+
+    x = jax.random.normal(jax.random.key(0), (4, 8, 8, 3))
+    plain = ConvNet()
+    policed = nn.remat(ConvNet, static_argnums=(2,), policy=jaxmem.remat_policy())()
+    variables = plain.init(jax.random.key(1), x)
+
+    def loss(model):
+        def of(params):
+            held = {"params": params, "batch_stats": variables["batch_stats"]}
+            return jnp.sum(model.apply(held, x, True, mutable=["batch_stats"])[0] ** 2)
+
+        return of
+
+    expected = jax.grad(loss(plain))(variables["params"])
+    assert_same(jax.grad(loss(policed))(variables["params"]), expected)
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List(
+                [nnx.Linear(8, 8, rngs=rngs, param_dtype=jnp.float64) for _ in range(3)]
+            )
+
+        @nnx.remat(policy=jaxmem.remat_policy())
+        def policed(self, x):
+            return self.plain(x)
+
+        def plain(self, x):
+            for layer in self.layers:
+                x = nnx.tanh(layer(x))
+            return jnp.sum(x**2)
+
+    net, x = Net(nnx.Rngs(0)), x[..., 0]
+    policed = nnx.grad(lambda net: net.policed(x))(net)
+    assert_same(nnx.to_pure_dict(policed), nnx.to_pure_dict(nnx.grad(lambda net: net.plain(x))(net)))
+
+
+def test_policy_needs_the_rates_of_a_gpu():
+    with pytest.raises(jaxmem.JaxmemError, match="rates of the attached device .* Name a target"):
+        jaxmem.remat_policy(target="local")
+    assert callable(jaxmem.remat_policy(target=jaxmem.target("a100-40gb")))
+
+
+def test_costs_count_every_contraction():
+    x = jnp.ones((2, 8, 8, 6))
+    kernel = jnp.ones((3, 3, 3, 4))
+
+    def fun(x, w):
+        y = jax.lax.conv_general_dilated(
+            x, kernel, (2, 2), "SAME", feature_group_count=2,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        y, _ = jax.lax.scan(lambda c, _: (c @ w, None), y, length=5)
+        return jax.lax.cond(jnp.sum(y) > 0, lambda y: y @ w, lambda y: y, y)
+
+    flat = _jax.flatten(fun, [x, jnp.ones((4, 4))])
+    from jaxmem.program import read_program
+
+    convolution = 2 * (2 * 4 * 4 * 4) * (3 * 3 * 3)
+    matmul = 2 * (2 * 4 * 4) * 4 * 4
+    assert read_program(flat).flops == convolution + 5 * matmul + matmul
+    assert np.prod(x.shape) * 8 in read_program(flat).sizes
