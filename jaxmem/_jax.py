@@ -122,15 +122,16 @@ def flatten(fun: Callable, leaves: Sequence[Any]) -> FlatJaxpr:
             inner = _inlinable(equation)
             names = stack + equation.source_info.name_stack
             if inner is None:
-                outputs = tuple(map(new, equation.outvars))
-                steps.append(Step(equation, inputs, outputs, names))
+                made = tuple(map(new, equation.outvars))
+                steps.append(Step(equation, inputs, made, names))
+                numbers.update(zip(equation.outvars, made, strict=True))
             else:
                 variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
                 constants = [new_const(value) for value in inner.consts]
-                outputs = walk(
+                results = walk(
                     inner.jaxpr, dict(zip(variables, [*constants, *inputs], strict=True)), names
                 )
-            numbers.update(zip(equation.outvars, outputs, strict=True))
+                numbers.update(zip(equation.outvars, results, strict=True))
         return [number(atom) for atom in jaxpr.outvars]
 
     def new_const(value) -> Literal:

@@ -50,7 +50,9 @@ def accumulate(
     def update(updates, state: optax.MultiStepsState, params=None, **extra_args: Any):
         count = state.mini_step + 1
         mean = jax.tree.map(
-            lambda total, new: total + (new - total).astype(total.dtype) / count.astype(total.dtype),
+            lambda total, new: (
+                total + (new - total).astype(total.dtype) / count.astype(total.dtype)
+            ),
             state.acc_grads,
             updates,
         )

@@ -75,20 +75,19 @@ def _stream(update: Callable, updates, state, params, extra_args) -> tuple[Any, 
 
     The results are computed one after another, each with the operations that it alone still
     needs. A host leaf is fetched at its first use, behind a barrier that waits for the result
-    before; without that chain XLA starts every transfer at once.
+    before and for the gradient at hand; without that chain XLA starts every transfer at once.
     """
     leaves, call = _jax.split_arrays(update, (updates, state, params), extra_args)
     flat = _jax.flatten(call, [_on_device(leaf) for leaf in leaves])
     operands = [*flat.consts, *leaves]
     maker = {value: step for step in flat.steps for value in step.outputs}
     values: dict[int, Any] = {}
-    previous = None
+    awaited: list[Any] = []
 
     def fetch(number: int) -> None:
         operand = operands[number]
         if _jax.memory_space(operand) is _jax.HOST:
-            if previous is not None:
-                operand, _ = jax.lax.optimization_barrier((operand, previous))
+            operand, *_ = jax.lax.optimization_barrier((operand, *awaited))
             operand = jax.device_put(operand, _jax.DEVICE)
         values[number] = operand
 
@@ -110,28 +109,30 @@ def _stream(update: Callable, updates, state, params, extra_args) -> tuple[Any, 
 
     out_updates, out_state = jax.tree.unflatten(flat.out_tree, range(len(flat.outputs)))
     on_host = {
-        index
+        index: made
         for index in jax.tree.leaves(out_state)
-        if isinstance(flat.outputs[index], int) and _offloadable(flat.avals[flat.outputs[index]])
+        if isinstance(made := flat.outputs[index], int) and _offloadable(flat.avals[made])
     }
     results: dict[int, Any] = {}
+    done: list[Any] = []
 
     def settle(index: int) -> None:
-        nonlocal previous
         value = _jax.read(values, flat.outputs[index])
         if index in on_host:
-            previous = value
+            done[:] = [value]
             value = jax.device_put(value, _jax.HOST)
         results[index] = value
 
+    gradients = dict(zip(jax.tree.leaves(out_updates), jax.tree.leaves(updates), strict=False))
     for index in [*reversed(jax.tree.leaves(out_updates)), *jax.tree.leaves(out_state)]:
         if index in results:
             continue
-        if isinstance(flat.outputs[index], int):
-            compute(flat.outputs[index])
+        awaited[:] = [*done, gradients[index]] if index in gradients else done
+        if isinstance(wanted := flat.outputs[index], int):
+            compute(wanted)
         settle(index)
-        for other in on_host - results.keys():  # what came along goes back at once
-            if flat.outputs[other] in values:
+        for other in sorted(on_host.keys() - results.keys()):  # what came along goes back at once
+            if on_host[other] in values:
                 settle(other)
     return jax.tree.unflatten(flat.out_tree, [results[i] for i in range(len(results))])
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -68,15 +68,19 @@ def plan(
     return _plan(_jax.flatten(call, dynamic), planner, allowed, reserved)
 
 
+@overload
+def remat(fun: Callable[P, R], **options: Any) -> Callable[P, R]: ...
+@overload
+def remat(fun: None = None, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def remat(
-    fun: Callable[P, R] | None = None,
+    fun: Callable | None = None,
     *,
     budget: int | str | None = None,
     planner: str = "sqrt",
     target: str | Target | LocalDevice | None = None,
     reserved: int = 0,
     plan: Plan | None = None,
-) -> Callable[P, R]:
+) -> Callable:
     """``fun`` with regions of rematerialization placed by a planner.
 
     The function is traced when it is called, its jit-like calls are inlined into one flat

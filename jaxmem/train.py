@@ -58,9 +58,10 @@ class TrainStep:
         """
         params = self.precision.cast_to_params(params)
         step = jnp.zeros((), jnp.int32)
-        return TrainState(step, params, self.optimizer.init(params), model_state, key)
+        return _commit(TrainState(step, params, self.optimizer.init(params), model_state, key))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The state after one step on the batch, and the metrics (``"loss"`` among them)."""
         _check_state(state)
         return self._jitted(state, batch)
 
@@ -87,9 +88,7 @@ class TrainStep:
 
         def loss_of(params, batch, extras):
             params, batch = self.precision.cast_to_compute((params, batch))
-            loss, model_state, metrics = self._results(
-                self.loss_fn(params, batch, **extras), state
-            )
+            loss, model_state, metrics = self._results(self.loss_fn(params, batch, **extras), state)
             metrics = self.precision.cast_to_output({"loss": loss, **metrics})
             return metrics["loss"], (model_state, metrics)
 
@@ -174,6 +173,7 @@ def train_step(
     check_optimizer(optimizer, "jaxmem.train_step")
     if not callable(loss_fn):
         raise JaxmemError(f"jaxmem.train_step takes a loss function; got {loss_fn!r}.")
+    transform: Callable[[Callable], Callable]
     if remat is None:
         transform = _unchanged
     elif isinstance(remat, str):
@@ -191,6 +191,17 @@ def train_step(
 
 def _unchanged(fun: Callable) -> Callable:
     return fun
+
+
+def _commit(state: TrainState) -> TrainState:
+    """The state with every array bound to its place, if one is.
+
+    Arrays in host memory are; results of a step over them then are too, and a first step with
+    other bindings than the second would be compiled twice.
+    """
+    if any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state)):
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
+    return state
 
 
 def _check_state(state: Any) -> None:

@@ -26,9 +26,7 @@ def mlp(params, x):
 
 def mlp_arguments(layers=9):
     keys = jax.random.split(jax.random.key(1), layers)
-    params = [
-        (jax.random.normal(k, (WIDTH, WIDTH)) / 3, jnp.arange(WIDTH) / 10.0) for k in keys
-    ]
+    params = [(jax.random.normal(k, (WIDTH, WIDTH)) / 3, jnp.arange(WIDTH) / 10.0) for k in keys]
     return params, jax.random.normal(jax.random.key(2), (4, WIDTH))
 
 
@@ -133,7 +131,9 @@ def cond_case():
 
     def loss(params, x):
         for w, _ in params:
-            x = jax.lax.cond(jnp.sum(x) > 0, lambda x: jnp.tanh(x @ w), lambda x: jnp.sin(x), x)
+            x = jax.lax.cond(
+                jnp.sum(x) > 0, lambda x, w: jnp.tanh(x @ w), lambda x, w: jnp.sin(x), x, w
+            )
         return jnp.sum(x**2)
 
     return loss, (params, x), False
@@ -155,7 +155,7 @@ def integer_case():
 
 
 def integer_wrapped():
-    loss, ((params, table), tokens, key), has_aux = integer_case()
+    loss, ((params, table), tokens, key), _ = integer_case()
     return lambda both, tokens, key: loss(*both, tokens, key), ((params, table), tokens, key), True
 
 
@@ -387,7 +387,9 @@ def test_policy_saves_matmuls_and_convolutions_alone():
 
     policed = jax.checkpoint(block, policy=jaxmem.remat_policy(target="h200"))
     assert saved(policed, kernel, w, x) == ["f64[2,8,8,5]", "f64[2,8,8,7]"]
-    assert_same(jax.grad(policed, (0, 1, 2))(kernel, w, x), jax.grad(block, (0, 1, 2))(kernel, w, x))
+    assert_same(
+        jax.grad(policed, (0, 1, 2))(kernel, w, x), jax.grad(block, (0, 1, 2))(kernel, w, x)
+    )
 
 
 def test_policy_recomputes_an_outer_product():
@@ -433,7 +435,9 @@ def test_policy_in_linen_and_nnx_remat():
 
     net, x = Net(nnx.Rngs(0)), x[..., 0]
     policed = nnx.grad(lambda net: net.policed(x))(net)
-    assert_same(nnx.to_pure_dict(policed), nnx.to_pure_dict(nnx.grad(lambda net: net.plain(x))(net)))
+    assert_same(
+        nnx.to_pure_dict(policed), nnx.to_pure_dict(nnx.grad(lambda net: net.plain(x))(net))
+    )
 
 
 def test_policy_needs_the_rates_of_a_gpu():
@@ -448,7 +452,11 @@ def test_costs_count_every_contraction():
 
     def fun(x, w):
         y = jax.lax.conv_general_dilated(
-            x, kernel, (2, 2), "SAME", feature_group_count=2,
+            x,
+            kernel,
+            (2, 2),
+            "SAME",
+            feature_group_count=2,
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
         y, _ = jax.lax.scan(lambda c, _: (c @ w, None), y, length=5)

@@ -59,8 +59,10 @@ def count_work(hlo: str) -> Work:
     def total(name: str) -> Work:
         if name not in done:
             done[name] = sum(
-                (_own(line, computations[name]) + _inner(line, total) for line in
-                 computations[name].values()),
+                (
+                    _own(line, computations[name]) + _inner(line, total)
+                    for line in computations[name].values()
+                ),
                 Work(),
             )
         return done[name]

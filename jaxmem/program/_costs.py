@@ -80,4 +80,3 @@ def _forward(equation) -> list:
         inner = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
         return [getattr(inner, "jaxpr", inner)]
     return inner_jaxprs(equation)
-

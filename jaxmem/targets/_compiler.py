@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from typing import ClassVar
 
 from jaxmem._errors import CompileError
 from jaxmem.targets._install import Compiler, cache_folder, find_compiler
@@ -75,7 +76,9 @@ def compile_module(
     with _slots:
         reply = _Worker.borrow(compiler).request(request, timeout, target.name)
     if "error" in reply:
-        raise CompileError(f"XLA could not compile the program for {target.name}:\n{reply['error']}")
+        raise CompileError(
+            f"XLA could not compile the program for {target.name}:\n{reply['error']}"
+        )
     compiled = Compiled(reply["stats"], reply["hlo"])
     _write(path, compiled)
     return compiled
@@ -125,12 +128,12 @@ _slots = threading.BoundedSemaphore(os.cpu_count() or 1)
 class _Worker:
     """One compiling process and the pipe to it."""
 
-    _idle: list["_Worker"] = []
+    _idle: ClassVar[list["_Worker"]] = []
     _lock = threading.Lock()
 
     def __init__(self, compiler: Compiler):
         self.compiler = compiler
-        self.log = tempfile.TemporaryFile()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         environment = dict(os.environ, JAX_PLATFORMS="cpu")
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         if compiler.toolkit:
@@ -161,12 +164,15 @@ class _Worker:
             timed_out.set()
             self.process.kill()
 
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
         timer = threading.Timer(timeout, stop)
         timer.start()
         try:
-            pickle.dump(request, self.process.stdin)
-            self.process.stdin.flush()
-            reply = pickle.load(self.process.stdout)
+            pickle.dump(request, stdin)
+            stdin.flush()
+            reply = pickle.load(stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
             code = self.process.wait()
             tail = "\n".join(self._last_lines())
@@ -198,8 +204,9 @@ class _Worker:
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.log):
-            with contextlib.suppress(OSError):
-                stream.close()
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
 
 
 @atexit.register

@@ -117,8 +117,10 @@ def install_compiler(cuda: int = 13) -> pathlib.Path:
         done = subprocess.run(command, text=True, stderr=subprocess.STDOUT, stdout=subprocess.PIPE)
         if done.returncode:
             tail = "\n".join(done.stdout.splitlines()[-12:])
-            raise JaxmemError(f"pip could not install the compiler:\n{tail}\n(the command was "
-                              f"{shlex.join(command)})")
+            raise JaxmemError(
+                f"pip could not install the compiler:\n{tail}\n(the command was "
+                f"{shlex.join(command)})"
+            )
         try:
             staging.rename(folder)  # in one move: another process may be installing it too
         except OSError:

@@ -1,0 +1,33 @@
+# Two commands do everything on a machine with Python and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+RUN := $(VENV)/bin/python
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.ready  ## the memory of ResNet50 on an absent GPU, then a training with every lever on
+	$(RUN) examples/resnet50/train.py --plan rtx-2080-ti
+	@echo
+	$(RUN) examples/resnet50/train.py --target rtx-2080-ti --checkpoints runs/demo
+
+test: $(VENV)/.ready  ## all tests; FAST=1 leaves out the slow ones
+	$(RUN) -m pytest -n 2 --dist worksteal $(if $(FAST),-m "not slow",) $(TESTS)
+
+lint: $(VENV)/.ready
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(VENV)/.ready  ## every figure of the README, into benchmarks/results
+	for script in benchmarks/[a-z]*.py; do $(RUN) $$script || exit 1; done
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(RUN) -m jaxmem install-compiler
+	touch $@
+
+clean:
+	rm -rf .venv-* runs .pytest_cache .ruff_cache
