@@ -213,6 +213,15 @@ def memory_space(value) -> Any:
     return getattr(aval, "memory_space", DEVICE)
 
 
+def is_committed(value) -> bool:
+    """Whether an array is bound to the device or mesh it is on."""
+    return (
+        isinstance(value, jax.Array)
+        and not isinstance(value, jax.core.Tracer)
+        and getattr(value, "committed", False)
+    )
+
+
 def abstract(value) -> Any:
     """A leaf as a ShapeDtypeStruct that keeps its sharding and its memory kind.
 
@@ -222,7 +231,7 @@ def abstract(value) -> Any:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return value
     sharding = None
-    if isinstance(value, jax.ShapeDtypeStruct) or getattr(value, "committed", False):
+    if isinstance(value, jax.ShapeDtypeStruct) or is_committed(value):
         sharding = value.sharding
     if memory_space(value) is HOST and not isinstance(sharding, NamedSharding):
         sharding = host_sharding()

@@ -62,8 +62,9 @@ def offload(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
             if _offloadable(leaf) and _jax.memory_space(leaf) is not _jax.HOST:
                 raise OffloadError(
                     f"The optimizer state{jax.tree_util.keystr(path)} should be in host memory "
-                    "and is on the device. Make the state with this optimizer's init; to abstract "
-                    "it use jaxmem.eval_shape, and restore checkpoints with its shardings."
+                    "and is on the device. Make the state with this optimizer's init; abstract it "
+                    "with jaxmem.eval_shape; a restored one, jax.device_put to the shardings of a "
+                    "state from init."
                 )
         return _stream(optimizer.update, updates, state, params, extra_args)
 

@@ -71,6 +71,7 @@ def precision(text: "str | Precision") -> Precision:
     Raises:
         JaxmemError: the text does not parse.
 
+    >>> import jaxmem
     >>> jaxmem.precision("compute=bfloat16") == jaxmem.precision("bf16")
     True
     """

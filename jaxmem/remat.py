@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any
 
 import jax
 
@@ -12,9 +12,6 @@ from jaxmem._errors import JaxmemError, PlanError
 from jaxmem.planning import Plan, plan_sqrt
 from jaxmem.program import CONTRACTIONS, contraction_flops, read_program, size_of
 from jaxmem.targets import LocalDevice, Target, known_targets, resolve
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _PLANNERS = {"sqrt": plan_sqrt}
 _DEAR = 1.25  # times the time of writing the result
@@ -68,10 +65,6 @@ def plan(
     return _plan(_jax.flatten(call, dynamic), planner, allowed, reserved)
 
 
-@overload
-def remat(fun: Callable[P, R], **options: Any) -> Callable[P, R]: ...
-@overload
-def remat(fun: None = None, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def remat(
     fun: Callable | None = None,
     *,

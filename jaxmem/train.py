@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmem import _jax
 from jaxmem._errors import JaxmemError
 from jaxmem.memory import MemoryReport, memory
 from jaxmem.offloading import check_optimizer
@@ -199,7 +200,7 @@ def _commit(state: TrainState) -> TrainState:
     Arrays in host memory are; results of a step over them then are too, and a first step with
     other bindings than the second would be compiled twice.
     """
-    if any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state)):
+    if any(map(_jax.is_committed, jax.tree.leaves(state))):
         return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
     return state
 

@@ -141,7 +141,9 @@ def train(options) -> None:
         start = saved.latest_step() or 0
         if start:
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-            state = saved.restore(start, args=ocp.args.StandardRestore(like))
+            restored = saved.restore(start, args=ocp.args.StandardRestore(like))
+            # orbax brings everything to the device; what is offloaded belongs on the host.
+            state = jax.device_put(restored, jax.tree.map(lambda leaf: leaf.sharding, state))
             print(f"resumed from micro-step {start} of {micro_steps} in {options.checkpoints}")
 
         count = sum(leaf.size for leaf in jax.tree.leaves(state.params))

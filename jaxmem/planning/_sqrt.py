@@ -14,7 +14,7 @@ from jaxmem._errors import BudgetError
 from jaxmem.planning._plan import Plan, Region
 from jaxmem.program import Program
 
-_CANDIDATES = 400
+_CANDIDATES = 800
 
 
 def plan_sqrt(program: Program, budget: int | None = None, reserved: int = 0) -> Plan:
@@ -71,7 +71,8 @@ class _Chain:
         crossing = np.zeros(count + 2)
         np.add.at(crossing, made, sizes)
         np.subtract.at(crossing, last, sizes)
-        self.cuts = _candidates(np.cumsum(crossing)[: count + 1])
+        dear = np.array([not operation.fused for operation in program.operations], dtype=bool)
+        self.cuts = _candidates(np.cumsum(crossing)[: count + 1], dear)
         size = len(self.cuts)
 
         # residuals[k]: bytes that operations before cut k leave in memory if nothing is wrapped
@@ -176,15 +177,17 @@ class _Chain:
         return tuple(found)
 
 
-def _candidates(crossing: np.ndarray) -> np.ndarray:
-    """Where to consider cutting: the first and last points of each local minimum of live bytes.
-
-    Both ends are candidates. A long program keeps the lowest of each stretch.
+def _candidates(crossing: np.ndarray, dear: np.ndarray) -> np.ndarray:
+    """Where to consider cutting: right after dear operations, whose results are in memory anyway,
+    and at the local minima of live bytes (of a level stretch, at its ends and before dear
+    operations). A long program keeps the lowest point of each stretch.
     """
     inner = np.arange(1, len(crossing) - 1)
     before, here, after = crossing[inner - 1], crossing[inner], crossing[inner + 1]
-    low = inner[(here <= before) & (here <= after) & ((here < before) | (here < after))]
+    level = (here == before) & (here == after)
+    least = (here <= before) & (here <= after)
+    low = inner[dear[inner - 1] | (least & (~level | dear[inner]))]
     if len(low) > _CANDIDATES:
         stretches = np.array_split(low, _CANDIDATES)
         low = np.array([stretch[np.argmin(crossing[stretch])] for stretch in stretches])
-    return np.unique(np.concatenate([[0], low, [len(crossing) - 1]])).astype(np.int64)
+    return np.concatenate([[0], low, [len(crossing) - 1]]).astype(np.int64)

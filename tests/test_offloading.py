@@ -1,0 +1,95 @@
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxmem
+
+PARAMS = {f"layer{i}": jnp.linspace(-1, 1, 12).reshape(3, 4) * (i + 1) for i in range(4)}
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(0.1),
+    "clipped adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "lamb": lambda: optax.lamb(0.1),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "two groups": lambda: optax.multi_transform(
+        {"a": optax.adam(0.1), "b": optax.sgd(0.1, momentum=0.9)},
+        {name: "ab"[index % 2] for index, name in enumerate(PARAMS)},
+    ),
+    "accumulated": lambda: jaxmem.accumulate(optax.adam(0.1), 2),
+    "stateless": lambda: optax.sgd(0.1),
+}
+
+
+def run(optimizer, jitted, steps=3):
+    def loss(params):
+        return sum(jnp.sum(jnp.sin(leaf) ** 2) for leaf in jax.tree.leaves(params))
+
+    def step(params, state):
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = optimizer.init(params)
+    step = jax.jit(step, donate_argnums=(0, 1)) if jitted else step
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params, state
+
+
+def kinds(state):
+    return {
+        jax.tree_util.keystr(path): leaf.sharding.memory_kind
+        for path, leaf in jax.tree.leaves_with_path(state)
+        if isinstance(leaf, jax.Array)
+    }
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_the_optimizer_with_its_state_on_the_host(name, jitted):
+    plain_params, plain_state = run(OPTIMIZERS[name](), jitted)
+    params, state = run(jaxmem.offload(OPTIMIZERS[name]()), jitted)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, plain_state)
+    chex.assert_trees_all_close((params, state), (plain_params, plain_state), rtol=1e-12)
+    for path, leaf in jax.tree.leaves_with_path(state):
+        kind = "pinned_host" if leaf.ndim else "device"
+        assert leaf.sharding.memory_kind == kind, path
+    assert kinds(params) == dict.fromkeys(kinds(params), "device")
+
+
+def test_extra_arguments_reach_the_optimizer():
+    optimizer = jaxmem.offload(optax.contrib.reduce_on_plateau(patience=1))
+    state = optimizer.init(PARAMS)
+    _, state = optimizer.update(PARAMS, state, PARAMS, value=jnp.asarray(1.0))
+    chex.assert_trees_all_close(state.best_value, 1.0)
+
+
+def test_state_on_the_device_is_an_error_that_names_the_leaf():
+    optimizer = jaxmem.offload(optax.adam(0.1))
+    with pytest.raises(jaxmem.OffloadError) as caught:
+        jax.jit(optimizer.update)(PARAMS, optax.adam(0.1).init(PARAMS), PARAMS)
+    text = str(caught.value)
+    assert "The optimizer state[0].mu['layer0'] should be in host memory and is on the" in text
+    assert "jaxmem.eval_shape" in text
+
+
+def test_eval_shape_keeps_memory_kinds():
+    optimizer = jaxmem.offload(optax.adam(0.1))
+    state = jaxmem.eval_shape(optimizer.init, PARAMS)
+    assert state[0].mu["layer0"].sharding.memory_kind == "pinned_host"
+    assert state[0].count.sharding is None
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, optimizer.init(PARAMS))
+    again = jaxmem.eval_shape(lambda state: optimizer.update(PARAMS, state, PARAMS)[1], state)
+    assert again[0].nu["layer1"].sharding.memory_kind == "pinned_host"
+
+
+def test_not_an_optimizer():
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.offload("adam")
+    assert str(caught.value) == (
+        "jaxmem.offload takes an optax.GradientTransformation, such as optax.adam(1e-3); got "
+        "'adam' of type str."
+    )

@@ -1,0 +1,64 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+
+
+@pytest.mark.parametrize(
+    ("text", "params", "compute", "output"),
+    [
+        ("bf16", "float32", "bfloat16", "float32"),
+        ("fp16", "float32", "float16", "float32"),
+        ("fp32", "float32", "float32", "float32"),
+        ("params=bfloat16, compute=bf16", "bfloat16", "bfloat16", "float32"),
+        ("params=float32,compute=float16,output=float16", "float32", "float16", "float16"),
+    ],
+)
+def test_text_parses_and_prints_back(text, params, compute, output):
+    precision = jaxmem.precision(text)
+    assert str(precision) == f"params={params},compute={compute},output={output}"
+    assert jaxmem.precision(str(precision)) == precision
+    assert jaxmem.precision(precision) is precision
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("bf17", "'bf17' is none of float32, bfloat16, float16, float64"),
+        ("params=int8", "'int8' is none of"),
+        ("weights=bfloat16", "'weights=bfloat16' does not give one of params, compute, output once"),
+        ("params=bf16,params=bf16", "does not give one of params, compute, output once"),
+        ("", "'' is none of"),
+        (16, "it is of type int"),
+    ],
+)
+def test_bad_text_says_what_to_write(text, why):
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.precision(text)
+    assert f"The precision {text!r} does not parse: " in str(caught.value)
+    assert why in str(caught.value)
+    assert "Write 'bf16', 'fp16', 'fp32', or 'params=float32," in str(caught.value)
+
+
+def test_casts_leave_integers_booleans_and_keys_alone():
+    tree = {
+        "x": jnp.ones(2, jnp.float32),
+        "n": np.ones(2, np.float64),
+        "i": jnp.arange(2),
+        "b": jnp.array([True]),
+        "k": jax.random.key(0),
+        "s": "text",
+    }
+    cast = jaxmem.precision("bf16").cast_to_compute(tree)
+    assert cast["x"].dtype == cast["n"].dtype == jnp.bfloat16
+    for name in ("i", "b", "k", "s"):
+        assert cast[name] is tree[name]
+    back = jaxmem.precision("bf16").cast_to_output(cast)
+    assert back["x"].dtype == jnp.float32
+
+
+def test_dtypes_in_any_form_make_one_precision():
+    assert jaxmem.Precision(jnp.float32, "bf16", np.dtype("float32")) == jaxmem.precision("bf16")
+    assert hash(jaxmem.Precision()) == hash(jaxmem.precision("fp32"))
