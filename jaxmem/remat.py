@@ -103,13 +103,13 @@ def remat(
     >>> jax.grad(loss)(jnp.eye(3), jnp.ones((2, 3))).shape
     (3, 3)
     """
-    if fun is None:
-        return functools.partial(
-            remat, budget=budget, planner=planner, target=target, reserved=reserved, plan=plan
-        )
-    _check_function(fun, "jaxmem.remat")
     allowed = _allowed(budget, target)
     _planner(planner)
+    if fun is None:
+        return functools.partial(
+            remat, budget=allowed, planner=planner, reserved=reserved, plan=plan
+        )
+    _check_function(fun, "jaxmem.remat")
 
     @functools.wraps(fun)
     def planned(*args, **kwargs):

@@ -10,7 +10,9 @@ import jaxmem
 
 def micro_gradients(count):
     random = np.random.default_rng(0)
-    return [{"w": jnp.asarray(random.normal(size=3)), "b": jnp.asarray(1.0 * i)} for i in range(count)]
+    return [
+        {"w": jnp.asarray(random.normal(size=3)), "b": jnp.asarray(1.0 * i)} for i in range(count)
+    ]
 
 
 PARAMS = {"w": jnp.zeros(3), "b": jnp.zeros(())}

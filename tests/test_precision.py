@@ -28,7 +28,10 @@ def test_text_parses_and_prints_back(text, params, compute, output):
     [
         ("bf17", "'bf17' is none of float32, bfloat16, float16, float64"),
         ("params=int8", "'int8' is none of"),
-        ("weights=bfloat16", "'weights=bfloat16' does not give one of params, compute, output once"),
+        (
+            "weights=bfloat16",
+            "'weights=bfloat16' does not give one of params, compute, output once",
+        ),
         ("params=bf16,params=bf16", "does not give one of params, compute, output once"),
         ("", "'' is none of"),
         (16, "it is of type int"),

@@ -30,7 +30,7 @@ def plan_sqrt(program: Program, budget: int | None = None, reserved: int = 0) ->
             peak is.
     """
     chain = _Chain(program)
-    plain = chain.last_region(0)
+    plain = chain.peak([])
     limit = chain.least_peak() if budget is None else budget - reserved
     ends = chain.least_recompute(limit)
     if ends is None:
@@ -66,8 +66,6 @@ class _Chain:
         sizes = np.asarray(program.sizes, dtype=np.float64)[values]
         made = np.asarray(program.made, dtype=np.int64)[values]
         last = np.asarray(program.last_used, dtype=np.int64)[values]
-        stored = np.asarray(program.materialised, dtype=bool)[values]
-
         crossing = np.zeros(count + 2)
         np.add.at(crossing, made, sizes)
         np.subtract.at(crossing, last, sizes)
@@ -75,17 +73,25 @@ class _Chain:
         self.cuts = _candidates(np.cumsum(crossing)[: count + 1], dear)
         size = len(self.cuts)
 
-        # residuals[k]: bytes that operations before cut k leave in memory if nothing is wrapped
-        residuals = np.zeros(count + 1)
-        np.add.at(residuals, made, np.where(stored, sizes, 0))
-        residuals = np.cumsum(residuals)[self.cuts]
-        # widest[i, k]: the largest value between two cuts; its cotangent stands beside it
         slot = np.searchsorted(self.cuts, made)
-        per_slot = np.zeros(size)
-        np.maximum.at(per_slot, slot, np.where(stored, sizes, 0))
-        self.inside = residuals[None, :] - residuals[:, None]
-        for start in range(size):
-            self.inside[start, start + 1 :] += np.maximum.accumulate(per_slot[start + 1 :])
+
+        def between(counted: list[bool]) -> np.ndarray:
+            """[i, k]: bytes of the counted values made between two cuts, and the largest of them
+            once more: its cotangent stands beside it."""
+            bytes_of = np.where(np.asarray(counted, dtype=bool)[values], sizes, 0)
+            sums, largest = np.zeros(size), np.zeros(size)
+            np.add.at(sums, slot, bytes_of)
+            np.maximum.at(largest, slot, bytes_of)
+            total = np.cumsum(sums)
+            table = total[None, :] - total[:, None]
+            for start in range(size):
+                table[start, start + 1 :] += np.maximum.accumulate(largest[start + 1 :])
+            return table
+
+        # A region that is recomputed has all of its materialised values in memory; what is not
+        # wrapped keeps its residuals, which are fewer.
+        self.inside = between(program.materialised)
+        self.unwrapped = between(program.residual)[:, -1]
         # kept[i, k]: bytes made between two cuts that are read after the second
         self.kept = np.zeros((size, size))
         for end in range(1, size - 1):
@@ -96,9 +102,6 @@ class _Chain:
         flops = np.zeros(count + 1)
         flops[1:] = np.cumsum([operation.flops for operation in program.operations])
         self.flops = flops[self.cuts]
-
-    def last_region(self, start: int) -> int:
-        return int(self.inside[start, -1])
 
     def reach(self, limit: float) -> tuple[np.ndarray, np.ndarray]:
         """Least bytes kept to reach each cut with every region below ``limit``; and from where."""
@@ -116,7 +119,7 @@ class _Chain:
     def least_recompute(self, limit: float) -> list[int] | None:
         """Ends of the regions whose unwrapped rest starts earliest, or None if none fits."""
         least, origin = self.reach(limit)
-        fits = np.flatnonzero(least[:-1] + self.inside[:-1, -1] <= limit)
+        fits = np.flatnonzero(least[:-1] + self.unwrapped[:-1] <= limit)
         if not len(fits):
             return None
         end, ends = int(fits[np.argmin(self.flops[fits])]), []
@@ -127,7 +130,7 @@ class _Chain:
 
     def least_peak(self) -> int:
         """The least peak that regions can reach, to the byte."""
-        low, high = 0, self.last_region(0)
+        low, high = 0, self.peak([])
         while low < high:
             middle = (low + high) // 2
             if self.least_recompute(middle) is None:
@@ -143,7 +146,7 @@ class _Chain:
             kept += self.kept[start, end]
             peaks.append(int(kept + self.inside[start, end]))
             start = end
-        return [*peaks, int(kept + self.inside[start, -1])]
+        return [*peaks, int(kept + self.unwrapped[start])]
 
     def peak(self, ends: list[int]) -> int:
         return max(self.peaks(ends))

@@ -27,6 +27,8 @@ _LINEAR = frozenset(
     reduce_window_sum reshape rev slice split squeeze stop_gradient sub transpose
     """.split()
 )
+# The derivative of these reads their result alone.
+_BY_RESULT = frozenset("cbrt exp exp2 logistic rsqrt sqrt tanh".split())
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 _DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
@@ -53,9 +55,11 @@ def contraction_flops(name: str, operands, result, parameters) -> int:
     return 2 * math.prod(result.shape) * taps
 
 
-def is_linear(equation) -> bool:
-    """Whether the operation's derivative needs neither its operands nor its results."""
-    return equation.primitive.name in _LINEAR
+def derivative_reads(equation) -> str:
+    """What the operation's derivative reads: ``"nothing"``, its ``"result"`` or its
+    ``"operands"``."""
+    name = equation.primitive.name
+    return "nothing" if name in _LINEAR else "result" if name in _BY_RESULT else "operands"
 
 
 def flops(equation) -> int:

@@ -6,21 +6,21 @@ import hashlib
 import math
 
 from jaxmem._jax import FlatJaxpr
-from jaxmem.program._costs import CONTRACTIONS, flops, is_fused, is_linear
+from jaxmem.program._costs import CONTRACTIONS, derivative_reads, flops, is_fused
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
     """One operation: the values it reads and makes (by number), its FLOPs, whether XLA fuses it
-    with its neighbours, whether its derivative reads no values (linear), and the module path it
-    came from (``ResNet/Block_3/Conv_1``)."""
+    with its neighbours, what its derivative reads (``"nothing"``, its ``"result"`` or its
+    ``"operands"``), and the module path it came from (``ResNet/Block_3/Conv_1``)."""
 
     name: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     flops: int
     fused: bool
-    linear: bool
+    derivative_reads: str
     path: str = ""
 
 
@@ -76,10 +76,10 @@ class Program:
         for operation in reversed(self.operations[start:stop]):
             again = not needed.isdisjoint(operation.outputs)
             total += operation.flops * again
-            if again or not operation.linear:
+            if again or operation.derivative_reads != "nothing":
                 needed.update(operation.inputs)
-            if not operation.linear and operation.name not in CONTRACTIONS and operation.flops:
-                total += operation.flops * (not again)  # its derivative reads what is inside it
+            if operation.flops and operation.name not in CONTRACTIONS and not again:
+                total += operation.flops  # a scan, say: its derivative reads what is inside it
         return total
 
     @functools.cached_property
@@ -93,6 +93,22 @@ class Program:
                     stored[value] = True
         return stored
 
+    @functools.cached_property
+    def residual(self) -> list[bool]:
+        """For each value whether the plain forward pass keeps it for the backward pass: it is
+        materialised, and a derivative reads it or what XLA fuses onto it."""
+        stored = self.materialised
+        read = [False] * len(self.sizes)
+        for operation in self.operations:
+            by = operation.derivative_reads
+            for value in {"nothing": (), "result": operation.outputs}.get(by, operation.inputs):
+                read[value] = True
+        for operation in reversed(self.operations):
+            if any(read[value] and not stored[value] for value in operation.outputs):
+                for value in operation.inputs:
+                    read[value] = True
+        return [kept and wanted for kept, wanted in zip(stored, read, strict=True)]
+
 
 def read_program(flat: FlatJaxpr) -> Program:
     """The operations of a flat jaxpr as plain data."""
@@ -103,7 +119,7 @@ def read_program(flat: FlatJaxpr) -> Program:
             step.outputs,
             flops(step.equation),
             is_fused(step.equation),
-            is_linear(step.equation),
+            derivative_reads(step.equation),
             str(step.name_stack),
         )
         for step in flat.steps

@@ -1,0 +1,143 @@
+"""Compiled bytes, and what remat and offload do to them on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxmem
+
+LAYERS, BATCH, WIDTH = 32, 8192, 1024
+ACTIVATION = BATCH * WIDTH * 4
+
+
+def deep(w, x):
+    for _ in range(LAYERS):
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+SHAPES = [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(WIDTH, WIDTH), (BATCH, WIDTH)]]
+
+
+def test_device_is_argument_plus_output_less_alias_plus_temp():
+    report = jaxmem.memory(
+        jax.jit(lambda w, x: w - jax.grad(deep)(w, x), donate_argnums=0), *SHAPES, target="h200"
+    )
+    assert report.alias == report.output == WIDTH * WIDTH * 4
+    assert report.argument == report.alias + ACTIVATION
+    assert report.device == report.argument + report.temp
+    assert report.host == 0
+
+
+def test_real_and_abstract_arguments_give_the_same():
+    real = [jnp.zeros(s.shape, s.dtype) for s in ((jnp.zeros((8, 4))), jnp.zeros((2, 8)))]
+    abstract = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in real]
+    of_real, of_abstract = (
+        jaxmem.memory(lambda w, x: x @ w, *args, target="h200") for args in (real, abstract)
+    )
+    assert of_real == of_abstract
+
+
+def test_the_report_prints_a_table():
+    report = jaxmem.memory(lambda x: x + 1, SHAPES[1], target="rtx-2080-ti")
+    assert str(report).splitlines() == [
+        "compiled for rtx-2080-ti: NVIDIA GeForce RTX 2080 Ti, 10.76 GiB (10.26 GiB usable)",
+        "                  device          host",
+        "argument       32.00 MiB           0 B",
+        "output         32.00 MiB           0 B",
+        "alias                0 B           0 B",
+        "temp                 0 B           0 B",
+        "total          64.00 MiB           0 B",
+        "fits: 1% of 10.26 GiB usable",
+    ]
+    assert report.fits("64MiB") and not report.fits("63MiB")
+    assert report.fits("1%") and not report.fits("0.1%")
+    with pytest.raises(jaxmem.BudgetError, match="does not parse"):
+        report.fits("lots")
+
+
+def test_sqrt_regions_take_the_memory_of_sqrt_layers():
+    plain = jaxmem.memory(jax.grad(deep), *SHAPES, target="h200")
+    planned = jaxmem.memory(jax.grad(jaxmem.remat(deep)), *SHAPES, target="h200")
+    plan = jaxmem.plan(deep, *SHAPES)
+    assert plain.temp >= LAYERS * ACTIVATION
+    assert planned.temp <= 14 * ACTIVATION  # 2 sqrt(32) = 11.3, and cotangents
+    assert abs(plan.projected_bytes / planned.temp - 1) < 0.05
+    assert abs(plan.plain_bytes / plain.temp - 1) < 0.05
+    extra = planned.work.flops - plain.work.flops
+    assert extra == plan.recompute_flops > 0
+
+
+def test_a_projected_budget_holds_in_the_compiled_program():
+    plain = jaxmem.memory(jax.grad(deep), *SHAPES, target="h200")
+    planned = jaxmem.remat(deep, budget=20 * ACTIVATION)
+    report = jaxmem.memory(jax.grad(planned), *SHAPES, target="h200")
+    least = jaxmem.memory(jax.grad(jaxmem.remat(deep)), *SHAPES, target="h200")
+    assert report.temp <= 1.03 * 20 * ACTIVATION
+    assert plain.work.flops < report.work.flops < least.work.flops
+
+
+def test_offload_takes_the_state_off_the_device_and_aliases_it():
+    layers, width = 8, 1024
+    size = width * width * 4
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    batch = jax.ShapeDtypeStruct((64, width), jnp.float32)
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def report(optimizer):
+        step = jaxmem.train_step(loss, optimizer)
+        return step.memory(jaxmem.eval_shape(step.init, params), batch, target="h200")
+
+    plain, offloaded = report(optax.adam(1e-3)), report(jaxmem.offload(optax.adam(1e-3)))
+    assert plain.device >= 3 * layers * size and plain.host == 0
+    assert offloaded.host == offloaded.host_alias == 2 * layers * size
+    assert offloaded.alias >= layers * size
+    # Parameters, gradients, and the state of two parameters at a time.
+    assert offloaded.device <= (2 * layers + 4) * size
+
+
+def test_not_a_function():
+    with pytest.raises(jaxmem.JaxmemError, match="jaxmem.memory takes a function or a jitted one"):
+        jaxmem.memory(3, target="h200")
+
+
+# ---- FLOPs in the optimised HLO
+
+
+def test_contractions_are_counted_in_the_compiled_program():
+    def loss(kernel, w, x):
+        y = jax.lax.conv_general_dilated(
+            x, kernel, (2, 2), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(jnp.tanh(jnp.tanh(y).reshape(16, -1) @ w))
+
+    shapes = [(3, 3, 32, 64), (8 * 8 * 64, 128), (16, 16, 16, 32)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    convolution = 2 * (16 * 8 * 8 * 64) * (3 * 3 * 32)
+    matmul = 2 * 16 * (8 * 8 * 64) * 128
+    forward = jaxmem.memory(loss, *arguments, target="h200").work
+    assert (forward.flops, forward.convolutions) == (convolution + matmul, 1)
+    gradient = jaxmem.memory(jax.grad(loss, (0, 1, 2)), *arguments, target="h200").work
+    assert (gradient.flops, gradient.convolutions) == (3 * (convolution + matmul), 3)
+
+
+def test_loops_count_their_iterations_and_conditionals_their_dearest_branch():
+    def fun(w, x):
+        x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)
+        return jax.lax.cond(jnp.sum(x) > 0, lambda x: jnp.tanh(x @ w) @ w, lambda x: x @ w, x)
+
+    work = jaxmem.memory(fun, *SHAPES, target="h200").work
+    assert work.flops == (7 + 2) * 2 * BATCH * WIDTH * WIDTH
+    assert work.matmuls == 9
+
+
+def test_unknown_hlo_is_refused():
+    from jaxmem.memory._hlo import count_work
+
+    with pytest.raises(jaxmem.JaxmemError, match="no ENTRY computation"):
+        count_work("HloModule nothing")

@@ -1,0 +1,249 @@
+"""GPUs that are not in the machine: their figures, and XLA's compiler for them."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmem
+from jaxmem.targets import _compiler, _install, known_targets
+
+NAMES = [
+    *("b200", "h200", "h100", "a100-80gb", "a100-40gb", "a6000", "v100-16gb", "t4"),
+    *("rtx-2080-ti", "rtx-3090", "rtx-4090", "l4", "l40s"),
+]
+
+
+def step(w, x):
+    return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+
+
+SHAPES = [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(64, 32), (16, 64)]]
+
+
+@pytest.fixture
+def fresh_workers(monkeypatch, tmp_path):
+    """Neither a worker nor a result of an earlier compilation is used."""
+    monkeypatch.setattr(_compiler, "_result_path", lambda *_: tmp_path / "none" / "kept")
+    monkeypatch.setattr(_compiler._Worker, "_idle", [])
+    yield
+    while _compiler._Worker._idle:
+        _compiler._Worker._idle.pop().close()
+
+
+def test_thirteen_gpus_are_known():
+    assert list(known_targets()) == NAMES
+    ti = jaxmem.target("rtx-2080-ti")
+    assert ti.compute_capability == (7, 5)
+    assert ti.memory_bytes == 11554717696
+    assert ti.usable_bytes == ti.memory_bytes - 512 * 2**20
+    assert str(ti) == ("rtx-2080-ti: NVIDIA GeForce RTX 2080 Ti, 10.76 GiB (10.26 GiB usable)")
+    assert str(jaxmem.target("h100", count=8)).startswith("h100: 8 x NVIDIA H100")
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.target("h20")
+    text = str(caught.value)
+    assert text.startswith("There is no target named 'h20'. Did you mean 'h200'? The known ones")
+    assert all(name in text for name in NAMES)
+    assert "'local' for the attached device" in text
+
+
+def test_bad_targets():
+    with pytest.raises(jaxmem.JaxmemError, match="asked for with count=0. Pass an int of 1"):
+        jaxmem.target("h100", count=0)
+    with pytest.raises(jaxmem.JaxmemError, match="target= takes a name .* got 7 of type int"):
+        jaxmem.memory(step, *SHAPES, target=7)
+    with pytest.raises(jaxmem.JaxmemError, match="needs 99 attached devices; there are"):
+        jaxmem.target("local", count=99)
+
+
+def test_local_is_the_attached_device():
+    report = jaxmem.memory(step, *SHAPES, target="local")
+    assert report.target.platform == "cpu"
+    assert report.argument == 4 * (64 * 32 + 16 * 64)
+    assert "note: compiled for the CPU, whose bytes say nothing about rematerialization" in str(
+        report
+    )
+    assert jaxmem.memory(step, *SHAPES).target == report.target
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "v100-16gb"])
+def test_every_gpu_compiles(name, dtype):
+    """A convolution, a matmul and their gradients."""
+
+    def loss(kernel, w, x):
+        y = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(jnp.tanh(y.reshape(4, -1) @ w)).astype(jnp.float32)
+
+    shapes = [(3, 3, 8, 16), (8 * 8 * 16, 32), (4, 8, 8, 8)]
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    report = jaxmem.memory(jax.grad(loss, (0, 1)), *arguments, target=name)
+    assert report.argument >= sum(a.size * a.dtype.itemsize for a in arguments)
+    assert report.temp > 0
+    assert report.work.convolutions == 2
+
+
+def test_several_targets_after_cpu_work_leave_the_process_as_it_was():
+    code = """
+        import os, jax, jax.numpy as jnp
+        os.environ["XLA_FLAGS"] = flags = "--xla_cpu_enable_fast_math=false"
+        print(jnp.ones(3).sum())
+        import jaxmem
+        f = lambda x: jnp.tanh(x @ x).sum()
+        x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        bytes = {name: jaxmem.memory(jax.grad(f), x, target=name).device
+                 for name in ("rtx-2080-ti", "h200", "rtx-2080-ti")}
+        assert len(bytes) == 2 and min(bytes.values()) >= 2 * 128 * 128 * 4
+        assert os.environ["XLA_FLAGS"] == flags
+        assert jax.default_backend() == "cpu" and set(jax._src.xla_bridge._backends) == {"cpu"}
+        print(jnp.ones(4).sum())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == ("3.0\n4.0\n", 0), done.stderr
+
+
+def test_nothing_is_said_by_jax_where_the_compiler_is_installed():
+    """`import jax; jax.devices()`, with no variable that would silence it, prints no warning."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    code = "import jax; print(jax.devices())"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert _install.find_compiler(13).plugin.exists()
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert "CpuDevice" in done.stdout
+
+
+def test_your_own_gpu():
+    small = dataclasses.replace(
+        jaxmem.target("a100-40gb"), name="slice", description="A100 slice", memory_bytes=2**30
+    )
+    report = jaxmem.memory(step, *SHAPES, target=small)
+    assert report.fits()
+    assert not report.fits(1000)
+    assert "50% of 512.00 MiB usable" not in str(report)
+    assert "slice: A100 slice, 1.00 GiB (512.00 MiB usable)" in str(report)
+
+
+def sharded(count):
+    mesh = AbstractMesh((count,), ("data",))
+
+    def over(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    return over((512, 256), P("data")), over((64, 512), P())
+
+
+def test_eight_gpus_report_the_bytes_of_one():
+    report = jaxmem.memory(step, *sharded(8), target=jaxmem.target("h200", count=8))
+    assert report.argument == 4 * (512 * 256 // 8 + 64 * 512)
+    assert "all-reduce" in report.hlo or "all-gather" in report.hlo
+
+
+def test_a_mesh_of_another_size_is_an_error_that_says_the_count():
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.memory(step, *sharded(8), target="h200")
+    assert "The step is partitioned over 8 devices, and the target is 1 of h200. Pass target=" in (
+        str(caught.value)
+    )
+    assert "jaxmem.target('h200', count=8)" in str(caught.value)
+
+
+def test_without_the_compiler_the_error_gives_the_command(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.memory(step, *SHAPES, target="h200")
+    text = str(caught.value)
+    version = _install._jaxlib_version()
+    assert "    python -m jaxmem install-compiler --cuda 13\n" in text
+    assert f"python -m pip install --target {tmp_path}/compilers/cuda13-{version} " in text
+    assert f"jax-cuda13-pjrt=={version} 'nvidia-cuda-nvcc>=13,<14'" in text
+
+
+def test_v100_asks_for_the_compiler_of_cuda_12(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
+    with pytest.raises(jaxmem.JaxmemError, match=r"install-compiler --cuda 12\n[\s\S]*cuda12-pjrt"):
+        jaxmem.memory(step, *SHAPES, target="v100-16gb")
+
+
+def test_an_installation_that_fails_says_why_and_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
+    monkeypatch.setattr(_install, "_jaxlib_version", lambda: "0.0.1")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(jaxmem.JaxmemError, match=r"pip could not install[\s\S]*pjrt==0\.0\.1"):
+        jaxmem.install_compiler()
+    assert list((tmp_path / "compilers").iterdir()) == []
+    with pytest.raises(jaxmem.JaxmemError, match="for CUDA 12 and for CUDA 13, none for 11"):
+        jaxmem.install_compiler(11)
+
+
+@pytest.mark.usefixtures("fresh_workers")
+def test_an_abort_in_the_compiler_is_an_error_with_its_last_lines(monkeypatch, tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text("import os, sys; print('Check failed: false', file=sys.stderr); os.abort()")
+    monkeypatch.setattr(_compiler, "_WORKER", worker)
+    with pytest.raises(jaxmem.CompileError) as caught:
+        jaxmem.memory(step, *SHAPES, target="h200")
+    text = str(caught.value)
+    assert text.startswith("XLA died (exit code -6) while compiling for h200; this process is unh")
+    assert text.endswith("Its last lines:\nCheck failed: false")
+    assert _compiler._Worker._idle == []
+
+
+@pytest.mark.usefixtures("fresh_workers")
+def test_a_compilation_that_takes_too_long_is_stopped(monkeypatch, tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(_compiler, "_WORKER", worker)
+    with pytest.raises(
+        jaxmem.CompileError, match="within 0.5 s and was stopped. Pass a longer tim"
+    ):
+        jaxmem.memory(step, *SHAPES, target="h200", timeout=0.5)
+
+
+@pytest.mark.usefixtures("fresh_workers")
+def test_what_xla_refuses_is_an_error_and_the_worker_lives_on():
+    with pytest.raises(
+        jaxmem.CompileError, match=r"XLA could not compile .* h200:[\s\S]*no_such_f"
+    ):
+        jaxmem.memory(step, *SHAPES, target="h200", compiler_options={"xla_no_such_flag": 1})
+    (worker,) = _compiler._Worker._idle
+    assert jaxmem.memory(step, *SHAPES, target="h200").temp >= 0
+    assert _compiler._Worker._idle == [worker]
+
+
+@pytest.mark.usefixtures("fresh_workers")
+def test_candidates_compile_side_by_side():
+    def compile_width(width):
+        x = jax.ShapeDtypeStruct((width, width), jnp.float32)
+        return jaxmem.memory(lambda x: x @ x, x, target="h200").argument
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(compile_width, (16, 32, 48, 64))) == [
+            4 * width**2 for width in (16, 32, 48, 64)
+        ]
+    assert 1 <= len(_compiler._Worker._idle) <= (os.cpu_count() or 1)
+
+
+def test_results_are_kept_on_disk(monkeypatch):
+    first = jaxmem.memory(step, *SHAPES, target="t4")
+    monkeypatch.setattr(_compiler._Worker, "borrow", None)  # compiling again would fail
+    assert jaxmem.memory(step, *SHAPES, target="t4") == first
