@@ -1,4 +1,4 @@
-"""What `import jaxmem` adds to `import jax, flax.linen, optax`: the least of five fresh processes."""
+"""What `import jaxmem` adds to `import jax, flax.linen, optax`: least of five fresh processes."""
 
 import subprocess
 import sys

@@ -15,6 +15,7 @@ from jaxmem.memory import MemoryReport as MemoryReport
 from jaxmem.memory import memory as memory
 from jaxmem.offloading import eval_shape as eval_shape
 from jaxmem.offloading import offload as offload
+from jaxmem.offloading import place as place
 from jaxmem.planning import Plan as Plan
 from jaxmem.precision import Precision as Precision
 from jaxmem.precision import precision as precision

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
+_HOST_KINDS = ("pinned_host", "unpinned_host")
 
 # Calls that are only a boundary for tracing; what is in them is planned as if written in place.
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -208,7 +209,7 @@ def memory_space(value) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         kind = getattr(value.sharding, "memory_kind", None)
         space = getattr(value, "_memory_space", None)  # jax 0.12
-        return HOST if space is HOST or kind in ("pinned_host", "unpinned_host") else DEVICE
+        return HOST if space is HOST or kind in _HOST_KINDS else DEVICE
     aval = jax.typeof(value) if isinstance(value, jax.Array) else value
     return getattr(aval, "memory_space", DEVICE)
 
@@ -233,7 +234,8 @@ def abstract(value) -> Any:
     sharding = None
     if isinstance(value, jax.ShapeDtypeStruct) or is_committed(value):
         sharding = value.sharding
-    if memory_space(value) is HOST and not isinstance(sharding, NamedSharding):
+    on_host = memory_space(value) is HOST or getattr(sharding, "memory_kind", "") in _HOST_KINDS
+    if on_host and not isinstance(sharding, NamedSharding):
         sharding = host_sharding()
     weak_type = getattr(value, "weak_type", False)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding, weak_type=weak_type)

@@ -59,18 +59,17 @@ def accumulate(
 
         def apply(mean, inner):
             mean = jax.tree.map(lambda new, like: new.astype(like.dtype), mean, updates)
-            return optimizer.update(mean, inner, params, **extra_args)
+            new_updates, inner = optimizer.update(mean, inner, params, **extra_args)
+            return new_updates, inner, jax.tree.map(jnp.zeros_like, state.acc_grads)
 
         shapes = jax.eval_shape(lambda: apply(mean, state.inner_opt_state)[0])
 
         def wait(mean, inner):
             zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
-            return zeros, inner
+            return zeros, inner, mean
 
         ends = count == every
-        new_updates, inner = jax.lax.cond(ends, apply, wait, mean, state.inner_opt_state)
-        # Emptied outside of the cond, where XLA can do it in place.
-        mean = jax.tree.map(lambda leaf: jnp.where(ends, jnp.zeros_like(leaf), leaf), mean)
+        new_updates, inner, mean = jax.lax.cond(ends, apply, wait, mean, state.inner_opt_state)
         return new_updates, optax.MultiStepsState(
             mini_step=jnp.where(ends, 0, count),
             gradient_step=state.gradient_step + ends,

@@ -62,9 +62,8 @@ def offload(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
             if _offloadable(leaf) and _jax.memory_space(leaf) is not _jax.HOST:
                 raise OffloadError(
                     f"The optimizer state{jax.tree_util.keystr(path)} should be in host memory "
-                    "and is on the device. Make the state with this optimizer's init; abstract it "
-                    "with jaxmem.eval_shape; a restored one, jax.device_put to the shardings of a "
-                    "state from init."
+                    "and is on the device. Make the state with this optimizer's init, abstract it "
+                    "with jaxmem.eval_shape, and put a restored one back with jaxmem.place."
                 )
         return _stream(optimizer.update, updates, state, params, extra_args)
 
@@ -151,6 +150,44 @@ def _offloadable(leaf: Any) -> bool:
 
 def _to_host(leaf: Any) -> Any:
     return jax.device_put(leaf, _jax.HOST) if _offloadable(leaf) else leaf
+
+
+def place(tree: Any, like: Any) -> Any:
+    """The arrays of a tree, on the devices and in the memory kinds of another's.
+
+    For a state restored from a checkpoint: what `jaxmem.offload` kept on the host comes back to
+    the device, or comes back to the host as an array that JAX takes for one on the device.
+
+    Args:
+        tree: arrays.
+        like: arrays of the same structure, in their places; a state from ``init``, say.
+
+    Raises:
+        JaxmemError: the structures differ.
+
+    >>> import jax, jax.numpy as jnp, jaxmem, optax
+    >>> state = jaxmem.offload(optax.adam(1e-3)).init(jnp.ones(3))
+    >>> restored = jax.device_put(state, jax.memory.Space.Device)
+    >>> jaxmem.place(restored, like=state)[0].mu.sharding.memory_kind
+    'pinned_host'
+    """
+    given, expected = jax.tree.structure(tree), jax.tree.structure(like)
+    if given != expected:
+        raise JaxmemError(
+            f"jaxmem.place needs two trees of one structure; got {given} to be placed like "
+            f"{expected}. Restore the checkpoint into the structure of a state from init."
+        )
+
+    def put(leaf, reference):
+        if not isinstance(reference, jax.Array):
+            return leaf
+        leaf = jax.device_put(leaf, reference.sharding)
+        # Once more by its kind: an array put together from others has the sharding of the host
+        # and the type of the device.
+        on_host = _jax.memory_space(reference) is _jax.HOST
+        return jax.device_put(leaf, _jax.HOST) if on_host else leaf
+
+    return jax.tree.map(put, tree, like)
 
 
 def eval_shape(fun: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -73,7 +73,34 @@ def test_state_on_the_device_is_an_error_that_names_the_leaf():
         jax.jit(optimizer.update)(PARAMS, optax.adam(0.1).init(PARAMS), PARAMS)
     text = str(caught.value)
     assert "The optimizer state[0].mu['layer0'] should be in host memory and is on the" in text
-    assert "jaxmem.eval_shape" in text
+    assert "jaxmem.eval_shape" in text and "jaxmem.place" in text
+
+
+def test_a_restored_state_is_put_back():
+    optimizer = jaxmem.offload(optax.adam(0.1))
+    state = optimizer.init(PARAMS)
+    mu = state[0].mu["layer0"]
+    # What orbax restores: the sharding of the host, the type of the device.
+    odd = jax.make_array_from_single_device_arrays(mu.shape, mu.sharding, [mu])
+    restored = jax.device_put(state, jax.memory.Space.Device)
+    restored[0].mu["layer0"] = odd
+    placed = jaxmem.place(restored, like=state)
+    assert kinds(placed) == kinds(state)
+    chex.assert_trees_all_close(
+        jax.jit(optimizer.update)(PARAMS, placed, PARAMS), optimizer.update(PARAMS, state, PARAMS)
+    )
+    with pytest.raises(jaxmem.JaxmemError, match="two trees of one structure; got PyTreeDef"):
+        jaxmem.place(restored[0], like=state)
+
+
+def test_a_restored_state_is_measured_where_it_is():
+    optimizer = jaxmem.offload(optax.sgd(0.1, momentum=0.9))
+    state = optimizer.init(jnp.ones((64, 64)))
+    trace = state[0].trace
+    odd = jax.make_array_from_single_device_arrays(trace.shape, trace.sharding, [trace])
+    state = (state[0]._replace(trace=odd), *state[1:])
+    report = jaxmem.memory(optimizer.update, trace, state, target="h200")
+    assert report.host_argument >= 64 * 64 * 8
 
 
 def test_eval_shape_keeps_memory_kinds():

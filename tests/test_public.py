@@ -32,7 +32,7 @@ def test_the_face_is_what_it_was_meant_to_be():
     functions = {n for n in PUBLIC if inspect.isfunction(getattr(jaxmem, n))}
     assert functions == {
         *("accumulate", "eval_shape", "format_bytes", "install_compiler", "memory", "offload"),
-        *("plan", "precision", "remat", "remat_policy", "target", "train_step"),
+        *("place", "plan", "precision", "remat", "remat_policy", "target", "train_step"),
     }
 
 

@@ -142,8 +142,7 @@ def train(options) -> None:
         if start:
             like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
             restored = saved.restore(start, args=ocp.args.StandardRestore(like))
-            # orbax brings everything to the device; what is offloaded belongs on the host.
-            state = jax.device_put(restored, jax.tree.map(lambda leaf: leaf.sharding, state))
+            state = jaxmem.place(restored, like=state)
             print(f"resumed from micro-step {start} of {micro_steps} in {options.checkpoints}")
 
         count = sum(leaf.size for leaf in jax.tree.leaves(state.params))

@@ -103,7 +103,7 @@ def memory(
             partitioned for another number of devices than the target has.
 
     >>> import jax, jax.numpy as jnp, jaxmem
-    >>> report = jaxmem.memory(lambda x: (x @ x).sum(), jnp.ones((64, 64)), target="local")
+    >>> report = jaxmem.memory(jnp.sin, jnp.ones((64, 64), jnp.float32), target="local")
     >>> report.argument
     16384
     """
