@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmem._checks import check_optimizer, check_same
 from jaxmem._errors import JaxmemError
-from jaxmem.offloading import check_optimizer
 
 
 def accumulate(
@@ -48,6 +48,7 @@ def accumulate(
     init = optax.MultiSteps(optimizer, every).init
 
     def update(updates, state: optax.MultiStepsState, params=None, **extra_args: Any):
+        check_same(("gradients", "in the state"), state.acc_grads, "in this call", updates)
         count = state.mini_step + 1
         mean = jax.tree.map(
             lambda total, new: (

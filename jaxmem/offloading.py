@@ -12,16 +12,8 @@ import jax
 import optax
 
 from jaxmem import _jax
+from jaxmem._checks import check_optimizer
 from jaxmem._errors import JaxmemError, OffloadError
-
-
-def check_optimizer(optimizer: Any, name: str) -> None:
-    """Raises `JaxmemError` if the argument of ``name`` is not an optax transformation."""
-    if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
-        raise JaxmemError(
-            f"{name} takes an optax.GradientTransformation, such as optax.adam(1e-3); got "
-            f"{optimizer!r} of type {type(optimizer).__name__}."
-        )
 
 
 def offload(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -214,11 +214,13 @@ def remat_policy(*, target: str | Target | None = None) -> Callable[..., bool]:
     >>> jax.grad(lambda w: block(w, jnp.ones((2, 3))).sum())(jnp.eye(3)).shape
     (3, 3)
     """
-    gpu = _gpu(target)
+    if target is not None:
+        _gpu(target)
 
     def policy(primitive, *avals, **parameters) -> bool:
         if primitive.name not in CONTRACTIONS:
             return False
+        gpu = _gpu(target)  # not sooner: asking for the attached device starts JAX's backends
         result = _jax.result_of(primitive, avals, parameters)
         written = size_of(result)
         moved = written + sum(map(size_of, avals))
@@ -229,6 +231,7 @@ def remat_policy(*, target: str | Target | None = None) -> Callable[..., bool]:
     return policy
 
 
+@functools.cache
 def _gpu(target: str | Target | LocalDevice | None) -> Target:
     chosen = resolve(target)
     if isinstance(chosen, Target):

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem import _jax
+from jaxmem._checks import check_optimizer, check_same
 from jaxmem._errors import JaxmemError
 from jaxmem.memory import MemoryReport, memory
-from jaxmem.offloading import check_optimizer
 from jaxmem.precision import Precision
 from jaxmem.precision import precision as parse_precision
 from jaxmem.remat import remat as plan_regions
@@ -49,6 +49,10 @@ class TrainStep:
         self.precision = precision
         self._remat = remat
         self._jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
+
+    def __repr__(self):
+        loss = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
+        return f"TrainStep({loss}, {self.precision})"
 
     def init(
         self, params: Any, *, model_state: Any = None, key: jax.Array | None = None
@@ -117,7 +121,9 @@ class TrainStep:
             )
         model_state = None
         if held == 2:
-            _check_same("model_state", "the state", state.model_state, "loss_fn", parts[1])
+            check_same(
+                ("model_state", "in the state"), state.model_state, "returned by loss_fn", parts[1]
+            )
             model_state = jax.tree.map(
                 lambda new, old: jnp.asarray(new, old.dtype), parts[1], state.model_state
             )
@@ -125,7 +131,9 @@ class TrainStep:
 
     def _check_structure(self, state: TrainState) -> None:
         expected = jax.eval_shape(self.optimizer.init, state.params)
-        _check_same("opt_state", "this optimizer's init", expected, "the state", state.opt_state)
+        check_same(
+            ("opt_state", "by this optimizer's init"), expected, "in the state", state.opt_state
+        )
 
 
 def train_step(
@@ -211,27 +219,3 @@ def _check_state(state: Any) -> None:
             "A TrainStep is called with (state, batch), the state made by its init; got a state "
             f"of type {type(state).__name__}."
         )
-
-
-def _check_same(name: str, source: str, expected: Any, place: str, found: Any) -> None:
-    """Raises `JaxmemError` at the first leaf that differs in path, shape or dtype."""
-    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in _leaves(expected)}
-    given = {jax.tree_util.keystr(path): leaf for path, leaf in _leaves(found)}
-    for path in [*wanted, *given]:
-        here = _describe(wanted.get(path)), _describe(given.get(path))
-        if here[0] != here[1]:
-            raise JaxmemError(
-                f"{name}{path} is {here[1]} in {place} and {here[0]} by {source}. Both must have "
-                "one structure, shapes and dtypes: use the state that this step's init made."
-            )
-
-
-def _leaves(tree: Any):
-    return jax.tree_util.tree_leaves_with_path(tree)
-
-
-def _describe(leaf: Any) -> str:
-    if leaf is None:
-        return "absent"
-    shape = ",".join(map(str, jnp.shape(leaf)))
-    return f"[{shape}]"

@@ -74,6 +74,14 @@ def test_every_below_one_is_refused(every):
     assert f"as an int of 1 or more; got {every!r}." in str(caught.value)
 
 
+def test_gradients_of_another_structure():
+    optimizer = jaxmem.accumulate(optax.sgd(1.0), 2)
+    with pytest.raises(
+        jaxmem.JaxmemError, match=r"gradients\['b'\] is absent in this call and \[\]"
+    ):
+        optimizer.update({"w": jnp.zeros(3)}, optimizer.init(PARAMS), PARAMS)
+
+
 def test_not_an_optimizer():
     with pytest.raises(jaxmem.JaxmemError, match=r"jaxmem.accumulate takes an optax.Gradient.*0.1"):
         jaxmem.accumulate(0.1, 2)

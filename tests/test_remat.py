@@ -283,6 +283,24 @@ def test_keyword_arguments_and_constants():
     assert loss.__name__ == "loss"
 
 
+def test_jitted_functions_that_close_over_arrays():
+    table = np.linspace(0, 1, WIDTH)
+
+    def loss(w, x, scale):
+        @jax.jit
+        def layer(x):
+            return jnp.tanh(x @ w * scale + jnp.asarray(table)[None])
+
+        for _ in range(6):
+            x = layer(x)
+        return jnp.sum(x)
+
+    (w, _), *_ = mlp_arguments(1)[0]
+    x = mlp_arguments(1)[1]
+    gradient = jax.jit(jax.grad(jaxmem.remat(loss), (0, 2)))(w, x, 1.5)
+    assert_same(gradient, jax.grad(loss, (0, 2))(w, x, 1.5))
+
+
 def test_shard_map_with_a_collective():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     params, x = mlp_arguments(5)

@@ -114,9 +114,10 @@ def test_the_state_is_donated():
     assert report.alias >= 3 * sizes
 
 
-def test_it_lowers():
+def test_it_lowers_and_prints():
     params, batches = arguments()
     step = jaxmem.train_step(loss_fn, optax.sgd(0.1))
+    assert repr(step) == "TrainStep(loss_fn, params=float32,compute=float32,output=float32)"
     assert "stablehlo" in step.lower(step.init(params), batches[0]).as_text()
 
 
@@ -143,7 +144,9 @@ def test_a_model_state_that_changes_shape():
     state = step.init({"w": jnp.ones(2)}, model_state={"mean": jnp.zeros(())})
     with pytest.raises(jaxmem.JaxmemError) as caught:
         step(state, jnp.ones((4, 6)))
-    assert "model_state['mean'] is [4,6] in loss_fn and [] by the state." in str(caught.value)
+    assert "model_state['mean'] is [4, 6] returned by loss_fn and [] in the state." in str(
+        caught.value
+    )
 
 
 def test_a_state_of_another_optimizer():

@@ -16,7 +16,7 @@ from jaxmem.targets import LocalDevice, Target, compile_module, resolve
 _CPU_NOTE = "compiled for the CPU, whose bytes say nothing about rematerialization on a GPU"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class MemoryReport:
     """Bytes of one compiled step on one device of the target, by XLA's buffer assignment.
 
@@ -76,6 +76,8 @@ class MemoryReport:
         if isinstance(self.target, LocalDevice) and self.target.platform == "cpu":
             lines.append(f"note: {_CPU_NOTE}")
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def memory(

@@ -20,7 +20,7 @@ class Region:
     path: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """Regions of one program, in order, and the bytes and FLOPs that they are projected to cost.
 
@@ -103,3 +103,5 @@ class Plan:
                 f"  {region.recompute_flops / 1e9:>9.4g}  {region.path}"
             )
         return "\n".join(lines)
+
+    __repr__ = __str__
