@@ -1,5 +1,6 @@
 """Gradient accumulation across steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,11 @@ from jaxmem._errors import JaxmemError
 
 
 def accumulate(
-    optimizer: optax.GradientTransformation, every: int
+    optimizer: optax.GradientTransformation,
+    every: int | Callable[[jax.Array], jax.Array],
+    *,
+    dtype: Any = jnp.float32,
+    skip_nonfinite: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """``optimizer`` applied once to the mean of ``every`` gradients.
 
@@ -19,14 +24,25 @@ def accumulate(
     and returns zero updates; every ``every``-th call runs the optimizer on the mean. State and
     cycle are those of `optax.MultiSteps` (its `optax.MultiStepsState`). Unlike it, the optimizer
     runs only when a cycle ends (in a `jax.lax.cond`), so its schedules count real steps, and state
-    that `jaxmem.offload` keeps on the host stays there in between.
+    that `jaxmem.offload` keeps on the host stays there in between; and a micro-gradient that is
+    not finite does no harm.
 
     Args:
         optimizer: any optax transformation.
-        every: number of micro-gradients in a cycle, at least 1.
+        every: number of micro-gradients in a cycle, at least 1; or a function of the number of
+            updates done so far.
+        dtype: of the running mean of floating-point gradients.
+        skip_nonfinite: leave micro-gradients with an infinity or a NaN out of the mean. They
+            count as calls of their cycle, and in ``state.skip_state["skipped"]``. A cycle of
+            nothing else ends without an update.
+
+    Returns:
+        An optax transformation. ``update(..., flush=True)`` ends the cycle at this call, for a
+        last one that is not full; the mean is over what it has.
 
     Raises:
-        JaxmemError: not an optax transformation, or ``every`` below 1.
+        JaxmemError: not an optax transformation, ``every`` below 1, or (at update) gradients
+            of another structure than the parameters.
 
     >>> import jax.numpy as jnp, jaxmem, optax
     >>> optimizer = jaxmem.accumulate(optax.sgd(1.0), every=2)
@@ -39,28 +55,45 @@ def accumulate(
     [-2. -2.]
     """
     check_optimizer(optimizer, "jaxmem.accumulate")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    is_count = isinstance(every, int) and not isinstance(every, bool)
+    if not callable(every) and (not is_count or every < 1):
         raise JaxmemError(
             f"jaxmem.accumulate takes every=, the number of micro-gradients in a cycle, as an int "
             f"of 1 or more; got {every!r}."
         )
     optimizer = optax.with_extra_args_support(optimizer)
-    init = optax.MultiSteps(optimizer, every).init
 
-    def update(updates, state: optax.MultiStepsState, params=None, **extra_args: Any):
-        check_same(("gradients", "in the state"), state.acc_grads, "in this call", updates)
-        count = state.mini_step + 1
-        mean = jax.tree.map(
-            lambda total, new: (
-                total + (new - total).astype(total.dtype) / count.astype(total.dtype)
-            ),
-            state.acc_grads,
-            updates,
+    def init(params):
+        def zeros(leaf):
+            floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+            return jnp.zeros_like(leaf, dtype=dtype if floating else None)
+
+        return optax.MultiStepsState(
+            mini_step=jnp.zeros((), jnp.int32),
+            gradient_step=jnp.zeros((), jnp.int32),
+            inner_opt_state=optimizer.init(params),
+            acc_grads=jax.tree.map(zeros, params),
+            skip_state={name: jnp.zeros((), jnp.int32) for name in ("held", "skipped")},
         )
+
+    def update(updates, state: optax.MultiStepsState, params=None, *, flush=False, **extra: Any):
+        check_same(("gradients", "in the state"), state.acc_grads, "in this call", updates)
+        good = _all_finite(updates) if skip_nonfinite else jnp.asarray(True)
+        held = state.skip_state["held"] + good  # micro-gradients in the mean
+
+        def add(total, new):
+            share = jnp.maximum(held, 1).astype(total.dtype)
+            return jnp.where(good, total + (new.astype(total.dtype) - total) / share, total)
+
+        mean = jax.tree.map(add, state.acc_grads, updates)
+        count = state.mini_step + 1
+        length = every(state.gradient_step) if callable(every) else every
+        ends = (count >= length) | flush
+        applies = ends & (held > 0)
 
         def apply(mean, inner):
             mean = jax.tree.map(lambda new, like: new.astype(like.dtype), mean, updates)
-            new_updates, inner = optimizer.update(mean, inner, params, **extra_args)
+            new_updates, inner = optimizer.update(mean, inner, params, **extra)
             return new_updates, inner, jax.tree.map(jnp.zeros_like, state.acc_grads)
 
         shapes = jax.eval_shape(lambda: apply(mean, state.inner_opt_state)[0])
@@ -69,14 +102,20 @@ def accumulate(
             zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
             return zeros, inner, mean
 
-        ends = count == every
-        new_updates, inner, mean = jax.lax.cond(ends, apply, wait, mean, state.inner_opt_state)
+        new_updates, inner, mean = jax.lax.cond(applies, apply, wait, mean, state.inner_opt_state)
         return new_updates, optax.MultiStepsState(
             mini_step=jnp.where(ends, 0, count),
-            gradient_step=state.gradient_step + ends,
+            gradient_step=state.gradient_step + applies,
             inner_opt_state=inner,
             acc_grads=mean,
-            skip_state=state.skip_state,
+            skip_state={
+                "held": jnp.where(ends, 0, held),
+                "skipped": state.skip_state["skipped"] + ~good,
+            },
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _all_finite(tree: Any) -> jax.Array:
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))

@@ -58,6 +58,90 @@ def test_the_optimizer_runs_once_per_cycle():
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, at):
+    """Anywhere in its cycle, its end included; the next cycle is as if nothing had been."""
+    optimizer = jaxmem.accumulate(optax.sgd(1.0), 3)
+    gradients = micro_gradients(6)
+    gradients[at] = {"w": jnp.array([0.0, bad, 0.0]), "b": jnp.asarray(0.0)}
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for gradient in gradients:
+        updates, state = jax.jit(optimizer.update)(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    cycles = [g for i, g in enumerate(gradients[:3]) if i != at], gradients[3:]
+    means = [jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *cycle) for cycle in cycles]
+    expected = jax.tree.map(lambda first, second: -first - second, *means)
+    chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
+    assert int(state.skip_state["skipped"]) == 1
+    assert int(state.gradient_step) == 2
+
+
+def test_a_cycle_of_nothing_finite_does_not_update():
+    optimizer = jaxmem.accumulate(optax.sgd(1.0, momentum=0.9), 2)
+    state = optimizer.init(PARAMS)
+    bad = jax.tree.map(lambda leaf: leaf + jnp.nan, PARAMS)
+    for _ in range(2):
+        updates, state = optimizer.update(bad, state, PARAMS)
+        chex.assert_trees_all_equal(updates, PARAMS)
+    assert int(state.gradient_step) == int(state.mini_step) == 0
+    poisoned = jaxmem.accumulate(optax.sgd(1.0), 2, skip_nonfinite=False)
+    state = poisoned.init(PARAMS)
+    for gradient in (bad, *micro_gradients(3)):
+        updates, state = poisoned.update(gradient, state, PARAMS)
+    chex.assert_tree_all_finite(updates)  # a cycle that was not skipped spoils itself alone
+
+
+def test_a_partial_cycle_is_flushed_with_its_own_mean():
+    optimizer = jaxmem.accumulate(optax.sgd(1.0), 4)
+    state = optimizer.init(PARAMS)
+    gradients = micro_gradients(3)
+    for index, gradient in enumerate(gradients):
+        last = index == len(gradients) - 1
+        updates, state = jax.jit(optimizer.update)(gradient, state, PARAMS, flush=last)
+    mean = jax.tree.map(lambda *leaves: -sum(leaves) / 3, *gradients)
+    chex.assert_trees_all_close(updates, mean, rtol=1e-6)
+    assert int(state.mini_step) == 0 and int(state.gradient_step) == 1
+
+
+def test_a_schedule_of_cycle_lengths():
+    optimizer = jaxmem.accumulate(optax.sgd(1.0), lambda step: jnp.where(step < 1, 1, 3))
+    state = optimizer.init(PARAMS)
+    steps = []
+    for gradient in micro_gradients(7):
+        _, state = jax.jit(optimizer.update)(gradient, state, PARAMS)
+        steps.append(int(state.gradient_step))
+    assert steps == [1, 1, 1, 2, 2, 2, 3]
+
+
+def test_the_mean_has_the_dtype_asked_for():
+    params = {"w": jnp.zeros(3, jnp.bfloat16), "n": jnp.zeros((), jnp.float32)}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        optimizer = jaxmem.accumulate(optax.sgd(1.0), 2, dtype=dtype)
+        state = optimizer.init(params)
+        for _ in range(2):
+            updates, state = jax.jit(optimizer.update)(params, state, params)
+            assert state.acc_grads["w"].dtype == dtype
+            chex.assert_trees_all_equal_dtypes(updates, params)
+
+
+def test_in_a_chain_and_in_a_scan():
+    inner = optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"})
+    optimizer = optax.chain(optax.clip(0.5), jaxmem.accumulate(inner, 2), optax.scale(0.5))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *micro_gradients(4))
+
+    def body(carry, gradient):
+        params, state = carry
+        updates, state = optimizer.update(gradient, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    (scanned, _), _ = jax.lax.scan(body, (PARAMS, optimizer.init(PARAMS)), stacked)
+    carry = PARAMS, optimizer.init(PARAMS)
+    for gradient in micro_gradients(4):
+        carry, _ = body(carry, gradient)
+    chex.assert_trees_all_close(scanned, carry[0], rtol=1e-6)
+
+
 def test_offloaded_state_stays_on_the_host_between_updates():
     optimizer = jaxmem.accumulate(jaxmem.offload(optax.adam(1e-3)), 2)
     state = optimizer.init(PARAMS)
