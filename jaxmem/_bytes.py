@@ -1,6 +1,7 @@
 """Budgets and byte arithmetic: ints inside, units only when printed."""
 
 import math
+import numbers
 import re
 
 from jaxmem._errors import BudgetError
@@ -31,12 +32,12 @@ def parse_budget(budget: int | str, capacity: int | None = None) -> int:
     >>> parse_budget("80%", capacity=1000)
     800
     """
-    if isinstance(budget, bool) or not isinstance(budget, int | str):
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Integral | str):
         raise BudgetError(
             f"A budget is an int of bytes or text such as '11GiB', '40GB' or '80%'; got "
             f"{budget!r} of type {type(budget).__name__}."
         )
-    if isinstance(budget, int):
+    if not isinstance(budget, str):
         value = float(budget)
     else:
         match = _BUDGET.fullmatch(budget)
@@ -58,7 +59,7 @@ def parse_budget(budget: int | str, capacity: int | None = None) -> int:
             value = number * _UNITS[unit]
     if not math.isfinite(value) or value < 1:
         raise BudgetError(f"The budget {budget!r} is not a positive number of bytes.")
-    return budget if isinstance(budget, int) else int(value)
+    return int(value) if isinstance(budget, str) else int(budget)
 
 
 def format_bytes(count: int) -> str:

@@ -1,5 +1,7 @@
 """Arguments checked at the door, before anything is traced or allocated."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +17,22 @@ def check_optimizer(optimizer: Any, name: str) -> None:
             f"{name} takes an optax.GradientTransformation, such as optax.adam(1e-3); got "
             f"{optimizer!r} of type {type(optimizer).__name__}."
         )
+
+
+def check_call(fun: Callable, args: tuple, kwargs: dict, name: str) -> None:
+    """Raises `JaxmemError` if ``fun`` cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return  # built in: what it takes is not known
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        called = getattr(fun, "__qualname__", repr(fun))
+        raise JaxmemError(
+            f"{name} was given {called}{signature} and arguments that it does not take: {error}. "
+            "Pass the arguments of one call, real or abstract."
+        ) from error
 
 
 def check_same(name: tuple[str, str], expected: Any, place: str, found: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
 from jax._src.core import NamedAxisEffect
@@ -136,6 +137,7 @@ def flatten(fun: Callable, leaves: Sequence[Any]) -> FlatJaxpr:
         return [number(atom) for atom in jaxpr.outvars]
 
     def new_const(value) -> Literal:
+        value = _as_jax(value)
         return Literal(value, jax.typeof(value))
 
     variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
@@ -145,11 +147,16 @@ def flatten(fun: Callable, leaves: Sequence[Any]) -> FlatJaxpr:
     return FlatJaxpr(
         tuple(steps),
         tuple(avals),
-        tuple(closed.consts),
+        tuple(map(_as_jax, closed.consts)),
         input_count,
         tuple(outputs),
         jax.tree.structure(shape),
     )
+
+
+def _as_jax(value) -> Any:
+    """A constant of a jaxpr as a JAX array: custom rules may index it with a tracer."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def _inlinable(equation: JaxprEqn):
@@ -196,9 +203,32 @@ def to_bytecode(lowered) -> tuple[bytes, int]:
     return mlir.module_to_bytecode(module), partitions
 
 
-def lower_for_cuda(jitted, args: tuple, kwargs: dict):
-    """Lowers a jitted function for CUDA on whatever machine this is."""
-    return jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+def lower_for_cuda(traced):
+    """Lowers a traced step for CUDA on whatever machine this is."""
+    return traced.lower(lowering_platforms=("cuda",))
+
+
+def find_callback(jaxpr) -> str | None:
+    """The first call from the device to Python in a jaxpr, and where it stands; None: none."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if "callback" in name or name == "debug_print":
+            return f"{name} at {source_info_util.summarize(equation.source_info)}"
+        for inner in inner_jaxprs(equation):
+            found = find_callback(inner)
+            if found:
+                return found
+    return None
+
+
+def host_results(traced) -> int | None:
+    """Bytes of a traced step's results that should be in host memory; None: not known, since
+    some result is an argument and need not be in the compiled program."""
+    jaxpr = traced.jaxpr.jaxpr
+    if not {id(variable) for variable in jaxpr.outvars}.isdisjoint(map(id, jaxpr.invars)):
+        return None
+    avals = (variable.aval for variable in jaxpr.outvars)
+    return sum(a.size * a.dtype.itemsize for a in avals if memory_space(a) is HOST)
 
 
 # ---- memory kinds

@@ -79,7 +79,7 @@ def accumulate(
     def update(updates, state: optax.MultiStepsState, params=None, *, flush=False, **extra: Any):
         check_same(("gradients", "in the state"), state.acc_grads, "in this call", updates)
         good = _all_finite(updates) if skip_nonfinite else jnp.asarray(True)
-        held = state.skip_state["held"] + good  # micro-gradients in the mean
+        held = state.skip_state["held"] + good.astype(jnp.int32)  # micro-gradients in the mean
 
         def add(total, new):
             share = jnp.maximum(held, 1).astype(total.dtype)
@@ -105,12 +105,12 @@ def accumulate(
         new_updates, inner, mean = jax.lax.cond(applies, apply, wait, mean, state.inner_opt_state)
         return new_updates, optax.MultiStepsState(
             mini_step=jnp.where(ends, 0, count),
-            gradient_step=state.gradient_step + applies,
+            gradient_step=state.gradient_step + applies.astype(jnp.int32),
             inner_opt_state=inner,
             acc_grads=mean,
             skip_state={
                 "held": jnp.where(ends, 0, held),
-                "skipped": state.skip_state["skipped"] + ~good,
+                "skipped": state.skip_state["skipped"] + (~good).astype(jnp.int32),
             },
         )
 

@@ -25,8 +25,11 @@ def offload(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     for every optax transformation that treats them one by one. Where the parameters follow the
     layers, they are taken last first, as the backward pass makes their gradients.
 
-    Scalars and empty arrays stay on the device. Donate the state (``donate_argnums``): host
-    memory is then reused in place. `jaxmem.accumulate(jaxmem.offload(optimizer), every)` touches
+    Scalars and empty arrays stay on the device. Donate parameters and state together
+    (``donate_argnums``) and return them in the order in which they are taken: host memory is then
+    reused in place, while JAX, which pairs donated arguments with results by shape and order
+    alone, would give another order's state the parameters' place. `jaxmem.train_step` does so.
+    `jaxmem.accumulate(jaxmem.offload(optimizer), every)` touches
     the host once per cycle; the other order moves the accumulator too, at every micro-step.
 
     Args:

@@ -42,7 +42,7 @@ class Precision:
 
     def __post_init__(self):
         for role in _ROLES:
-            object.__setattr__(self, role, _dtype(getattr(self, role), repr(self)))
+            object.__setattr__(self, role, _dtype(getattr(self, role), f"{role}=..."))
 
     def cast_to_params(self, tree: T) -> T:
         """The tree with floating-point arrays in the parameters' dtype."""
@@ -92,9 +92,14 @@ def precision(text: "str | Precision") -> Precision:
 
 
 def _dtype(value: Any, text: Any) -> np.dtype:
-    name = _SHORT.get(value, value) if isinstance(value, str) else np.dtype(value).name
-    if name not in _DTYPES:
+    try:
+        name = _SHORT.get(value, value) if isinstance(value, str) else np.dtype(value).name
+    except TypeError:
+        name = None
+    if value is None or name not in _DTYPES:
         raise _error(text, f"{value!r} is none of {', '.join(_DTYPES)}")
+    if name == "float64" and not jax.config.jax_enable_x64:
+        raise _error(text, "JAX has float64 only with jax.config.update('jax_enable_x64', True)")
     return np.dtype(_DTYPES[name])
 
 

@@ -1,6 +1,7 @@
 """Rematerialization: a plan onto any function, and a policy for regions the user places."""
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 
 from jaxmem import _jax
 from jaxmem._bytes import parse_budget
+from jaxmem._checks import check_call
 from jaxmem._errors import JaxmemError, PlanError
 from jaxmem.planning import Plan, plan_sqrt
 from jaxmem.program import CONTRACTIONS, contraction_flops, read_program, size_of
@@ -23,7 +25,7 @@ def plan(
     budget: int | str | None = None,
     planner: str = "sqrt",
     target: str | Target | LocalDevice | None = None,
-    reserved: int = 0,
+    reserved: int | str = 0,
     **kwargs: Any,
 ) -> Plan:
     """Which stretches of ``fun`` to recompute in its backward pass.
@@ -60,9 +62,10 @@ def plan(
     True
     """
     _check_function(fun, "jaxmem.plan")
-    allowed = _allowed(budget, target)
+    check_call(fun, args, kwargs, "jaxmem.plan")
+    allowed = _allowed(budget, reserved, target)
     dynamic, call = _jax.split_arrays(fun, args, kwargs)
-    return _plan(_jax.flatten(call, dynamic), planner, allowed, reserved)
+    return _plan(_jax.flatten(call, dynamic), planner, *allowed)
 
 
 def remat(
@@ -71,7 +74,7 @@ def remat(
     budget: int | str | None = None,
     planner: str = "sqrt",
     target: str | Target | LocalDevice | None = None,
-    reserved: int = 0,
+    reserved: int | str = 0,
     plan: Plan | None = None,
 ) -> Callable:
     """``fun`` with regions of rematerialization placed by a planner.
@@ -103,21 +106,21 @@ def remat(
     >>> jax.grad(loss)(jnp.eye(3), jnp.ones((2, 3))).shape
     (3, 3)
     """
-    allowed = _allowed(budget, target)
+    allowed = _allowed(budget, reserved, target)
     _planner(planner)
     if fun is None:
         return functools.partial(
-            remat, budget=allowed, planner=planner, reserved=reserved, plan=plan
+            remat, budget=allowed[0], planner=planner, reserved=allowed[1], plan=plan
         )
     _check_function(fun, "jaxmem.remat")
 
     @functools.wraps(fun)
     def planned(*args, **kwargs):
-        dynamic, call = _jax.split_arrays(fun, args, kwargs)
+        dynamic, call = _jax.split_arrays(_refusing_updates(fun), args, kwargs)
         flat = _jax.flatten(call, dynamic)
         chosen = plan
         if chosen is None:
-            chosen = _plan(flat, planner, allowed, reserved)
+            chosen = _plan(flat, planner, *allowed)
         else:
             chosen.check(read_program(flat).fingerprint)
         return _emit(flat, chosen, dynamic)
@@ -164,6 +167,29 @@ def _plan(flat: _jax.FlatJaxpr, planner: str, budget: int | None, reserved: int)
     return _planner(planner)(read_program(flat), budget, reserved)
 
 
+def _refusing_updates(fun: Callable) -> Callable:
+    """``fun``, which may not change a Flax nnx module that it is given: the change would be made
+    to a copy that is thrown away."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return fun
+
+    def checked(*args, **kwargs):
+        nodes = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Module))
+        modules = [node for node in nodes if isinstance(node, nnx.Module)]
+        before = list(map(id, jax.tree.leaves(modules)))
+        result = fun(*args, **kwargs)
+        if before != list(map(id, jax.tree.leaves(modules))):
+            raise PlanError(
+                "The function changes a Flax nnx module that it is given (batch statistics or "
+                "dropout counts, say), and jaxmem.remat would lose the change. Use nnx.split "
+                "outside and nnx.merge inside, and return the new state."
+            )
+        return result
+
+    return functools.wraps(fun)(checked)
+
+
 def _planner(name: str) -> Callable:
     if name not in _PLANNERS:
         known = ", ".join(map(repr, _PLANNERS))
@@ -171,11 +197,13 @@ def _planner(name: str) -> Callable:
     return _PLANNERS[name]
 
 
-def _allowed(budget: int | str | None, target) -> int | None:
-    if budget is None:
-        return None
+def _allowed(budget: int | str | None, reserved: int | str, target) -> tuple[int | None, int]:
+    """Bytes of the budget, and of what is reserved of it."""
     capacity = resolve(target).usable_bytes if target is not None else None
-    return parse_budget(budget, capacity)
+    return (
+        None if budget is None else parse_budget(budget, capacity),
+        0 if reserved == 0 else parse_budget(reserved, capacity),
+    )
 
 
 def _check_function(fun: Any, name: str) -> None:
@@ -215,12 +243,14 @@ def remat_policy(*, target: str | Target | None = None) -> Callable[..., bool]:
     (3, 3)
     """
     if target is not None:
-        _gpu(target)
+        _gpu(resolve(target))
 
     def policy(primitive, *avals, **parameters) -> bool:
         if primitive.name not in CONTRACTIONS:
             return False
-        gpu = _gpu(target)  # not sooner: asking for the attached device starts JAX's backends
+        gpu = _gpu(
+            target and resolve(target)
+        )  # not sooner: asking for the attached device starts JAX's backends
         result = _jax.result_of(primitive, avals, parameters)
         written = size_of(result)
         moved = written + sum(map(size_of, avals))
@@ -232,8 +262,8 @@ def remat_policy(*, target: str | Target | None = None) -> Callable[..., bool]:
 
 
 @functools.cache
-def _gpu(target: str | Target | LocalDevice | None) -> Target:
-    chosen = resolve(target)
+def _gpu(target: Target | LocalDevice | None) -> Target:
+    chosen = target or resolve(None)
     if isinstance(chosen, Target):
         return chosen
     if chosen.gpu or target is None:

@@ -59,8 +59,12 @@ class TrainStep:
     ) -> TrainState:
         """The state before the first step, with parameters in their dtype.
 
+        The first step takes over the memory of ``params`` and ``model_state``: copy what is
+        needed afterwards.
+
         `jaxmem.eval_shape` of it is what `memory` needs, without an allocation.
         """
+        params, model_state = _own_arrays((params, model_state))
         params = self.precision.cast_to_params(params)
         step = jnp.zeros((), jnp.int32)
         return _commit(TrainState(step, params, self.optimizer.init(params), model_state, key))
@@ -94,8 +98,8 @@ class TrainStep:
         def loss_of(params, batch, extras):
             params, batch = self.precision.cast_to_compute((params, batch))
             loss, model_state, metrics = self._results(self.loss_fn(params, batch, **extras), state)
-            metrics = self.precision.cast_to_output({"loss": loss, **metrics})
-            return metrics["loss"], (model_state, metrics)
+            loss, metrics = self.precision.cast_to_output((loss, metrics))
+            return loss, (model_state, {"loss": loss, **metrics})
 
         gradient = jax.grad(self._remat(loss_of), has_aux=True)
         updates, (model_state, metrics) = gradient(state.params, batch, extras)
@@ -112,6 +116,11 @@ class TrainStep:
             raise JaxmemError(
                 f"loss_fn must return {expected}, with a dict of metrics after it if it likes; it "
                 f"returned {jax.tree.map(jnp.shape, results)} (shapes)."
+            )
+        if "loss" in (*parts, {})[held]:
+            raise JaxmemError(
+                'The metrics that loss_fn returned have a "loss" of their own, which is the name '
+                "of the loss itself in the metrics of the step. Give it another name."
             )
         loss = parts[0]
         if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
@@ -200,6 +209,20 @@ def train_step(
 
 def _unchanged(fun: Callable) -> Callable:
     return fun
+
+
+def _own_arrays(tree: Any) -> Any:
+    """JAX arrays in place of numpy's, and a copy of one that stands twice: no buffer can be
+    donated twice."""
+    seen: set[int] = set()
+
+    def own(leaf):
+        if id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return jnp.asarray(leaf)
+
+    return jax.tree.map(own, tree)
 
 
 def _commit(state: TrainState) -> TrainState:

@@ -169,3 +169,12 @@ def test_gradients_of_another_structure():
 def test_not_an_optimizer():
     with pytest.raises(jaxmem.JaxmemError, match=r"jaxmem.accumulate takes an optax.Gradient.*0.1"):
         jaxmem.accumulate(0.1, 2)
+
+
+def test_under_strict_promotion_of_dtypes():
+    optimizer = jaxmem.accumulate(optax.sgd(1.0), 2)
+    gradient = jnp.ones(3, jnp.bfloat16)
+    state = optimizer.init(gradient)
+    with jax.numpy_dtype_promotion("strict"):
+        _, state = optimizer.update(gradient, state, gradient)
+    assert int(state.mini_step) == 1

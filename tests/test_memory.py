@@ -1,5 +1,8 @@
 """Compiled bytes, and what remat and offload do to them on a GPU."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -141,3 +144,71 @@ def test_unknown_hlo_is_refused():
 
     with pytest.raises(jaxmem.JaxmemError, match="no ENTRY computation"):
         count_work("HloModule nothing")
+
+
+def test_parameters_that_donation_would_move_to_the_host():
+    """JAX aliases the donated state to the first result of its shape, here the parameters."""
+    optimizer = jaxmem.offload(optax.adam(1e-3))
+    params = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    state = jaxmem.eval_shape(optimizer.init, params)
+
+    def step(params, state):
+        updates, state = optimizer.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with pytest.raises(jaxmem.OffloadError) as caught:
+        jaxmem.memory(jax.jit(step, donate_argnums=1), params, state, target="h200")
+    assert str(caught.value).startswith(
+        "The step asks for 32.00 KiB of its results in host memory, and the compiled program has "
+        "48.00 KiB there. JAX pairs donated arguments with results of the same shape in order"
+    )
+    both = jaxmem.memory(jax.jit(step, donate_argnums=(0, 1)), params, state, target="h200")
+    assert both.host == both.host_alias == 2 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("call", [jax.debug.print, "pure_callback"])
+def test_calls_into_python_are_named(call):
+    def step(x):
+        if call == "pure_callback":
+            return jax.pure_callback(lambda x: x, x, x)
+        jax.lax.cond(x[0, 0] > 0, lambda x: call("{}", x), lambda x: None, x[0])
+        return x
+
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.memory(step, SHAPES[0], target="h200")
+    assert "The step calls from the device into Python (" in str(caught.value)
+    assert "test_memory.py" in str(caught.value)
+
+
+def test_bound_methods_and_partials_keep_their_donation():
+    class Model:
+        @functools.partial(jax.jit, static_argnums=0)
+        def step(self, x):
+            return x + 1
+
+    assert jaxmem.memory(Model().step, SHAPES[0], target="h200").output == SHAPES[0].size * 4
+    add = jax.jit(lambda x, y: x + y, donate_argnums=0)
+    x = jnp.zeros((8, 8), jnp.float32)
+    assert jaxmem.memory(functools.partial(add, x), x, target="h200").alias == 8 * 8 * 4
+
+
+@pytest.mark.parametrize("routine", ["cholesky", "qr", "eigh"])
+def test_linear_algebra_compiles(routine):
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    assert jaxmem.memory(getattr(jnp.linalg, routine), x, target="h200").argument == 64 * 64 * 4
+
+
+def test_arguments_that_the_step_does_not_take():
+    with pytest.raises(jaxmem.JaxmemError, match=r"given deep\(w, x\) and arguments that it does"):
+        jaxmem.memory(deep, SHAPES[0], target="h200")
+
+
+def test_a_device_whose_memory_is_not_known():
+    from jaxmem.targets import LocalDevice
+
+    report = jaxmem.memory(jnp.sin, jnp.ones(8))
+    report = dataclasses.replace(report, target=LocalDevice("gpu", "some GPU", 0))
+    assert "usable" not in str(report)
+    assert report.fits("1GiB")
+    with pytest.raises(jaxmem.JaxmemError, match="memory of some GPU is not known; pass a budget"):
+        report.fits()

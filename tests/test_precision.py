@@ -65,3 +65,15 @@ def test_casts_leave_integers_booleans_and_keys_alone():
 def test_dtypes_in_any_form_make_one_precision():
     assert jaxmem.Precision(jnp.float32, "bf16", np.dtype("float32")) == jaxmem.precision("bf16")
     assert hash(jaxmem.Precision()) == hash(jaxmem.precision("fp32"))
+
+
+@pytest.mark.parametrize("dtype", [None, object(), "int32", jnp.int8])
+def test_roles_take_floating_point_dtypes_alone(dtype):
+    with pytest.raises(jaxmem.JaxmemError, match="is none of float32, bfloat16, float16, float64"):
+        jaxmem.Precision(compute=dtype)
+
+
+def test_float64_needs_jax_to_have_it():
+    assert jaxmem.precision("fp64").cast_to_compute(jnp.ones(2, "float32")).dtype == jnp.float64
+    with jax.enable_x64(False), pytest.raises(jaxmem.JaxmemError, match="jax_enable_x64"):
+        jaxmem.precision("fp64")

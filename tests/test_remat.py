@@ -487,3 +487,69 @@ def test_costs_count_every_contraction():
     matmul = 2 * (2 * 4 * 4) * 4 * 4
     assert read_program(flat).flops == convolution + 5 * matmul + matmul
     assert np.prod(x.shape) * 8 in read_program(flat).sizes
+
+
+def test_custom_rules_meet_constants_as_jax_arrays():
+    @jax.custom_vjp
+    def scaled(times, x):
+        return times[0] * x
+
+    def backward(residual, g):
+        times, _ = residual
+        body = lambda i, total: total + g * times[i]  # noqa: E731 (indexes with a tracer)
+        return jnp.zeros_like(times), jax.lax.fori_loop(0, 2, body, jnp.zeros_like(g))
+
+    scaled.defvjp(lambda times, x: (times[0] * x, (times, x)), backward)
+
+    def loss(x):
+        for _ in range(5):
+            x = scaled(jnp.array([0.0, 1.0]), jnp.sin(x)) + x
+        return jnp.sum(x)
+
+    x = jnp.linspace(0.1, 1, 6)
+    assert_same(jax.grad(jaxmem.remat(loss))(x), jax.grad(loss)(x))
+
+
+def test_an_nnx_module_that_would_lose_its_updates_is_refused():
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.linear(x))
+
+    net, x = Net(nnx.Rngs(0)), jnp.ones((2, 4), jnp.float32)
+    with pytest.raises(jaxmem.PlanError, match=r"changes a Flax nnx module .* nnx.split outside"):
+        jaxmem.remat(lambda net, x: net(x).sum())(net, x)
+    net.eval()
+    loss = jaxmem.remat(lambda net, x: jnp.sum(net(x) ** 2))
+    plain = nnx.grad(lambda net, x: jnp.sum(net(x) ** 2))(net, x)
+    assert_same(nnx.to_pure_dict(nnx.grad(loss)(net, x)), nnx.to_pure_dict(plain))
+
+
+def test_a_plan_is_for_one_set_of_dtypes():
+    w, x = jnp.eye(WIDTH, dtype=jnp.float32), jnp.ones((2, WIDTH), jnp.float32)
+
+    def loss(w, x):
+        for _ in range(6):
+            x = x @ w
+        return x.sum()
+
+    chosen = jaxmem.plan(loss, w, x)
+    with pytest.raises(jaxmem.PlanError, match="made for the program"):
+        jaxmem.remat(loss, plan=chosen)(w.astype(jnp.int32), x.astype(jnp.int32))
+
+
+def test_arguments_of_another_call():
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.plan(mlp, mlp_arguments()[0])
+    assert "jaxmem.plan was given mlp(params, x) and arguments that it does not take: missing" in (
+        str(caught.value)
+    )
+    with pytest.raises(jaxmem.BudgetError, match="set by what is reserved"):
+        jaxmem.plan(lambda x: x, jnp.ones(3), budget=1, reserved=2)
+    least = jaxmem.plan(mlp, *mlp_arguments(), reserved="1MiB")
+    assert least.projected_bytes > least.reserved == 2**20

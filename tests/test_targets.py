@@ -1,6 +1,7 @@
 """GPUs that are not in the machine: their figures, and XLA's compiler for them."""
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -32,7 +33,8 @@ SHAPES = [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(64, 32), (16, 64)]]
 @pytest.fixture
 def fresh_workers(monkeypatch, tmp_path):
     """Neither a worker nor a result of an earlier compilation is used."""
-    monkeypatch.setattr(_compiler, "_result_path", lambda *_: tmp_path / "none" / "kept")
+    count = itertools.count()
+    monkeypatch.setattr(_compiler, "_result_path", lambda *_: tmp_path / str(next(count)))
     monkeypatch.setattr(_compiler._Worker, "_idle", [])
     yield
     while _compiler._Worker._idle:
@@ -63,7 +65,7 @@ def test_bad_targets():
         jaxmem.target("h100", count=0)
     with pytest.raises(jaxmem.JaxmemError, match="target= takes a name .* got 7 of type int"):
         jaxmem.memory(step, *SHAPES, target=7)
-    with pytest.raises(jaxmem.JaxmemError, match="needs 99 attached devices; there are"):
+    with pytest.raises(jaxmem.JaxmemError, match="count=99. takes 1 to [0-9]+ devices"):
         jaxmem.target("local", count=99)
 
 
@@ -174,13 +176,15 @@ def test_without_the_compiler_the_error_gives_the_command(monkeypatch, tmp_path)
     text = str(caught.value)
     version = _install._jaxlib_version()
     assert "    python -m jaxmem install-compiler --cuda 13\n" in text
-    assert f"python -m pip install --target {tmp_path}/compilers/cuda13-{version} " in text
-    assert f"jax-cuda13-pjrt=={version} 'nvidia-cuda-nvcc>=13,<14'" in text
+    assert f"python -m pip install --target {tmp_path}/compilers/cuda13-{version}-py" in text
+    assert f"jax-cuda13-plugin=={version} 'nvidia-cuda-nvcc>=13,<14'" in text
 
 
 def test_v100_asks_for_the_compiler_of_cuda_12(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
-    with pytest.raises(jaxmem.JaxmemError, match=r"install-compiler --cuda 12\n[\s\S]*cuda12-pjrt"):
+    with pytest.raises(
+        jaxmem.JaxmemError, match=r"install-compiler --cuda 12\n[\s\S]*cuda12-plugin"
+    ):
         jaxmem.memory(step, *SHAPES, target="v100-16gb")
 
 
@@ -188,7 +192,7 @@ def test_an_installation_that_fails_says_why_and_leaves_nothing(monkeypatch, tmp
     monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
     monkeypatch.setattr(_install, "_jaxlib_version", lambda: "0.0.1")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(jaxmem.JaxmemError, match=r"pip could not install[\s\S]*pjrt==0\.0\.1"):
+    with pytest.raises(jaxmem.JaxmemError, match=r"pip could not install[\s\S]*plugin==0\.0\.1"):
         jaxmem.install_compiler()
     assert list((tmp_path / "compilers").iterdir()) == []
     with pytest.raises(jaxmem.JaxmemError, match="for CUDA 12 and for CUDA 13, none for 11"):
@@ -247,3 +251,55 @@ def test_results_are_kept_on_disk(monkeypatch):
     first = jaxmem.memory(step, *SHAPES, target="t4")
     monkeypatch.setattr(_compiler._Worker, "borrow", None)  # compiling again would fail
     assert jaxmem.memory(step, *SHAPES, target="t4") == first
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx-2080-ti"),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10", None),
+        ("NVIDIA GeForce RTX 2080", None),
+    ],
+)
+@pytest.mark.parametrize("limit", [{"bytes_limit": 1000}, None])
+def test_an_attached_gpu_has_the_figures_of_its_own_kind(monkeypatch, kind, name, limit):
+    class Device:
+        platform, device_kind = "gpu", kind
+
+        def memory_stats(self):
+            return limit
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    local = jaxmem.target("local")
+    assert (local.gpu and local.gpu.name) == name
+    otherwise = local.gpu.usable_bytes if local.gpu else 0
+    assert local.usable_bytes == (1000 if limit else otherwise)
+
+
+def test_names_of_other_types_are_refused():
+    with pytest.raises(jaxmem.JaxmemError, match="no target named"):
+        jaxmem.target(["h200"])
+    with pytest.raises(jaxmem.JaxmemError, match="target= takes a name"):
+        jaxmem.remat_policy(target=["h200"])
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(jaxmem.JaxmemError, match="Set JAXMEM_CACHE to a folder that can be writ"):
+        jaxmem.install_compiler()
+    nowhere = tmp_path / "file" / "compiled" / "result"
+    _compiler._write(nowhere, _compiler.Compiled({}, b""))  # costs the result, nothing else
+
+
+@pytest.mark.usefixtures("fresh_workers")
+def test_an_idle_worker_that_died_is_replaced():
+    first = jaxmem.memory(step, *SHAPES, target="h200")
+    (worker,) = _compiler._Worker._idle
+    worker.process.kill()
+    worker.process.wait()
+    assert jaxmem.memory(step, *SHAPES, target="h200") == first
+    assert len(_compiler._Worker._idle) == 1
+    assert _compiler._Worker._idle != [worker]

@@ -172,3 +172,34 @@ def test_bad_arguments():
         step = jaxmem.train_step(loss_fn, optax.sgd(0.1), remat="best")
     with pytest.raises(jaxmem.JaxmemError, match="remat= takes the name of a planner, .*; got 3"):
         step = jaxmem.train_step(loss_fn, optax.sgd(0.1), remat=3)  # noqa: F841
+
+
+def test_a_metric_cannot_take_the_place_of_the_loss():
+    step = jaxmem.train_step(lambda p, b: (p["w"].sum(), {"loss": b.sum()}), optax.sgd(0.1))
+    with pytest.raises(jaxmem.JaxmemError, match='have a "loss" of their own'):
+        step(step.init({"w": jnp.ones(2)}), jnp.ones(3))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_numpy_parameters_and_arrays_used_twice(offload):
+    optimizer = jaxmem.offload(optax.adam(0.1)) if offload else optax.adam(0.1)
+    shared = jnp.ones(2)
+    step = jaxmem.train_step(
+        lambda p, b: sum(jnp.sum(leaf * b) for leaf in jax.tree.leaves(p)), optimizer
+    )
+    state = step.init({"a": shared, "b": shared, "c": np.ones(2, np.float32)})
+    for _ in range(2):
+        state, _ = step(state, jnp.ones(2))
+    np.testing.assert_allclose(state.params["a"], state.params["b"])
+    np.testing.assert_allclose(state.params["a"], 0.8, rtol=1e-5)
+
+
+def test_a_state_saved_in_mid_cycle_goes_on_with_another_cycle():
+    params, batches = arguments()
+    optimizers = [jaxmem.accumulate(optax.sgd(0.1), every) for every in (4, 2)]
+    long, short = (jaxmem.train_step(loss_fn, optimizer) for optimizer in optimizers)
+    state = long.init(params)
+    for batch in batches[:3]:
+        state, _ = long(state, batch)
+    state, _ = short(state, batches[3])
+    assert int(state.opt_state.gradient_step) == 1

@@ -13,6 +13,7 @@ Needs ``pip install 'jaxmem[examples]'``.
 import argparse
 import hashlib
 import itertools
+import json
 import pathlib
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -59,23 +60,25 @@ class Digits:
 class ImageFolder:
     """A folder of class folders of images (ImageNet's layout).
 
-    ``DIR/train`` and ``DIR/val`` where there are such, else every tenth image of each class of
-    ``DIR`` is held out.
+    ``DIR/train`` and ``DIR/val`` where there are both, else the first image of each class of
+    ``DIR`` and every tenth after it are held out.
     """
 
     def __init__(self, folder: pathlib.Path, train: bool, size: int):
-        split = (folder / "train").is_dir()
+        split = (folder / "train").is_dir() and (folder / "val").is_dir()
         root = folder / ("train" if train else "val") if split else folder
-        names = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+        every = folder / "train" if split else folder  # one numbering of classes for both
+        names = sorted(entry.name for entry in every.iterdir() if entry.is_dir())
         self.files = []
         for label, name in enumerate(names):
             suffixes = Image.registered_extensions()
             files = (p for p in sorted((root / name).rglob("*")) if p.suffix.lower() in suffixes)
             for index, path in enumerate(files):
-                if split or train == (index % 10 != 9):
+                if split or train == (index % 10 != 0):
                     self.files.append((path, label))
         if not self.files:
-            raise SystemExit(f"{root} holds no class folders with images in them.")
+            kind = "training" if train else "held-out"
+            raise SystemExit(f"{root} holds no class folders with {kind} images in them.")
         self.classes, self.size = len(names), size
 
     def __len__(self):
@@ -122,7 +125,10 @@ def train(options) -> None:
     model = ResNet(**shape, classes=training.classes, block=policed, dtype=precision.compute.type)
 
     updates = options.epochs * len(training) // options.batch // options.accumulate
+    if not updates:
+        raise SystemExit("Not one update: more --epochs, a smaller --batch or less --accumulate.")
     micro_steps = updates * options.accumulate
+    check_settings(options)
     rate = optax.warmup_cosine_decay_schedule(0.0, options.rate, updates // 10, updates)
     optimizer = jaxmem.accumulate(
         jaxmem.offload(optax.sgd(rate, momentum=0.9, nesterov=True)), options.accumulate
@@ -181,6 +187,34 @@ def train(options) -> None:
     for leaf in jax.tree.leaves(state.params):
         digest.update(np.asarray(leaf).tobytes())
     print(f"parameters {digest.hexdigest()[:16]}")
+
+
+SETTINGS = (
+    "data",
+    "size",
+    "resnet50",
+    "batch",
+    "accumulate",
+    "epochs",
+    "rate",
+    "precision",
+    "seed",
+)
+
+
+def check_settings(options) -> None:
+    """A run is resumed only with the settings it was begun with: they make its order of data."""
+    path = pathlib.Path(options.checkpoints) / "settings.json"
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings))
+    for name, value in json.loads(path.read_text()).items():
+        if settings[name] != value:
+            raise SystemExit(
+                f"The run in {options.checkpoints} was begun with --{name} {value}, not "
+                f"{settings[name]}. Give the same, or another --checkpoints."
+            )
 
 
 def report_memory(step, state, options, size: int) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax
 
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes, parse_budget
-from jaxmem._errors import CompileError, JaxmemError
+from jaxmem._checks import check_call
+from jaxmem._errors import CompileError, JaxmemError, OffloadError
 from jaxmem.memory._hlo import Work, count_work
 from jaxmem.targets import LocalDevice, Target, compile_module, resolve
 
@@ -57,6 +59,10 @@ class MemoryReport:
             BudgetError: the budget does not parse.
         """
         usable = self.target.usable_bytes
+        if budget is None and not usable:
+            raise JaxmemError(
+                f"The memory of {self.target.description} is not known; pass a budget to fits()."
+            )
         return self.device <= (usable if budget is None else parse_budget(budget, usable))
 
     def __str__(self):
@@ -71,8 +77,9 @@ class MemoryReport:
         for name, device, host in rows:
             lines.append(f"{name:10}{format_bytes(device):>14}{format_bytes(host):>14}")
         usable = self.target.usable_bytes
-        verdict = "fits" if self.fits() else "does not fit"
-        lines.append(f"{verdict}: {self.device / usable:.0%} of {format_bytes(usable)} usable")
+        if usable:
+            verdict = "fits" if self.fits() else "does not fit"
+            lines.append(f"{verdict}: {self.device / usable:.0%} of {format_bytes(usable)} usable")
         if isinstance(self.target, LocalDevice) and self.target.platform == "cpu":
             lines.append(f"note: {_CPU_NOTE}")
         return "\n".join(lines)
@@ -101,8 +108,9 @@ def memory(
 
     Raises:
         CompileError: XLA refused the program, ran out of time, or died.
-        JaxmemError: the target is not known, its compiler is not installed, or the step is
-            partitioned for another number of devices than the target has.
+        OffloadError: the compiled program does not keep in host memory what the step asks for.
+        JaxmemError: the target is not known, its compiler is not installed, the step calls into
+            Python, or it is partitioned for another number of devices than the target has.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> report = jaxmem.memory(jnp.sin, jnp.ones((64, 64), jnp.float32), target="local")
@@ -110,11 +118,19 @@ def memory(
     16384
     """
     chosen = resolve(target)
-    jitted = step if hasattr(step, "trace") else jax.jit(_callable(step))
+    jitted, args = _jitted(step, args)
+    check_call(jitted, args, kwargs, "jaxmem.memory")
     args, kwargs = jax.tree.map(_jax.abstract, (args, kwargs))
     if isinstance(chosen, LocalDevice):
         return _local(jitted, args, kwargs, chosen, compiler_options)
-    module, partitions = _jax.to_bytecode(_jax.lower_for_cuda(jitted, args, kwargs))
+    traced = jitted.trace(*args, **kwargs)
+    callback = _jax.find_callback(traced.jaxpr.jaxpr)
+    if callback:
+        raise JaxmemError(
+            f"The step calls from the device into Python ({callback}), which cannot be compiled "
+            "for a GPU that is not there. Leave it out for this, or take target='local'."
+        )
+    module, partitions = _jax.to_bytecode(_jax.lower_for_cuda(traced))
     if partitions != chosen.count:
         raise JaxmemError(
             f"The step is partitioned over {partitions} devices, and the target is {chosen.count} "
@@ -122,7 +138,17 @@ def memory(
             "shard the arguments over a mesh of that size."
         )
     compiled = compile_module(module, chosen, options=compiler_options, timeout=timeout)
-    return _report(chosen, compiled.stats, compiled.hlo)
+    report = _report(chosen, compiled.stats, compiled.hlo)
+    expected = _jax.host_results(traced)
+    if chosen.count == 1 and expected not in (None, report.host_output):
+        raise OffloadError(
+            f"The step asks for {format_bytes(expected)} of its results in host memory, and the "
+            f"compiled program has {format_bytes(report.host_output)} there. JAX pairs donated "
+            "arguments with results of the same shape in order, whatever memory they are in: "
+            "donate parameters and state together and return them in the order in which they are "
+            "taken, as jaxmem.train_step does, or give out_shardings."
+        )
+    return report
 
 
 def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
@@ -146,7 +172,12 @@ def _report(target: Target | LocalDevice, stats: dict[str, int], hlo: str) -> Me
     return MemoryReport(target=target, hlo=hlo, **counts)
 
 
-def _callable(step: Any) -> Callable:
+def _jitted(step: Any, args: tuple) -> tuple[Any, tuple]:
+    """The step as something that traces, whatever is bound to it as further arguments."""
     if not callable(step):
         raise JaxmemError(f"jaxmem.memory takes a function or a jitted one; got {step!r}.")
-    return step
+    if isinstance(step, types.MethodType) and hasattr(step.__func__, "trace"):
+        return step.__func__, (step.__self__, *args)
+    if isinstance(step, functools.partial) and hasattr(step.func, "trace") and not step.keywords:
+        return _jitted(step.func, (*step.args, *args))
+    return (step if hasattr(step, "trace") else jax.jit(step)), args

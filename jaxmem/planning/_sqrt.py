@@ -161,7 +161,10 @@ class _Chain:
         widest = max(
             self.program.operations[start:stop],
             key=lambda op: max((sizes[value] for value in op.outputs), default=0),
+            default=None,
         )
+        if widest is None:
+            return "what is reserved"
         return f"the backward pass of {widest.name} in {widest.path or 'the function'}"
 
     def regions(self, ends: list[int]) -> tuple[Region, ...]:

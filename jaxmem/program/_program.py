@@ -26,13 +26,14 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Operations in order, and the bytes of every value. Values below ``input_count`` are the
-    function's inputs, which live in any case."""
+    """Operations in order, and the bytes and types of every value. Values below ``input_count``
+    are the function's inputs, which live in any case."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
     input_count: int
     outputs: tuple[int, ...]
+    types: tuple[str, ...] = ()
 
     @functools.cached_property
     def flops(self) -> int:
@@ -42,7 +43,8 @@ class Program:
     @functools.cached_property
     def fingerprint(self) -> str:
         """A digest of operations, connections and sizes: a plan belongs to one of them."""
-        digest = hashlib.sha256(repr((self.sizes, self.input_count, self.outputs)).encode())
+        whole = (self.sizes, self.types, self.input_count, self.outputs)
+        digest = hashlib.sha256(repr(whole).encode())
         for operation in self.operations:
             digest.update(repr((operation.name, operation.inputs, operation.outputs)).encode())
         return digest.hexdigest()[:16]
@@ -125,7 +127,13 @@ def read_program(flat: FlatJaxpr) -> Program:
         for step in flat.steps
     )
     outputs = tuple(value for value in flat.outputs if isinstance(value, int))
-    return Program(operations, tuple(map(size_of, flat.avals)), flat.input_count, outputs)
+    sizes = tuple(map(size_of, flat.avals))
+    types = tuple(_type_of(aval) for aval in flat.avals)
+    return Program(operations, sizes, flat.input_count, outputs, types)
+
+
+def _type_of(aval) -> str:
+    return f"{getattr(aval, 'dtype', '')}{list(getattr(aval, 'shape', ()))}"
 
 
 def size_of(aval) -> int:

@@ -140,20 +140,24 @@ class _Worker:
             path = environment.get("PATH", os.defpath)
             environment["PATH"] = os.pathsep.join([str(compiler.toolkit / "bin"), path])
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER), str(compiler.plugin)],
+            [sys.executable, "-P", str(_WORKER), compiler.plugin, compiler.packages],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
             env=environment,
+            start_new_session=True,  # Ctrl-C is for the user's process, which ends its workers
         )
 
     @classmethod
     def borrow(cls, compiler: Compiler) -> "_Worker":
         with cls._lock:
-            for worker in cls._idle:
-                if worker.compiler == compiler and worker.process.poll() is None:
+            for worker in list(cls._idle):
+                dead = worker.process.poll() is not None
+                if dead or worker.compiler == compiler:
                     cls._idle.remove(worker)
-                    return worker
+                    if not dead:
+                        return worker
+                    worker.close()
         return cls(compiler)
 
     def request(self, request: dict, timeout: float, name: str) -> dict:

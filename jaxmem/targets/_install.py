@@ -24,10 +24,11 @@ _TOOLKIT = {12: "nvidia/cuda_nvcc", 13: "nvidia/cu13"}
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """An installed compiler: the plugin, and the folder with libdevice and ptxas (None: XLA's
-    own search)."""
+    """An installed compiler: the plugin, the folder that its Python packages are in, and the one
+    with libdevice and ptxas (None: XLA's own search)."""
 
     plugin: pathlib.Path
+    packages: pathlib.Path
     toolkit: pathlib.Path | None
     version: str
     cuda: int
@@ -47,11 +48,12 @@ def _jaxlib_version() -> str:
 
 
 def _folder(cuda: int) -> pathlib.Path:
-    return cache_folder() / "compilers" / f"cuda{cuda}-{_jaxlib_version()}"
+    python = "py{}{}".format(*sys.version_info)
+    return cache_folder() / "compilers" / f"cuda{cuda}-{_jaxlib_version()}-{python}"
 
 
 def _pip(cuda: int, folder: pathlib.Path) -> list[str]:
-    plugin = f"jax-cuda{cuda}-pjrt=={_jaxlib_version()}"
+    plugin = f"jax-cuda{cuda}-plugin=={_jaxlib_version()}"  # brings its pjrt
     return ["-m", "pip", "install", "--target", str(folder), plugin, _NVCC[cuda]]
 
 
@@ -75,7 +77,7 @@ def find_compiler(cuda: int) -> Compiler:
         plugin = place / "jax_plugins" / f"xla_cuda{cuda}" / "xla_cuda_plugin.so"
         if plugin.exists():
             toolkit = place / _TOOLKIT[cuda]
-            return Compiler(plugin, toolkit if toolkit.exists() else None, version, cuda)
+            return Compiler(plugin, place, toolkit if toolkit.exists() else None, version, cuda)
     command = shlex.join(["python", *_pip(cuda, _folder(cuda))])
     raise JaxmemError(
         f"Compiling for a GPU that is not in the machine needs XLA's CUDA {cuda} compiler for "
@@ -110,8 +112,15 @@ def install_compiler(cuda: int = 13) -> pathlib.Path:
             "Installing the compiler needs pip, and this environment has none. Run "
             "pip install 'jaxmem[gpu-compiler]' (or uv pip install pip) first."
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = pathlib.Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = pathlib.Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+        staging.chmod(0o755)  # a cache may be shared
+    except OSError as error:
+        raise JaxmemError(
+            f"The compiler cannot be put into {folder.parent} ({error}). Set JAXMEM_CACHE to a "
+            "folder that can be written."
+        ) from error
     command = [sys.executable, *_pip(cuda, staging), "--quiet", "--disable-pip-version-check"]
     try:
         done = subprocess.run(command, text=True, stderr=subprocess.STDOUT, stdout=subprocess.PIPE)

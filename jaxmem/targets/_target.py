@@ -103,7 +103,7 @@ class LocalDevice:
 
     platform: str
     description: str
-    memory_bytes: int
+    memory_bytes: int  # 0: not known
     gpu: Target | None = None
     name: str = "local"
     count: int = 1
@@ -167,7 +167,7 @@ def target(name: str, *, count: int = 1) -> Target | LocalDevice:
     if name == "local":
         return _local(count)
     known = known_targets()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise JaxmemError(
@@ -194,17 +194,19 @@ def _local(count: int) -> LocalDevice:
     import jax
 
     devices = jax.local_devices()
-    if count > len(devices):
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(devices):
         raise JaxmemError(
-            f"target('local', count={count}) needs {count} attached devices; there are "
-            f"{len(devices)}. Name a GPU to compile for ones that are not there."
+            f"target('local', count={count!r}) takes 1 to {len(devices)} devices, those that are "
+            "attached. Name a GPU to compile for ones that are not there."
         )
     device = devices[0]
     gpu = None
     if device.platform == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
-        memory = (device.memory_stats() or {}).get("bytes_limit", 0)
-        matches = (t for t in known_targets().values() if device.device_kind in t.description)
-        gpu = next(matches, None)
+        kinds = {known.description: known for known in known_targets().values()}
+        gpu = kinds.get(device.device_kind)
+        # Without a limit of its own (the platform allocator has none) all of the GPU is there.
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        memory = limit or (gpu.usable_bytes if gpu else 0)
     return LocalDevice(device.platform, device.device_kind, memory, gpu, count=count)

@@ -4,16 +4,19 @@ Run by path, never imported: it loads XLA's CUDA plugin, which must not happen i
 process (no backend is touched there, and an abort inside XLA kills this one only). It knows jaxlib
 and nothing of jaxmem.
 
-    python -P _worker.py PLUGIN.so
+    python -P _worker.py PLUGIN.so PACKAGES
 
 Request: ``{"module": MLIR bytecode, "config": GpuTargetConfigProto text, "count": GPUs,
 "options": [(flag, value)]}``. Reply: ``{"stats": {name: bytes}, "hlo": gzipped text}`` or
 ``{"error": text}``.
 """
 
+import functools
 import gzip
+import importlib
 import os
 import pickle
+import re
 import sys
 
 import numpy as np
@@ -25,9 +28,10 @@ from jaxlib.mlir import ir
 def main() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever XLA prints must not land between replies
-    plugin = sys.argv[1]
+    plugin, packages = sys.argv[1:]
     api = xla_client.load_pjrt_plugin_dynamically("cuda", plugin)
     xla_client.initialize_pjrt_plugin("cuda")
+    _register_custom_calls(api, packages)
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)
@@ -39,6 +43,31 @@ def main() -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         pickle.dump(reply, replies)
         replies.flush()
+
+
+def _register_custom_calls(api, packages: str) -> None:
+    """Makes the kernels known that come with JAX and not with XLA: XLA refuses to compile a call
+    to one that it does not know (``jnp.linalg``'s, mostly)."""
+    sys.path.append(packages)
+    found = [name for name in os.listdir(packages) if re.fullmatch(r"jax_cuda\d+_plugin", name)]
+    for package in found:
+        try:
+            extension = importlib.import_module(f"{package}.cuda_plugin_extension")
+        except ImportError:  # made for another version of Python
+            continue
+        xla_client.register_custom_call_handler(
+            "CUDA", functools.partial(extension.register_custom_call_target, api)
+        )
+        for name in ("_solver", "_linalg", "_prng", "_hybrid", "_sparse", "_triton", "_rnn"):
+            try:
+                module = importlib.import_module(f"{package}.{name}")
+            except ImportError:
+                continue
+            listed = getattr(module, "registrations", None) or module.ffi_registrations
+            for target, value in listed().items():
+                xla_client.register_custom_call_target(
+                    target, value, platform="CUDA", api_version=1
+                )
 
 
 def _compile(api, module: bytes, config: str, count: int, options: list) -> dict:

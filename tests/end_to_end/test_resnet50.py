@@ -101,7 +101,17 @@ def test_a_folder_without_images_is_refused(tmp_path):
     process = start(tmp_path, "--data", tmp_path, "--checkpoints", tmp_path / "saved")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "holds no class folders with images in them." in output
+    assert "holds no class folders with training images in them." in output
+
+
+def test_another_run_is_not_resumed(tmp_path):
+    settings = tmp_path / "saved" / "settings.json"
+    settings.parent.mkdir()
+    settings.write_text('{"batch": 16}')
+    process = start(tmp_path, "--batch", 32, "--checkpoints", settings.parent)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "was begun with --batch 16, not 32. Give the same, or another --checkpoints." in output
 
 
 @pytest.mark.slow
