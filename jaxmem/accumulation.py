@@ -34,7 +34,8 @@ def accumulate(
         dtype: of the running mean of floating-point gradients.
         skip_nonfinite: leave micro-gradients with an infinity or a NaN out of the mean. They
             count as calls of their cycle, and in ``state.skip_state["skipped"]``. A cycle of
-            nothing else ends without an update.
+            nothing else ends without an update. It takes all gradients to know, so they are in
+            memory together; without it each is added as the backward pass makes it.
 
     Returns:
         An optax transformation. ``update(..., flush=True)`` ends the cycle at this call, for a

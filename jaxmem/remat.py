@@ -177,9 +177,10 @@ def _refusing_updates(fun: Callable) -> Callable:
     def checked(*args, **kwargs):
         nodes = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Module))
         modules = [node for node in nodes if isinstance(node, nnx.Module)]
-        before = list(map(id, jax.tree.leaves(modules)))
+        before = jax.tree.leaves(modules)
         result = fun(*args, **kwargs)
-        if before != list(map(id, jax.tree.leaves(modules))):
+        after = jax.tree.leaves(modules)
+        if list(map(id, before)) != list(map(id, after)):
             raise PlanError(
                 "The function changes a Flax nnx module that it is given (batch statistics or "
                 "dropout counts, say), and jaxmem.remat would lose the change. Use nnx.split "

@@ -11,8 +11,7 @@ from jaxmem import _jax
 from jaxmem._checks import check_optimizer, check_same
 from jaxmem._errors import JaxmemError
 from jaxmem.memory import MemoryReport, memory
-from jaxmem.precision import Precision
-from jaxmem.precision import precision as parse_precision
+from jaxmem.precision import Precision, precision as parse_precision
 from jaxmem.remat import remat as plan_regions
 
 

@@ -1,4 +1,3 @@
 """What a step costs in bytes, by XLA's own buffer assignment."""
 
-from jaxmem.memory._report import MemoryReport as MemoryReport
-from jaxmem.memory._report import memory as memory
+from jaxmem.memory._report import MemoryReport as MemoryReport, memory as memory

@@ -2,13 +2,13 @@
 
 from jaxmem.targets._compiler import (
     Compiled as Compiled,
-)
-from jaxmem.targets._compiler import (
     compile_module as compile_module,
 )
 from jaxmem.targets._install import install_compiler as install_compiler
-from jaxmem.targets._target import LocalDevice as LocalDevice
-from jaxmem.targets._target import Target as Target
-from jaxmem.targets._target import known_targets as known_targets
-from jaxmem.targets._target import resolve as resolve
-from jaxmem.targets._target import target as target
+from jaxmem.targets._target import (
+    LocalDevice as LocalDevice,
+    Target as Target,
+    known_targets as known_targets,
+    resolve as resolve,
+    target as target,
+)
