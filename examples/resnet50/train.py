@@ -157,8 +157,9 @@ def train(options) -> None:
             f"{updates} updates of {options.accumulate} micro-steps of {options.batch}",
             flush=True,
         )
-        if options.target:
-            report_memory(step, state, options, size)
+        target = options.target or ("local" if on_gpu else None)
+        if target:
+            report_memory(step, state, options.batch, size, target)
 
         began, last_print, counted = time.perf_counter(), -1, 0
         batches = training_batches(training, options.batch, options.seed, start)
@@ -217,16 +218,16 @@ def check_settings(options) -> None:
             )
 
 
-def report_memory(step, state, options, size: int) -> None:
-    """What this very step would take on a GPU."""
+def report_memory(step, state, images: int, size: int, target: str) -> None:
+    """What this very step takes on a GPU, which need not be there."""
     batch = {
-        "image": jax.ShapeDtypeStruct((options.batch, size, size, 3), jnp.float32),
-        "label": jax.ShapeDtypeStruct((options.batch,), jnp.int32),
+        "image": jax.ShapeDtypeStruct((images, size, size, 3), jnp.float32),
+        "label": jax.ShapeDtypeStruct((images,), jnp.int32),
     }
-    report = step.memory(state, batch, target=options.target)
+    report = step.memory(state, batch, target=target)
     print(
         f"the step takes {jaxmem.format_bytes(report.device)} of device memory and "
-        f"{jaxmem.format_bytes(report.host)} of host memory on {options.target} (compiled)",
+        f"{jaxmem.format_bytes(report.host)} of host memory on {target} (compiled)",
         flush=True,
     )
 
@@ -312,7 +313,9 @@ def main(arguments=None) -> None:
     parser.add_argument("--checkpoints", default="runs/resnet50", help="where to save and resume")
     parser.add_argument("--save-every", type=int, default=100, help="micro-steps")
     parser.add_argument("--print-every", type=float, default=5.0, help="seconds")
-    parser.add_argument("--target", help="also print this step's bytes on that GPU")
+    parser.add_argument(
+        "--target", help="print this step's bytes on that GPU (default: the attached)"
+    )
     options = parser.parse_args(arguments)
     try:
         plan(options) if options.plan else train(options)
