@@ -45,7 +45,11 @@ class Step:
     @property
     def line(self) -> str:
         """``file:line (function)`` of the user's frame that made it."""
-        return source_info_util.summarize(self.equation.source_info)
+        return _line(self.equation)
+
+
+def _line(equation: JaxprEqn) -> str:
+    return source_info_util.summarize(equation.source_info)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +217,7 @@ def find_callback(jaxpr) -> str | None:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if "callback" in name or name == "debug_print":
-            return f"{name} at {source_info_util.summarize(equation.source_info)}"
+            return f"{name} at {_line(equation)}"
         for inner in inner_jaxprs(equation):
             found = find_callback(inner)
             if found:
@@ -221,14 +225,14 @@ def find_callback(jaxpr) -> str | None:
     return None
 
 
-def host_results(traced) -> int | None:
-    """Bytes of a traced step's results that should be in host memory; None: not known, since
-    some result is an argument and need not be in the compiled program."""
+def host_results(traced) -> list[Any] | None:
+    """Abstract values of a traced step's results that should be in host memory; None: not known,
+    since some result is an argument and need not be in the compiled program."""
     jaxpr = traced.jaxpr.jaxpr
     if not {id(variable) for variable in jaxpr.outvars}.isdisjoint(map(id, jaxpr.invars)):
         return None
     avals = (variable.aval for variable in jaxpr.outvars)
-    return sum(a.size * a.dtype.itemsize for a in avals if memory_space(a) is HOST)
+    return [aval for aval in avals if memory_space(aval) is HOST]
 
 
 # ---- memory kinds

@@ -28,9 +28,10 @@ def offload(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     Scalars and empty arrays stay on the device. Donate parameters and state together
     (``donate_argnums``) and return them in the order in which they are taken: host memory is then
     reused in place, while JAX, which pairs donated arguments with results by shape and order
-    alone, would give another order's state the parameters' place. `jaxmem.train_step` does so.
-    `jaxmem.accumulate(jaxmem.offload(optimizer), every)` touches
-    the host once per cycle; the other order moves the accumulator too, at every micro-step.
+    alone, would otherwise put one in the other's place. `jaxmem.train_step` does so.
+
+    `jaxmem.accumulate(jaxmem.offload(optimizer), every)` touches the host once per cycle; the
+    other order moves the accumulator too, at every micro-step.
 
     Args:
         optimizer: any optax transformation.

@@ -111,12 +111,13 @@ class TrainStep:
         parts = results if isinstance(results, tuple) else (results,)
         expected = "loss" if state.model_state is None else "(loss, model_state)"
         held = 1 if state.model_state is None else 2
-        if len(parts) not in (held, held + 1) or not isinstance((*parts, {})[held], dict):
+        metrics = parts[held] if len(parts) > held else {}
+        if len(parts) not in (held, held + 1) or not isinstance(metrics, dict):
             raise JaxmemError(
                 f"loss_fn must return {expected}, with a dict of metrics after it if it likes; it "
                 f"returned {jax.tree.map(jnp.shape, results)} (shapes)."
             )
-        if "loss" in (*parts, {})[held]:
+        if "loss" in metrics:
             raise JaxmemError(
                 'The metrics that loss_fn returned have a "loss" of their own, which is the name '
                 "of the loss itself in the metrics of the step. Give it another name."
@@ -135,7 +136,7 @@ class TrainStep:
             model_state = jax.tree.map(
                 lambda new, old: jnp.asarray(new, old.dtype), parts[1], state.model_state
             )
-        return loss, model_state, parts[held] if len(parts) > held else {}
+        return loss, model_state, metrics
 
     def _check_structure(self, state: TrainState) -> None:
         expected = jax.eval_shape(self.optimizer.init, state.params)

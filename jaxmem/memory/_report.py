@@ -13,6 +13,7 @@ from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._checks import check_call
 from jaxmem._errors import CompileError, JaxmemError, OffloadError
 from jaxmem.memory._hlo import Work, count_work
+from jaxmem.program import size_of
 from jaxmem.targets import LocalDevice, Target, compile_module, resolve
 
 _CPU_NOTE = "compiled for the CPU, whose bytes say nothing about rematerialization on a GPU"
@@ -139,8 +140,9 @@ def memory(
         )
     compiled = compile_module(module, chosen, options=compiler_options, timeout=timeout)
     report = _report(chosen, compiled.stats, compiled.hlo)
-    expected = _jax.host_results(traced)
-    if chosen.count == 1 and expected not in (None, report.host_output):
+    on_host = _jax.host_results(traced)
+    expected = report.host_output if on_host is None else sum(map(size_of, on_host))
+    if chosen.count == 1 and expected != report.host_output:
         raise OffloadError(
             f"The step asks for {format_bytes(expected)} of its results in host memory, and the "
             f"compiled program has {format_bytes(report.host_output)} there. JAX pairs donated "

@@ -36,10 +36,8 @@ _DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_
 def is_fused(equation) -> bool:
     """Whether XLA computes the operation inside its neighbours' kernels."""
     name = equation.primitive.name
-    if name in _DIFFERENTIATED_CALLS:
+    if name in (*_DIFFERENTIATED_CALLS, "jit", "pjit"):
         return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
-    if name in ("jit", "pjit"):
-        return all(is_fused(inner) for jaxpr in inner_jaxprs(equation) for inner in jaxpr.eqns)
     return name in _FUSED
 
 
