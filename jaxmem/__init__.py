@@ -13,6 +13,7 @@ from jaxmem._errors import (
     PlanError as PlanError,
 )
 from jaxmem.accumulation import accumulate as accumulate
+from jaxmem.layering import Layers as Layers, layers as layers
 from jaxmem.memory import MemoryReport as MemoryReport, memory as memory
 from jaxmem.offloading import eval_shape as eval_shape, offload as offload, place as place
 from jaxmem.planning import Plan as Plan
@@ -20,5 +21,6 @@ from jaxmem.precision import Precision as Precision, precision as precision
 from jaxmem.remat import plan as plan, remat as remat, remat_policy as remat_policy
 from jaxmem.targets import Target as Target, install_compiler as install_compiler, target as target
 from jaxmem.train import TrainState as TrainState, TrainStep as TrainStep, train_step as train_step
+from jaxmem.updating import LayerStack as LayerStack, value_and_update as value_and_update
 
 __version__ = "0.1.0"

@@ -14,6 +14,7 @@ import optax
 from jaxmem import _jax
 from jaxmem._checks import check_optimizer
 from jaxmem._errors import JaxmemError, OffloadError
+from jaxmem._streaming import offloadable, stream, to_host
 
 
 def offload(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -51,101 +52,19 @@ def offload(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     optimizer = optax.with_extra_args_support(optimizer)
 
     def init(params):
-        return jax.tree.map(_to_host, optimizer.init(params))
+        return jax.tree.map(to_host, optimizer.init(params))
 
     def update(updates, state, params=None, **extra_args):
         for path, leaf in jax.tree.leaves_with_path(state):
-            if _offloadable(leaf) and _jax.memory_space(leaf) is not _jax.HOST:
+            if offloadable(leaf) and _jax.memory_space(leaf) is not _jax.HOST:
                 raise OffloadError(
                     f"The optimizer state{jax.tree_util.keystr(path)} should be in host memory "
                     "and is on the device. Make the state with this optimizer's init, abstract it "
                     "with jaxmem.eval_shape, and put a restored one back with jaxmem.place."
                 )
-        return _stream(optimizer.update, updates, state, params, extra_args)
+        return stream(optimizer.update, updates, state, params, extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _stream(update: Callable, updates, state, params, extra_args) -> tuple[Any, Any]:
-    """``update`` on a state in host memory, fetched and returned piece by piece.
-
-    The results are computed one after another, each with the operations that it alone still
-    needs. A host leaf is fetched at its first use, behind a barrier that waits for the result
-    before and for the gradient at hand; without that chain XLA starts every transfer at once.
-    """
-    leaves, call = _jax.split_arrays(update, (updates, state, params), extra_args)
-    flat = _jax.flatten(call, [_on_device(leaf) for leaf in leaves])
-    operands = [*flat.consts, *leaves]
-    maker = {value: step for step in flat.steps for value in step.outputs}
-    values: dict[int, Any] = {}
-    awaited: list[Any] = []
-
-    def fetch(number: int) -> None:
-        operand = operands[number]
-        if _jax.memory_space(operand) is _jax.HOST:
-            operand, *_ = jax.lax.optimization_barrier((operand, *awaited))
-            operand = jax.device_put(operand, _jax.DEVICE)
-        values[number] = operand
-
-    def compute(wanted: int) -> None:
-        pending = [wanted]
-        while pending:
-            number = pending[-1]
-            if number in values:
-                pending.pop()
-            elif number < flat.input_count:
-                fetch(number)
-            else:
-                step = maker[number]
-                missing = [value for value in step.uses if value not in values]
-                if missing:
-                    pending.extend(missing)
-                else:
-                    flat.run([step], values)
-
-    out_updates, out_state = jax.tree.unflatten(flat.out_tree, range(len(flat.outputs)))
-    on_host = {
-        index: made
-        for index in jax.tree.leaves(out_state)
-        if isinstance(made := flat.outputs[index], int) and _offloadable(flat.avals[made])
-    }
-    results: dict[int, Any] = {}
-    done: list[Any] = []
-
-    def settle(index: int) -> None:
-        value = _jax.read(values, flat.outputs[index])
-        if index in on_host:
-            done[:] = [value]
-            value = jax.device_put(value, _jax.HOST)
-        results[index] = value
-
-    gradients = dict(zip(jax.tree.leaves(out_updates), jax.tree.leaves(updates), strict=False))
-    for index in [*reversed(jax.tree.leaves(out_updates)), *jax.tree.leaves(out_state)]:
-        if index in results:
-            continue
-        awaited[:] = [*done, gradients[index]] if index in gradients else done
-        if isinstance(wanted := flat.outputs[index], int):
-            compute(wanted)
-        settle(index)
-        for other in sorted(on_host.keys() - results.keys()):  # what came along goes back at once
-            if on_host[other] in values:
-                settle(other)
-    return jax.tree.unflatten(flat.out_tree, [results[i] for i in range(len(results))])
-
-
-def _on_device(leaf: Any) -> Any:
-    """A stand-in of the leaf in device memory, to trace the update with."""
-    if _jax.memory_space(leaf) is _jax.HOST:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return leaf
-
-
-def _offloadable(leaf: Any) -> bool:
-    return getattr(leaf, "ndim", 0) > 0 and leaf.size > 0
-
-
-def _to_host(leaf: Any) -> Any:
-    return jax.device_put(leaf, _jax.HOST) if _offloadable(leaf) else leaf
 
 
 def place(tree: Any, like: Any) -> Any:

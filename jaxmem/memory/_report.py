@@ -13,6 +13,7 @@ from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._checks import check_call
 from jaxmem._errors import CompileError, JaxmemError, OffloadError
 from jaxmem.memory._hlo import Work, count_work
+from jaxmem.memory._schedule import Collectives, Transfers, count_collectives, find_transfers
 from jaxmem.program import size_of
 from jaxmem.targets import LocalDevice, Target, compile_module, resolve
 
@@ -52,6 +53,16 @@ class MemoryReport:
     def work(self) -> Work:
         """FLOPs and number of matmuls and convolutions in the optimised HLO."""
         return count_work(self.hlo)
+
+    @functools.cached_property
+    def transfers(self) -> Transfers:
+        """Copies between host and device, and how many have other work beside them."""
+        return find_transfers(self.hlo)
+
+    @functools.cached_property
+    def collectives(self) -> Collectives:
+        """Collectives of one run, on one device."""
+        return count_collectives(self.hlo)
 
     def fits(self, budget: int | str | None = None) -> bool:
         """Whether the device bytes are within a budget; None: what is usable on the target.

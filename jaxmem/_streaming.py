@@ -1,0 +1,150 @@
+"""An optimizer update on arrays in host memory, fetched and returned piece by piece.
+
+XLA's scheduler alone would start every transfer at once, since nothing tells it not to.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem import _jax
+
+
+def offloadable(leaf: Any) -> bool:
+    """Whether a leaf goes to host memory: scalars and empty arrays stay on the device."""
+    return getattr(leaf, "ndim", 0) > 0 and leaf.size > 0
+
+
+def to_host(leaf: Any) -> Any:
+    """The leaf in host memory, if it is one to go there."""
+    return jax.device_put(leaf, _jax.HOST) if offloadable(leaf) else leaf
+
+
+def to_device(leaf: Any) -> Any:
+    """The leaf in device memory."""
+    return jax.device_put(leaf, _jax.DEVICE) if _on_host(leaf) else leaf
+
+
+def fetch(stack: Any, index: Any, after: Sequence[Any] = ()) -> Any:
+    """One layer of a stack, on the device; not before ``after`` is there."""
+    if _jax.memory_space(stack) is _jax.HOST and after:
+        stack, *_ = jax.lax.optimization_barrier((stack, *after))
+    taken = jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+    return to_device(taken)
+
+
+def store(stack: Any, value: Any, index: Any) -> Any:
+    """The stack with one layer replaced, in place where the compiler owns the stack."""
+    value = jnp.asarray(value, stack.dtype)[None]
+    if _on_host(stack):
+        value = jax.device_put(value, _jax.HOST)
+    return jax.lax.dynamic_update_index_in_dim(stack, value, index, 0)
+
+
+def stream(
+    update: Callable,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    extra: dict[str, Any],
+    *,
+    index: Any = None,
+) -> tuple[Any, Any]:
+    """``update(gradients, state, params, **extra)`` with what is on the host kept there.
+
+    The results are computed one after another, each with the operations that it alone still
+    needs. A host leaf is fetched at its first use, behind a barrier that waits for the result
+    before and for the gradient at hand.
+
+    With an ``index``, state and parameters are stacks of layers (the gradients are that layer's),
+    and the results are the stacks with that layer replaced, the first of them in the place of the
+    parameters.
+    """
+    leaves, call = _jax.split_arrays(update, (gradients, state, params), extra)
+    stacked = set()
+    if index is not None:
+        stacked = {id(leaf) for leaf in jax.tree.leaves((state, params))}
+    flat = _jax.flatten(call, [_stand_in(leaf, id(leaf) in stacked) for leaf in leaves])
+    operands = [*flat.consts, *leaves]
+    maker = {value: step for step in flat.steps for value in step.outputs}
+    values: dict[int, Any] = {}
+    awaited: list[Any] = []
+
+    def bring(number: int) -> None:
+        operand = operands[number]
+        if id(operand) in stacked:
+            operand = fetch(operand, index, awaited)
+        elif _on_host(operand):
+            operand, *_ = jax.lax.optimization_barrier((operand, *awaited))
+            operand = jax.device_put(operand, _jax.DEVICE)
+        values[number] = operand
+
+    def compute(wanted: int) -> None:
+        pending = [wanted]
+        while pending:
+            number = pending[-1]
+            if number in values:
+                pending.pop()
+            elif number < flat.input_count:
+                bring(number)
+            else:
+                step = maker[number]
+                missing = [value for value in step.uses if value not in values]
+                if missing:
+                    pending.extend(missing)
+                else:
+                    flat.run([step], values)
+
+    out_first, out_state = jax.tree.unflatten(flat.out_tree, range(len(flat.outputs)))
+    homes: dict[int, Any] = {}
+    if index is not None:
+        at_home = jax.tree.leaves((out_first, out_state)), jax.tree.leaves((params, state))
+        homes = dict(zip(*at_home, strict=True))
+    on_host = {
+        at: made
+        for at in jax.tree.leaves((out_first, out_state) if homes else out_state)
+        if isinstance(made := flat.outputs[at], int) and offloadable(flat.avals[made])
+    }
+    results: dict[int, Any] = {}
+    done: list[Any] = []
+
+    def settle(at: int) -> None:
+        value = _jax.read(values, flat.outputs[at])
+        if at in on_host:
+            done[:] = [value]
+        if at in homes:
+            value = store(homes[at], value, index)
+        elif at in on_host:
+            value = jax.device_put(value, _jax.HOST)
+        results[at] = value
+
+    gradient = dict(zip(jax.tree.leaves(out_first), jax.tree.leaves(gradients), strict=False))
+    for at in [*reversed(jax.tree.leaves(out_first)), *jax.tree.leaves(out_state)]:
+        if at in results:
+            continue
+        awaited[:] = [*done, gradient[at]] if at in gradient else done
+        if isinstance(wanted := flat.outputs[at], int):
+            compute(wanted)
+        settle(at)
+        for other in sorted(on_host.keys() - results.keys()):  # what came along goes back at once
+            if on_host[other] in values:
+                settle(other)
+    return jax.tree.unflatten(flat.out_tree, [results[at] for at in range(len(results))])
+
+
+def _on_host(leaf: Any) -> bool:
+    return _jax.memory_space(leaf) is _jax.HOST
+
+
+def _stand_in(leaf: Any, stacked: bool) -> Any:
+    """What the update is traced with: the leaf in device memory, one layer of a stack."""
+    if not stacked and not _on_host(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape[1:] if stacked else leaf.shape, leaf.dtype)
+
+
+def zeros(shape: Sequence[int], dtype: Any) -> Any:
+    """Zeros in host memory, where they are to go there."""
+    return to_host(jnp.zeros(shape, dtype))
