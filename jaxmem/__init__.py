@@ -9,12 +9,16 @@ from jaxmem._errors import (
     BudgetError as BudgetError,
     CompileError as CompileError,
     JaxmemError as JaxmemError,
+    JaxmemWarning as JaxmemWarning,
     OffloadError as OffloadError,
     PlanError as PlanError,
 )
 from jaxmem.accumulation import accumulate as accumulate
+from jaxmem.autocast import autocast as autocast
 from jaxmem.layering import Layers as Layers, layers as layers
+from jaxmem.loss_scale import LossScale as LossScale, LossScaleState as LossScaleState
 from jaxmem.memory import MemoryReport as MemoryReport, memory as memory
+from jaxmem.microbatching import microbatch as microbatch
 from jaxmem.offloading import eval_shape as eval_shape, offload as offload, place as place
 from jaxmem.planning import Plan as Plan
 from jaxmem.precision import Precision as Precision, precision as precision

@@ -19,3 +19,7 @@ class OffloadError(JaxmemError):
 
 class PlanError(JaxmemError):
     """A plan given to a program it was not made for, or a program that cannot be planned."""
+
+
+class JaxmemWarning(UserWarning):
+    """Something works, but not as it was meant to."""

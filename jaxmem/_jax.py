@@ -13,7 +13,8 @@ import numpy as np
 from jax._src import source_info_util
 from jax._src.core import NamedAxisEffect
 from jax._src.interpreters import mlir
-from jax.extend.core import JaxprEqn, Literal
+from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 HOST = jax.memory.Space.Host
@@ -70,19 +71,22 @@ class FlatJaxpr:
     def run(self, steps: Iterable[Step], values: dict[int, Any]) -> None:
         """Evaluates equations, reading and writing ``values`` by number."""
         for step in steps:
-            equation = step.equation
-            operands = [read(values, operand) for operand in step.inputs]
-            parameters = equation.primitive.get_bind_params(equation.params)
-            stack = source_info_util.current_name_stack() + step.name_stack
-            traceback = equation.source_info.traceback
-            with (
-                source_info_util.user_context(traceback, name_stack=stack),
-                equation.ctx.manager,
-            ):
-                results = equation.primitive.bind(*operands, **parameters)
-            if not equation.primitive.multiple_results:
-                results = [results]
+            results = evaluate(step, [read(values, operand) for operand in step.inputs])
             values.update(zip(step.outputs, results, strict=True))
+
+
+def evaluate(step: Step, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """The results of one equation on other operands, with parameters changed as given."""
+    equation = step.equation
+    parameters = equation.primitive.get_bind_params({**equation.params, **changed})
+    stack = source_info_util.current_name_stack() + step.name_stack
+    traceback = equation.source_info.traceback
+    with (
+        source_info_util.user_context(traceback, name_stack=stack),
+        equation.ctx.manager,
+    ):
+        results = equation.primitive.bind(*operands, **parameters)
+    return list(results) if equation.primitive.multiple_results else [results]
 
 
 def read(values: dict[int, Any], operand: int | Literal) -> Any:
@@ -112,6 +116,15 @@ def is_array(leaf: Any) -> bool:
 def flatten(fun: Callable, leaves: Sequence[Any]) -> FlatJaxpr:
     """Traces ``fun(*leaves)`` and inlines its jit-like calls into one flat list."""
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(*leaves)
+    return flatten_jaxpr(closed, jax.tree.structure(shape))
+
+
+def flatten_jaxpr(closed, out_tree=None) -> FlatJaxpr:
+    """A jaxpr (closed, or open and without constants) as one flat list."""
+    if not hasattr(closed, "consts"):
+        closed = ClosedJaxpr(closed, ())
+    if out_tree is None:
+        out_tree = jax.tree.structure(list(closed.out_avals))
     avals: list[Any] = []
     steps: list[Step] = []
 
@@ -154,7 +167,7 @@ def flatten(fun: Callable, leaves: Sequence[Any]) -> FlatJaxpr:
         tuple(map(_as_jax, closed.consts)),
         input_count,
         tuple(outputs),
-        jax.tree.structure(shape),
+        out_tree,
     )
 
 
@@ -183,6 +196,57 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
             if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
                 found.append(getattr(item, "jaxpr", item))
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A scan (``condition`` is None) or a while loop, in the terms of `jax.lax`."""
+
+    body: FlatJaxpr
+    condition: FlatJaxpr | None
+    body_consts: slice
+    condition_consts: slice
+    carry: slice
+    options: dict[str, Any]
+
+
+def loop_of(equation: JaxprEqn) -> Loop:
+    """What a scan or while equation is made of; slices are of its operands."""
+    given = equation.params
+    if equation.primitive.name == "scan":
+        if "ft_in" in given:  # jax 0.11
+            consts, carry, _ = (len(list(part)) for part in given["ft_in"].unpack())
+        else:
+            consts, carry = given["num_consts"], given["num_carry"]
+        options = {name: given[name] for name in ("length", "reverse", "unroll")}
+        parts = slice(0, consts), slice(0, 0), slice(consts, consts + carry)
+        return Loop(flatten_jaxpr(given["jaxpr"]), None, *parts, options)
+    first, consts = given["cond_nconsts"], given["body_nconsts"]
+    parts = slice(first, first + consts), slice(0, first), slice(first + consts, None)
+    condition = flatten_jaxpr(given["cond_jaxpr"])
+    return Loop(flatten_jaxpr(given["body_jaxpr"]), condition, *parts, {})
+
+
+def branches_of(equation: JaxprEqn) -> list[FlatJaxpr] | None:
+    """The branches of a cond; None where the platform chooses among them."""
+    if equation.params.get("branches_platforms") is not None:
+        return None
+    return [flatten_jaxpr(branch) for branch in equation.params["branches"]]
+
+
+def called_jaxpr(equation: JaxprEqn) -> FlatJaxpr:
+    """What a checkpoint, custom_jvp or custom_vjp equation computes."""
+    for name in ("call_jaxpr", "fun_jaxpr", "jaxpr"):
+        if name in equation.params:
+            return flatten_jaxpr(equation.params[name])
+    raise NotImplementedError(equation.primitive.name)
+
+
+def checkpoint_like(step: Step, fun: Callable, operands: Sequence[Any]) -> list[Any]:
+    """``fun(*operands)`` under the same `jax.checkpoint` as a step's."""
+    closed = jax.make_jaxpr(fun)(*operands)
+    jaxpr = convert_constvars_jaxpr(closed.jaxpr)
+    return evaluate(step, [*closed.consts, *operands], jaxpr=jaxpr)
 
 
 def result_of(primitive, avals: Sequence[Any], parameters: dict) -> Any:

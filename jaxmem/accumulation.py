@@ -63,6 +63,7 @@ def accumulate(
             f"of 1 or more; got {every!r}."
         )
     optimizer = optax.with_extra_args_support(optimizer)
+    counters = ("held", "skipped") if skip_nonfinite else ("held",)
 
     def init(params):
         def zeros(leaf):
@@ -74,7 +75,7 @@ def accumulate(
             gradient_step=jnp.zeros((), jnp.int32),
             inner_opt_state=optimizer.init(params),
             acc_grads=jax.tree.map(zeros, params),
-            skip_state={name: jnp.zeros((), jnp.int32) for name in ("held", "skipped")},
+            skip_state={name: jnp.zeros((), jnp.int32) for name in counters},
         )
 
     def update(updates, state: optax.MultiStepsState, params=None, *, flush=False, **extra: Any):
@@ -103,19 +104,31 @@ def accumulate(
             zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
             return zeros, inner, mean
 
+        counts = {"held": jnp.where(ends, 0, held)}
+        if skip_nonfinite:
+            counts["skipped"] = state.skip_state["skipped"] + (~good).astype(jnp.int32)
         new_updates, inner, mean = jax.lax.cond(applies, apply, wait, mean, state.inner_opt_state)
         return new_updates, optax.MultiStepsState(
             mini_step=jnp.where(ends, 0, count),
             gradient_step=state.gradient_step + applies.astype(jnp.int32),
             inner_opt_state=inner,
             acc_grads=mean,
-            skip_state={
-                "held": jnp.where(ends, 0, held),
-                "skipped": state.skip_state["skipped"] + (~good).astype(jnp.int32),
-            },
+            skip_state=counts,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def skips_nonfinite(opt_state: Any) -> bool:
+    """Whether a state is that of `accumulate`, which leaves out gradients that are not finite."""
+    return isinstance(opt_state, optax.MultiStepsState) and "skipped" in opt_state.skip_state
+
+
+def cycle_ends(opt_state: Any) -> jax.Array:
+    """Whether no accumulation cycle is under way in an optimizer's state."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
+    cycles = [leaf for leaf in leaves if isinstance(leaf, optax.MultiStepsState)]
+    return jnp.all(jnp.array([cycle.mini_step == 0 for cycle in cycles] or [True]))
 
 
 def _all_finite(tree: Any) -> jax.Array:

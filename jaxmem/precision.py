@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem import _flax
 from jaxmem._errors import JaxmemError
 
 T = TypeVar("T")
@@ -55,6 +56,23 @@ class Precision:
     def cast_to_output(self, tree: T) -> T:
         """The tree with floating-point arrays in the results' dtype."""
         return _cast(tree, self.output)
+
+    def module(self, module: Any) -> Any:
+        """A Flax module that computes in this precision by its own ``dtype``.
+
+        A linen module comes back with ``dtype`` set to the computation's and ``param_dtype`` (where
+        it has one) to the parameters', and so do modules among its fields; what it makes inside
+        must be given them on (``nn.Dense(8, dtype=self.dtype)``), as is usual. Every layer of an
+        nnx module has them set, and its parameters cast, in place.
+
+        Raises:
+            JaxmemError: not a Flax module, or one with no ``dtype`` anywhere.
+
+        >>> import flax.linen as nn, jaxmem
+        >>> print(jaxmem.precision("bf16").module(nn.Dense(8)).dtype)
+        bfloat16
+        """
+        return _flax.with_dtypes(module, self.compute, self.params)
 
     def __str__(self):
         return ",".join(f"{role}={np.dtype(getattr(self, role)).name}" for role in _ROLES)

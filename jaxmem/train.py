@@ -1,25 +1,35 @@
 """One training step with every lever on, as one XLA program."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem import _jax
+from jaxmem import _flax, _jax
+from jaxmem._bytes import format_bytes
 from jaxmem._checks import check_optimizer, check_same
-from jaxmem._errors import JaxmemError
-from jaxmem.memory import MemoryReport, memory
+from jaxmem._errors import JaxmemError, JaxmemWarning
+from jaxmem._loss import Results, call_loss
+from jaxmem.accumulation import cycle_ends, skips_nonfinite
+from jaxmem.autocast import autocast, autocast_inside_regions
+from jaxmem.loss_scale import LossScale, LossScaleState, nonfinite
+from jaxmem.memory import MemoryReport, donated_arguments, memory
+from jaxmem.microbatching import microbatch
 from jaxmem.precision import Precision, precision as parse_precision
+from jaxmem.program import size_of
 from jaxmem.remat import remat as plan_regions
 
 
 class TrainState(NamedTuple):
     """Everything a step carries on: a plain pytree, which orbax saves and restores.
 
-    ``model_state`` (batch statistics, say) and ``key`` (a PRNG key for dropout) are None where
-    the loss takes none.
+    ``model_state`` (batch statistics, say), ``key`` (a PRNG key for dropout) and ``loss_scale`` are
+    None where the step has none.
     """
 
     step: jax.Array
@@ -27,6 +37,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     model_state: Any = None
     key: jax.Array | None = None
+    loss_scale: LossScaleState | None = None
 
 
 class TrainStep:
@@ -39,19 +50,34 @@ class TrainStep:
         self,
         loss_fn: Callable,
         optimizer: optax.GradientTransformation,
-        precision: Precision,
-        remat: Callable[[Callable], Callable],
+        precision: Precision | None,
+        remat: Callable[[Callable], Callable] | None,
+        microbatches: int | Callable[[Callable], Callable],
+        loss_scale: LossScale | None,
+        has_state: bool | None,
         donate: bool,
     ):
         self.loss_fn = loss_fn
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.precision = precision
+        self.loss_scale = loss_scale
         self._remat = remat
-        self._jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
+        self._microbatches = microbatches
+        self._has_state = has_state
+        self._donate = donate
+        self._donation_checked = not donate
+        self._module: _flax.Structure | None = None
+        self._jitted = jax.jit(
+            self._step, donate_argnums=0 if donate else (), static_argnames="sharding"
+        )
 
     def __repr__(self):
         loss = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
-        return f"TrainStep({loss}, {self.precision})"
+        return (
+            f"TrainStep({loss})"
+            if self.precision is None
+            else f"TrainStep({loss}, {self.precision})"
+        )
 
     def init(
         self, params: Any, *, model_state: Any = None, key: jax.Array | None = None
@@ -61,32 +87,61 @@ class TrainStep:
         The first step takes over the memory of ``params`` and ``model_state``: copy what is
         needed afterwards.
 
+        ``params`` may be a Flax nnx module: its `nnx.Param` are the parameters and all else that
+        it holds (batch statistics, dropout counts) the model state, both as plain dicts;
+        ``flax.nnx.update(module, state.params)`` puts them back.
+
         `jaxmem.eval_shape` of it is what `memory` needs, without an allocation.
         """
+        if _flax.is_nnx(params):
+            params, model_state = self._split_module(params, model_state)
+        self._check_has_state(model_state)
         params, model_state = _own_arrays((params, model_state))
-        params = self.precision.cast_to_params(params)
+        if self.precision is not None:
+            params = self.precision.cast_to_params(params)
+        _check_master_copy(params)
         step = jnp.zeros((), jnp.int32)
-        return _commit(TrainState(step, params, self.optimizer.init(params), model_state, key))
+        scale = None if self.loss_scale is None else self.loss_scale.init()
+        opt_state = self.optimizer.init(params)
+        return _commit(TrainState(step, params, opt_state, model_state, key, scale))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after one step on the batch, and the metrics (``"loss"`` among them)."""
         _check_state(state)
-        return self._jitted(state, batch)
+        results = self._jitted(state, batch, sharding=self._sharding(state, batch))
+        if not self._donation_checked:
+            self._donation_checked = True
+            leaves = jax.tree_util.tree_leaves_with_path(state)
+            arrays = [x for x in leaves if not isinstance(x[1], jax.core.Tracer)]
+            _report_kept([x for x in arrays if not x[1].is_deleted()])
+        return results
 
     def trace(self, state: TrainState, batch: Any):
         """`jax.stages.Traced` of the step."""
         _check_state(state)
-        return self._jitted.trace(state, batch)
+        return self._jitted.trace(state, batch, sharding=self._sharding(state, batch))
 
     def lower(self, state: TrainState, batch: Any):
         """`jax.stages.Lowered` of the step."""
         return self.trace(state, batch).lower()
 
     def memory(self, state: TrainState, batch: Any, *, target=None, **options) -> MemoryReport:
-        """The bytes of the whole step on a target; see `jaxmem.memory`."""
-        return memory(self, state, batch, target=target, **options)
+        """The bytes of the whole step on a target; see `jaxmem.memory`.
 
-    def _step(self, state: TrainState, batch: Any):
+        Warns:
+            JaxmemWarning: XLA did not take the donation of some arrays of the state, which then
+                are in memory twice.
+        """
+        report = memory(self, state, batch, target=target, **options)
+        if self._donate:
+            reused = donated_arguments(report.hlo)
+            leaves = jax.tree_util.tree_leaves_with_path(state)
+            _report_kept([leaf for index, leaf in enumerate(leaves) if index not in reused])
+        return report
+
+    # ---- what runs inside jit
+
+    def _step(self, state: TrainState, batch: Any, sharding: NamedSharding | None):
         self._check_structure(state)
         extras = {}
         if state.model_state is not None:
@@ -94,55 +149,135 @@ class TrainStep:
         if state.key is not None:
             extras["key"] = jax.random.fold_in(state.key, state.step)
 
-        def loss_of(params, batch, extras):
-            params, batch = self.precision.cast_to_compute((params, batch))
-            loss, model_state, metrics = self._results(self.loss_fn(params, batch, **extras), state)
-            loss, metrics = self.precision.cast_to_output((loss, metrics))
-            return loss, (model_state, {"loss": loss, **metrics})
+        def loss_of(params, batch, *, model_state=None, key=None):
+            transform = self._remat or (lambda fun: fun)
+            loss, *others = transform(self._loss)(params, batch, model_state, key)
+            metrics = {"loss": loss, **others.pop()}
+            if state.loss_scale is not None:
+                assert self.loss_scale is not None
+                loss = self.loss_scale.scale(loss, state.loss_scale)
+            return (loss, *others, metrics)
 
-        gradient = jax.grad(self._remat(loss_of), has_aux=True)
-        updates, (model_state, metrics) = gradient(state.params, batch, extras)
-        updates, opt_state = self.optimizer.update(updates, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state, model_state, state.key), metrics
+        if callable(self._microbatches):
+            value_and_grad = self._microbatches(loss_of)
+        else:
+            value_and_grad = microbatch(loss_of, self._microbatches, sharding=sharding)
+        (_, *others), gradients = value_and_grad(state.params, batch, **extras)
+        metrics = others.pop()
+        new = self._update(state, gradients, others[0] if others else None)
+        if state.loss_scale is not None and new.loss_scale is not None:
+            metrics["loss_scale"] = state.loss_scale.scale
+            metrics["skipped"] = new.loss_scale.skipped
+        return new._replace(step=state.step + 1), metrics
 
-    def _results(self, results: Any, state: TrainState) -> tuple[jax.Array, Any, dict]:
-        """Loss, model state and metrics from what the loss function returned."""
-        parts = results if isinstance(results, tuple) else (results,)
-        expected = "loss" if state.model_state is None else "(loss, model_state)"
-        held = 1 if state.model_state is None else 2
-        metrics = parts[held] if len(parts) > held else {}
-        if len(parts) not in (held, held + 1) or not isinstance(metrics, dict):
-            raise JaxmemError(
-                f"loss_fn must return {expected}, with a dict of metrics after it if it likes; it "
-                f"returned {jax.tree.map(jnp.shape, results)} (shapes)."
-            )
-        if "loss" in metrics:
+    def _loss(self, params, batch, model_state, key) -> tuple:
+        """Loss, model state if there is one, and metrics, in the precision asked for."""
+        chosen = self.precision
+
+        def plain(params, batch, model_state, key):
+            results = self._call_loss(params, batch, model_state, key)
+            return results._asdict()
+
+        fun = plain
+        if chosen is not None and chosen.compute.itemsize == 2:
+            fun = autocast_inside_regions(fun, chosen) if self._remat else autocast(fun, chosen)
+        elif chosen is not None:
+            params, batch = chosen.cast_to_compute((params, batch))
+        results = Results(**fun(params, batch, model_state, key))
+        loss, metrics = results.loss, results.metrics
+        if chosen is not None:
+            loss, metrics = chosen.cast_to_output((loss, metrics))
+        return (loss, metrics) if model_state is None else (loss, results.model_state, metrics)
+
+    def _call_loss(self, params, batch, model_state, key) -> Results:
+        loss_fn = self.loss_fn
+        if self._module is not None:
+            loss_fn = self._module.functional(loss_fn)
+        results = call_loss(loss_fn, params, batch, model_state, key)
+        if "loss" in results.metrics:
             raise JaxmemError(
                 'The metrics that loss_fn returned have a "loss" of their own, which is the name '
                 "of the loss itself in the metrics of the step. Give it another name."
             )
-        loss = parts[0]
-        if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        return results
+
+    def _update(self, state: TrainState, gradients: Any, model_state: Any) -> TrainState:
+        """The state after the optimizer; after an overflow the one before it."""
+
+        def apply(gradients, params, opt_state):
+            updates, opt_state = self.optimizer.update(gradients, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        scaling, scale = self.loss_scale, state.loss_scale
+        if scaling is None or scale is None:
+            params, opt_state = apply(gradients, state.params, state.opt_state)
+            return state._replace(params=params, opt_state=opt_state, model_state=model_state)
+        gradients = scaling.unscale(gradients, scale)
+        finite = ~jnp.any(nonfinite(gradients))
+        if skips_nonfinite(state.opt_state):  # and counts it as a part of its cycle
+            params, opt_state = apply(gradients, state.params, state.opt_state)
+        else:
+            params, opt_state = jax.lax.cond(
+                finite,
+                apply,
+                lambda gradients, *unchanged: unchanged,
+                *(gradients, state.params, state.opt_state),
+            )
+        scale = scaling.update(gradients, scale, cycle_ends=cycle_ends(opt_state))
+        model_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), model_state, state.model_state
+        )
+        return state._replace(
+            params=params, opt_state=opt_state, model_state=model_state, loss_scale=scale
+        )
+
+    # ---- checks
+
+    def _split_module(self, module: Any, model_state: Any) -> tuple[Any, Any]:
+        if model_state is not None:
+            raise JaxmemError("A Flax nnx module has its own state: pass no model_state with it.")
+        structure, params, model_state = _flax.split(module)
+        if self._module is not None and self._module != structure:
             raise JaxmemError(
-                f"The loss must be a floating-point scalar to differentiate; loss_fn returned "
-                f"{jnp.result_type(loss)}{list(jnp.shape(loss))}. Return its mean or its sum."
+                "This TrainStep was initialised with an nnx module of another structure. Make one "
+                "train_step for each model."
             )
-        model_state = None
-        if held == 2:
-            check_same(
-                ("model_state", "in the state"), state.model_state, "returned by loss_fn", parts[1]
+        self._module = structure
+        return params, model_state
+
+    def _check_has_state(self, model_state: Any) -> None:
+        if self._has_state is not None and self._has_state != (model_state is not None):
+            raise JaxmemError(
+                f"train_step(has_state={self._has_state}) was initialised with "
+                f"{'a' if model_state is not None else 'no'} model state. "
+                + ("Pass init(params, model_state=...)." if self._has_state else "Leave it out.")
             )
-            model_state = jax.tree.map(
-                lambda new, old: jnp.asarray(new, old.dtype), parts[1], state.model_state
-            )
-        return loss, model_state, metrics
 
     def _check_structure(self, state: TrainState) -> None:
         expected = jax.eval_shape(self.optimizer.init, state.params)
         check_same(
             ("opt_state", "by this optimizer's init"), expected, "in the state", state.opt_state
         )
+        if (state.loss_scale is None) != (self.loss_scale is None):
+            raise JaxmemError(
+                f"The state has {'no' if state.loss_scale is None else 'a'} loss scale and the "
+                f"step has {'none' if self.loss_scale is None else 'one'}. Make the state with "
+                "this step's init, or add it: state._replace(loss_scale=step.loss_scale.init())."
+            )
+
+    def _sharding(self, state: TrainState, batch: Any) -> NamedSharding | None:
+        """Where a batch lies, if its slices' gradients can be summed across devices once at the
+        end: the loss has no state of the whole batch, and parameters are whole on each device."""
+        if callable(self._microbatches) or self._microbatches == 1 or state.model_state is not None:
+            return None
+        places = {_first_axes(leaf) for leaf in jax.tree.leaves(batch)}
+        place = places.pop() if len(places) == 1 else None
+        if place is None:
+            return None
+        mesh, axes = place
+        if any(not axes.isdisjoint(_named_axes(leaf)) for leaf in jax.tree.leaves(state)):
+            return None
+        return NamedSharding(mesh, PartitionSpec(tuple(sorted(axes))))
 
 
 def train_step(
@@ -151,37 +286,61 @@ def train_step(
     *,
     precision: str | Precision | None = None,
     remat: str | Callable[[Callable], Callable] | None = None,
+    microbatches: int | Callable[[Callable], Callable] = 1,
+    loss_scale: LossScale | None = None,
+    has_state: bool | None = None,
     donate: bool = True,
 ) -> TrainStep:
-    """A training step that composes precision, rematerialization and the wrapped optimizer.
+    """A training step that composes precision, rematerialization, microbatches, loss scaling and
+    the wrapped optimizer into one XLA program.
 
     Args:
-        loss_fn: ``loss_fn(params, batch)`` returning the loss, a scalar. With a ``model_state``
-            in the state it is called with ``model_state=`` and returns ``(loss, model_state)``;
-            with a ``key`` it is called with ``key=``, a new one at each step. In every case a
-            dict of metrics may come last: ``(loss, metrics)``, ``(loss, model_state, metrics)``.
+        loss_fn: ``loss_fn(params, batch)`` returning the loss, a float32 scalar. With a
+            ``model_state`` in the state it is called with ``model_state=`` and returns
+            ``(loss, model_state)``; with a ``key`` it is called with ``key=``, a new one at each
+            step. In every case a dict of metrics may come last: ``(loss, metrics)``,
+            ``(loss, model_state, metrics)``. For a Flax nnx model ``loss_fn(model, batch)``, which
+            may change the model's batch statistics and dropout counts.
         optimizer: any optax transformation, wrapped by `jaxmem.accumulate` and
             `jaxmem.offload` as wanted.
-        precision: a `Precision` or its text. Parameters are kept in its ``params`` dtype and cast,
-            as the batch is, to its ``compute`` dtype inside the differentiated function; the model
-            state keeps its dtypes; loss and metrics come out in its ``output`` dtype.
+        precision: a `Precision` or its text. Parameters are kept in its ``params`` dtype; bfloat16
+            and float16 are computed by `jaxmem.autocast`, wider ones by casting parameters and
+            batch; the model state keeps its dtypes; loss and metrics come out in its ``output``
+            dtype. None: everything as it is.
         remat: the name of a planner (``"sqrt"``), or a transformation of the loss such as
             ``functools.partial(jaxmem.remat, budget="8GiB")``. None: no planned regions (the
             model may have its own, by `jaxmem.remat_policy`).
-        donate: whether the step reuses the memory of the state it is given.
+        microbatches: number of slices that the batch is cut into, one after the other, for the
+            memory of one; or a transformation of the loss such as ``lambda loss_fn:
+            jaxmem.microbatch(loss_fn, 4, weight=count_tokens)``. A batch whose first axis is
+            sharded over devices stays sharded, and where the loss has no model state and
+            parameters are whole on each device, gradients cross devices once, after the last
+            slice.
+        loss_scale: a `LossScale`, for float16. The update is skipped where gradients are not
+            finite, and gradients are divided by the scale before the optimizer sees them. Adds
+            ``"loss_scale"`` and ``"skipped"`` to the metrics.
+        has_state: whether ``loss_fn`` takes and returns a model state; None: if `TrainStep.init`
+            is given one.
+        donate: whether the step reuses the memory of the state it is given. Arrays that XLA did
+            not take are reported by a `JaxmemWarning`, in the first call and in `TrainStep.memory`.
 
     Returns:
         A `TrainStep`: ``init``, ``(state, batch) -> (state, metrics)``, ``memory``, ``lower``.
 
     Raises:
-        JaxmemError: the optimizer is not an optax transformation, the precision does not parse;
-            at the first call, before anything is allocated: the loss is not a scalar, or the
+        JaxmemError: the optimizer is not an optax transformation, the precision does not parse,
+            or keeps parameters in float16; at the first call, before anything is allocated: the
+            loss is not a scalar or is of low precision, the batch does not divide, or the
             state is not this step's.
+
+    Warns:
+        JaxmemWarning: float16 without a loss scale.
 
     >>> import jax.numpy as jnp, jaxmem, optax
     >>> def loss_fn(params, batch):
     ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-    >>> step = jaxmem.train_step(loss_fn, jaxmem.offload(optax.adam(0.1)), remat="sqrt")
+    >>> optimizer = jaxmem.offload(optax.adam(0.1))
+    >>> step = jaxmem.train_step(loss_fn, optimizer, remat="sqrt", microbatches=2)
     >>> state = step.init({"w": jnp.zeros((3, 1))})
     >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 1))}
     >>> state, metrics = step(state, batch)
@@ -191,24 +350,84 @@ def train_step(
     check_optimizer(optimizer, "jaxmem.train_step")
     if not callable(loss_fn):
         raise JaxmemError(f"jaxmem.train_step takes a loss function; got {loss_fn!r}.")
-    transform: Callable[[Callable], Callable]
-    if remat is None:
-        transform = _unchanged
-    elif isinstance(remat, str):
+    transform: Callable[[Callable], Callable] | None
+    if isinstance(remat, str):
         transform = plan_regions(planner=remat)
-    elif callable(remat):
+    elif remat is None or callable(remat):
         transform = remat
     else:
         raise JaxmemError(
             "remat= takes the name of a planner, a transformation of the loss, or None; got "
             f"{remat!r}."
         )
-    chosen = Precision() if precision is None else parse_precision(precision)
-    return TrainStep(loss_fn, optimizer, chosen, transform, donate)
+    if not callable(microbatches):
+        microbatch(loss_fn, microbatches)  # checks the count
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):
+        raise JaxmemError(f"loss_scale= takes a jaxmem.LossScale; got {loss_scale!r}.")
+    chosen = None if precision is None else parse_precision(precision)
+    if chosen is not None and chosen.params == np.float16:
+        raise JaxmemError(_NO_MASTER_COPY.format("precision=" + repr(str(chosen)), "params"))
+    if chosen is not None and chosen.compute == np.float16 and loss_scale is None:
+        warnings.warn(
+            "Computing in float16 without a loss scale: gradients below 6e-8 become 0, and those "
+            "below 6e-5 lose digits. Pass loss_scale=jaxmem.LossScale(), or compute in bfloat16, "
+            "which has float32's range and needs none.",
+            JaxmemWarning,
+            stacklevel=2,
+        )
+    return TrainStep(
+        loss_fn, optimizer, chosen, transform, microbatches, loss_scale, has_state, donate
+    )
 
 
-def _unchanged(fun: Callable) -> Callable:
-    return fun
+_NO_MASTER_COPY = (
+    "{} keeps {} in float16 with no copy of higher precision: updates below a thousandth of a "
+    "parameter are lost, and so is every one below 6e-8. Keep them in float32 and compute in "
+    "float16 (precision='fp16')."
+)
+
+
+def _check_master_copy(params: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if leaf.dtype == np.float16:
+            raise JaxmemError(
+                _NO_MASTER_COPY.format("The state", "params" + jax.tree_util.keystr(path))
+            )
+
+
+def _report_kept(leaves: list[tuple[Any, Any]]) -> None:
+    """Warns of arrays of a donated state whose memory was not reused."""
+    kept = [(path, leaf) for path, leaf in leaves if size_of(leaf)]
+    if kept:
+        total = sum(size_of(leaf) for _, leaf in kept)
+        named = ", ".join(f"state{jax.tree_util.keystr(path)}" for path, _ in kept[:3])
+        warnings.warn(
+            f"XLA did not reuse the memory of {len(kept)} donated arrays of the state, "
+            f"{format_bytes(total)} in all ({named}{' ...' if len(kept) > 3 else ''}): they are in "
+            "memory twice during the step. Results must have the shape, dtype and memory kind of "
+            "what they replace.",
+            JaxmemWarning,
+            stacklevel=3,
+        )
+
+
+def _first_axes(leaf: Any) -> tuple[Any, frozenset[str]] | None:
+    """The mesh of an array and the axes over which its first axis is sharded; None: it is not."""
+    sharding = getattr(leaf, "sharding", None) if not isinstance(leaf, jax.core.Tracer) else None
+    if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
+        return None
+    axes = sharding.spec[0]
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    wide = frozenset(axis for axis in axes if sharding.mesh.shape[axis] > 1)
+    return (sharding.mesh, wide) if wide else None
+
+
+def _named_axes(leaf: Any) -> set[str]:
+    """The mesh axes over which any axis of an array is sharded."""
+    spec = getattr(getattr(leaf, "sharding", None), "spec", None) or ()
+    return {
+        axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,))
+    }
 
 
 def _own_arrays(tree: Any) -> Any:

@@ -31,8 +31,8 @@ def test_every_public_name_is_documented(name):
 def test_the_face_is_what_it_was_meant_to_be():
     functions = {n for n in PUBLIC if inspect.isfunction(getattr(jaxmem, n))}
     assert functions == {
-        *("accumulate", "eval_shape", "format_bytes", "install_compiler", "layers", "memory"),
-        *("offload", "value_and_update"),
+        *("accumulate", "autocast", "eval_shape", "format_bytes", "install_compiler", "layers"),
+        *("memory", "microbatch", "offload", "value_and_update"),
         *("place", "plan", "precision", "remat", "remat_policy", "target", "train_step"),
     }
 

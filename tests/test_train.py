@@ -1,5 +1,6 @@
 """The composed step: equal to the plain one, donated, and refusing what cannot work."""
 
+import contextlib
 import functools
 import itertools
 
@@ -25,9 +26,16 @@ def arguments():
     layers = [random.normal(size=(6, 6)).astype(np.float32) / 2 for _ in range(6)]
     params = {"layers": [jnp.asarray(layer) for layer in layers]}
     batches = [
-        {k: jnp.asarray(random.normal(size=(4, 6)), jnp.float32) for k in "xy"} for _ in range(4)
+        {k: jnp.asarray(random.normal(size=(4, 6)), jnp.float32) for k in "xy"} for _ in range(6)
     ]
     return params, batches
+
+
+RTOL = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}
+PLANNERS = ["sqrt"]
+with contextlib.suppress(jaxmem.PlanError):
+    jaxmem.remat(planner="dp")
+    PLANNERS.append("dp")
 
 
 def plain_training(optimizer, every):
@@ -44,31 +52,50 @@ def plain_training(optimizer, every):
     return params
 
 
-LEVERS = list(
-    itertools.product(
-        [None, "fp32", "bf16"],
-        [None, "sqrt", functools.partial(jaxmem.remat, planner="sqrt")],
-        [1, 2],
-        [False, True],
+SCALE = jaxmem.LossScale(initial=2.0**8)
+COMBINATIONS = list(itertools.product(["fp32", "bf16", "fp16"], [None, *PLANNERS], [1, 4], [1, 3]))
+
+
+@pytest.mark.parametrize(("precision", "remat", "microbatches", "every"), COMBINATIONS)
+def test_every_combination_trains_as_the_plain_step(precision, remat, microbatches, every):
+    inner = optax.sgd(0.3, momentum=0.9)
+    step = jaxmem.train_step(
+        loss_fn,
+        jaxmem.accumulate(inner, every) if every > 1 else inner,
+        precision=precision,
+        remat=remat,
+        microbatches=microbatches,
+        loss_scale=SCALE if precision == "fp16" else None,
     )
-)
-
-
-@pytest.mark.parametrize(("precision", "remat", "every", "offload"), LEVERS)
-def test_every_combination_trains_as_the_plain_step(precision, remat, every, offload):
-    inner = optax.adam(0.01)
-    optimizer = jaxmem.offload(inner) if offload else inner
-    optimizer = jaxmem.accumulate(optimizer, every) if every > 1 else optimizer
-    step = jaxmem.train_step(loss_fn, optimizer, precision=precision, remat=remat)
     params, batches = arguments()
     state = step.init(params)
     for batch in batches:
+        expected = loss_fn(state.params, batch)
         state, metrics = step(state, batch)
         assert metrics["loss"].dtype == metrics["size"].dtype == jnp.float32
-    assert int(state.step) == 4
-    tolerance = 3e-2 if precision == "bf16" else 1e-5
+        np.testing.assert_allclose(metrics["loss"], expected[0], rtol=RTOL[precision])
+        np.testing.assert_allclose(metrics["size"], expected[1]["size"], rtol=RTOL[precision])
+    assert int(state.step) == 6
+    assert precision != "fp16" or int(metrics["skipped"]) == 0
+    tolerance = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 3e-3}[precision]
     chex.assert_trees_all_close(state.params, plain_training(inner, every), atol=tolerance)
     assert step._jitted._cache_size() == 1, "compiled once, not once more for the second step"
+
+
+@pytest.mark.parametrize("remat", [None, functools.partial(jaxmem.remat, planner="sqrt")])
+@pytest.mark.parametrize("every", [1, 3])
+def test_state_on_the_host_trains_as_the_plain_step(remat, every):
+    inner = optax.adam(0.01)
+    optimizer = jaxmem.offload(inner)
+    optimizer = jaxmem.accumulate(optimizer, every) if every > 1 else optimizer
+    scaling = {"precision": "fp16", "loss_scale": SCALE}
+    step = jaxmem.train_step(loss_fn, optimizer, remat=remat, microbatches=2, **scaling)
+    params, batches = arguments()
+    state = step.init(params)
+    for batch in batches:
+        state, _ = step(state, batch)
+    chex.assert_trees_all_close(state.params, plain_training(inner, every), atol=1e-2)
+    assert step._jitted._cache_size() == 1
 
 
 def test_model_state_and_keys():
@@ -117,7 +144,9 @@ def test_the_state_is_donated():
 def test_it_lowers_and_prints():
     params, batches = arguments()
     step = jaxmem.train_step(loss_fn, optax.sgd(0.1))
-    assert repr(step) == "TrainStep(loss_fn, params=float32,compute=float32,output=float32)"
+    assert repr(step) == "TrainStep(loss_fn)"
+    bf16 = jaxmem.train_step(loss_fn, optax.sgd(0.1), precision="bf16")
+    assert repr(bf16) == "TrainStep(loss_fn, params=float32,compute=bfloat16,output=float32)"
     assert "stablehlo" in step.lower(step.init(params), batches[0]).as_text()
 
 

@@ -70,6 +70,13 @@ def count_work(hlo: str) -> Work:
     return total(entry[1])
 
 
+def donated_arguments(hlo: str) -> frozenset[int]:
+    """Numbers of the arguments whose memory a compiled program's results take over."""
+    header = hlo.partition("\n")[0]
+    pairs = re.findall(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}", header)
+    return frozenset(map(int, pairs))
+
+
 def _computations(hlo: str) -> dict[str, dict[str, str]]:
     """Every computation as its instructions' right-hand sides by name."""
     found: dict[str, dict[str, str]] = collections.defaultdict(dict)

@@ -1,0 +1,369 @@
+"""Each operation in its dtype, gradients too, and no copy of the parameters in between."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmem
+from jaxmem.autocast import RULES
+
+LOW = [("bf16", jnp.bfloat16), ("fp16", jnp.float16)]
+
+
+def close(found, expected, tolerance=2e-2):
+    """Equal to low precision, by the size of each array."""
+
+    def check(found, expected):
+        assert found.dtype == expected.dtype
+        size = np.max(np.abs(expected)) + 1e-12
+        np.testing.assert_allclose(found / size, expected / size, atol=tolerance)
+
+    jax.tree.map(check, found, expected)
+
+
+def arrays(*shapes):
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def operations(fun, *args):
+    """``(name, dtypes of operands, dtypes of results)`` of all operations, those inside too."""
+    found = []
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            ins, outs = (
+                [v.aval.dtype for v in part if v.aval.shape]
+                for part in (equation.invars, equation.outvars)
+            )
+            found.append((equation.primitive.name, ins, outs))
+            for value in equation.params.values():
+                for item in value if isinstance(value, tuple) else (value,):
+                    inner = getattr(item, "jaxpr", item)
+                    if hasattr(inner, "eqns"):
+                        walk(inner)
+
+    walk(jax.make_jaxpr(fun)(*args).jaxpr)
+    return found
+
+
+def attention(params, x):
+    """A block of a transformer, and its loss."""
+    q, k, v = (x @ params[name] for name in "qkv")
+    weights = jax.nn.softmax(q @ k.swapaxes(-1, -2) / 4, axis=-1)
+    x = x + weights @ v
+    mean = x.mean(-1, keepdims=True)
+    x = (x - mean) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * params["scale"]
+    x = jax.nn.gelu(x @ params["up"] + params["bias"][None, None])
+    logits = x @ params["down"]
+    return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+
+def attention_arguments():
+    shapes = dict.fromkeys("qkv", (8, 8)) | {"up": (8, 16), "bias": (16,), "down": (16, 8)}
+    params = dict(zip(shapes, arrays(*shapes.values()), strict=True))
+    params["scale"] = jnp.ones((1, 1, 8), jnp.float32)
+    return params, arrays((2, 4, 8))[0]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), LOW)
+def test_each_operation_works_in_the_dtype_of_its_list(precision, dtype):
+    gradient = jax.value_and_grad(jaxmem.autocast(attention, precision))
+    found = operations(gradient, *attention_arguments())
+    names = {name for name, *_ in found}
+    assert {"dot_general", "exp", "log", "reduce_sum", "rsqrt", "tanh", "sub"} <= names
+    for name, operands, results in found:
+        if RULES.get(name) == "compute":
+            assert set(operands) == set(results) == {jnp.dtype(dtype)}, name
+        if RULES.get(name) == "float32":
+            assert dtype not in operands + results, name
+    expected = jax.jit(jax.value_and_grad(attention))(*attention_arguments())
+    close(jax.jit(gradient)(*attention_arguments()), expected, 6e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_gradient_function_is_cast_like_the_gradient_of_a_cast_one(precision):
+    args = attention_arguments()
+    cast = jax.jit(jax.grad(jaxmem.autocast(attention, precision)))(*args)
+    close(jax.jit(jaxmem.autocast(jax.grad(attention), precision))(*args), cast)
+    assert jax.tree.leaves(cast)[0].dtype == jnp.float32
+
+
+def test_softmax_and_losses_see_no_low_precision():
+    """Of logits so near to each other that bfloat16 cannot tell the differences."""
+
+    def loss(x, w):
+        return -jax.nn.log_softmax(x @ w + 300.0)[:, 0].sum()
+
+    x, w = jnp.eye(4, dtype=jnp.float32), jnp.zeros((4, 8), jnp.float32)
+    np.testing.assert_allclose(jaxmem.autocast(loss, "bf16")(x, w), 4 * np.log(8), rtol=1e-6)
+    wide = jaxmem.autocast(lambda x, w: jax.nn.softmax(x @ w), "bf16")
+    subtracted = [ins for name, ins, _ in operations(wide, x, w) if name == "sub"]
+    assert subtracted == [[jnp.float32, jnp.float32]]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), LOW)
+def test_matmuls_add_up_in_float32(precision, dtype):
+    """4096 ones and one of 1/8: fp16 alone would stop at 2048, bf16 alone at 256."""
+    ones = jnp.ones((1, 4096), jnp.float32)
+    dot = jaxmem.autocast(lambda x, w: x @ w, precision)
+    np.testing.assert_array_equal(dot(ones, ones.T), 4096)
+    assert operations(dot, ones, ones.T)[-1][1] == [dtype]
+    total = jaxmem.autocast(lambda x, w: (x @ w).sum(), precision)
+    np.testing.assert_array_equal(total(jnp.ones((4096, 1)), jnp.ones((1, 1), "float32")), 4096)
+
+
+def test_what_follows_takes_the_dtype_of_its_inputs():
+    def fun(x, w, bias, mask):
+        y = x @ w + bias[None]  # low: a bias does not widen
+        y = jnp.where(mask, y * 0.5, 0.0)  # low: nor do scalars
+        return x * 2.0, jnp.concatenate([y, y]), y + x, jnp.maximum(y, 0.0).T
+
+    x, w, bias = arrays((4, 4), (4, 4), (4,))
+    outputs = jaxmem.autocast(fun, "params=float32,compute=bf16,output=bf16")
+    adds = [outs[0] for name, _, outs in operations(outputs, x, w, bias, x > 0) if name == "mul"]
+    assert adds == [jnp.bfloat16, jnp.float32]
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in outputs(x, w, bias, x > 0))
+
+
+def test_a_scalar_that_the_dtype_cannot_hold_keeps_float32():
+    """-1e9 in float16 is -inf, and a row of nothing else would be NaN."""
+
+    def fun(x, w, mask):
+        return jax.nn.softmax(jnp.where(mask, x @ w, -1e9))
+
+    x, w = arrays((4, 4), (4, 4))
+    assert np.isfinite(jaxmem.autocast(fun, "fp16")(x, w, jnp.zeros((4, 4), bool))).all()
+
+
+def test_float64_and_explicit_casts_are_left_alone():
+    def fun(x, w):
+        return x @ w, (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    wide = [x.astype(jnp.float64) for x in arrays((4, 4), (4, 4))]
+    found = jaxmem.autocast(fun, "fp16")(*wide)
+    np.testing.assert_array_equal(found[0], fun(*wide)[0])
+    assert found[0].dtype == jnp.float64
+    low = [
+        dtypes
+        for name, _, dtypes in operations(jaxmem.autocast(fun, "fp16"), *arrays((4, 4), (4, 4)))
+        if name == "dot_general"
+    ]
+    assert low == [[jnp.float16], [jnp.bfloat16]]
+
+
+def test_integers_keys_and_other_leaves_pass():
+    def fun(table, index, key, name):
+        assert name == "text"
+        kept = jax.random.bernoulli(key, 0.5, (3, 4))
+        return (table @ table)[index] * kept, index + 1, jax.random.key_data(key)
+
+    args = (*arrays((4, 4)), jnp.arange(3), jax.random.key(0), "text")
+    found, expected = jaxmem.autocast(fun, "bf16")(*args), fun(*args)
+    close(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_array_equal(found[2], expected[2])
+
+
+# ---- what holds jaxprs of its own
+
+
+def scanned(w, x):
+    def body(x, row):
+        x = jnp.tanh(x @ w)
+        return x, x @ row
+
+    x, rows = jax.lax.scan(body, x, jnp.stack([w, 2 * w]), unroll=2)
+    x, reverse = jax.lax.scan(body, x, jnp.stack([w, 2 * w]), reverse=True)
+    return x.sum() + rows.mean() + (reverse[0] ** 2).mean()
+
+
+def carried_low(w, x):
+    """The carry starts low, and the body widens it."""
+    x = jax.lax.fori_loop(0, 3, lambda i, x: x + 0.1 * jnp.exp(-(x @ w)), x @ w)
+    return x.mean()
+
+
+def branched(w, x):
+    x = jax.lax.cond(x.sum() > 0, lambda x: x @ w, jnp.exp, x)
+    return jax.lax.switch(1, [jnp.sin, lambda x: jnp.tanh(x @ w)], x).mean()
+
+
+def checkpointed(w, x):
+    policy = jax.checkpoint_policies.dots_saveable
+    x = jax.checkpoint(lambda x: jnp.tanh(x @ w), policy=policy)(x)
+    return jax.checkpoint(lambda x, w: jnp.sin(x @ w).mean())(x, w)
+
+
+@jax.custom_jvp
+def doubled(x, n):
+    return jnp.sin(x) * n
+
+
+@doubled.defjvp
+def _(primals, tangents):
+    x, n = primals
+    return doubled(x, n), 2 * jnp.cos(x) * tangents[0] * n  # twice its derivative: a mark
+
+
+def with_custom_jvp(w, x):
+    return jax.nn.relu(doubled(jax.nn.silu(x @ w), 3) @ w).mean()
+
+
+@jax.custom_vjp
+def tripled(x, w, n):
+    return jnp.tanh(x @ w) * n
+
+
+def _forward(x, w, n):
+    return tripled(x, w, n), (x, w, n)
+
+
+def _backward(kept, cotangent):
+    x, w, n = kept
+    inner = 3 * cotangent * (1 - jnp.tanh(x @ w) ** 2) * n  # three times its derivative
+    return inner @ w.T, x.T @ inner, None
+
+
+tripled.defvjp(_forward, _backward)
+
+
+def with_custom_vjp(w, x):
+    return tripled(tripled(x, w, 2), w, 1).mean()
+
+
+def jitted(w, x):
+    return jax.jit(lambda x: jax.jit(jnp.dot)(x, w))(x).mean()
+
+
+NESTED = [scanned, carried_low, branched, checkpointed, with_custom_jvp, with_custom_vjp, jitted]
+
+
+@pytest.mark.parametrize("fun", NESTED)
+@pytest.mark.parametrize("order", ["value", "gradient of cast", "cast of gradient"])
+def test_recurses(fun, order):
+    if fun is carried_low and order != "value":
+        pytest.skip("a while loop has no reverse derivative")
+    w, x = arrays((4, 4), (3, 4))
+    w = w / 2
+    plain = fun if order == "value" else jax.grad(fun)
+    cast = jaxmem.autocast(fun if order != "cast of gradient" else plain, "bf16")
+    cast = jax.grad(cast) if order == "gradient of cast" else cast
+    found = [set(outs) for name, _, outs in operations(cast, w, x) if name == "dot_general"]
+    assert found and all(dtypes == {jnp.dtype(jnp.bfloat16)} for dtypes in found)
+    close(jax.jit(cast)(w, x), jax.jit(plain)(w, x), 4e-2)
+
+
+def test_under_vmap_scan_jit_and_twice_differentiated():
+    w, xs = arrays((4, 4), (5, 3, 4))
+    fun = jaxmem.autocast(lambda x: jax.nn.softmax(x @ w).max(), "bf16")
+    expected = jax.vmap(lambda x: jax.nn.softmax(x @ w).max())(xs)
+    close(jax.vmap(fun)(xs), expected)
+    close(jax.jit(lambda xs: jax.lax.map(fun, xs))(xs), expected)
+    hessian = jax.jacfwd(jax.grad(jaxmem.autocast(lambda x: jnp.tanh(x @ w).sum(), "bf16")))
+    close(hessian(xs[0]), jax.jacfwd(jax.grad(lambda x: jnp.tanh(x @ w).sum()))(xs[0]), 4e-2)
+
+
+def test_a_checkpoint_that_was_differentiated_keeps_its_barriers():
+    w, x = arrays((4, 4), (3, 4))
+    text = jax.jit(jaxmem.autocast(jax.grad(checkpointed), "bf16")).lower(w, x).as_text()
+    assert "optimization_barrier" in text
+
+
+# ---- memory
+
+
+def test_no_low_precision_copy_of_the_parameters_lives_through_the_step():
+    """24 layers of 2 MiB in bfloat16; the cast of the whole tree keeps all of them, and one
+    layer's activation is 1/8 of that."""
+    width, layers = 1024, 24
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    x = jax.ShapeDtypeStruct((128, width), jnp.float32)
+    bf16 = jaxmem.precision("bf16")
+
+    def whole_tree(params, x):
+        return loss(*bf16.cast_to_compute((params, x)))
+
+    temps = {}
+    for name, fun in (("tree", whole_tree), ("autocast", jaxmem.autocast(loss, "bf16"))):
+        step = jaxmem.train_step(fun, optax.sgd(0.1))
+        state = jaxmem.eval_shape(step.init, params)
+        temps[name] = step.memory(state, x, target="h200").temp
+    copy = layers * width * width * 2
+    assert temps["tree"] > copy
+    assert temps["autocast"] < temps["tree"] - 0.8 * copy, temps
+
+
+# ---- rules and errors
+
+
+def test_the_lists_can_be_changed():
+    w, x = arrays((4, 4), (3, 4))
+
+    def fun(w, x):
+        return jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+
+    for rule, dtype in (("float32", jnp.float32), ("follow", jnp.bfloat16)):
+        found = operations(jaxmem.autocast(fun, "bf16", rules={"tanh": rule}), w, x)
+        assert next(ins for name, ins, _ in found if name == "tanh") == [dtype]
+    wide = operations(jaxmem.autocast(fun, "bf16", rules={"dot_general": "float32"}), w, x)
+    assert all(jnp.bfloat16 not in ins for _, ins, _ in wide)
+
+
+def test_fp32_is_the_function_itself():
+    assert jaxmem.autocast(attention, "fp32") is attention
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "said"),
+    [
+        ((1, "bf16"), {}, "jaxmem.autocast takes a function; got 1."),
+        ((len, "fp64"), {}, "computes in bfloat16 or float16; got params=float32,compute=float64"),
+        ((len, "half a float"), {}, "The precision 'half a float' does not parse"),
+        ((len, "bf16"), {"rules": {"tanh": "low"}}, "gives 'tanh' the rule 'low'; the rules are"),
+        ((len, "bf16"), {"rules": {"tanh": "compute"}}, "which is for matmuls and convolutions"),
+    ],
+)
+def test_bad_arguments(args, options, said):
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.autocast(*args, **options)
+    assert said in str(caught.value)
+
+
+def test_an_unmodified_flax_model_with_batch_norm():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.BatchNorm(False)(nn.Conv(8, (3, 3))(x)))
+            x = nn.max_pool(x, (2, 2)) + nn.avg_pool(x, (2, 2))
+            return nn.Dense(3)(nn.LayerNorm()(x.mean((1, 2))))
+
+    model, (x,) = Model(), arrays((2, 8, 8, 3))
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+
+    def loss(params, x):
+        logits, new = model.apply({**variables, "params": params}, x, mutable=["batch_stats"])
+        return jnp.mean(logits**2), new
+
+    plain = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"], x)
+    cast = jax.value_and_grad(jaxmem.autocast(loss, "bf16"), has_aux=True)
+    (found, state), gradients = jax.jit(cast)(variables["params"], x)
+    np.testing.assert_allclose(found, plain[0][0], rtol=2e-2)
+    close(state, plain[0][1])
+    norms = optax.tree.norm(jax.tree.map(jnp.subtract, gradients, plain[1]))
+    assert norms < 0.05 * optax.tree.norm(plain[1])
+    rectified = [
+        outs[0]
+        for name, _, outs in operations(cast, variables["params"], x)
+        if name == "max" and outs
+    ]
+    assert jnp.bfloat16 in rectified

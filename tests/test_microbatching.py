@@ -1,0 +1,283 @@
+"""Slices equal the whole batch, and stay where they are."""
+
+import os
+import re
+import subprocess
+import sys
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmem
+
+
+def data(examples=12):
+    random = np.random.default_rng(0)
+    return {
+        "x": jnp.asarray(random.normal(size=(examples, 5))),
+        "mask": jnp.asarray(random.integers(0, 2, size=(examples, 5)), jnp.float64),
+        "label": jnp.asarray(random.integers(0, 3, size=examples)),
+    }
+
+
+class Model(nn.Module):
+    norm: str
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, param_dtype=jnp.float64)(x)
+        if self.norm == "batch":
+            x = nn.BatchNorm(False, param_dtype=jnp.float64)(x)
+        if self.norm == "group":
+            x = nn.GroupNorm(2, param_dtype=jnp.float64)(x)
+        return nn.Dense(3, param_dtype=jnp.float64)(nn.tanh(x))
+
+
+def losses_of(logits, batch, reduce):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    right = logits.argmax(-1) == batch["label"]
+    return reduce(losses), {"accuracy": reduce(right * 1.0), "right": right.sum()}
+
+
+def make(reduce=jnp.mean):
+    random = np.random.default_rng(1)
+    params = [jnp.asarray(random.normal(size=shape)) for shape in ((5, 8), (8, 3))]
+
+    def loss_fn(params, batch):
+        return losses_of(jnp.tanh(batch["x"] @ params[0]) @ params[1], batch, reduce)
+
+    return loss_fn, params
+
+
+def make_flax(norm):
+    model = Model(norm)
+    variables = jax.jit(model.init)(jax.random.key(0), data()["x"])
+
+    def loss_fn(params, batch):
+        logits, _ = model.apply(
+            {**variables, "params": params}, batch["x"], mutable=["batch_stats"]
+        )
+        return losses_of(logits, batch, jnp.mean)
+
+    return loss_fn, variables["params"]
+
+
+def whole(loss_fn, params, batch):
+    return jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("size", "count"), [(12, 1), (12, 4), (12, 12), (11, 4), (13, 3)])
+def test_equals_the_whole_batch(size, count, reduction):
+    loss_fn, params = make(reduce={"mean": jnp.mean, "sum": jnp.sum}[reduction])
+    sliced = jaxmem.microbatch(loss_fn, count, reduction=reduction, uneven=size % count > 0)
+    found = (jax.jit(sliced) if count != 4 else sliced)(params, data(size))
+    chex.assert_trees_all_close(found, whole(loss_fn, params, data(size)), rtol=1e-12)
+
+
+def test_group_norm_is_equal_and_batch_norm_is_as_documented():
+    loss_fn, params = make_flax("group")
+    found = jax.jit(jaxmem.microbatch(loss_fn, 4))(params, data())
+    chex.assert_trees_all_close(found, whole(loss_fn, params, data()), rtol=1e-12)
+
+    loss_fn, params = make_flax("batch")
+    found = jax.jit(jaxmem.microbatch(loss_fn, 4))(params, data())
+    full = whole(loss_fn, params, data())
+    assert abs(found[0][0] - full[0][0]) > 1e-3 * abs(full[0][0])
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i::4], data()) for i in range(4)]
+    each = [whole(loss_fn, params, part) for part in parts]
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *each)
+    chex.assert_trees_all_close(
+        (found[0][0], found[1]), (mean[0][0], mean[1]), rtol=1e-12, atol=1e-15
+    )
+
+
+def test_batch_statistics_are_carried_from_slice_to_slice():
+    model = Model("batch")
+    variables = model.init(jax.random.key(0), data()["x"])
+
+    def loss_fn(params, batch, *, model_state):
+        both = {"params": params, "batch_stats": model_state}
+        logits, new = model.apply(both, batch["x"], mutable=["batch_stats"])
+        return jnp.mean(logits**2), new["batch_stats"]
+
+    (_, found), _ = jaxmem.microbatch(loss_fn, 3)(
+        variables["params"], data(), model_state=variables["batch_stats"]
+    )
+    expected = variables["batch_stats"]
+    for index in range(3):
+        part = jax.tree.map(lambda leaf, i=index: leaf[i::3], data())
+        _, expected = loss_fn(variables["params"], part, model_state=expected)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)  # the state is in float32
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_unequal_token_counts(empty):
+    """A mean over tokens, and a slice that has none of them."""
+    batch = data()
+    if empty:
+        batch["mask"] = batch["mask"].at[1::4].set(0)
+
+    def loss_fn(w, batch):
+        return jnp.sum(batch["mask"] * (batch["x"] * w[None]) ** 2) / batch["mask"].sum()
+
+    sliced = jaxmem.microbatch(loss_fn, 4, weight=lambda batch: batch["mask"].sum())
+    found = sliced(jnp.arange(5.0), batch)
+    expected = jax.value_and_grad(loss_fn)(jnp.arange(5.0), batch)
+    chex.assert_trees_all_close(found, expected, rtol=1e-12)
+
+
+def test_each_slice_draws_its_own_dropout():
+    def loss_fn(w, batch, *, key):
+        return jnp.sum(w * jax.random.uniform(key, (3,))) + 0 * batch["x"].sum()
+
+    _, gradient = jaxmem.microbatch(loss_fn, 4)(jnp.ones(3), data(), key=jax.random.key(7))
+    keys = [jax.random.fold_in(jax.random.key(7), i) for i in range(4)]
+    drawn = [jax.random.uniform(key, (3,)) for key in keys]
+    assert len({float(each[0]) for each in drawn}) == 4
+    np.testing.assert_allclose(gradient, sum(drawn) / 4, rtol=1e-12)
+
+
+def test_sums_in_float32_for_parameters_of_low_precision():
+    """256 slices of gradient 1/256 each: bfloat16 would stop adding them at 1."""
+
+    def loss_fn(w, x):
+        return jnp.sum(w.astype(jnp.float32)) * 3 * x.mean().astype(jnp.float32)
+
+    w = jnp.zeros(2, jnp.bfloat16)
+    _, gradient = jaxmem.microbatch(loss_fn, 256)(w, jnp.ones((256, 1)))
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(gradient, 3)
+
+
+def test_memory_does_not_grow_with_the_count():
+    def loss_fn(w, x):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    temps = []
+    for count in (1, 4, 16):
+        x = jax.ShapeDtypeStruct((2048 * count, 256), jnp.float32)
+        report = jaxmem.memory(jaxmem.microbatch(loss_fn, count), w, x, target="h200")
+        temps.append(report.temp)
+    assert temps[2] <= temps[1] + 2**16 and temps[1] <= 1.5 * temps[0], temps
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_sharded_batch_stays_and_gradients_cross_devices_once(own):
+    """With ``sharding=``, or by `train_step` from where the batch lies."""
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, P("data"))
+
+    def loss_fn(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    whole = NamedSharding(mesh, P())
+    params = [jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=whole)] * 2
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=place)
+    target = jaxmem.target("h200", count=8)
+    if own:
+        report = jaxmem.memory(
+            jaxmem.microbatch(loss_fn, 4, sharding=place), params, x, target=target
+        )
+    else:
+        step = jaxmem.train_step(loss_fn, optax.sgd(0.1), microbatches=4)
+        state = jaxmem.eval_shape(step.init, params)
+        state = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), state
+        )
+        report = step.memory(state, x, target=target)
+    assert not re.search(r"all-to-all|all-gather|collective-permute", report.hlo)
+    bodies = [
+        part for part in report.hlo.split("\n\n") if re.search(r"= .*all-reduce(-start)?\(", part)
+    ]
+    assert len(bodies) == 1 and bodies[0].lstrip().startswith("ENTRY")
+    assert len(re.findall(r"all-reduce(?:-start)?\(", bodies[0])) == 1
+
+
+def test_a_sharded_batch_gives_the_gradient_of_the_whole():
+    """On eight CPU devices, in a process of its own."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np, jaxmem
+from jax.sharding import NamedSharding, PartitionSpec as P
+jax.config.update("jax_enable_x64", True)
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+place = NamedSharding(mesh, P("data"))
+x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 3)))
+w = jnp.arange(9.0).reshape(3, 3)
+mask = jnp.asarray(np.random.default_rng(1).integers(0, 2, size=(64, 3))) * 1.0
+def loss(w, batch):
+    x, mask = batch
+    return jnp.sum(mask * jnp.tanh(x @ w)) / mask.sum(), {"n": mask.sum().astype(int)}
+batch = jax.device_put((x, mask), place)
+for part, weight in ((4, lambda batch: batch[1].sum()), (1, lambda batch: batch[1].sum())):
+    found = jax.jit(jaxmem.microbatch(loss, part, weight=weight, sharding=place))(w, batch)
+    expected = jax.value_and_grad(loss, has_aux=True)(w, (x, mask))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "said"),
+    [
+        (
+            5,
+            {},
+            "A batch of 12 does not divide into 5 equal slices. It divides by 1, 2, 3, 4, 6, 12",
+        ),
+        (13, {}, "A batch of 12 cannot be cut into 13 slices."),
+        (8, {"uneven": True}, "slices of 2 are 6. Pass count=6."),
+    ],
+)
+def test_batches_that_do_not_divide(count, options, said):
+    loss_fn, params = make()
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.microbatch(loss_fn, count, **options)(params, data())
+    assert said in str(caught.value)
+
+
+def test_batches_that_cannot_be_cut():
+    loss_fn, params = make()
+    sliced = jaxmem.microbatch(loss_fn, 2)
+    with pytest.raises(
+        jaxmem.JaxmemError, match=r"\['label'\] has 12, batch\['mask'\] has 12, .* 6"
+    ):
+        sliced(params, {**data(), "x": data(6)["x"]})
+    with pytest.raises(jaxmem.JaxmemError, match=r"batch\['rate'\] is a scalar"):
+        sliced(params, {**data(), "rate": jnp.ones(())})
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = jaxmem.microbatch(loss_fn, 2, sharding=NamedSharding(mesh, P("data")))
+    with pytest.raises(jaxmem.JaxmemError, match="over 8 devices .* must be a multiple of 16"):
+        sharded(params, data())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((1, 2), "jaxmem.microbatch takes a loss function; got 1."),
+        ((len, 0), "count=, the number of slices, as an int of 1 or more; got 0."),
+        ((len, 2.0), "as an int of 1 or more; got 2.0."),
+        ((len, 2, "max"), "reduction= is 'mean' or 'sum', as the loss is; got 'max'."),
+        ((len, 2, "sum", len), "A loss that is a sum needs no weight="),
+        ((len, 2, "mean", None, False, "data"), "sharding= takes the batch's NamedSharding"),
+    ],
+)
+def test_bad_arguments(arguments, said):
+    names = ("loss_fn", "count", "reduction", "weight", "uneven", "sharding")
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.microbatch(**dict(zip(names, arguments, strict=False)))
+    assert said in str(caught.value)
