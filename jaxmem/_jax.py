@@ -276,6 +276,16 @@ def lower_for_cuda(traced):
     return traced.lower(lowering_platforms=("cuda",))
 
 
+def argument_names(traced) -> tuple[str, ...]:
+    """Paths of the arrays that a traced step takes, in order: ``state.params['w']``."""
+    return tuple(traced.jaxpr.jaxpr.debug_info.arg_names)
+
+
+def kept_arguments(lowered) -> list[int]:
+    """The numbers of the arrays that the lowered program takes; jit drops those it never reads."""
+    return sorted(lowered._lowering.compile_args["kept_var_idx"])
+
+
 def find_callback(jaxpr) -> str | None:
     """The first call from the device to Python in a jaxpr, and where it stands; None: none."""
     for equation in jaxpr.eqns:

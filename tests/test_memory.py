@@ -44,7 +44,9 @@ def test_real_and_abstract_arguments_give_the_same():
 
 def test_the_report_prints_a_table():
     report = jaxmem.memory(lambda x: x + 1, SHAPES[1], target="rtx-2080-ti")
-    assert str(report).splitlines() == [
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 100 and len(lines) <= 45
+    assert lines[:8] == [
         "compiled for rtx-2080-ti: NVIDIA GeForce RTX 2080 Ti, 10.76 GiB (10.26 GiB usable)",
         "                  device          host",
         "argument       32.00 MiB           0 B",

@@ -1,4 +1,5 @@
-"""What a step costs in bytes, by XLA's own buffer assignment."""
+"""What a step costs in bytes, by XLA's own buffer assignment, and who takes them."""
 
 from jaxmem.memory._hlo import donated_arguments as donated_arguments
-from jaxmem.memory._report import MemoryReport as MemoryReport, memory as memory
+from jaxmem.memory._memory import memory as memory
+from jaxmem.memory._report import MemoryReport as MemoryReport

@@ -1,4 +1,4 @@
-"""FLOPs of a compiled program, counted in its optimised HLO.
+"""Optimised HLO read from its text: the FLOPs in it, and its instructions with their origins.
 
 The only place that reads HLO text. What XLA itself recomputes or removes shows here, unlike in a
 jaxpr.
@@ -6,8 +6,10 @@ jaxpr.
 
 import collections
 import dataclasses
+import functools
 import math
 import re
+from typing import Any
 
 from jaxmem._errors import JaxmemError
 
@@ -19,6 +21,13 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|async_execution_thread_calls)=%?([
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_PARAMETER = re.compile(r"\bparameter\((\d+)\)")
+_ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
+_TABLE = re.compile(r"(\d+) (?:\"(.*)\"|\{(.*)\})$")
+_FIELD = re.compile(r"(\w+)=(\d+)")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -51,9 +60,7 @@ def count_work(hlo: str) -> Work:
         JaxmemError: the text has no entry computation.
     """
     computations = _computations(hlo)
-    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
-    if entry is None:
-        raise JaxmemError("This HLO has no ENTRY computation; its format is not known to jaxmem.")
+    entry = _entry(hlo)
     done: dict[str, Work] = {}
 
     def total(name: str) -> Work:
@@ -67,7 +74,14 @@ def count_work(hlo: str) -> Work:
             )
         return done[name]
 
-    return total(entry[1])
+    return total(entry)
+
+
+def _entry(hlo: str) -> str:
+    entry = _ENTRY.search(hlo)
+    if entry is None:
+        raise JaxmemError("This HLO has no ENTRY computation; its format is not known to jaxmem.")
+    return entry[1]
 
 
 def donated_arguments(hlo: str) -> frozenset[int]:
@@ -184,3 +198,109 @@ def _operands(line: str) -> list[str]:
     rest = _after_shape(line)
     inside = rest[rest.index("(") + 1 :]
     return re.findall(r"%([\w.\-]+)", inside.partition(")")[0])
+
+
+# ---- instructions and where they come from
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of Python on the stack when an operation was traced."""
+
+    file: str
+    function: str
+    line: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction. ``stack`` is its name stack (``jit(step)/jvp(ResNet)/Block_3/add``), empty
+    where XLA made it on its own; ``frame`` numbers a stack frame (0: none); ``index`` is that of
+    a parameter or a tuple element, else -1."""
+
+    name: str
+    computation: str
+    opcode: str
+    operands: tuple[str, ...]
+    called: tuple[str, ...]
+    index: int
+    custom_call: str
+    stack: str
+    frame: int
+
+
+class Module:
+    """The instructions of a compiled program by name, what each computation returns, and the
+    stack frames that they come from."""
+
+    def __init__(self, hlo: str):
+        self.entry = _entry(hlo)
+        self.instructions: dict[str, Instruction] = {}
+        self.roots: dict[str, Instruction] = {}
+        self.members: dict[str, list[Instruction]] = {}
+        for computation, lines in _computations(hlo).items():
+            for name, line in lines.items():
+                made = _instruction(name, computation, line)
+                self.instructions[name] = made
+                self.members.setdefault(computation, []).append(made)
+            self.roots[computation] = made  # a scheduled computation ends with its root
+        self._tables = _tables(hlo)
+
+    @functools.cache  # noqa: B019 (a module is short-lived)
+    def frames(self, number: int) -> tuple[Frame, ...]:
+        """The stack of a frame, innermost first."""
+        files, functions, locations, stack = self._tables
+        found = []
+        while number in stack:
+            place = locations[stack[number]["file_location_id"]]
+            found.append(
+                Frame(
+                    files[place["file_name_id"]],
+                    functions[place["function_name_id"]],
+                    place["line"],
+                )
+            )
+            # Written one too high: the outermost frame, which has no parent (0), says 1.
+            number = stack[number].get("parent_frame_id", 1) - 1
+        return tuple(found)
+
+
+def _instruction(name: str, computation: str, line: str) -> Instruction:
+    opcode = _operation(line)
+    stack, frame = _OP_NAME.search(line), _FRAME_ID.search(line)
+    called = [*_CALLED.findall(line), *re.findall(r"condition=%?([\w.\-]+)", line)]
+    for match in _BRANCHES.finditer(line):
+        called += [one.strip().lstrip("%") for one in (match[1] or match[2]).split(",")]
+    number = (_PARAMETER if opcode == "parameter" else _INDEX).search(line)
+    target = _TARGET.search(line)
+    return Instruction(
+        name,
+        computation,
+        opcode,
+        () if opcode in ("parameter", "constant") else tuple(_operands(line)),
+        tuple(called),
+        int(number[1]) if number and opcode in ("parameter", "get-tuple-element") else -1,
+        target[1] if target else "",
+        re.sub(r"\\(.)", r"\1", stack[1]) if stack else "",
+        int(frame[1]) if frame else 0,
+    )
+
+
+def _tables(hlo: str):
+    """The tables FileNames, FunctionNames, FileLocations and StackFrames, by number."""
+    tables: dict[str, dict[int, Any]] = {
+        name: {} for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+    }
+    current: dict[int, Any] | None = None
+    for line in hlo.splitlines():
+        if line in tables:
+            current = tables[line]
+        elif current is not None and line:
+            entry = _TABLE.match(line)
+            if entry is None:
+                break  # the first computation
+            text, fields = entry[2], entry[3]
+            current[int(entry[1])] = (
+                text if fields is None else {k: int(v) for k, v in _FIELD.findall(fields)}
+            )
+    return tuple(tables.values())

@@ -1,21 +1,28 @@
-"""Compiled bytes of a step on a target, as a report."""
+"""The report of one compiled step."""
 
 import dataclasses
 import functools
-import types
-from collections.abc import Callable
+import gzip
+import json
+import os
+import pathlib
+from collections.abc import Mapping
 from typing import Any
 
-import jax
+import jaxlib
+import numpy as np
 
-from jaxmem import _jax
 from jaxmem._bytes import format_bytes, parse_budget
-from jaxmem._checks import check_call
-from jaxmem._errors import CompileError, JaxmemError, OffloadError
+from jaxmem._errors import JaxmemError
+from jaxmem.memory._arguments import Argument
+from jaxmem.memory._attribution import Origin
+from jaxmem.memory._dump import read_dump
 from jaxmem.memory._hlo import Work, count_work
+from jaxmem.memory._peak import Buffer, MemoryMap
 from jaxmem.memory._schedule import Collectives, Transfers, count_collectives, find_transfers
-from jaxmem.program import size_of
-from jaxmem.targets import LocalDevice, Target, compile_module, resolve
+from jaxmem.memory._text import breakdown_lines, buffer_lines, rolled_up, side_by_side
+from jaxmem.memory._timeline import Timeline
+from jaxmem.targets import LocalDevice, Target
 
 _CPU_NOTE = "compiled for the CPU, whose bytes say nothing about rematerialization on a GPU"
 
@@ -26,6 +33,15 @@ class MemoryReport:
 
     ``argument``, ``output``, ``alias`` (outputs that reuse a donated argument) and ``temp`` are
     device bytes; the ``host_`` ones are in host memory and are never part of ``device``.
+
+    The layout is fixed before the step runs. ``timeline`` says which of its bytes are alive at
+    each point of the compiled schedule, ``peak_bytes`` how many are at the worst one, ``peak``
+    what they are, and ``fragmentation`` what the layout takes beyond them:
+    ``device == peak_bytes + fragmentation``. The breakdowns (``by_phase``, ``by_kind``,
+    ``by_module``, ``by_source``) split the peak, each with the fragmentation as its last row, so
+    that its rows add up to ``device`` exactly; ``"(not attributed)"`` is what nothing is known of.
+    Arguments and results are the caller's and count as alive throughout. Phases, kinds and what
+    they follow from are told in `jaxmem.memory._attribution` and `jaxmem.memory._arguments`.
     """
 
     target: Target | LocalDevice
@@ -38,6 +54,8 @@ class MemoryReport:
     host_alias: int
     host_temp: int
     hlo: str = dataclasses.field(repr=False)
+    dump: Mapping[str, bytes] = dataclasses.field(repr=False, default_factory=dict, compare=False)
+    arguments: tuple[Argument | None, ...] = dataclasses.field(repr=False, default=())
 
     @property
     def device(self) -> int:
@@ -63,6 +81,96 @@ class MemoryReport:
     def collectives(self) -> Collectives:
         """Collectives of one run, on one device."""
         return count_collectives(self.hlo)
+
+    # ---- where the bytes go
+
+    @functools.cached_property
+    def _map(self) -> MemoryMap:
+        if not self.has_timeline:
+            raise JaxmemError(
+                f"There is no timeline of what was compiled for {self.target}: XLA's CPU compiler "
+                "writes no live ranges, nor are they found where compiler_options has its own "
+                "xla_dump_to. Totals are there; for the timeline name a GPU, as in "
+                "jaxmem.memory(step, *args, target='h200')."
+            )
+        version = jaxlib.__version__
+        buffers, ranges = (
+            gzip.decompress(self.dump[name]).decode()
+            for name in ("buffer-assignment", "live-range")
+        )
+        assignment = read_dump(buffers, ranges, version)
+        for on_host, prefix in ((False, ""), (True, "host_")):
+            for role in ("argument", "output", "alias", "temp"):
+                read = assignment.total(role, on_host=on_host)
+                if read != getattr(self, prefix + role):
+                    raise JaxmemError(
+                        f"XLA's dump (jax {version}) has {read} bytes of {prefix}{role} and its "
+                        f"memory analysis {getattr(self, prefix + role)}: jaxmem does not "
+                        "read this version's dump right. The totals are not touched by this."
+                    )
+        return MemoryMap(assignment, self.hlo, self.arguments)
+
+    @property
+    def has_timeline(self) -> bool:
+        """Whether XLA said where the bytes lie: of what was compiled for a GPU."""
+        return set(self.dump) == {"buffer-assignment", "live-range"}
+
+    @property
+    def timeline(self) -> Timeline:
+        """Live device bytes at each point of the compiled schedule, and the layout."""
+        return self._map.timeline
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most device bytes that are alive at once."""
+        return self.timeline.peak
+
+    @property
+    def peak(self) -> tuple[Buffer, ...]:
+        """Every buffer alive at the peak, largest first."""
+        return self._map.buffers
+
+    @property
+    def peak_operation(self) -> Origin:
+        """What runs at the peak: operation, source line, module and phase."""
+        return self._map.describe(self.timeline.peak_point)
+
+    @property
+    def fragmentation(self) -> int:
+        """Device bytes that the layout takes beyond what is alive at the peak."""
+        return self.timeline.fragmentation
+
+    @functools.cached_property
+    def by_phase(self) -> dict[str, int]:
+        """Bytes at the peak by the phase that made them: state, batch, forward, loss, backward,
+        recompute, update."""
+        return self._map.breakdown(lambda buffer: buffer.phase)
+
+    @functools.cached_property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes at the peak by what they are: parameters, gradients, optimizer state, residuals,
+        temporaries, workspace, outputs, model state, batch."""
+        return self._map.breakdown(lambda buffer: buffer.kind)
+
+    @functools.cached_property
+    def by_module(self) -> dict[str, int]:
+        """Bytes at the peak by module path (``ResNet/Block_3/Conv_1``)."""
+        return self._map.breakdown(lambda buffer: buffer.module)
+
+    @functools.cached_property
+    def by_source(self) -> dict[str, int]:
+        """Bytes at the peak by the user's line that made them."""
+        return self._map.breakdown(lambda buffer: buffer.source)
+
+    @property
+    def live_by_kind(self) -> dict[str, np.ndarray]:
+        """Live device bytes at each point of the schedule, by kind (``int64 [points]``)."""
+        return self._map.live_by_kind
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phase of what runs at each point of the schedule."""
+        return self._map.phases
 
     def fits(self, budget: int | str | None = None) -> bool:
         """Whether the device bytes are within a budget; None: what is usable on the target.
@@ -94,103 +202,87 @@ class MemoryReport:
             lines.append(f"{verdict}: {self.device / usable:.0%} of {format_bytes(usable)} usable")
         if isinstance(self.target, LocalDevice) and self.target.platform == "cpu":
             lines.append(f"note: {_CPU_NOTE}")
+        if self.has_timeline:
+            lines += ["", *self._peak_lines()]
         return "\n".join(lines)
 
     __repr__ = __str__
 
+    def _peak_lines(self) -> list[str]:
+        at = self.peak_operation
+        where = " · ".join([at.operation, at.module, at.source])
+        return [
+            f"peak {format_bytes(self.peak_bytes)} in the {at.phase} phase, at {where}",
+            "",
+            *side_by_side(
+                breakdown_lines("by phase", self.by_phase, self.device),
+                breakdown_lines("by kind", self.by_kind, self.device),
+            ),
+            *breakdown_lines("by line", self.by_source, self.device),
+            *breakdown_lines("by module", rolled_up(self.by_module), self.device),
+            *buffer_lines(self.peak),
+        ]
 
-def memory(
-    step: Callable,
-    *args: Any,
-    target: str | Target | LocalDevice | None = None,
-    compiler_options: dict[str, Any] | None = None,
-    timeout: float = 3600,
-    **kwargs: Any,
-) -> MemoryReport:
-    """The bytes that a step takes on a target, by compiling it; nothing runs, nothing is allocated.
+    # ---- as files
 
-    Args:
-        step: a function, or a jitted one (then its donation and shardings count).
-        *args, **kwargs: its arguments: arrays or `jax.ShapeDtypeStruct`, with the shardings and
-            memory kinds they have (`jaxmem.eval_shape` makes abstract ones that keep them). For
-            several GPUs, shard them over a `jax.sharding.AbstractMesh`.
-        target: a GPU's name or `jaxmem.Target`, present or not; None: the attached device.
-        compiler_options: XLA flags for this compilation alone.
-        timeout: seconds for the compilation.
+    def to_json(self) -> str:
+        """All figures as JSON text, which `jaxmem.diff` reads back."""
+        return json.dumps(describe(self), indent=1)
 
-    Raises:
-        CompileError: XLA refused the program, ran out of time, or died.
-        OffloadError: the compiled program does not keep in host memory what the step asks for.
-        JaxmemError: the target is not known, its compiler is not installed, the step calls into
-            Python, or it is partitioned for another number of devices than the target has.
+    def to_html(self, path: str | os.PathLike) -> None:
+        """Writes one self-contained page: the timeline to hover and zoom, the peak as a treemap by
+        module, and a sortable table of its buffers.
 
-    >>> import jax, jax.numpy as jnp, jaxmem
-    >>> report = jaxmem.memory(jnp.sin, jnp.ones((64, 64), jnp.float32), target="local")
-    >>> report.argument
-    16384
-    """
-    chosen = resolve(target)
-    jitted, args = _jitted(step, args)
-    check_call(jitted, args, kwargs, "jaxmem.memory")
-    args, kwargs = jax.tree.map(_jax.abstract, (args, kwargs))
-    if isinstance(chosen, LocalDevice):
-        return _local(jitted, args, kwargs, chosen, compiler_options)
-    traced = jitted.trace(*args, **kwargs)
-    callback = _jax.find_callback(traced.jaxpr.jaxpr)
-    if callback:
-        raise JaxmemError(
-            f"The step calls from the device into Python ({callback}), which cannot be compiled "
-            "for a GPU that is not there. Leave it out for this, or take target='local'."
-        )
-    module, partitions = _jax.to_bytecode(_jax.lower_for_cuda(traced))
-    if partitions != chosen.count:
-        raise JaxmemError(
-            f"The step is partitioned over {partitions} devices, and the target is {chosen.count} "
-            f"of {chosen.name}. Pass target=jaxmem.target({chosen.name!r}, count={partitions}), or "
-            "shard the arguments over a mesh of that size."
-        )
-    compiled = compile_module(module, chosen, options=compiler_options, timeout=timeout)
-    report = _report(chosen, compiled.stats, compiled.hlo)
-    on_host = _jax.host_results(traced)
-    expected = report.host_output if on_host is None else sum(map(size_of, on_host))
-    if chosen.count == 1 and expected != report.host_output:
-        raise OffloadError(
-            f"The step asks for {format_bytes(expected)} of its results in host memory, and the "
-            f"compiled program has {format_bytes(report.host_output)} there. JAX pairs donated "
-            "arguments with results of the same shape in order, whatever memory they are in: "
-            "donate parameters and state together and return them in the order in which they are "
-            "taken, as jaxmem.train_step does, or give out_shardings."
-        )
-    return report
+        Raises:
+            JaxmemError: the report has no timeline.
+        """
+        from jaxmem.memory._page import page
+
+        pathlib.Path(path).write_text(page(describe(self)), encoding="utf-8")
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws the timeline stacked by kind, its peak marked, as a ``.png``, ``.svg`` or
+        ``.pdf`` file. Needs matplotlib (``pip install 'jaxmem[viz]'``).
+
+        Raises:
+            JaxmemError: the report has no timeline, matplotlib is missing, or it does not know the
+                suffix.
+        """
+        from jaxmem.memory._plot import draw
+
+        draw(self, path)
 
 
-def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
-    try:
-        compiled = jitted.lower(*args, **kwargs).compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        raise CompileError(f"XLA could not compile the step for {target}:\n{error}") from error
-    analysis = compiled.memory_analysis()
-    suffix = "_size_in_bytes"
-    stats = {
-        name.removesuffix(suffix): getattr(analysis, name)
-        for name in dir(analysis)
-        if name.endswith(suffix)
-    }
-    return _report(target, stats, compiled.as_text())
-
-
-def _report(target: Target | LocalDevice, stats: dict[str, int], hlo: str) -> MemoryReport:
+def describe(report: MemoryReport) -> dict[str, Any]:
+    """A report as plain data: what `MemoryReport.to_json` writes."""
     fields = ("argument", "output", "alias", "temp")
-    counts = {name: stats[name] for name in (*fields, *(f"host_{name}" for name in fields))}
-    return MemoryReport(target=target, hlo=hlo, **counts)
-
-
-def _jitted(step: Any, args: tuple) -> tuple[Any, tuple]:
-    """The step as something that traces, whatever is bound to it as further arguments."""
-    if not callable(step):
-        raise JaxmemError(f"jaxmem.memory takes a function or a jitted one; got {step!r}.")
-    if isinstance(step, types.MethodType) and hasattr(step.__func__, "trace"):
-        return step.__func__, (step.__self__, *args)
-    if isinstance(step, functools.partial) and hasattr(step.func, "trace") and not step.keywords:
-        return _jitted(step.func, (*step.args, *args))
-    return (step if hasattr(step, "trace") else jax.jit(step)), args
+    about: dict[str, Any] = {
+        "jaxmem": 1,
+        "jax": jaxlib.__version__,
+        "target": str(report.target),
+        "usable": report.target.usable_bytes,
+        "device": report.device,
+        "host": report.host,
+        "totals": {
+            name: getattr(report, name) for name in (*fields, *(f"host_{name}" for name in fields))
+        },
+    }
+    if not report.has_timeline:
+        return about
+    return about | {
+        "peak": report.peak_bytes,
+        "fragmentation": report.fragmentation,
+        "peak_point": report.timeline.peak_point,
+        "peak_operation": dataclasses.asdict(report.peak_operation),
+        "by_phase": report.by_phase,
+        "by_kind": report.by_kind,
+        "by_module": report.by_module,
+        "by_source": report.by_source,
+        "buffers": [dataclasses.asdict(buffer) for buffer in report.peak],
+        "timeline": {
+            "schedule": list(report.timeline.schedule),
+            "phases": list(report.phases),
+            "live": report.timeline.live.tolist(),
+            "live_by_kind": {kind: row.tolist() for kind, row in report.live_by_kind.items()},
+        },
+    }

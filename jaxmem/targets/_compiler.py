@@ -26,10 +26,12 @@ _SUFFIX = ".compiled"
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What XLA said of one program: bytes by name, and the optimised HLO (gzipped)."""
+    """What XLA said of one program: bytes by name, the optimised HLO and, where asked for, its
+    buffer assignment and live ranges (``dump``, by name), all texts gzipped."""
 
     stats: dict[str, int]
     compressed_hlo: bytes = dataclasses.field(repr=False)
+    dump: dict[str, bytes] = dataclasses.field(repr=False, default_factory=dict)
 
     @property
     def hlo(self) -> str:
@@ -43,6 +45,7 @@ def compile_module(
     *,
     options: dict | None = None,
     timeout: float = 3600,
+    dump: bool = False,
 ) -> Compiled:
     """Compiles a lowered module for a GPU that need not be there.
 
@@ -54,6 +57,7 @@ def compile_module(
         target: the GPU, and how many of them.
         options: XLA flags by name (values of type bool, int, float or str).
         timeout: seconds, after which the worker is killed.
+        dump: whether to give XLA's buffer assignment too (`Compiled.dump`).
 
     Raises:
         CompileError: XLA refused the program, ran out of time, or died; with its last lines.
@@ -69,17 +73,20 @@ def compile_module(
         "config": target.config(),
         "count": target.count,
         "options": flags,
+        "dump": dump,
     }
     path = _result_path(request, compiler, options)
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return _read(path)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = _read(path)
+        if kept.dump or not dump:
+            return kept
     with _slots:
         reply = _Worker.borrow(compiler).request(request, timeout, target.name)
     if "error" in reply:
         raise CompileError(
             f"XLA could not compile the program for {target.name}:\n{reply['error']}"
         )
-    compiled = Compiled(reply["stats"], reply["hlo"])
+    compiled = Compiled(reply["stats"], reply["hlo"], reply["dump"])
     _write(path, compiled)
     return compiled
 
@@ -100,18 +107,27 @@ def _result_path(request: dict, compiler: Compiler, options: dict | None) -> pat
 
 
 def _read(path: pathlib.Path) -> Compiled:
-    header, _, hlo = path.read_bytes().partition(b"\n")
-    compiled = Compiled(json.loads(header), hlo)
+    header, _, rest = path.read_bytes().partition(b"\n")
+    fields = json.loads(header)
+    parts = {}
+    for name, size in fields["parts"]:
+        parts[name], rest = rest[:size], rest[size:]
+        if len(parts[name]) != size:
+            raise ValueError(f"{path} is cut short")
+    compiled = Compiled(fields["stats"], parts.pop("hlo"), parts)
     os.utime(path)
     return compiled
 
 
 def _write(path: pathlib.Path, compiled: Compiled) -> None:
+    parts = {"hlo": compiled.compressed_hlo, **compiled.dump}
+    sizes = [(name, len(part)) for name, part in parts.items()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(json.dumps(compiled.stats).encode() + b"\n" + compiled.compressed_hlo)
+            file.write(json.dumps({"stats": compiled.stats, "parts": sizes}).encode() + b"\n")
+            file.write(b"".join(parts.values()))
         os.replace(name, path)
         kept = sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime)
         for old in kept[:-_KEPT_RESULTS]:

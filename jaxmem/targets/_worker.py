@@ -7,7 +7,8 @@ and nothing of jaxmem.
     python -P _worker.py PLUGIN.so PACKAGES
 
 Request: ``{"module": MLIR bytecode, "config": GpuTargetConfigProto text, "count": GPUs,
-"options": [(flag, value)]}``. Reply: ``{"stats": {name: bytes}, "hlo": gzipped text}`` or
+"options": [(flag, value)], "dump": whether to give XLA's buffer assignment too}``. Reply:
+``{"stats": {name: bytes}, "hlo": gzipped text, "dump": {name: gzipped text}}`` or
 ``{"error": text}``.
 """
 
@@ -15,9 +16,11 @@ import functools
 import gzip
 import importlib
 import os
+import pathlib
 import pickle
 import re
 import sys
+import tempfile
 
 import numpy as np
 from jax._src.interpreters import mlir
@@ -70,7 +73,7 @@ def _register_custom_calls(api, packages: str) -> None:
                 )
 
 
-def _compile(api, module: bytes, config: str, count: int, options: list) -> dict:
+def _compile(api, module: bytes, config: str, count: int, options: list, dump: bool) -> dict:
     topology = xla_client.make_c_api_device_topology(
         api, "", target_config=config, topology=f"1x1x{count}"
     )
@@ -83,12 +86,19 @@ def _compile(api, module: bytes, config: str, count: int, options: list) -> dict
     compile_options.device_assignment = build.device_assignment = assignment
     build.use_spmd_partitioning = True
     build.use_shardy_partitioner = True
-    compile_options.env_option_overrides = options
-    with mlir.make_ir_context():
+    with tempfile.TemporaryDirectory() as folder, mlir.make_ir_context():
+        if dump:
+            options = [*options, ("xla_dump_to", folder), ("xla_dump_hlo_as_text", True)]
+        compile_options.env_option_overrides = options
         parsed = ir.Module.parse(module)
         executable = devices[0].client.compile(
             parsed, xla_client.DeviceList(tuple(devices)), compile_options
         )
+        dumped = {
+            name: gzip.compress(path.read_bytes(), 3)
+            for name in ("buffer-assignment", "live-range")
+            for path in pathlib.Path(folder).glob(f"*_gpu_after_optimizations-{name}.txt")
+        }
     stats = executable.get_compiled_memory_stats()
     suffix = "_size_in_bytes"
     return {
@@ -98,6 +108,7 @@ def _compile(api, module: bytes, config: str, count: int, options: list) -> dict
             if name.endswith(suffix)
         },
         "hlo": gzip.compress(executable.hlo_modules()[0].to_string().encode(), 3),
+        "dump": dumped,
     }
 
 

@@ -1,0 +1,145 @@
+"""Compiling a step for a target, and the report of what it takes."""
+
+import functools
+import gzip
+import inspect
+import pathlib
+import tempfile
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxmem import _jax
+from jaxmem._bytes import format_bytes
+from jaxmem._checks import check_call
+from jaxmem._errors import CompileError, JaxmemError, OffloadError
+from jaxmem.memory._arguments import Argument, describe_arguments
+from jaxmem.memory._report import MemoryReport
+from jaxmem.program import size_of
+from jaxmem.targets import LocalDevice, Target, compile_module, resolve
+
+
+def memory(
+    step: Callable,
+    *args: Any,
+    target: str | Target | LocalDevice | None = None,
+    compiler_options: dict[str, Any] | None = None,
+    timeout: float = 3600,
+    **kwargs: Any,
+) -> MemoryReport:
+    """The bytes that a step takes on a target, by compiling it; nothing runs, nothing is allocated.
+
+    Args:
+        step: a function, or a jitted one (then its donation and shardings count).
+        *args, **kwargs: its arguments: arrays or `jax.ShapeDtypeStruct`, with the shardings and
+            memory kinds they have (`jaxmem.eval_shape` makes abstract ones that keep them). For
+            several GPUs, shard them over a `jax.sharding.AbstractMesh`.
+        target: a GPU's name or `jaxmem.Target`, present or not; None: the attached device.
+        compiler_options: XLA flags for this compilation alone.
+        timeout: seconds for the compilation.
+
+    Raises:
+        CompileError: XLA refused the program, ran out of time, or died.
+        OffloadError: the compiled program does not keep in host memory what the step asks for.
+        JaxmemError: the target is not known, its compiler is not installed, the step calls into
+            Python, or it is partitioned for another number of devices than the target has.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> report = jaxmem.memory(jnp.sin, jnp.ones((64, 64), jnp.float32), target="local")
+    >>> report.argument
+    16384
+    """
+    chosen = resolve(target)
+    jitted, args = _jitted(step, args)
+    check_call(jitted, args, kwargs, "jaxmem.memory")
+    args, kwargs = jax.tree.map(_jax.abstract, (args, kwargs))
+    if isinstance(chosen, LocalDevice):
+        return _local(step, jitted, args, kwargs, chosen, compiler_options)
+    traced = jitted.trace(*args, **kwargs)
+    callback = _jax.find_callback(traced.jaxpr.jaxpr)
+    if callback:
+        raise JaxmemError(
+            f"The step calls from the device into Python ({callback}), which cannot be compiled "
+            "for a GPU that is not there. Leave it out for this, or take target='local'."
+        )
+    lowered = _jax.lower_for_cuda(traced)
+    module, partitions = _jax.to_bytecode(lowered)
+    if partitions != chosen.count:
+        raise JaxmemError(
+            f"The step is partitioned over {partitions} devices, and the target is {chosen.count} "
+            f"of {chosen.name}. Pass target=jaxmem.target({chosen.name!r}, count={partitions}), or "
+            "shard the arguments over a mesh of that size."
+        )
+    compiled = compile_module(module, chosen, options=compiler_options, timeout=timeout, dump=True)
+    described = _arguments(step, traced, lowered, args, kwargs)
+    report = _report(chosen, compiled.stats, compiled.hlo, compiled.dump, described)
+    on_host = _jax.host_results(traced)
+    expected = report.host_output if on_host is None else sum(map(size_of, on_host))
+    if chosen.count == 1 and expected != report.host_output:
+        raise OffloadError(
+            f"The step asks for {format_bytes(expected)} of its results in host memory, and the "
+            f"compiled program has {format_bytes(report.host_output)} there. JAX pairs donated "
+            "arguments with results of the same shape in order, whatever memory they are in: "
+            "donate parameters and state together and return them in the order in which they are "
+            "taken, as jaxmem.train_step does, or give out_shardings."
+        )
+    return report
+
+
+def _local(step, jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
+    traced = jitted.trace(*args, **kwargs)
+    lowered = traced.lower()
+    with tempfile.TemporaryDirectory() as folder:
+        dumping = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        if target.platform == "cpu" or "xla_dump_to" in (options or {}):
+            dumping = {}  # XLA's CPU compiler writes no live ranges
+        try:
+            compiled = lowered.compile(compiler_options={**dumping, **(options or {})} or None)
+        except jax.errors.JaxRuntimeError as error:
+            raise CompileError(f"XLA could not compile the step for {target}:\n{error}") from error
+        dump = {
+            name: gzip.compress(path.read_bytes(), 3)
+            for name in ("buffer-assignment", "live-range")
+            for path in pathlib.Path(folder).glob(f"*_gpu_after_optimizations-{name}.txt")
+        }
+    analysis = compiled.memory_analysis()
+    suffix = "_size_in_bytes"
+    stats = {
+        name.removesuffix(suffix): getattr(analysis, name)
+        for name in dir(analysis)
+        if name.endswith(suffix)
+    }
+    described = _arguments(step, traced, lowered, args, kwargs)
+    return _report(target, stats, compiled.as_text(), dump, described)
+
+
+def _report(target, stats, hlo, dump, arguments) -> MemoryReport:
+    fields = ("argument", "output", "alias", "temp")
+    counts = {name: stats[name] for name in (*fields, *(f"host_{name}" for name in fields))}
+    return MemoryReport(target=target, hlo=hlo, dump=dump, arguments=arguments, **counts)
+
+
+def _arguments(step, traced, lowered, args, kwargs) -> tuple[Argument | None, ...]:
+    """The arrays that the compiled program takes, in its order; None: not known."""
+    try:
+        names = tuple(inspect.signature(step).parameters)
+    except (TypeError, ValueError):
+        names = ()
+    results = jax.tree.leaves(traced.out_info)
+    described = describe_arguments(args, kwargs, names, results)
+    by_path = {argument.path: argument for argument in described}
+    paths = _jax.argument_names(traced)
+    return tuple(by_path.get(paths[number]) for number in _jax.kept_arguments(lowered))
+
+
+def _jitted(step: Any, args: tuple) -> tuple[Any, tuple]:
+    """The step as something that traces, whatever is bound to it as further arguments."""
+    if not callable(step):
+        raise JaxmemError(f"jaxmem.memory takes a function or a jitted one; got {step!r}.")
+    if isinstance(step, types.MethodType) and hasattr(step.__func__, "trace"):
+        return step.__func__, (step.__self__, *args)
+    if isinstance(step, functools.partial) and hasattr(step.func, "trace") and not step.keywords:
+        return _jitted(step.func, (*step.args, *args))
+    return (step if hasattr(step, "trace") else jax.jit(step)), args

@@ -1,0 +1,212 @@
+"""Where the memory goes: timeline, peak and attribution, against XLA's totals and by hand."""
+
+import gzip
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import FIVE, array, cnn, fsdp, mlp, nnx_transformer, report, scan_transformer
+
+import jaxmem
+from jaxmem.memory._arguments import Argument
+from jaxmem.memory._dump import read_dump
+from jaxmem.memory._peak import MemoryMap
+
+SAMPLES = sorted((pathlib.Path(__file__).parent / "samples").glob("*.json.gz"))
+BREAKDOWNS = ("by_phase", "by_kind", "by_module", "by_source")
+UNKNOWN = "(not attributed)"
+
+
+def read_sample(path):
+    sample = json.loads(gzip.decompress(path.read_bytes()))
+    assignment = read_dump(sample["buffer-assignment"], sample["live-range"], sample["jax"])
+    return sample, assignment
+
+
+# ---- recorded samples of two versions
+
+
+def test_samples_of_two_versions_and_five_programs():
+    names = [path.name.removesuffix(".json.gz").split("-jax-") for path in SAMPLES]
+    assert {(program, version[:4]) for program, version in names} == {
+        (program.__name__, version) for program in FIVE for version in ("0.10", "0.12")
+    }
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name.removesuffix(".json.gz"))
+def test_samples_have_the_totals_of_memory_analysis(path):
+    sample, assignment = read_sample(path)
+    for role in ("argument", "output", "alias", "temp"):
+        assert assignment.total(role) == sample["totals"][role]
+        assert assignment.total(role, on_host=True) == sample["totals"][f"host_{role}"]
+    arguments = [known and Argument(**known) for known in sample["arguments"]]
+    found = MemoryMap(assignment, sample["hlo"], arguments)
+    timeline, totals = found.timeline, sample["totals"]
+    device = totals["argument"] + totals["output"] - totals["alias"] + totals["temp"]
+    assert timeline.device == device
+    assert sum(buffer.bytes for buffer in found.buffers) == timeline.peak == max(timeline.live)
+    np.testing.assert_array_equal(sum(found.live_by_kind.values()), timeline.live)
+    for key in ("phase", "kind", "module", "source"):
+        rows = found.breakdown(lambda buffer, key=key: getattr(buffer, key))
+        assert sum(rows.values()) == device
+        assert rows.get(UNKNOWN, 0) <= 0.05 * timeline.peak
+    # XLA names its own peak; ours is one of the points with as many live bytes.
+    assert not any("/site-packages/" in buffer.source for buffer in found.buffers)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("buffer-assignment", "BufferAssignment:", "Buffers:"),
+        ("buffer-assignment", "preallocated-temp", "some-new-role"),
+        ("buffer-assignment", "(size=", "(bytes="),
+        ("buffer-assignment", "allocation 0: size", "allocation 0: bytes"),
+        ("live-range", "HloLiveRange", "Ranges"),
+        ("live-range", "    0:", "    1:"),
+        ("live-range", "{}:0-", "{}:from 0-"),
+    ],
+)
+def test_an_unknown_format_is_refused(file, old, new):
+    sample, _ = read_sample(SAMPLES[0])
+    assert old in sample[file]
+    sample[file] = sample[file].replace(old, new)
+    with pytest.raises(jaxmem.JaxmemError, match=r"XLA of jax 9\.9 wrote a .* does not know"):
+        read_dump(sample["buffer-assignment"], sample["live-range"], "9.9")
+
+
+def test_a_missing_live_range_is_refused():
+    sample, _ = read_sample(SAMPLES[0])
+    lines = sample["live-range"].splitlines()
+    at = lines.index("  BufferLiveRange:")
+    with pytest.raises(jaxmem.JaxmemError, match="live range or place of a value"):
+        read_dump(sample["buffer-assignment"], "\n".join(lines[: at + 2]), "9.9")
+
+
+# ---- the jax at hand
+
+
+@pytest.mark.parametrize("program", FIVE, ids=lambda program: program.__name__)
+def test_every_breakdown_adds_up_to_the_byte(program):
+    found = report(program)
+    assert found.timeline.device == found.device  # by memory_analysis
+    assert found.device == found.peak_bytes + found.fragmentation
+    for name in BREAKDOWNS:
+        rows = getattr(found, name)
+        assert sum(rows.values()) == found.device
+        assert rows.get(UNKNOWN, 0) <= 0.05 * found.peak_bytes
+
+
+def test_a_dump_that_disagrees_with_memory_analysis_is_refused():
+    import dataclasses
+
+    wrong = dataclasses.replace(report(mlp), temp=12345)
+    with pytest.raises(jaxmem.JaxmemError, match="bytes of temp and its memory analysis 12345"):
+        wrong.timeline  # noqa: B018
+
+
+def test_the_mlp_by_hand():
+    """Four layers of tanh(x @ w), 256 wide, 2048 rows, Adam; a value of 2 MiB a layer."""
+    found, mib = report(mlp), 2**20
+    layer, weight = 2 * mib, 256 * 256 * 4
+    assert found.by_phase["batch"] == 2 * layer
+    assert found.by_kind["residuals"] in (3 * layer, 4 * layer)
+    assert found.by_kind["optimizer state"] == 2 * 4 * weight + 4  # moments and Adam's count
+    assert 4 * weight <= found.by_kind["parameters"] <= 8 * weight  # copies, at most one of each
+    line = next(name for name in found.by_source if name.startswith("tests/programs.py:"))
+    assert line.endswith("(tanh_layers)") and found.by_source[line] >= 3 * layer
+    kept = [buffer for buffer in found.peak if buffer.kind == "residuals"]
+    assert {(one.shape, one.dtype, one.bytes) for one in kept} == {((2048, 256), "f32", layer)}
+    assert found.peak_operation.phase == "backward"
+
+
+def test_linen_modules_and_kinds():
+    found = report(cnn)
+    assert {name.split("/")[0] for name in found.by_module if "Conv" in name} == {"CNN"}
+    assert {"CNN/Conv_0", "CNN/Conv_1", "CNN/Conv_2", "CNN/BatchNorm_0"} <= set(found.by_module)
+    assert found.by_kind["residuals"] > 0.6 * found.peak_bytes
+    # Every parameter's allocation is attributed to its own module.
+    state = [buffer for buffer in found.peak if buffer.source.startswith("argument state.params")]
+    assert any(buffer.module == "CNN/Dense_0" for buffer in state)
+    assert {"forward", "state", "batch"} <= set(found.by_phase)
+    assert found.by_kind["batch"] == found.by_phase["batch"] == 16 * 32 * 32 * 3 * 4 + 16 * 4
+
+
+def test_nnx_modules_are_the_classes_on_the_stack():
+    found = report(nnx_transformer)
+    assert {"Transformer/Block/Linear", "Transformer/Block/MultiHeadAttention"} <= set(
+        found.by_module
+    )
+    assert any(name.startswith("blocks/0/attention") for name in found.by_module)
+    for name in BREAKDOWNS:
+        assert getattr(found, name).get(UNKNOWN, 0) <= 0.05 * found.peak_bytes
+
+
+def test_scan_with_checkpoint_tells_recompute_from_forward():
+    found = report(scan_transformer)
+    assert found.by_phase["recompute"] > 0
+    assert "recompute" in found.phases and "forward" in found.phases and "update" in found.phases
+    stack = 4 * 4 * 128 * 128 * 4  # layers x batch x length x width: each layer kept its input
+    assert any(
+        buffer.bytes == stack and buffer.kind == "residuals" and buffer.phase == "forward"
+        for buffer in found.peak
+    )
+    gradients = [buffer for buffer in found.peak if buffer.kind == "gradients"]
+    assert {buffer.shape for buffer in gradients} >= {(4, 128, 512), (4, 512, 128)}
+
+
+def test_gathered_parameters_show_as_collectives():
+    found = report(fsdp)
+    gathered = [buffer for buffer in found.peak if buffer.operation == "all-gather"]
+    assert gathered and all(buffer.kind == "residuals" for buffer in gathered)
+
+
+def test_the_loss_is_a_phase_of_its_own():
+    def loss_fn(w, x, labels):
+        logits = x @ w
+        return optax_loss(logits, labels)
+
+    import optax
+
+    optax_loss = optax.softmax_cross_entropy_with_integer_labels
+    found = jaxmem.memory(
+        lambda *args: loss_fn(*args).mean(),
+        array(64, 1024),
+        array(128, 64),
+        array(128, dtype=jnp.int32),
+        target="h200",
+    )
+    assert "loss" in found.phases and "update" not in found.phases
+
+
+def test_memory_that_values_share_is_said():
+    found = report(mlp)
+    timeline = found.timeline
+    shared = [
+        placed
+        for point in range(len(timeline.schedule))
+        for placed in timeline.at(point)
+        if placed.shared_with
+    ]
+    assert shared, "an update written over its parameter shares its memory at that point"
+    for point in (0, timeline.peak_point, len(timeline.schedule) - 1):
+        assert sum(placed.bytes for placed in timeline.at(point)) == timeline.live[point]
+
+
+def test_the_cpu_has_no_timeline_and_says_so():
+    found = jaxmem.memory(jnp.sin, array(64, 64), target="local")
+    assert not found.has_timeline
+    with pytest.raises(jaxmem.JaxmemError, match="There is no timeline .* name a GPU, as in"):
+        found.by_phase  # noqa: B018
+
+
+def test_a_step_named_by_its_arguments_alone():
+    """No names, no classes: floats that come back are parameters, the rest is batch."""
+    found = jaxmem.memory(
+        jax.grad(lambda a, b: jnp.sum(jnp.tanh(b @ a))), array(64, 64), array(32, 64), target="h200"
+    )
+    assert found.by_kind["parameters"] == 64 * 64 * 4
+    assert found.by_kind["batch"] == 32 * 64 * 4
+    assert found.by_kind["outputs"] == 64 * 64 * 4
