@@ -4,6 +4,7 @@ Takes a training step and a byte budget, and gives back a step that fits, proved
 numbers for the GPU you name, whether or not that GPU is in the machine.
 """
 
+from jaxmem import optim as optim
 from jaxmem._bytes import format_bytes as format_bytes
 from jaxmem._errors import (
     BudgetError as BudgetError,
@@ -23,6 +24,7 @@ from jaxmem.offloading import eval_shape as eval_shape, offload as offload, plac
 from jaxmem.planning import Plan as Plan
 from jaxmem.precision import Precision as Precision, precision as precision
 from jaxmem.remat import plan as plan, remat as remat, remat_policy as remat_policy
+from jaxmem.sharding import Sharding as Sharding, shard as shard
 from jaxmem.targets import Target as Target, install_compiler as install_compiler, target as target
 from jaxmem.train import TrainState as TrainState, TrainStep as TrainStep, train_step as train_step
 from jaxmem.updating import LayerStack as LayerStack, value_and_update as value_and_update

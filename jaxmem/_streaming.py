@@ -3,6 +3,8 @@
 XLA's scheduler alone would start every transfer at once, since nothing tells it not to.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,12 +53,16 @@ def stream(
     extra: dict[str, Any],
     *,
     index: Any = None,
+    on_host: bool = True,
 ) -> tuple[Any, Any]:
     """``update(gradients, state, params, **extra)`` with what is on the host kept there.
 
     The results are computed one after another, each with the operations that it alone still
     needs. A host leaf is fetched at its first use, behind a barrier that waits for the result
     before and for the gradient at hand.
+
+    With ``on_host=False`` the state is on the device and stays there, and only the order matters:
+    XLA fuses the end of several parameters' updates otherwise, with all that they need alive.
 
     With an ``index``, state and parameters are stacks of layers (the gradients are that layer's),
     and the results are the stacks with that layer replaced, the first of them in the place of the
@@ -66,6 +72,9 @@ def stream(
     stacked = set()
     if index is not None:
         stacked = {id(leaf) for leaf in jax.tree.leaves((state, params))}
+    ordered = set()
+    if not on_host:
+        ordered = {id(leaf) for leaf in jax.tree.leaves(state) if offloadable(leaf)}
     flat = _jax.flatten(call, [_stand_in(leaf, id(leaf) in stacked) for leaf in leaves])
     operands = [*flat.consts, *leaves]
     maker = {value: step for step in flat.steps for value in step.outputs}
@@ -76,9 +85,9 @@ def stream(
         operand = operands[number]
         if id(operand) in stacked:
             operand = fetch(operand, index, awaited)
-        elif _on_host(operand):
+        elif _on_host(operand) or id(operand) in ordered:
             operand, *_ = jax.lax.optimization_barrier((operand, *awaited))
-            operand = jax.device_put(operand, _jax.DEVICE)
+            operand = to_device(operand)
         values[number] = operand
 
     def compute(wanted: int) -> None:
@@ -102,7 +111,7 @@ def stream(
     if index is not None:
         at_home = jax.tree.leaves((out_first, out_state)), jax.tree.leaves((params, state))
         homes = dict(zip(*at_home, strict=True))
-    on_host = {
+    going = {
         at: made
         for at in jax.tree.leaves((out_first, out_state) if homes else out_state)
         if isinstance(made := flat.outputs[at], int) and offloadable(flat.avals[made])
@@ -112,13 +121,23 @@ def stream(
 
     def settle(at: int) -> None:
         value = _jax.read(values, flat.outputs[at])
-        if at in on_host:
+        if at in going:
             done[:] = [value]
         if at in homes:
             value = store(homes[at], value, index)
-        elif at in on_host:
+        elif at in going and on_host:
             value = jax.device_put(value, _jax.HOST)
         results[at] = value
+
+    # Which gradients and host leaves each value is made of, as bits.
+    moved = {id(leaf) for leaf in jax.tree.leaves(gradients)} | stacked | ordered
+    made_of = {
+        number: 1 << number if id(operand) in moved or _on_host(operand) else 0
+        for number, operand in enumerate(operands)
+    }
+    for step in flat.steps:
+        parts = functools.reduce(operator.or_, (made_of[value] for value in step.uses), 0)
+        made_of.update(dict.fromkeys(step.outputs, parts))
 
     gradient = dict(zip(jax.tree.leaves(out_first), jax.tree.leaves(gradients), strict=False))
     for at in [*reversed(jax.tree.leaves(out_first)), *jax.tree.leaves(out_state)]:
@@ -128,8 +147,10 @@ def stream(
         if isinstance(wanted := flat.outputs[at], int):
             compute(wanted)
         settle(at)
-        for other in sorted(on_host.keys() - results.keys()):  # what came along goes back at once
-            if on_host[other] in values:
+        here = functools.reduce(operator.or_, (made_of[value] for value in values), 0)
+        for other in sorted(going.keys() - results.keys()):
+            if not made_of[going[other]] & ~here:  # all that it takes has come: back it goes
+                compute(going[other])
                 settle(other)
     return jax.tree.unflatten(flat.out_tree, [results[at] for at in range(len(results))])
 

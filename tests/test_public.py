@@ -32,7 +32,7 @@ def test_the_face_is_what_it_was_meant_to_be():
     functions = {n for n in PUBLIC if inspect.isfunction(getattr(jaxmem, n))}
     assert functions == {
         *("accumulate", "autocast", "eval_shape", "format_bytes", "install_compiler", "layers"),
-        *("memory", "microbatch", "offload", "value_and_update"),
+        *("memory", "microbatch", "offload", "shard", "value_and_update"),
         *("place", "plan", "precision", "remat", "remat_policy", "target", "train_step"),
     }
 

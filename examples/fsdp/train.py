@@ -1,0 +1,160 @@
+"""A transformer trained with FSDP on several processes, each with its own devices.
+
+One process:
+
+    python examples/fsdp/train.py --steps 20 --checkpoints runs/fsdp
+
+Two, each on its own machine or terminal (the first one's address for both):
+
+    python examples/fsdp/train.py --coordinator localhost:9876 --processes 2 --process 0 ...
+    python examples/fsdp/train.py --coordinator localhost:9876 --processes 2 --process 1 ...
+
+Without a GPU, ``--cpu-devices 2`` gives each process two simulated ones. Started again, on as many
+processes as you like, it goes on from the last checkpoint.
+"""
+
+import argparse
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import jaxmem
+
+WIDTH, DEPTH, HEADS, VOCABULARY, CONTEXT, BATCH = 128, 4, 4, 256, 64, 8
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--coordinator", help="host:port of process 0")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--process", type=int, default=0, help="number of this one")
+    parser.add_argument("--cpu-devices", type=int, help="simulate this many devices")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--stage", type=int, default=3, help="of ZeRO")
+    parser.add_argument("--checkpoints", type=pathlib.Path)
+    parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
+    parser.add_argument("--timeout", type=int, default=20, help="seconds until a process is lost")
+    parser.add_argument("--pause", type=float, default=0, help="seconds after each step")
+    return parser.parse_args()
+
+
+def start(arguments) -> None:
+    """Joins the processes; all before the first use of a device."""
+    if arguments.cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", arguments.cpu_devices)
+    if arguments.processes > 1:
+        jax.distributed.initialize(
+            arguments.coordinator,
+            arguments.processes,
+            arguments.process,
+            heartbeat_timeout_seconds=arguments.timeout,
+        )
+
+
+# ---- the model
+
+
+def make_layer(key):
+    qkv, out, up, down = jax.random.split(key, 4)
+    return {
+        "qkv": jax.random.normal(qkv, (WIDTH, 3 * WIDTH)) / WIDTH**0.5,
+        "out": jax.random.normal(out, (WIDTH, WIDTH)) / WIDTH**0.5,
+        "up": jax.random.normal(up, (WIDTH, 4 * WIDTH)) / WIDTH**0.5,
+        "down": jax.random.normal(down, (4 * WIDTH, WIDTH)) / (4 * WIDTH) ** 0.5,
+    }
+
+
+def make_params(key):
+    embed, blocks, head = jax.random.split(key, 3)
+    return {
+        "embed": jax.random.normal(embed, (VOCABULARY, WIDTH)),
+        "blocks": jax.vmap(make_layer)(jax.random.split(blocks, DEPTH)),
+        "head": jax.random.normal(head, (WIDTH, VOCABULARY)) / WIDTH**0.5,
+    }
+
+
+def normalise(x):
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+
+def block(params, x):
+    rows, length, _ = x.shape
+    q, k, v = jnp.split((normalise(x) @ params["qkv"]).reshape(rows, length, HEADS, -1), 3, -1)
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+    x = x + mixed @ params["out"]
+    return x + jax.nn.gelu(normalise(x) @ params["up"]) @ params["down"]
+
+
+def loss_fn(block, params, tokens):
+    x = params["embed"][tokens[:, :-1]]
+    x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, params["blocks"])
+    logits = normalise(x) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def batch_of(step: int) -> np.ndarray:
+    """Sequences that count up by a number of their own, the same on every process."""
+    random = np.random.default_rng(step)
+    first, by = random.integers(0, VOCABULARY, (2, BATCH, 1))
+    return (first + (by % 7) * np.arange(CONTEXT + 1)) % VOCABULARY
+
+
+def main() -> int:
+    arguments = parse()
+    start(arguments)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    fsdp = jaxmem.shard(mesh, stage=arguments.stage, scanned="blocks")
+    optimizer = fsdp.optimizer(optax.adamw(1e-3))
+    layer = fsdp.gather(block)
+
+    params = fsdp.init(make_params, jax.random.key(0))
+    state = {"params": params, "optimizer": fsdp.place_state(optimizer.init(params))}
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+
+    def step(state, tokens):
+        loss, gradients = jax.value_and_grad(lambda p: loss_fn(layer, p, tokens))(state["params"])
+        updates, rest = optimizer.update(gradients, state["optimizer"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": rest}, loss
+
+    step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
+    done, manager = 0, None
+    if arguments.checkpoints:
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        manager = ocp.CheckpointManager(arguments.checkpoints.resolve(), options=options)
+        if manager.latest_step() is not None:
+            done = manager.latest_step()
+            state = manager.restore(done, args=ocp.args.StandardRestore(state))
+    if jax.process_index() == 0:
+        print(fsdp.report(state["params"], state["optimizer"]))
+        print(f"{jax.process_count()} processes, from step {done}", flush=True)
+    for number in range(done, arguments.steps):
+        state, loss = step(state, fsdp.place_batch(batch_of(number)))
+        if jax.process_index() == 0:
+            print(f"step {number} loss {float(loss):.9f}", flush=True)
+        if manager and (number + 1) % arguments.every == 0:
+            manager.save(number + 1, args=ocp.args.StandardSave(state))
+        time.sleep(arguments.pause)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except jax.errors.JaxRuntimeError as error:
+        print(
+            f"A process was lost, or a device failed, and nothing can go on without it:\n{error}\n"
+            "Start all processes again: they continue from the last checkpoint.",
+            file=sys.stderr,
+            flush=True,
+        )
+        # The others cannot be waited for: leave without JAX's farewell to them.
+        import os
+
+        os._exit(3)

@@ -1,0 +1,166 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+import jaxmem
+
+P = PartitionSpec
+EIGHT = AbstractMesh((8,), ("data",))
+GIB = 2**30
+
+
+def test_the_largest_axis_that_divides_and_never_the_layers():
+    fsdp = jaxmem.shard(EIGHT, scanned="blocks", keep=lambda path, leaf: leaf.size < 64)
+    shapes = {
+        "a": (512, 2048),
+        "b": (2050, 512),  # the largest is not a multiple
+        "small": (8, 7),
+        "blocks": {"kernel": (1024, 64, 128), "bias": (1024, 64)},
+        "empty": (0, 8),
+        "scalar": (),
+    }
+    tree = jax.tree.map(lambda s: jnp.zeros(s), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    assert fsdp.specs(tree) == {
+        "a": P(None, "data"),
+        "b": P(None, "data"),
+        "small": P(),
+        "blocks": {"kernel": P(None, None, "data"), "bias": P(None, "data")},
+        "empty": P(),
+        "scalar": P(),
+    }
+    state = optax.adam(1e-3).init(tree)  # the optimizer's state follows
+    assert fsdp.specs(state)[0].nu == fsdp.specs(tree)
+
+
+def test_refusals():
+    with pytest.raises(jaxmem.JaxmemError, match=r"no axis 'model'; its axes are 'data'\."):
+        jaxmem.shard(EIGHT, "model")
+    with pytest.raises(jaxmem.JaxmemError, match="stages 1, 2 and 3; got stage=4"):
+        jaxmem.shard(EIGHT, stage=4)
+    with pytest.raises(jaxmem.JaxmemError, match=r"takes a jax.sharding.Mesh.*got 8"):
+        jaxmem.shard(8)
+    fsdp = jaxmem.shard(EIGHT, scanned="blocks")
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        fsdp.specs({"blocks": jnp.zeros((8, 101, 1001))})
+    assert str(caught.value) == (
+        "['blocks'] of shape [8, 101, 1001] cannot be spread over 8 devices (data): no axis after "
+        "the layers is a multiple. Pad it, or let every device keep a copy: "
+        "jaxmem.shard(keep=lambda path, leaf: ...)."
+    )
+    with pytest.raises(jaxmem.JaxmemError, match=r"batch\['x'\] has shape \[6\].*over 8 devices"):
+        fsdp.place_batch({"x": jnp.zeros(6)})
+
+
+def test_the_report_counts_what_each_device_has():
+    fsdp = jaxmem.shard(AbstractMesh((2, 8), ("replica", "data")))
+    params = {"kernel": jnp.zeros((256, 1024), jnp.float32), "bias": jnp.zeros(8, jnp.float32)}
+    text = fsdp.report(params, optax.adam(1e-3).init(params))
+    assert text.splitlines()[0] == "ZeRO stage 3 over 8 devices (data), 2 times (replica)"
+    assert text.splitlines()[2].split() == ["parameters", "1.00", "MiB", "128.03", "KiB"]
+    assert text.splitlines()[-1].startswith("4 small arrays on every device: 100 B")
+
+
+# ---- one device is a mesh too: the mathematics
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offloaded", [False, True], ids=["device", "host"])
+def test_a_step_is_the_plain_one(stage, offloaded):
+    fsdp = jaxmem.shard(Mesh(jax.devices()[:1], ("data",)), stage=stage)
+    layer = fsdp.gather(lambda w, x: jnp.tanh(x @ w))
+    plain = optax.adamw(1e-2)
+    optimizer = fsdp.optimizer(plain)
+    optimizer = jaxmem.offload(optimizer) if offloaded else optimizer
+    make = lambda: list(jnp.sin(jnp.arange(3 * 128.0 * 128)).reshape(3, 128, 128) / 9)  # noqa: E731
+    x = fsdp.place_batch(jnp.cos(jnp.arange(4 * 128.0)).reshape(4, 128))
+
+    def loss(layer, params):
+        return jnp.sum(functools.reduce(lambda x, w: layer(w, x), params, x) ** 2)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def step(optimizer, layer, params, state):
+        updates, state = optimizer.update(
+            jax.grad(functools.partial(loss, layer))(params), state, params
+        )
+        return optax.apply_updates(params, updates), state
+
+    params, expected = fsdp.init(make), make()
+    state, expected_state = fsdp.place_state(optimizer.init(params)), plain.init(expected)
+    for _ in range(2):
+        params, state = step(optimizer, layer, params, state)
+        expected, expected_state = step(
+            plain, lambda w, x: jnp.tanh(x @ w), expected, expected_state
+        )
+    got, wanted = jax.device_get(((params, state), (expected, expected_state)))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-9, atol=1e-13)
+
+
+# ---- compiled for GPUs that are not there
+
+
+def compiled(stage=3, gathered=True, mesh=EIGHT, count=8, width=1024, layers=8, offloaded=False):
+    fsdp = jaxmem.shard(mesh, "data", stage=stage)
+    layer = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
+    layer = fsdp.gather(layer) if gathered else layer
+
+    def loss_fn(params, x):
+        return jnp.mean(functools.reduce(lambda x, w: layer(w, x), params, x) ** 2)
+
+    optimizer = fsdp.optimizer(optax.sgd(1e-3, momentum=0.9))
+    optimizer = jaxmem.offload(optimizer) if offloaded else optimizer
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    params = fsdp.place_params(params)
+    state = fsdp.place_state(jaxmem.eval_shape(optimizer.init, params))
+    x = fsdp.place_batch(jax.ShapeDtypeStruct((256, width), jnp.float32))
+
+    def step(params, state, x):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    places = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
+    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=places)
+    return jaxmem.memory(step, params, state, x, target=jaxmem.target("h100", count=count))
+
+
+MATRIX, BATCH = 4 * 1024**2, 4 * 256 * 1024
+
+
+def test_stage_3_keeps_an_eighth_and_gathers_again():
+    report = compiled()
+    assert report.argument == pytest.approx(2 * 8 * MATRIX / 8 + BATCH / 8, rel=0.03)
+    assert report.alias == pytest.approx(2 * 8 * MATRIX / 8, rel=0.03)
+    assert report.temp < 4.5 * MATRIX
+    assert report.collectives.count["all-gather"] == 16
+    kept = compiled(gathered=False)
+    assert kept.temp > 6 * MATRIX
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2_spread_the_state_alone(stage):
+    report = compiled(stage)
+    assert report.argument == pytest.approx(8 * MATRIX * (1 + 1 / 8) + BATCH / 8, rel=0.03)
+    assert report.alias == pytest.approx(8 * MATRIX * (1 + 1 / 8), rel=0.03)
+
+
+def test_hybrid_sharding_copies_over_the_other_axis():
+    report = compiled(mesh=AbstractMesh((2, 4), ("replica", "data")))
+    assert report.argument == pytest.approx(2 * 8 * MATRIX / 4 + BATCH / 8, rel=0.03)
+    assert report.collectives.count["all-reduce"] >= 1
+
+
+def test_sharded_state_on_the_host():
+    report = compiled(offloaded=True)
+    assert report.host_argument == report.host_alias == 8 * MATRIX // 8
+    assert report.argument == pytest.approx(8 * MATRIX / 8 + BATCH / 8, rel=0.03)
+
+
+@pytest.mark.parametrize("count", [64, 256])
+def test_hundreds_of_gpus(count):
+    mesh = AbstractMesh((count,), ("data",))
+    report = compiled(mesh=mesh, count=count, layers=2)
+    assert report.argument == pytest.approx((4 * MATRIX + BATCH) / count, rel=0.03)
