@@ -18,7 +18,16 @@ from jaxmem.accumulation import accumulate as accumulate
 from jaxmem.autocast import autocast as autocast
 from jaxmem.layering import Layers as Layers, layers as layers
 from jaxmem.loss_scale import LossScale as LossScale, LossScaleState as LossScaleState
-from jaxmem.memory import MemoryReport as MemoryReport, memory as memory
+from jaxmem.memory import (
+    Diff as Diff,
+    Measured as Measured,
+    MemoryReport as MemoryReport,
+    Residuals as Residuals,
+    diff as diff,
+    measure as measure,
+    memory as memory,
+    residuals as residuals,
+)
 from jaxmem.microbatching import microbatch as microbatch
 from jaxmem.offloading import eval_shape as eval_shape, offload as offload, place as place
 from jaxmem.planning import Plan as Plan

@@ -276,6 +276,49 @@ def lower_for_cuda(traced):
     return traced.lower(lowering_platforms=("cuda",))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """A value that a vjp keeps: the number of the argument that it is, or the equation that made
+    it; neither: a constant."""
+
+    aval: Any
+    argument: int | None = None
+    equation: JaxprEqn | None = None
+
+    @property
+    def operation(self) -> str:
+        return self.equation.primitive.name if self.equation else ""
+
+    @property
+    def name_stack(self) -> str:
+        return str(self.equation.source_info.name_stack) if self.equation else ""
+
+    @property
+    def frames(self) -> list[tuple[str, str, int]]:
+        """File, function and line of the Python stack, innermost first."""
+        traceback = self.equation.source_info.traceback if self.equation else None
+        frames = traceback.frames if traceback else ()
+        return [(frame.file_name, frame.function_name, frame.line_num) for frame in frames]
+
+
+def saved_residuals(fun: Callable, leaves: Sequence[Any]) -> list[Kept]:
+    """What the forward pass of ``fun(*leaves)`` keeps for its backward pass, each value once."""
+    closed, shapes = jax.make_jaxpr(lambda *xs: jax.vjp(fun, *xs), return_shape=True)(*leaves)
+    jaxpr = getattr(closed, "jaxpr", closed)
+    count = jax.tree.structure(shapes[1]).num_leaves
+    made = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+    found: dict[Any, Kept] = {}
+    for variable in jaxpr.outvars[len(jaxpr.outvars) - count :]:
+        # These only mark or round what another operation made.
+        while variable in made and made[variable].primitive.name in ("reduce_precision", "name"):
+            variable = made[variable].invars[0]
+        if isinstance(variable, Literal):
+            continue
+        number = jaxpr.invars.index(variable) if variable in jaxpr.invars else None
+        found[variable] = Kept(variable.aval, number, made.get(variable))
+    return list(found.values())
+
+
 def argument_names(traced) -> tuple[str, ...]:
     """Paths of the arrays that a traced step takes, in order: ``state.params['w']``."""
     return tuple(traced.jaxpr.jaxpr.debug_info.arg_names)

@@ -1,48 +1,261 @@
-"""The command line: ``jaxmem`` and ``python -m jaxmem``."""
+"""The command line: ``jaxmem`` and ``python -m jaxmem``.
+
+A step is named ``module:function``: a function without arguments, in a module that Python finds
+from the working directory, that returns ``(step, args)``: a function or jitted function, and the
+tuple of its arguments, real or `jax.ShapeDtypeStruct`.
+
+Exit codes: 0; 1: an error, which is printed; 2: wrong usage; 3: the step does not fit the budget.
+"""
 
 import argparse
+import contextlib
 import dataclasses
+import importlib
 import json
+import os
+import pathlib
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from jaxmem._bytes import format_bytes
+from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._errors import JaxmemError
-from jaxmem.targets import install_compiler, known_targets
+from jaxmem.memory import MemoryReport, diff, measure, memory
+from jaxmem.targets import install_compiler, known_targets, target
+
+_MISSED = 3
+_STEP = "module:function that returns (step, args)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code (1: an error, which is printed)."""
+    """Runs one command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="jaxmem", description="Memory tools for JAX and Flax.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    targets = commands.add_parser("targets", help="list the GPUs that can be compiled for")
-    targets.add_argument("--json", action="store_true", help="all figures, as JSON")
-    install = commands.add_parser(
-        "install-compiler", help="install XLA's compiler for GPUs that are not in the machine"
-    )
-    install.add_argument("--cuda", type=int, default=13, help="13, or 12 for V100 (default: 13)")
+    commands = parser.add_subparsers(metavar="command", required=True)
+    for add in (_add_estimate, _add_profile, _add_diff, _add_targets, _add_install):
+        add(commands)
     options = parser.parse_args(arguments)
     try:
-        if options.command == "targets":
-            _targets(options.json)
-        else:
-            print("XLA's GPU compiler: installing once for this version of jaxlib", flush=True)
-            print(f"XLA's GPU compiler is in {install_compiler(options.cuda)}")
+        return options.run(options)
     except JaxmemError as error:
         print(f"jaxmem: {error}", file=sys.stderr)
         return 1
+
+
+def _add_command(commands, name: str, run: Callable[[Any], int], about: str):
+    parser = commands.add_parser(name, help=about, description=about)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    return parser
+
+
+# ---- estimate
+
+
+def _add_estimate(commands) -> None:
+    about = "compile a step for a GPU, which need not be there, and say where its memory goes"
+    parser = _add_command(commands, "estimate", _estimate, about)
+    parser.add_argument("step", help=_STEP)
+    _add_target(parser)
+    _add_files(parser)
+    parser.add_argument("--budget", help="bytes, '11GiB' or '80%%'; exit code 3 if it is missed")
+
+
+def _add_target(parser) -> None:
+    parser.add_argument("--target", default="local", help="a GPU's name (default: local)")
+    parser.add_argument("--count", type=int, default=1, help="GPUs of a sharded step (default: 1)")
+
+
+def _add_files(parser) -> None:
+    parser.add_argument("--html", metavar="FILE", help="write the report as a page")
+    parser.add_argument("--plot", metavar="FILE", help="write the timeline as .png, .svg or .pdf")
+
+
+def _estimate(options) -> int:
+    report = _report(options.step, options)
+    budget = options.budget and parse_budget(options.budget, report.target.usable_bytes or None)
+    missed = bool(budget) and report.device > budget
+    if options.json:
+        about = json.loads(report.to_json())
+        if budget:
+            about |= {"budget": budget, "fits": not missed}
+        print(json.dumps(about, indent=1))
+    else:
+        print(report)
+    _write_files(report, options)
+    if missed:
+        print(
+            f"jaxmem: the step takes {format_bytes(report.device)}, "
+            f"{format_bytes(report.device - budget)} more than the budget of "
+            f"{format_bytes(budget)}.",
+            file=sys.stderr,
+        )
+    return _MISSED if missed else 0
+
+
+def _report(name: str, options) -> MemoryReport:
+    chosen = target(options.target, count=options.count)
+    step, args = _load(name)
+    with _progress(f"compiling {name} for {options.target}"):
+        return memory(step, *args, target=chosen)
+
+
+def _write_files(report: MemoryReport, options) -> None:
+    if options.html:
+        report.to_html(options.html)
+        print(f"wrote {options.html}", file=sys.stderr)
+    if options.plot:
+        report.plot(options.plot)
+        print(f"wrote {options.plot}", file=sys.stderr)
+
+
+def _load(name: str) -> tuple[Callable, tuple]:
+    """The step and the arguments that ``module:function`` returns."""
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise JaxmemError(f"A step is given as {_STEP}, such as train:make; got {name!r}.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise JaxmemError(
+            f"The module {module_name!r} of {name!r} cannot be imported from {os.getcwd()}: "
+            f"{error}."
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise JaxmemError(f"The module {module_name!r} has no function {function_name!r}.")
+    made = function()
+    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
+        raise JaxmemError(
+            f"{name} must return (step, args): a function and the tuple of its arguments. It "
+            f"returned {_described(made)}."
+        )
+    step, args = made
+    if not isinstance(args, tuple | list):
+        raise JaxmemError(
+            f"{name} must return (step, args) with args a tuple, as in (step, (state, batch)); its "
+            f"args are {_described(args)}."
+        )
+    return step, tuple(args)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}: ({', '.join(type(part).__name__ for part in value)})"
+    return f"a {type(value).__name__}"
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """Seconds on stderr while something takes long; on a terminal in one line."""
+    began, done = time.monotonic(), threading.Event()
+    live = sys.stderr.isatty()
+
+    def tell():
+        print(f"{what} ...", file=sys.stderr, end="" if live else "\n", flush=True)
+        while live and not done.wait(1):
+            seconds = time.monotonic() - began
+            print(f"\r{what} ... {seconds:.0f} s", file=sys.stderr, end="", flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
+        print(f"{chr(13) if live else ''}{what}: {time.monotonic() - began:.1f} s", file=sys.stderr)
+
+
+# ---- profile
+
+
+def _add_profile(commands) -> None:
+    about = "run a step once on the attached device: the allocator's peak beside the compiled bytes"
+    parser = _add_command(commands, "profile", _profile, about)
+    parser.add_argument("step", help=_STEP)
+    _add_files(parser)
+
+
+def _profile(options) -> int:
+    step, args = _load(options.step)
+    with _progress(f"running {options.step}"):
+        measured = measure(step, *args)
+    if options.json:
+        fields = ("arguments", "before", "after", "earlier_peak", "peak", "phases", "unexplained")
+        about = {name: getattr(measured, name) for name in fields}
+        print(json.dumps({**about, "compiled": json.loads(measured.compiled.to_json())}, indent=1))
+    else:
+        print(measured)
+    _write_files(measured.compiled, options)
     return 0
 
 
-def _targets(as_json: bool) -> None:
-    known = known_targets()
-    if as_json:
-        print(json.dumps([dataclasses.asdict(target) for target in known.values()], indent=1))
-        return
-    print(f"{'name':14}{'usable':>11}{'GB/s':>7}{'fp32':>7}{'half':>6} TFLOP/s  description")
-    for target in known.values():
+# ---- diff
+
+
+def _add_diff(commands) -> None:
+    about = "compare two steps: what grew, what shrank, and a verdict"
+    parser = _add_command(commands, "diff", _diff, about)
+    of = f"a file that estimate --json wrote, or {_STEP}"
+    parser.add_argument("before", help=of)
+    parser.add_argument("after", help=of)
+    _add_target(parser)
+    parser.add_argument("--budget", help="exit code 3 if the second one does not fit it")
+
+
+def _diff(options) -> int:
+    both = []
+    for name in (options.before, options.after):
+        path = pathlib.Path(name)
+        both.append(path.read_text() if path.is_file() else _report(name, options))
+    found = diff(*both)
+    print(found.to_json() if options.json else found)
+    budget = options.budget and parse_budget(options.budget, found.after["usable"] or None)
+    if budget and found.after["device"] > budget:
         print(
-            f"{target.name:14}{format_bytes(target.usable_bytes):>11}"
-            f"{target.memory_bandwidth / 1e9:>7.0f}{target.fp32_flops / 1e12:>7.1f}"
-            f"{target.half_flops / 1e12:>6.0f}          {target.description}"
+            f"jaxmem: {options.after} takes {format_bytes(found.after['device'])}, more than the "
+            f"budget of {format_bytes(budget)}.",
+            file=sys.stderr,
         )
+        return _MISSED
+    return 0
+
+
+# ---- targets and their compilers
+
+
+def _add_targets(commands) -> None:
+    _add_command(commands, "targets", _targets, "list the GPUs that can be compiled for")
+
+
+def _targets(options) -> int:
+    known = known_targets()
+    if options.json:
+        print(json.dumps([dataclasses.asdict(one) for one in known.values()], indent=1))
+        return 0
+    print(f"{'name':14}{'usable':>11}{'GB/s':>7}{'fp32':>7}{'half':>6} TFLOP/s  description")
+    for one in known.values():
+        print(
+            f"{one.name:14}{format_bytes(one.usable_bytes):>11}"
+            f"{one.memory_bandwidth / 1e9:>7.0f}{one.fp32_flops / 1e12:>7.1f}"
+            f"{one.half_flops / 1e12:>6.0f}          {one.description}"
+        )
+    return 0
+
+
+def _add_install(commands) -> None:
+    about = "install XLA's compiler for GPUs that are not in the machine"
+    parser = commands.add_parser("install-compiler", help=about, description=about)
+    parser.set_defaults(run=_install)
+    parser.add_argument("--cuda", type=int, default=13, help="13, or 12 for V100 (default: 13)")
+
+
+def _install(options) -> int:
+    print("XLA's GPU compiler: installing once for this version of jaxlib", flush=True)
+    print(f"XLA's GPU compiler is in {install_compiler(options.cuda)}")
+    return 0

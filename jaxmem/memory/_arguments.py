@@ -15,10 +15,14 @@ The rule, first match wins, from the outside of an argument to the leaf:
 """
 
 import dataclasses
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.tree_util import keystr
+
+from jaxmem._jax import is_array
 
 _NAMES = {
     "optimizer state": ("opt_state", "optimizer_state", "optimizer", "opt"),
@@ -63,6 +67,25 @@ def describe_arguments(
             module = _module(words, keys) if kind != "batch" else ""
             described.append(Argument(name + keystr(keys), kind, module, name + fields))
     return described
+
+
+def argument_names(fun: Callable) -> tuple[str, ...]:
+    """The names of a function's arguments, as far as they are known."""
+    try:
+        return tuple(inspect.signature(fun).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def argument_paths(fun: Callable, args: tuple, kwargs: dict) -> list[str]:
+    """The arrays of a call by path, in order: ``params['w']``."""
+    names = argument_names(fun)
+    return [
+        (key if isinstance(key, str) else _argument_name(names, key)) + keystr(keys)
+        for key, value in [*enumerate(args), *sorted(kwargs.items())]
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
+        if is_array(leaf)
+    ]
 
 
 def _argument_name(names: tuple[str, ...], position: int) -> str:

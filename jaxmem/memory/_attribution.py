@@ -17,8 +17,7 @@ import functools
 import importlib.util
 import os
 import re
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxmem.memory._arguments import Argument
 from jaxmem.memory._dump import Allocation, Value
@@ -38,6 +37,7 @@ _TRANSPARENT = frozenset(
     async-start async-done parameter all-gather-done all-reduce-done""".split()
 )
 _COPIES = frozenset("bitcast opt-barrier copy copy-start copy-done".split())
+_ENDS = ("memory", "lower_for_cuda", "saved_residuals")
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-")
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|pmap|shard_map)\((.*)\)$")
 _NOT_A_MODULE = re.compile(
@@ -77,7 +77,7 @@ class Attribution:
                 self._users.setdefault(operand, []).append(one)
             for called in one.called:
                 self._callers[called] = one
-        stacks = [_modules_of(one.stack) for one in module.instructions.values()]
+        stacks = [modules_of(one.stack) for one in module.instructions.values()]
         roots = {path[0] for path in stacks if len(path) > 1}
         self._root = roots.pop() if len(roots) == 1 else ""
         self._children = {path[1] for path in stacks if len(path) > 1}
@@ -336,14 +336,14 @@ class Attribution:
     def _is_loss(self, one: Instruction) -> bool:
         if any("optax/losses/" in frame.file for frame in self._module.frames(one.frame)):
             return True
-        if not self._has_modules or _modules_of(one.stack):
+        if not self._has_modules or modules_of(one.stack):
             return False
         return self._reads_module(one.name)
 
     @functools.cache  # noqa: B019
     def _reads_module(self, name: str) -> bool:
         """Whether a forward value outside of modules depends on what a module made."""
-        return self._depends(name, lambda one: bool(_modules_of(one.stack)) and "jvp(" in one.stack)
+        return self._depends(name, lambda one: bool(modules_of(one.stack)) and "jvp(" in one.stack)
 
     @functools.cache  # noqa: B019
     def _reads_gradients(self, name: str) -> bool:
@@ -376,17 +376,7 @@ class Attribution:
     # ---- texts
 
     def _source(self, one: Instruction) -> str:
-        frames = self._frames(one)
-        library = ""
-        for frame in frames:
-            package = _library(frame.file)
-            if package is None:
-                return f"{_short(frame.file)}:{frame.line} ({frame.function.split('.')[-1]})"
-            if package == "jaxmem" and frame.function in ("memory", "lower_for_cuda"):
-                break  # beyond it is the line that asked for this report
-            if package in ("flax", "optax") and not frame.function.startswith("<"):
-                library = f"{package}: {frame.function.split('.')[0]}"
-        return library or UNATTRIBUTED
+        return source_of(self._frames(one))
 
     def _frames(self, one: Instruction) -> tuple[Frame, ...]:
         return self._module.frames(one.frame)
@@ -395,20 +385,20 @@ class Attribution:
         """Scopes of the name stack (Flax linen, `jax.named_scope`), else the classes whose methods
         are on the stack (Flax nnx, Equinox), else the parameter that is updated, else the user's
         function."""
-        scopes = _modules_of(one.stack)
+        scopes = modules_of(one.stack)
         if scopes:
             return "/".join(scopes)
         classes: list[str] = []
         function = ""
         for frame in self._frames(one):
             package = _library(frame.file)
-            if package == "jaxmem" and frame.function in ("memory", "lower_for_cuda"):
+            if package == "jaxmem" and frame.function in _ENDS:
                 break
             owner, _, method = frame.function.split("<locals>.")[-1].rpartition(".")
             own = package is None or (package == "flax" and "/nnx/nn/" in frame.file)
             if owner and own and method and classes[-1:] != [owner]:
                 classes.append(owner)
-            if package is None and not function and not frame.function.startswith("<"):
+            if package is None and not function:
                 function = frame.function.split(".")[-1]
         if classes:
             return "/".join(reversed(classes))
@@ -420,7 +410,22 @@ class Attribution:
         return function or UNATTRIBUTED
 
 
-def _modules_of(stack: str) -> tuple[str, ...]:
+def source_of(frames: Iterable[Frame]) -> str:
+    """The user's line on a stack (innermost first), else the function of Flax or optax that the
+    user's code is not seen to call; beyond `jaxmem.memory` is only the line that asked for it."""
+    library = ""
+    for frame in frames:
+        package = _library(frame.file)
+        if package is None:
+            return f"{_short(frame.file)}:{frame.line} ({frame.function.split('.')[-1]})"
+        if package == "jaxmem" and frame.function in _ENDS:
+            break
+        if package in ("flax", "optax") and not frame.function.startswith("<"):
+            library = f"{package}: {frame.function.split('.')[0]}"
+    return library or UNATTRIBUTED
+
+
+def modules_of(stack: str) -> tuple[str, ...]:
     """``("ResNet", "Block_3")`` of ``jit(step)/transpose(jvp(ResNet))/Block_3/add``."""
     if "/" not in stack:
         return ()
@@ -457,7 +462,7 @@ def _library(file: str) -> str | None:
     match = _LIBRARY.search(file)
     if match:
         return match[1]
-    standard = sysconfig.get_path("stdlib") + os.sep
+    standard = os.path.dirname(os.__file__) + os.sep
     return "python" if file.startswith((standard, "<")) and "-packages" not in file else None
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import gzip
-import inspect
 import pathlib
 import tempfile
 import types
@@ -15,7 +14,7 @@ from jaxmem import _jax
 from jaxmem._bytes import format_bytes
 from jaxmem._checks import check_call
 from jaxmem._errors import CompileError, JaxmemError, OffloadError
-from jaxmem.memory._arguments import Argument, describe_arguments
+from jaxmem.memory._arguments import Argument, argument_names, describe_arguments
 from jaxmem.memory._report import MemoryReport
 from jaxmem.program import size_of
 from jaxmem.targets import LocalDevice, Target, compile_module, resolve
@@ -123,12 +122,8 @@ def _report(target, stats, hlo, dump, arguments) -> MemoryReport:
 
 def _arguments(step, traced, lowered, args, kwargs) -> tuple[Argument | None, ...]:
     """The arrays that the compiled program takes, in its order; None: not known."""
-    try:
-        names = tuple(inspect.signature(step).parameters)
-    except (TypeError, ValueError):
-        names = ()
     results = jax.tree.leaves(traced.out_info)
-    described = describe_arguments(args, kwargs, names, results)
+    described = describe_arguments(args, kwargs, argument_names(step), results)
     by_path = {argument.path: argument for argument in described}
     paths = _jax.argument_names(traced)
     return tuple(by_path.get(paths[number]) for number in _jax.kept_arguments(lowered))

@@ -1,0 +1,311 @@
+"""What a person gets of a report: files, a page, diffs, residuals, the command line."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+from programs import array, cnn, mlp, report, tanh_layers
+
+import jaxmem
+from jaxmem import cli
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def deep(w, x):
+    for _ in range(16):
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+def deep_step():
+    return jax.grad(deep), (array(256, 256), array(4096, 256))
+
+
+def remat_step():
+    return jax.grad(jaxmem.remat(deep)), (array(256, 256), array(4096, 256))
+
+
+def not_a_step():
+    return deep
+
+
+def no_arguments():
+    return deep, {"w": 1}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    step, args = deep_step()
+    return jaxmem.memory(step, *args, target="h200")
+
+
+@pytest.fixture(scope="module")
+def planned():
+    step, args = remat_step()
+    return jaxmem.memory(step, *args, target="h200")
+
+
+# ---- files
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_plots(tmp_path, plain, suffix, magic):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"timeline{suffix}"
+    plain.plot(path)
+    assert path.read_bytes().startswith(magic) and path.stat().st_size > 5_000
+
+
+def test_a_plot_of_another_suffix(plain):
+    with pytest.raises(jaxmem.JaxmemError, match=r"written as .png, .svg, .pdf; got .* 'a.x'"):
+        plain.plot("a.x")
+
+
+def test_json_has_all_of_it():
+    found = report(cnn)
+    about = json.loads(found.to_json())
+    assert about["device"] == found.device and about["peak"] == found.peak_bytes
+    assert sum(buffer["bytes"] for buffer in about["buffers"]) == found.peak_bytes
+    assert len(about["timeline"]["live"]) == len(about["timeline"]["phases"])
+    rows = about["timeline"]["live_by_kind"].values()
+    assert [sum(column) for column in zip(*rows, strict=True)] == about["timeline"]["live"]
+
+
+def test_the_page_is_one_small_file(tmp_path):
+    path = tmp_path / "report.html"
+    report(cnn).to_html(path)
+    text = path.read_text()
+    assert len(text) < 3_000_000
+    assert not any(part in text for part in ("http://", "https://", "src=", "@import", "url("))
+    with pytest.raises(jaxmem.JaxmemError, match="There is no timeline"):
+        jaxmem.memory(jnp.sin, array(8), target="local").to_html(path)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: apt-get install chromium")
+def test_the_page_in_a_browser(tmp_path):
+    api = pytest.importorskip("playwright.sync_api")
+    path = tmp_path / "report.html"
+    found = report(cnn)
+    found.to_html(path)
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        errors, requests = [], []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(path.as_uri())
+        assert jaxmem.format_bytes(found.device) in page.inner_text("#tiles")
+
+        # The timeline: hover tells the point, a drag zooms, a double click undoes it.
+        box = page.locator("#time").bounding_box()
+        middle = box["y"] + box["height"] / 2
+        page.mouse.move(box["x"] + 500, middle)
+        assert "of " + str(len(found.timeline.schedule)) in page.inner_text("#tip")
+        page.mouse.down()
+        page.mouse.move(box["x"] + 700, middle)
+        page.mouse.up()
+        assert page.is_visible("#reset")
+        page.dblclick("#time")
+        assert not page.is_visible("#reset")
+
+        # The treemap: a click goes into a module, the path leads out again.
+        before = page.inner_text("#crumbs")
+        page.mouse.move(5, 5)
+        page.locator("#map rect").first.click(position={"x": 8, "y": 6})
+        assert page.inner_text("#crumbs") != before
+        page.locator("#crumbs a").first.click()
+        assert page.inner_text("#crumbs").startswith("step")
+
+        # The table: sorts by a column, filters by words.
+        first = page.locator("#body tr").first
+        largest = jaxmem.format_bytes(found.peak[0].bytes)
+        assert first.locator("td").first.inner_text() == largest
+        page.click("#heads th[data-k=bytes]")
+        assert first.locator("td").first.inner_text() != largest
+        page.fill("#filter", "Conv_1 residuals")
+        modules = page.locator("#body tr td:nth-child(4)").all_inner_texts()
+        assert modules and all("Conv_1" in module for module in modules)
+        browser.close()
+    assert errors == [] and requests == [path.as_uri()]
+
+
+# ---- diff
+
+
+def test_a_diff_adds_up_and_names_remat(plain, planned):
+    found = jaxmem.diff(plain, planned)
+    assert found.device == planned.device - plain.device < 0
+    for changes in found.changes.values():
+        assert sum(changes.values()) == found.device
+    taken = jaxmem.format_bytes(plain.device - planned.device)
+    assert found.verdict.startswith(f"Remat took {taken} off the peak; the peak is now in the ")
+    assert "test_reports.py" in found.verdict
+    assert max(map(len, str(found).splitlines()[:-1])) <= 100
+    back = jaxmem.diff(planned.to_json(), plain)
+    assert back.verdict.startswith(f"Leaving out remat put {taken} onto the peak")
+    assert json.loads(back.to_json())["changes"]["by_kind"]["residuals"] > 0
+    assert jaxmem.diff(plain, plain).verdict.startswith("The step takes as much as before")
+
+
+def test_a_diff_of_something_else():
+    with pytest.raises(jaxmem.JaxmemError, match="compares two reports: jaxmem.MemoryReport, or"):
+        jaxmem.diff("{}", "[]")
+
+
+# ---- residuals
+
+
+@pytest.mark.parametrize("policy", [None, "everything_saveable", "dots_saveable"])
+def test_residuals_are_those_that_jax_lists(policy):
+    from jax._src.ad_checkpoint import saved_residuals
+
+    fun = tanh_layers
+    if policy:
+        fun = jax.checkpoint(fun, policy=getattr(jax.checkpoint_policies, policy))
+    args = {"layers": [array(8, 8)] * 3}, {"x": array(4, 8), "y": array(4, 8)}
+    kept = jaxmem.residuals(fun, *args)
+    listed = [(aval.shape, "argument" in text) for aval, text in saved_residuals(fun, *args)]
+    assert sorted((one.shape, one.is_argument) for one in kept) == sorted(
+        (shape, given) for shape, given in listed if shape
+    ) + [(one.shape, one.is_argument) for one in kept if not one.shape]
+    assert kept.total == sum(one.bytes for one in kept if not one.is_argument)
+    sizes = [one.bytes for one in kept]
+    assert sizes == sorted(sizes, reverse=True)
+    made = [one for one in kept if not one.is_argument and one.shape]
+    assert all("programs.py" in one.source for one in made)
+    assert {one.source for one in kept if one.is_argument} <= {
+        *(f"argument params['layers'][{n}]" for n in range(3)),
+        *(f"argument batch['{name}']" for name in "xy"),
+    }
+
+
+def test_residuals_tell_modules_and_honour_remat():
+    with jax.named_scope("unused"):
+        plain = jaxmem.residuals(deep, array(64, 64), array(128, 64))
+    planned = jaxmem.residuals(jaxmem.remat(deep), array(64, 64), array(128, 64))
+    assert planned.total < plain.total
+    assert str(plain).startswith(f"{jaxmem.format_bytes(plain.total)} kept in {16 * 2} values")
+
+    @jax.named_scope("Encoder")
+    def scoped(w, x):
+        return jnp.sum(jnp.sin(x @ w))
+
+    kept = [r for r in jaxmem.residuals(scoped, array(8, 8), array(4, 8)) if not r.is_argument]
+    assert [(one.module, one.operation) for one in kept] == [("Encoder", "cos")]
+
+
+# ---- measured
+
+
+def test_measure_runs_the_step_and_says_what_the_cpu_lacks():
+    step, args, _ = mlp()
+    measured = jaxmem.measure(step, *args)
+    assert measured.arguments["batch"] == 2 * 2048 * 256 * 4
+    assert measured.compiled.argument == sum(measured.arguments.values())
+    assert measured.peak is None and measured.unexplained is None
+    assert "the CPU keeps no statistics of its memory" in str(measured)
+    assert measured.result[1]["loss"].shape == ()
+
+
+def test_what_a_gpu_would_leave_unexplained(plain):
+    """A device's statistics by hand: 10 bytes of others, 7 that nothing explains."""
+    given = {"w": 100, "x": 200}
+    peak = plain.device + 10 + 7
+    measured = jaxmem.Measured(plain, given, 310, 400, 320, peak, {"backward": 5}, None)
+    assert (measured.others, measured.unexplained) == (10, 7)
+    assert "unexplained: rounding, kernels' workspace" in str(measured)
+    earlier = dataclasses.replace(measured, earlier_peak=peak)
+    assert earlier.unexplained is None
+    assert "did not raise the allocator's peak" in str(earlier)
+
+
+# ---- the command line
+
+
+def run(*arguments):
+    return cli.main(list(arguments))
+
+
+@pytest.fixture
+def here(monkeypatch):
+    import pathlib
+
+    monkeypatch.chdir(pathlib.Path(__file__).parent)
+
+
+def test_estimate_prints_writes_and_gates(here, capsys, tmp_path, plain):
+    page = tmp_path / "page.html"
+    step = ("estimate", "test_reports:deep_step", "--target", "h200")
+    assert run(*step, "--html", str(page), "--budget", "1GiB") == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("compiled for h200") and "by kind" in printed.out
+    assert "compiling test_reports:deep_step for h200" in printed.err
+    assert page.read_text().startswith("<!doctype html>")
+    assert run(*step, "--budget", "1MiB", "--json") == 3
+    printed = capsys.readouterr()
+    about = json.loads(printed.out)
+    assert about["device"] == plain.device and about["fits"] is False
+    assert "more than the budget of 1.00 MiB" in printed.err
+
+
+def test_diff_of_a_file_and_a_step(here, capsys, tmp_path, plain):
+    path = tmp_path / "before.json"
+    path.write_text(plain.to_json())
+    step = ("diff", str(path), "test_reports:remat_step", "--target", "h200")
+    assert run(*step) == 0
+    assert "Remat took" in capsys.readouterr().out
+    assert run(*step, "--json", "--budget", "1MiB") == 3
+    assert json.loads(capsys.readouterr().out)["verdict"].startswith("Remat took")
+
+
+def test_profile_runs_on_the_attached_device(here, capsys):
+    assert run("profile", "test_reports:remat_step") == 0
+    assert "the CPU keeps no statistics" in capsys.readouterr().out
+    assert run("profile", "test_reports:remat_step", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["peak"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("test_reports", "A step is given as module:function that returns (step, args), such as"),
+        ("no_such_module:make", "The module 'no_such_module' of 'no_such_module:make' cannot be"),
+        ("test_reports:no_such", "The module 'test_reports' has no function 'no_such'"),
+        ("test_reports:not_a_step", "must return (step, args): a function and the tuple of its"),
+        ("test_reports:no_arguments", "with args a tuple, as in (step, (state, batch)); its args"),
+    ],
+)
+def test_a_wrong_step_is_told(here, capsys, name, message):
+    assert run("estimate", name, "--target", "h200") == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_target(here, capsys):
+    assert run("estimate", "test_reports:deep_step", "--target", "h300") == 1
+    assert "There is no target named 'h300'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_resnet50_is_attributed_and_quick():
+    import pathlib
+    import sys
+    import time
+
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "resnet50"))
+    from train import plan_step
+
+    step, args = plan_step(100)
+    found = jaxmem.memory(step, *args, target="h200")
+    began = time.process_time()
+    text = str(found) + found.to_json()
+    assert time.process_time() - began <= 5
+    assert "ResNet/Block_0" in text and "resnet50/model.py" in text
+    for name in ("by_phase", "by_kind", "by_module", "by_source"):
+        rows = getattr(found, name)
+        assert sum(rows.values()) == found.device
+        assert rows.get("(not attributed)", 0) <= 0.05 * found.peak_bytes
