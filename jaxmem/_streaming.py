@@ -116,6 +116,7 @@ def stream(
         for at in jax.tree.leaves((out_first, out_state) if homes else out_state)
         if isinstance(made := flat.outputs[at], int) and offloadable(flat.avals[made])
     }
+    origin = dict(zip(jax.tree.leaves(out_state), jax.tree.leaves(state), strict=True))
     results: dict[int, Any] = {}
     done: list[Any] = []
 
@@ -125,7 +126,7 @@ def stream(
             done[:] = [value]
         if at in homes:
             value = store(homes[at], value, index)
-        elif at in going and on_host:
+        elif at in going and _on_host(origin[at]):
             value = jax.device_put(value, _jax.HOST)
         results[at] = value
 

@@ -17,7 +17,16 @@ from jaxmem._errors import JaxmemError, OffloadError
 from jaxmem._streaming import offloadable, stream, to_host
 
 
-def offload(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def _everything(path: str, leaf: Any) -> bool:
+    return True
+
+
+def offload(
+    optimizer: optax.GradientTransformation,
+    *,
+    what: Callable[[str, Any], bool] = _everything,
+    fraction: float = 1.0,
+) -> optax.GradientTransformationExtraArgs:
     """``optimizer`` whose array state lives in ``pinned_host`` memory.
 
     Inside a jitted step the state comes to the device, is used and goes back, one parameter after
@@ -36,9 +45,13 @@ def offload(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
 
     Args:
         optimizer: any optax transformation.
+        what: ``what(path, leaf)``, for each array of the state: whether it goes to the host (the
+            second moments alone, say: ``lambda path, leaf: ".nu" in path``).
+        fraction: of the bytes of those, 0 to 1, that go to the host, in whole arrays, the first of
+            the state first; the rest stay on the device, where there is room.
 
     Raises:
-        JaxmemError: not an optax transformation.
+        JaxmemError: not an optax transformation, or a fraction that is none.
         OffloadError: at update, a state leaf is in device memory (made by another optimizer, or
             restored without its memory kind; `jaxmem.eval_shape` gives the right one).
 
@@ -49,16 +62,41 @@ def offload(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     'pinned_host'
     """
     check_optimizer(optimizer, "jaxmem.offload")
+    if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        raise JaxmemError(
+            "jaxmem.offload takes fraction= from 0 (all on the device) to 1 (all on the host); got "
+            f"{fraction!r}."
+        )
     optimizer = optax.with_extra_args_support(optimizer)
 
+    def paths_on_host(state) -> set[str]:
+        found = {
+            jax.tree_util.keystr(path): leaf.size * leaf.dtype.itemsize
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+            if offloadable(leaf) and what(jax.tree_util.keystr(path), leaf)
+        }
+        allowed, before, chosen = fraction * sum(found.values()), 0, set()
+        for path, size in found.items():
+            if before + size / 2 <= allowed:
+                chosen.add(path)
+            before += size
+        return chosen
+
     def init(params):
-        return jax.tree.map(to_host, optimizer.init(params))
+        state = optimizer.init(params)
+        chosen = paths_on_host(state)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: to_host(leaf) if jax.tree_util.keystr(path) in chosen else leaf,
+            state,
+        )
 
     def update(updates, state, params=None, **extra_args):
-        for path, leaf in jax.tree.leaves_with_path(state):
-            if offloadable(leaf) and _jax.memory_space(leaf) is not _jax.HOST:
+        chosen = paths_on_host(state)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            name = jax.tree_util.keystr(path)
+            if name in chosen and _jax.memory_space(leaf) is not _jax.HOST:
                 raise OffloadError(
-                    f"The optimizer state{jax.tree_util.keystr(path)} should be in host memory "
+                    f"The optimizer state{name} should be in host memory "
                     "and is on the device. Make the state with this optimizer's init, abstract it "
                     "with jaxmem.eval_shape, and put a restored one back with jaxmem.place."
                 )

@@ -60,6 +60,24 @@ def test_equals_the_optimizer_with_its_state_on_the_host(name, jitted):
     assert kinds(params) == dict.fromkeys(kinds(params), "device")
 
 
+def test_a_part_of_the_state_stays_on_the_device():
+    def on_host(optimizer):
+        _, state = run(optimizer, jitted=True)
+        return {path for path, kind in kinds(state).items() if kind == "pinned_host"}
+
+    adam = optax.adam(0.1)
+    second = on_host(jaxmem.offload(adam, what=lambda path, leaf: ".nu" in path))
+    assert second == {f"[0].nu['{name}']" for name in PARAMS}
+    quarter = on_host(jaxmem.offload(adam, fraction=0.25))
+    assert quarter == {"[0].mu['layer0']", "[0].mu['layer1']"}
+    assert on_host(jaxmem.offload(adam, fraction=0)) == set()
+    plain = run(adam, jitted=True)
+    some = run(jaxmem.offload(adam, fraction=0.6), jitted=True)
+    chex.assert_trees_all_close(*map(jax.device_get, (some, plain)), rtol=1e-12)
+    with pytest.raises(jaxmem.JaxmemError, match=r"from 0 \(all on the device\) to 1.*got 1.5"):
+        jaxmem.offload(adam, fraction=1.5)
+
+
 def test_extra_arguments_reach_the_optimizer():
     optimizer = jaxmem.offload(optax.contrib.reduce_on_plateau(patience=1))
     state = optimizer.init(PARAMS)
