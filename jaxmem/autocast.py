@@ -59,7 +59,7 @@ def autocast(
     ``follow``    the rest of arithmetic, comparisons, selections and layout: the widest of its
                   operands of full size. Scalars, biases and what else is broadcast (a norm's mean
                   and scale) do not count: with them the operation runs in float32 and its result is
-                  rounded. Where only ``float32`` operations read the result, it is not.
+                  rounded. What only ``float32`` operations read is not.
     as traced     everything else (kernels, collectives, linear algebra, random bits), and all that
                   is float64, or bfloat16 and float16 by an explicit cast of the function's own
     ============  ==================================================================================
@@ -68,13 +68,12 @@ def autocast(
     statistics in float32 and come out as what is normalised, as PyTorch's batch norm (not its layer
     norm, which comes out in float32).
 
-    Arguments are never cast as a whole. A matmul that reads a parameter casts it in the forward and
-    again in the backward pass (a `jax.checkpoint` round the one operation), so that no
-    low-precision copy of it lives in between. The bodies of scan, while, cond,
-    `jax.checkpoint` and of functions with custom derivatives are cast too, a loop's carry keeping
-    the dtype it starts in unless the body widens it; those of `jax.shard_map` and of Pallas
-    kernels are not. Works on a gradient function as on what it is the gradient of, and under
-    `jit`, `grad`, `vmap` and `scan`.
+    Arguments are never cast as a whole. A matmul that reads a parameter casts it in the forward
+    and again in the backward pass (a `jax.checkpoint` round the one operation), so that no
+    low-precision copy of it lives in between. The bodies of scan, while, cond, `jax.checkpoint` and
+    of functions with custom derivatives are cast too, a loop's carry keeping the dtype it starts in
+    unless the body widens it; those of `jax.shard_map` and of Pallas kernels are not. Works on a
+    gradient function as on what it is the gradient of, and under `jit`, `grad`, `vmap` and `scan`.
 
     Args:
         fun: any JAX function.
@@ -185,7 +184,7 @@ class _Caster:
                 kept = [_among(i, flags.stored) for i in step.inputs]
                 results = call(step, operands, kept)
             else:
-                results = self._operation(flat, step, operands, flags, index in wide)
+                results = self._operation(step, operands, flags, index in wide)
             values.update(zip(step.outputs, results, strict=True))
         return [_jax.read(values, output) for output in flat.outputs]
 
@@ -199,7 +198,7 @@ class _Caster:
             return "any"
         return self.rules.get(name, "traced")
 
-    def _operation(self, flat, step, operands, flags, wide: bool) -> list[Any]:
+    def _operation(self, step, operands, flags, wide: bool) -> list[Any]:
         rule = self._rule(step)
         traced = [_dtype(variable.aval) for variable in step.equation.invars]
         floats = {dtype for dtype in traced if _is_floating(dtype)}
@@ -210,8 +209,7 @@ class _Caster:
         if rule == "compute":
             return self._contraction(step, operands, flags)
         if rule == "traced":
-            changed = [_to(x, dtype) for x, dtype in zip(operands, traced, strict=True)]
-            return _jax.evaluate(step, changed)
+            return _jax.evaluate(step, list(map(_to, operands, traced)))
         if step.primitive in _SEPARATE:
             return _jax.evaluate(step, operands)
         if (
@@ -221,7 +219,7 @@ class _Caster:
         ):
             if all(_dtype(x) == self.compute or not np.ndim(x) for x in operands):
                 return _jax.evaluate(step, [_to(x, self.compute) for x in operands])
-            # Statistics and parameters among them: rounded once, at the end.
+            # Statistics or parameters among them: in float32, and the result rounded.
             results = _jax.evaluate(step, [_to(x, np.dtype(np.float32)) for x in operands])
             return [_to(x, self.compute) for x in results]
         return _jax.evaluate(step, [_to(x, np.dtype(np.float32)) for x in operands])
@@ -237,9 +235,9 @@ class _Caster:
         # reads its operands.
         kept = [_among(i, flags.stored) for i in step.inputs]
         if not self.recast or not any(kept):
-            return contract(*operands)
-        cast = [x if k else _to(x, self.compute) for x, k in zip(operands, kept, strict=True)]
-        return jax.checkpoint(contract)(*cast)
+            return contract(*(_to(x, self.compute) for x in operands))
+        given = [x if k else _to(x, self.compute) for x, k in zip(operands, kept, strict=True)]
+        return jax.checkpoint(contract)(*given)
 
     def _read_in_float32(self, flat: _jax.FlatJaxpr, flags, wide_outputs: bool) -> set[int]:
         """The steps that follow their operands and that only float32 operations read."""

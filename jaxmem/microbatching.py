@@ -82,12 +82,14 @@ def microbatch(
 
     def value_and_grad(params, batch, *, model_state=None, key=None):
         mesh = sharding.mesh if sharding is not None else None
-        size = _batch_size(batch)
         shards = mesh and _product(mesh.shape[axis] for axis in axes)
-        _check_sizes(size, count, uneven, shards)
+        cuts = count > 1 or shards
+        size = _batch_size(batch) if cuts else 1
+        if cuts:
+            _check_sizes(size, count, uneven, shards)
 
         def share(part):
-            return _batch_size(part) / size if reduction == "mean" else 1.0
+            return _batch_size(part) / size if reduction == "mean" and cuts else 1.0
 
         def gradient(params, batch, model_state, key):
             return _sum_over_slices(
@@ -127,9 +129,6 @@ def microbatch(
 
 def _sum_over_slices(loss_fn, count, weigh, params, batch, model_state, key):
     """Weighted sums of gradients, loss and metrics; the total weight; the last model state."""
-    size = _batch_size(batch)
-    each = -(-size // count)
-    full, rest = divmod(size, each)  # rest: examples of a smaller last slice
 
     @jax.jit  # traced (and planned) once for its shapes and for its loop
     def one(params, part, model_state, key):
@@ -151,6 +150,9 @@ def _sum_over_slices(loss_fn, count, weigh, params, batch, model_state, key):
         terms, share, model_state = one(params, batch, model_state, key)
         return terms, share, model_state
 
+    size = _batch_size(batch)
+    each = -(-size // count)
+    full, rest = divmod(size, each)  # rest: examples of a smaller last slice
     cut = jax.tree.map(lambda leaf: _cut(leaf, full, each), batch)
     first = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((each, *leaf.shape[1:]), leaf.dtype), batch

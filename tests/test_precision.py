@@ -1,7 +1,11 @@
+from typing import Any
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxmem
 
@@ -77,3 +81,35 @@ def test_float64_needs_jax_to_have_it():
     assert jaxmem.precision("fp64").cast_to_compute(jnp.ones(2, "float32")).dtype == jnp.float64
     with jax.enable_x64(False), pytest.raises(jaxmem.JaxmemError, match="jax_enable_x64"):
         jaxmem.precision("fp64")
+
+
+def test_flax_modules_by_their_dtypes():
+    class Model(nn.Module):
+        dtype: Any = None
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2, dtype=self.dtype)(x)
+
+    bf16 = jaxmem.precision("bf16")
+    model = bf16.module(Model())
+    assert model.dtype == jnp.bfloat16 and Model().dtype is None
+    assert bf16.module(nn.Dense(2)).param_dtype == jnp.float32
+
+    layer = jaxmem.precision("params=bf16,compute=bf16").module(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    assert layer.dtype == layer.param_dtype == layer.kernel.dtype == jnp.bfloat16
+    norm = bf16.module(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    assert norm(jnp.ones((4, 3))).dtype == jnp.bfloat16 and norm.mean.dtype == jnp.float32
+
+
+def test_modules_with_no_dtype_are_refused():
+    class Model(nn.Module):
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(
+        jaxmem.JaxmemError, match="Model has no dtype to set. Give it a field dtype"
+    ):
+        jaxmem.precision("bf16").module(Model())
+    with pytest.raises(jaxmem.JaxmemError, match="takes a Flax linen or nnx module; got function"):
+        jaxmem.precision("bf16").module(test_flax_modules_by_their_dtypes)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import warnings
 
 import chex
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxmem
 
@@ -232,3 +234,165 @@ def test_a_state_saved_in_mid_cycle_goes_on_with_another_cycle():
         state, _ = long(state, batch)
     state, _ = short(state, batches[3])
     assert int(state.opt_state.gradient_step) == 1
+
+
+# ---- Flax nnx
+
+
+class Module(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(6, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(8, 6, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+
+def module_loss(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2), {"count": jnp.asarray(1)}
+
+
+def test_nnx_modules_train_as_by_nnx_itself():
+    _, batches = arguments()
+    model, optimizer = Module(nnx.Rngs(0)), optax.sgd(0.1)
+    step = jaxmem.train_step(module_loss, optimizer, has_state=True)
+    state = step.init(Module(nnx.Rngs(0)))
+    own = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    plain = nnx.jit(nnx.value_and_grad(module_loss, has_aux=True))
+    for batch in batches[:3]:
+        state, metrics = step(state, batch)
+        (loss, _), gradients = plain(model, batch)
+        own.update(model, gradients)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert type(state.params) is dict and type(state.model_state) is dict
+    restored = Module(nnx.Rngs(1))
+    nnx.update(restored, state.params)
+    np.testing.assert_allclose(restored.last.kernel[...], model.last.kernel[...], atol=1e-6)
+    np.testing.assert_allclose(state.model_state["norm"]["mean"], model.norm.mean[...], atol=1e-6)
+    assert int(state.model_state["dropout"]["rngs"]["count"]) == 3
+
+
+def test_nnx_modules_with_every_lever():
+    _, batches = arguments()
+    step = jaxmem.train_step(
+        module_loss,
+        jaxmem.accumulate(optax.adam(0.01), 2),
+        precision="fp16",
+        remat="sqrt",
+        microbatches=2,
+        loss_scale=SCALE,
+    )
+    state = step.init(Module(nnx.Rngs(0)))
+    for batch in batches[:2]:
+        state, metrics = step(state, batch)
+    assert np.isfinite(metrics["loss"]) and int(metrics["count"]) == 2
+    assert int(state.opt_state.gradient_step) == 1
+    assert int(state.model_state["dropout"]["rngs"]["count"]) == 4, "once for each slice"
+    with pytest.raises(jaxmem.JaxmemError, match="an nnx module of another structure"):
+        step.init(nnx.Linear(6, 6, rngs=nnx.Rngs(0)))
+    with pytest.raises(jaxmem.JaxmemError, match="has its own state: pass no model_state"):
+        step.init(Module(nnx.Rngs(0)), model_state={"mean": jnp.zeros(2)})
+
+
+# ---- what cannot work, and what works badly
+
+
+def test_float16_without_a_loss_scale_is_a_warning_that_says_why():
+    with pytest.warns(jaxmem.JaxmemWarning, match="gradients below 6e-8 become 0.*bfloat16.*none"):
+        jaxmem.train_step(loss_fn, optax.sgd(0.1), precision="fp16")
+    jaxmem.train_step(loss_fn, optax.sgd(0.1), precision="bf16")  # no warning: it would be an error
+
+
+def test_float16_parameters_are_refused():
+    with pytest.raises(jaxmem.JaxmemError, match="keeps params in float16 with no copy of higher"):
+        jaxmem.train_step(loss_fn, optax.sgd(0.1), precision="params=fp16,compute=fp16")
+    step = jaxmem.train_step(loss_fn, optax.sgd(0.1))
+    with pytest.raises(
+        jaxmem.JaxmemError, match=r"The state keeps params\['w'\] in float16 with no"
+    ):
+        step.init({"w": jnp.ones(2, jnp.float16)})
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_loss_of_low_precision_is_refused(dtype):
+    step = jaxmem.train_step(lambda p, b: (p["w"] * b).sum().astype(dtype), optax.sgd(0.1))
+    with pytest.raises(
+        jaxmem.JaxmemError, match=f"computed in {jnp.dtype(dtype)}, which has 3 or 4"
+    ):
+        step(step.init({"w": jnp.ones(2)}), jnp.ones(2))
+
+
+def test_has_state_is_checked():
+    step = jaxmem.train_step(loss_fn, optax.sgd(0.1), has_state=True)
+    with pytest.raises(jaxmem.JaxmemError, match="no model state. Pass init.params, model_state="):
+        step.init({"w": jnp.ones(2)})
+    step = jaxmem.train_step(loss_fn, optax.sgd(0.1), has_state=False)
+    with pytest.raises(jaxmem.JaxmemError, match="was initialised with a model state. Leave it"):
+        step.init({"w": jnp.ones(2)}, model_state={"mean": jnp.ones(2)})
+
+
+def test_microbatches_are_checked_at_the_door():
+    with pytest.raises(jaxmem.JaxmemError, match="as an int of 1 or more; got 0"):
+        jaxmem.train_step(loss_fn, optax.sgd(0.1), microbatches=0)
+    with pytest.raises(jaxmem.JaxmemError, match="loss_scale= takes a jaxmem.LossScale; got 65536"):
+        jaxmem.train_step(loss_fn, optax.sgd(0.1), loss_scale=2.0**16)
+    step = jaxmem.train_step(loss_fn, optax.sgd(0.1), microbatches=3)
+    params, batches = arguments()
+    with pytest.raises(jaxmem.JaxmemError, match="A batch of 4 does not divide into 3 equal"):
+        step(step.init(params), batches[0])
+
+
+def test_microbatches_by_a_transformation_of_the_loss():
+    def loss(params, batch):
+        return jnp.sum(params["w"] * (batch["x"] * batch["mask"]).sum()) / batch["mask"].sum()
+
+    mask = jnp.asarray([[1.0, 0, 0], [1, 1, 1], [0, 0, 1], [1, 1, 0]])
+    batch = {"x": jnp.arange(12.0).reshape(4, 3), "mask": mask}
+    results = []
+    for microbatches in (
+        1,
+        functools.partial(jaxmem.microbatch, count=2, weight=lambda batch: batch["mask"].sum()),
+    ):
+        step = jaxmem.train_step(loss, optax.sgd(0.1), microbatches=microbatches)
+        results.append(step(step.init({"w": jnp.ones(2)}), batch))
+    chex.assert_trees_all_close(*results, rtol=1e-12)
+
+
+def test_a_donation_that_xla_drops_is_reported():
+    """A state whose dtype changes cannot take over the memory of what it replaces."""
+
+    def widen(updates, state, params=None):
+        return updates, {"big": state["big"].astype(jnp.float64)}
+
+    big = jnp.zeros((64, 64), jnp.float32)
+    widening = optax.GradientTransformation(lambda params: {"big": big}, widen)
+    step = jaxmem.train_step(lambda p, b: (p["w"] * b).sum(), widening)
+    state, batch = step.init({"w": jnp.ones(2)}), jnp.ones(2)
+    for call in (
+        lambda: step.memory(jaxmem.eval_shape(lambda: state), batch, target="h200"),
+        lambda: step(state, batch),
+    ):
+        with warnings.catch_warnings(record=True) as caught:  # JAX warns in words of its own
+            warnings.simplefilter("always")
+            call()
+        said = [str(each.message) for each in caught if each.category is jaxmem.JaxmemWarning]
+        assert len(said) == 1
+        assert "1 donated arrays of the state, 16.00 KiB in all (state.opt_state['big'])" in said[0]
+
+
+def test_orbax_saves_and_restores_the_whole_state(tmp_path):
+    import orbax.checkpoint as ocp
+
+    params, batches = arguments()
+    optimizer = jaxmem.accumulate(optax.adam(0.1), 2)
+    step = jaxmem.train_step(loss_fn, optimizer, precision="fp16", loss_scale=SCALE)
+    state, _ = step(step.init(params), batches[0])
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", state)
+        saver.wait_until_finished()
+        restored = saver.restore(tmp_path / "state", target=state)
+    chex.assert_trees_all_equal(restored, state)
+    results = [step(each, batches[1])[0] for each in (restored, state)]
+    chex.assert_trees_all_equal(*results)

@@ -245,10 +245,11 @@ def evaluate(model: ResNet, state, source, batch: int) -> float:
 # ---- planning, for a GPU that need not be there
 
 
-def plan_step(batch: int, *, block=Block, remat=None):
-    """ResNet50's whole training step at 224x224 in fp32, SGD with momentum, and its arguments."""
-    model = ResNet(block=block)
-    step = jaxmem.train_step(make_loss(model), optax.sgd(0.1, momentum=0.9), remat=remat)
+def plan_step(batch: int, *, block=Block, dtype=None, **levers):
+    """ResNet50's whole training step at 224x224, SGD with momentum, and its arguments; in fp32, and
+    with no lever of `jaxmem.train_step` but those given."""
+    model = ResNet(block=block, dtype=dtype)
+    step = jaxmem.train_step(make_loss(model), optax.sgd(0.1, momentum=0.9), **levers)
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
     variables = jax.eval_shape(partial(model.init, train=True), jax.random.key(0), image)
     state = jaxmem.eval_shape(

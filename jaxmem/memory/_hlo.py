@@ -28,6 +28,7 @@ _PARAMETER = re.compile(r"\bparameter\((\d+)\)")
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
 _TABLE = re.compile(r"(\d+) (?:\"(.*)\"|\{(.*)\})$")
 _FIELD = re.compile(r"(\w+)=(\d+)")
+_BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "f64": 64, "s64": 64, "u64": 64}
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -82,6 +83,51 @@ def _entry(hlo: str) -> str:
     if entry is None:
         raise JaxmemError("This HLO has no ENTRY computation; its format is not known to jaxmem.")
     return entry[1]
+
+
+_FREE = "after-all bitcast constant get-tuple-element iota opt-barrier parameter tuple".split()
+
+
+def count_bytes(hlo: str, branch: int) -> int:
+    """Bytes that the kernels of one run read and write, taking the given branch of each
+    conditional; a loop counts as in `count_work`."""
+    computations = _computations(hlo)
+
+    def total(name: str) -> int:
+        lines = computations[name]
+        return sum(moved(line, lines) for line in lines.values())
+
+    def moved(line: str, lines: dict[str, str]) -> int:
+        operation = _operation(line)
+        if operation == "conditional":
+            return total(_branches(line)[branch])
+        if operation in ("while", "call"):
+            trips = _TRIPS.search(line)
+            return sum(map(total, _CALLED.findall(line))) * (int(trips[1]) if trips else 1)
+        if operation in _FREE:
+            return 0
+        read = (lines[name] for name in _operands(line) if name in lines)
+        return _result_bytes(line) + sum(map(_result_bytes, read))
+
+    return total(_entry(hlo))
+
+
+def _branches(line: str) -> list[str]:
+    """The computations of a conditional, by index."""
+    names = re.search(r"branch_computations=\{([^}]*)\}", line)
+    if names:
+        return [name.strip().lstrip("%") for name in names[1].split(",")]
+    pair = re.search(r"true_computation=%?([\w.\-]+), false_computation=%?([\w.\-]+)", line)
+    assert pair is not None, line
+    return [pair[2], pair[1]]
+
+
+def _result_bytes(line: str) -> int:
+    shape = line[: len(line) - len(_after_shape(line))]
+    return sum(
+        math.prod(int(size) for size in sizes.split(",") if size) * _BITS.get(kind, 32) // 8
+        for kind, sizes in _SHAPE.findall(shape)
+    )
 
 
 def donated_arguments(hlo: str) -> frozenset[int]:

@@ -1,0 +1,104 @@
+"""Microbatches and accumulation on ResNet50 (fp32, 224x224, momentum), compiled for an H200.
+
+Bytes of a batch of 256 in 8 slices beside those of a batch of 32; and the FLOPs and bytes moved of
+8 accumulated micro-steps beside those of 8 plain gradients and one update.
+"""
+
+import pathlib
+import sys
+
+import jax
+import optax
+from _record import record
+
+import jaxmem
+from jaxmem.memory._hlo import count_bytes
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "resnet50"))
+from model import ResNet, make_loss
+from train import plan_step
+
+EVERY = 8
+
+
+def slices() -> list[dict]:
+    rows = []
+    for batch, count in ((32, 1), (256, EVERY)):
+        step, (state, arguments) = plan_step(batch, microbatches=count)
+        report = jaxmem.memory(step, state, arguments, target="h200")
+        parameters = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params))
+        rows.append((batch, count, report.device, report.temp, report.work.flops, parameters))
+    (*_, small, _, flops, _), (*_, parameters) = rows
+    return [
+        {
+            "step": f"batch {batch}" + (f" in {count} slices" if count > 1 else ""),
+            "device": jaxmem.format_bytes(device),
+            "temp": jaxmem.format_bytes(temp),
+            "against batch 32": f"{device / small:.3f}x",
+            "bound: 1.15x and one buffer of parameters": jaxmem.format_bytes(
+                int(1.15 * small) + parameters
+            ),
+            "FLOPs per image": f"{work / batch / (flops / 32):.4f}x",
+        }
+        for batch, count, device, temp, work, _ in rows
+    ]
+
+
+def overhead() -> list[dict]:
+    """A cycle of micro-steps beside as many gradients and one update, by what their kernels do."""
+    inner = optax.sgd(0.1, momentum=0.9)
+    loss_fn = make_loss(ResNet())
+    _, (state, batch) = plan_step(32)
+    step = jaxmem.train_step(loss_fn, jaxmem.accumulate(inner, EVERY))
+    started = jaxmem.eval_shape(lambda s: step.init(s.params, model_state=s.model_state), state)
+    micro = step.memory(started, batch, target="h200")
+
+    def gradient(params, batch, model_state):
+        def loss(params):
+            value, *others = loss_fn(params, batch, model_state=model_state)
+            return value, others
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    def update(gradients, opt_state, params):
+        updates, opt_state = inner.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    plain = jaxmem.memory(gradient, state.params, batch, state.model_state, target="h200")
+    updating = jax.jit(update, donate_argnums=(1, 2))
+    arguments = (state.params, state.opt_state, state.params)
+    last = jaxmem.memory(updating, *arguments, target="h200")
+
+    flops = EVERY * plain.work.flops + last.work.flops
+    moved = EVERY * count_bytes(plain.hlo, 0) + count_bytes(last.hlo, 0)
+    waiting, applying = (count_bytes(micro.hlo, branch) for branch in (0, 1))
+    cycle = (EVERY - 1) * waiting + applying
+    return [
+        {
+            "step": f"{EVERY} gradients of batch 32 and one update",
+            "FLOPs": f"{flops:.4e}",
+            "bytes moved": jaxmem.format_bytes(moved),
+            "more": "",
+        },
+        {
+            "step": f"{EVERY} micro-steps of jaxmem.accumulate",
+            "FLOPs": f"{EVERY * micro.work.flops:.4e}",
+            "bytes moved": jaxmem.format_bytes(cycle),
+            "more": f"({EVERY * micro.work.flops / flops - 1:+.2%} FLOPs, "
+            f"{cycle / moved - 1:+.2%} bytes)",
+        },
+    ]
+
+
+def main():
+    more = overhead()
+    print(more)
+    note = "; ".join(
+        f"{row['step']}: {row['FLOPs']} FLOPs, {row['bytes moved']} moved {row['more']}"
+        for row in more
+    )
+    record("Microbatches and accumulation: compiled bytes and work", slices(), note)
+
+
+if __name__ == "__main__":
+    main()

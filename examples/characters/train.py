@@ -1,0 +1,116 @@
+"""Trains a small character transformer on real text, in any precision, on any machine.
+
+    python examples/characters/train.py                          # float32
+    python examples/characters/train.py --precision bf16
+    python examples/characters/train.py --precision fp16         # with a dynamic loss scale
+    python examples/characters/train.py --precision fp16 --microbatches 4 --accumulate 2
+
+The text (text.txt, 140 KB of the Python documentation; its licence is in LICENSE-text.txt) is cut
+into windows; the last tenth of it is held out. The model is plain Flax nnx in float32: precision,
+microbatches, accumulation and loss scaling are all in the one `jaxmem.train_step`.
+"""
+
+import argparse
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from transformer import Transformer, loss_fn
+
+import jaxmem
+
+TEXT = pathlib.Path(__file__).with_name("text.txt")
+
+
+class Text:
+    """A text as numbers of its characters, most of it for training and the end held out."""
+
+    def __init__(self, path: pathlib.Path = TEXT):
+        text = path.read_text(encoding="ascii")
+        self.alphabet = sorted(set(text))
+        numbers = {letter: number for number, letter in enumerate(self.alphabet)}
+        self.numbers = np.array([numbers[letter] for letter in text], np.int32)
+        self.end = len(text) * 9 // 10
+
+    def batch(self, size: int, length: int, seed: int, step: int) -> dict[str, np.ndarray]:
+        """Windows of the training part at random places: the same for one seed and step."""
+        starts = np.random.default_rng([seed, step]).integers(0, self.end - length - 1, size)
+        return {"text": self.numbers[starts[:, None] + np.arange(length + 1)]}
+
+    def held_out(self, length: int) -> dict[str, np.ndarray]:
+        """The held-out part, as windows one after the other."""
+        rest = self.numbers[self.end :]
+        return {"text": rest[: len(rest) // (length + 1) * (length + 1)].reshape(-1, length + 1)}
+
+
+def make_step(options, optimizer):
+    """The training step, with a loss scale where float16 needs one."""
+    fp16 = jaxmem.precision(options.precision).compute == jnp.float16
+    return jaxmem.train_step(
+        loss_fn,
+        jaxmem.accumulate(optimizer, options.accumulate) if options.accumulate > 1 else optimizer,
+        precision=options.precision,
+        remat=options.remat,
+        microbatches=options.microbatches,
+        loss_scale=jaxmem.LossScale(growth_interval=200) if fp16 else None,
+    )
+
+
+def train(options) -> None:
+    text = Text()
+    model = Transformer(len(text.alphabet), options.length, nnx.Rngs(options.seed))
+    updates = max(options.steps // options.accumulate, 1)
+    rate = optax.warmup_cosine_decay_schedule(0.0, options.rate, updates // 10 + 1, updates)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+    step = make_step(options, optimizer)
+    graphdef, _ = nnx.split(model)
+    state = step.init(model)
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    print(f"{len(text.numbers):,} characters, {count:,} parameters, {step.precision}", flush=True)
+    if options.target:
+        batch = text.batch(options.batch, options.length, options.seed, 0)
+        print(step.memory(state, batch, target=options.target))
+
+    began = time.perf_counter()
+    for index in range(1, options.steps + 1):
+        batch = text.batch(options.batch, options.length, options.seed, index)
+        state, metrics = step(state, batch)
+        if index % options.print_every == 0 or index == options.steps:
+            speed = index * options.batch * options.length / (time.perf_counter() - began)
+            line = f"step {index:5}  loss {float(metrics['loss']):.4f}  {speed:8,.0f} characters/s"
+            if state.loss_scale is not None:
+                scale, skipped = float(metrics["loss_scale"]), int(metrics["skipped"])
+                line += f"  loss scale {scale:g}, {skipped} skipped"
+            print(line, flush=True)
+
+    trained = nnx.merge(graphdef, state.params)
+    loss = float(nnx.jit(loss_fn)(trained, text.held_out(options.length)))
+    print(f"held-out loss {loss:.4f} nats a character")
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--precision", default="fp32", help="fp32, bf16, fp16 or the long form")
+    parser.add_argument("--remat", help="a planner of jaxmem.remat, such as sqrt")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--accumulate", type=int, default=1, help="steps in an update")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=16, help="windows in a step")
+    parser.add_argument("--length", type=int, default=64, help="characters in a window")
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--print-every", type=int, default=100, help="steps")
+    parser.add_argument("--target", help="print the step's bytes on that GPU")
+    options = parser.parse_args(arguments)
+    try:
+        train(options)
+    except jaxmem.JaxmemError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+if __name__ == "__main__":
+    main()
