@@ -118,7 +118,7 @@ def compare(task, steps: int, seeds: int = SEEDS) -> list[dict]:
 
 def main():
     jax.config.update("jax_platforms", "cpu")
-    rows = compare(characters, 400) + compare(digits, 80)
+    rows = compare(characters, 400) + compare(digits, 200)
     record(
         "Training in low precision: mean training loss of the last tenth of the steps",
         rows,
