@@ -429,12 +429,14 @@ def modules_of(stack: str) -> tuple[str, ...]:
     """``("ResNet", "Block_3")`` of ``jit(step)/transpose(jvp(ResNet))/Block_3/add``."""
     if "/" not in stack:
         return ()
-    names = []
+    names: list[str] = []
     for part in _split(stack)[:-1]:
         while match := _WRAPPER.match(part):
             part = match[1]
-        if not _NOT_A_MODULE.match(part):
-            names.append(_REMAT_CLASS.sub("", part))
+        name = _REMAT_CLASS.sub("", part)
+        # A region's backward repeats the scope that it was opened in.
+        if not _NOT_A_MODULE.match(part) and names[-1:] != [name]:
+            names.append(name)
     return tuple(names)
 
 
