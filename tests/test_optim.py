@@ -268,7 +268,7 @@ def regress(params, key):
     return jnp.mean((_apply(params, x)[:, 0] - y) ** 2)
 
 
-TASKS = {"digits": (classify, (64, 128, 10)), "function": (regress, (8, 64, 64, 1))}
+TASKS = {"digits": (classify, (64, 128, 128, 10)), "function": (regress, (8, 128, 128, 1))}
 KINDS = {
     "8bit": lambda tx: jaxmem.optim.small_moments(tx),
     "bfloat16": lambda tx: jaxmem.optim.small_moments(tx, "bfloat16"),
@@ -293,7 +293,7 @@ def mean_curve(task, wrap, half):
         params = _mlp(jax.random.key(seed), sizes)
         if half:
             params = [leaf.astype(jnp.bfloat16) for leaf in params]
-        keys = jax.random.split(jax.random.key(100 + seed), 400)
+        keys = jax.random.split(jax.random.key(100 + seed), 600)
         return jax.lax.scan(step, (params, optimizer.init(params)), keys)[1]
 
     return np.mean([np.asarray(train(seed)).reshape(-1, 50).mean(1) for seed in range(3)], axis=0)
