@@ -77,6 +77,9 @@ class Attribution:
                 self._users.setdefault(operand, []).append(one)
             for called in one.called:
                 self._callers[called] = one
+        # Remembered for as long as this object lives, not the process.
+        for name in ("_reached", "_phase", "_reads_module", "_reads_gradients"):
+            setattr(self, name, functools.cache(getattr(self, name)))
         stacks = [modules_of(one.stack) for one in module.instructions.values()]
         roots = {path[0] for path in stacks if len(path) > 1}
         self._root = roots.pop() if len(roots) == 1 else ""
@@ -185,7 +188,6 @@ class Attribution:
         reached = self._reached(made.name, value.index[-1:])
         return {self._phase(one.name) for one, passed in reached if not passed}
 
-    @functools.cache  # noqa: B019
     def _reached(self, name: str, index: tuple[int, ...]) -> tuple[tuple[Instruction, bool], ...]:
         """The instructions that read a value, also through those that pass it on, and whether each
         of them passes it on."""
@@ -316,7 +318,6 @@ class Attribution:
     def _looks_like_argument(stack: str) -> bool:
         return "/" not in stack
 
-    @functools.cache  # noqa: B019
     def _phase(self, name: str) -> str:
         one = self._telling(self._module.instructions[name])
         stack = one.stack
@@ -340,12 +341,10 @@ class Attribution:
             return False
         return self._reads_module(one.name)
 
-    @functools.cache  # noqa: B019
     def _reads_module(self, name: str) -> bool:
         """Whether a forward value outside of modules depends on what a module made."""
         return self._depends(name, lambda one: bool(modules_of(one.stack)) and "jvp(" in one.stack)
 
-    @functools.cache  # noqa: B019
     def _reads_gradients(self, name: str) -> bool:
         def is_gradient(one: Instruction) -> bool:
             argument = self._argument(one.index) if self._is_parameter(one) else None

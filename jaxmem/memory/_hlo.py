@@ -6,7 +6,6 @@ jaxpr.
 
 import collections
 import dataclasses
-import functools
 import math
 import re
 from typing import Any
@@ -292,7 +291,6 @@ class Module:
             self.roots[computation] = made  # a scheduled computation ends with its root
         self._tables = _tables(hlo)
 
-    @functools.cache  # noqa: B019 (a module is short-lived)
     def frames(self, number: int) -> tuple[Frame, ...]:
         """The stack of a frame, innermost first."""
         files, functions, locations, stack = self._tables
