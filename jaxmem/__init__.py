@@ -31,8 +31,10 @@ from jaxmem.memory import (
 from jaxmem.microbatching import microbatch as microbatch
 from jaxmem.offloading import eval_shape as eval_shape, offload as offload, place as place
 from jaxmem.planning import Plan as Plan
+from jaxmem.plans import Frontier as Frontier, pareto as pareto, plan as plan
+from jaxmem.policies import remat_policy as remat_policy
 from jaxmem.precision import Precision as Precision, precision as precision
-from jaxmem.remat import plan as plan, remat as remat, remat_policy as remat_policy
+from jaxmem.remat import remat as remat
 from jaxmem.sharding import Sharding as Sharding, shard as shard
 from jaxmem.targets import Target as Target, install_compiler as install_compiler, target as target
 from jaxmem.train import TrainState as TrainState, TrainStep as TrainStep, train_step as train_step

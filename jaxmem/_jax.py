@@ -3,7 +3,11 @@
 Tested on jax 0.10.2 to 0.12. What differs between versions is met here and nowhere else.
 """
 
+import collections
+import contextlib
 import dataclasses
+import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,13 +18,18 @@ from jax._src import source_info_util
 from jax._src.core import NamedAxisEffect
 from jax._src.interpreters import mlir
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 
+# Code that is never the user's own.
+_LIBRARIES = ("chex", "equinox", "flax", "haiku", "optax")
+
+# `jax.checkpoint`, under the names that it has had.
+_REGIONS = frozenset({"checkpoint", "remat", "remat2"})
 # Calls that are only a boundary for tracing; what is in them is planned as if written in place.
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
@@ -50,7 +59,19 @@ class Step:
 
 
 def _line(equation: JaxprEqn) -> str:
-    return source_info_util.summarize(equation.source_info)
+    """``file.py:line (function)`` of the innermost frame of the user's own code."""
+    frames = list(source_info_util.user_frames(equation.source_info.traceback))
+    own = (frame for frame in frames if not _is_library(frame.file_name))
+    frame = next(own, frames[0] if frames else None)
+    if frame is None:
+        return "unknown"
+    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    folders = (os.path.dirname(__file__), *(os.path.join(os.sep, name, "") for name in _LIBRARIES))
+    return file.startswith(folders[0]) or any(folder in file for folder in folders[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +88,7 @@ class FlatJaxpr:
     input_count: int
     outputs: tuple[int | Literal, ...]
     out_tree: Any
+    regions: tuple[tuple[int, int], ...] = ()
 
     def run(self, steps: Iterable[Step], values: dict[int, Any]) -> None:
         """Evaluates equations, reading and writing ``values`` by number."""
@@ -79,14 +101,19 @@ def evaluate(step: Step, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """The results of one equation on other operands, with parameters changed as given."""
     equation = step.equation
     parameters = equation.primitive.get_bind_params({**equation.params, **changed})
-    stack = source_info_util.current_name_stack() + step.name_stack
-    traceback = equation.source_info.traceback
-    with (
-        source_info_util.user_context(traceback, name_stack=stack),
-        equation.ctx.manager,
-    ):
+    with context(step):
         results = equation.primitive.bind(*operands, **parameters)
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+@contextlib.contextmanager
+def context(step: Step) -> Iterator[None]:
+    """What is bound inside belongs to the line and the module of the step."""
+    equation = step.equation
+    stack = source_info_util.current_name_stack() + step.name_stack
+    traceback = equation.source_info.traceback
+    with source_info_util.user_context(traceback, name_stack=stack), equation.ctx.manager:
+        yield
 
 
 def read(values: dict[int, Any], operand: int | Literal) -> Any:
@@ -113,18 +140,19 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
-def flatten(fun: Callable, leaves: Sequence[Any]) -> FlatJaxpr:
-    """Traces ``fun(*leaves)`` and inlines its jit-like calls into one flat list."""
+def flatten(fun: Callable, leaves: Sequence[Any], open_regions: bool = False) -> FlatJaxpr:
+    """Traces ``fun(*leaves)`` and inlines its jit-like calls into one flat list; with
+    ``open_regions`` the user's own regions too, whose bounds ``regions`` then has."""
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(*leaves)
-    return flatten_jaxpr(closed, jax.tree.structure(shape))
+    return flatten_jaxpr(closed, jax.tree.structure(shape), open_regions)
 
 
-def flatten_jaxpr(closed, out_tree=None) -> FlatJaxpr:
+def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> FlatJaxpr:
     """A jaxpr (closed, or open and without constants) as one flat list."""
-    if not hasattr(closed, "consts"):
-        closed = ClosedJaxpr(closed, ())
+    closed = _closed(closed)
     if out_tree is None:
         out_tree = jax.tree.structure(list(closed.out_avals))
+    regions: list[tuple[int, int]] = []
     avals: list[Any] = []
     steps: list[Step] = []
 
@@ -139,6 +167,9 @@ def flatten_jaxpr(closed, out_tree=None) -> FlatJaxpr:
         for equation in jaxpr.eqns:
             inputs = tuple(map(number, equation.invars))
             inner = _inlinable(equation)
+            opened = open_regions and is_region(equation)
+            if opened:
+                inner = _closed(equation.params["jaxpr"])
             names = stack + equation.source_info.name_stack
             if inner is None:
                 made = tuple(map(new, equation.outvars))
@@ -147,9 +178,12 @@ def flatten_jaxpr(closed, out_tree=None) -> FlatJaxpr:
             else:
                 variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
                 constants = [new_const(value) for value in inner.consts]
+                start = len(steps)
                 results = walk(
                     inner.jaxpr, dict(zip(variables, [*constants, *inputs], strict=True)), names
                 )
+                if opened:
+                    regions.append((start, len(steps)))
                 numbers.update(zip(equation.outvars, results, strict=True))
         return [number(atom) for atom in jaxpr.outvars]
 
@@ -168,6 +202,7 @@ def flatten_jaxpr(closed, out_tree=None) -> FlatJaxpr:
         input_count,
         tuple(outputs),
         out_tree,
+        tuple(regions),
     )
 
 
@@ -186,6 +221,44 @@ def _inlinable(equation: JaxprEqn):
             return None
     inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
     return inner if hasattr(inner, "consts") else None
+
+
+def scan_residuals(equation: JaxprEqn) -> list[Any]:
+    """Abstract values that each iteration of a scan keeps for its derivative: what JAX saves of
+    the body, but for slices and constants, which are there anyway."""
+    closed = equation.params["jaxpr"]
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
+    body = jaxpr_as_fun(closed)
+    real = [at for at, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+    def residuals(*operands):
+        def of_real(*chosen):
+            filled = list(operands)
+            for at, value in zip(real, chosen, strict=True):
+                filled[at] = value
+            return body(*filled)
+
+        return jax.vjp(of_real, *(operands[at] for at in real))[1]
+
+    carry = loop_of(equation).carry
+    others = avals[: carry.start] + avals[carry.stop :]
+    there = collections.Counter((aval.shape, aval.dtype) for aval in others)
+    kept = []
+    for leaf in jax.tree.leaves(jax.eval_shape(residuals, *avals)):
+        if there[leaf.shape, leaf.dtype]:
+            there[leaf.shape, leaf.dtype] -= 1
+        else:
+            kept.append(leaf)
+    return kept
+
+
+def is_region(equation: JaxprEqn) -> bool:
+    """Whether it is a `jax.checkpoint` of the user's own."""
+    return equation.primitive.name in _REGIONS
+
+
+def _closed(jaxpr):
+    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 
 def inner_jaxprs(equation: JaxprEqn) -> list[Any]:

@@ -1,4 +1,18 @@
 """From a program and a budget to a plan: pure arithmetic, no JAX."""
 
-from jaxmem.planning._plan import Plan as Plan, Region as Region
-from jaxmem.planning._sqrt import plan_sqrt as plan_sqrt
+from jaxmem.planning._dp import Layout as Layout
+from jaxmem.planning._one_liners import one_liners as one_liners
+from jaxmem.planning._plan import (
+    COMPILER_OPTIONS as COMPILER_OPTIONS,
+    Loop as Loop,
+    Plan as Plan,
+    Region as Region,
+)
+from jaxmem.planning._planners import (
+    PLANNERS as PLANNERS,
+    Planner as Planner,
+    lowest as lowest,
+    write_plan as write_plan,
+)
+from jaxmem.planning._rates import Rates as Rates
+from jaxmem.planning._simulate import simulate as simulate

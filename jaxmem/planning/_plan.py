@@ -1,56 +1,126 @@
-"""A plan: which stretches of a program are regions, and what that is expected to cost."""
+"""A plan: what a program saves and recomputes, and what that is expected to cost."""
 
 import dataclasses
 import json
+from collections.abc import Callable
+from typing import Any
 
 from jaxmem._bytes import format_bytes
 from jaxmem._errors import PlanError
 
+# XLA has a rematerialization pass of its own, which acts when a program passes some 80 % of the
+# device. It pays recompute that no plan shows, so a plan is compiled without it.
+COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """Operations ``start`` to ``stop - 1`` under one `jax.checkpoint`, recomputed in the backward
-    pass; ``kept_bytes`` are those of its results that later operations read, and
-    ``recompute_flops`` what its recomputation costs (matmuls and convolutions)."""
+    """Kernels ``start`` to ``stop - 1`` under one `jax.checkpoint`, recomputed in the backward
+    pass but for the values ``saved``; ``regions`` are nested in it."""
 
     start: int
     stop: int
+    saved: tuple[int, ...] = ()
+    regions: "tuple[Region, ...]" = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loop:
+    """A `scan`, whose body is recomputed in the backward pass but for the values ``saved`` of it;
+    ``regions`` are nested in the body.
+
+    ``kernel`` is its number in the program; ``saved`` and ``regions`` are by the numbers of the
+    body's own program. With ``segments`` above 1 it runs as a scan over so many scans, and only
+    the carry between them is kept (Chen's sqrt(N) for loops).
+    """
+
+    kernel: int
+    segments: int = 1
+    saved: tuple[int, ...] = ()
+    regions: tuple[Region, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What a plan does with one value of the forward pass: ``"save"`` or ``"recompute"``, or
+    ``"keep"`` (it is outside all regions).
+
+    ``path`` and ``line`` are the module and the source line that made it, ``seconds`` the
+    predicted time of making it once, ``times`` how often the backward pass does.
+    """
+
+    path: str
+    line: str
+    operation: str
+    bytes: int
+    seconds: float
+    action: str
+    times: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One region in the printed plan: its depth in the tree, where its kernels come from, and
+    what it saves and runs again (FLOPs of matmuls and convolutions)."""
+
+    depth: int
+    first: str
+    last: str
+    saved_bytes: int
     kept_bytes: int
-    recompute_flops: int
-    path: str = ""
+    flops: int
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """Regions of one program, in order, and the bytes and FLOPs that they are projected to cost.
+    """A tree of regions for one program, with what each saves, and what it costs.
+
+    Bytes are those of the whole of ``value_and_grad(fun)``: arguments, gradients, residuals and
+    what is reserved.
 
     Attributes:
         planner: the name of the planner that made it.
         fingerprint: of the program it belongs to; it refuses any other.
-        regions: what is recomputed. Operations outside them keep their residuals.
-        operations: number of operations of the program.
-        flops: FLOPs of one forward pass (matmuls and convolutions).
-        plain_bytes: projected peak of the residuals without any region.
-        projected_bytes: projected peak with the regions. Both are bytes beyond the program's
-            inputs, by jaxmem's own arithmetic; `jaxmem.memory` has the compiler's.
-        reserved: bytes of the budget spoken for outside what is planned.
+        regions: what is recomputed. Kernels outside them keep their residuals.
+        loops: what the scans of the program save and recompute of their bodies.
+        plain_bytes, projected_bytes: by jaxmem's own arithmetic, without and with the regions.
+        flops: of the forward pass (matmuls and convolutions); ``recompute_flops`` and
+            ``recompute_moved`` (bytes read and written) are what the plan adds.
+        seconds, recompute_seconds: predicted time of the plain forward pass and of what the plan
+            adds, at the target's rates.
+        rows, choices: the plan in words: its regions, and its larger values.
+        reserved: bytes of the budget spoken for outside of the function.
         budget: bytes asked for, or None for the least memory.
+        target: name of the GPU that it is planned for.
+        compiled_bytes, compiled_flops: by XLA for the target, or None: not compiled.
+        xla_pass_bytes: compiled bytes with XLA's own rematerialization pass on, where it would act.
     """
 
     planner: str
     fingerprint: str
     regions: tuple[Region, ...]
-    operations: int
-    flops: int
+    loops: tuple[Loop, ...]
     plain_bytes: int
     projected_bytes: int
+    flops: int
+    recompute_flops: int
+    recompute_moved: int = 0
+    seconds: float = 0.0
+    recompute_seconds: float = 0.0
+    rows: tuple[Row, ...] = ()
+    choices: tuple[Choice, ...] = ()
     reserved: int = 0
     budget: int | None = None
+    target: str = ""
+    compiled_bytes: int | None = None
+    compiled_flops: int | None = None
+    xla_pass_bytes: int | None = None
 
     @property
-    def recompute_flops(self) -> int:
-        """FLOPs of the forward pass that the backward pass does again."""
-        return sum(region.recompute_flops for region in self.regions)
+    def compiler_options(self) -> dict[str, str]:
+        """What ``jax.jit(..., compiler_options=)`` needs to compile the program that was planned:
+        XLA's own rematerialization pass off."""
+        return dict(COMPILER_OPTIONS)
 
     def check(self, fingerprint: str) -> None:
         """Raises `PlanError` if the plan was made for another program."""
@@ -60,6 +130,50 @@ class Plan:
                 f"{fingerprint}. A plan holds for one function at one set of shapes and dtypes; "
                 "make another with jaxmem.plan()."
             )
+
+    def apply(self, fun: Callable) -> Callable:
+        """``fun`` with the plan's regions: `jaxmem.remat` with ``plan=``."""
+        from jaxmem.remat import remat  # planning itself knows nothing of JAX
+
+        return remat(fun, plan=self)
+
+    def explain(self, path: str) -> str:
+        """Why the values made at a module path (or source line) are saved or not.
+
+        Raises:
+            PlanError: no value of the plan was made there.
+        """
+        found = [choice for choice in self.choices if path in f"{choice.path} {choice.line}"]
+        if not found:
+            paths = list(dict.fromkeys(c.path or c.line for c in self.choices))
+            raise PlanError(
+                f"No value of this plan was made at {path!r}. It has values of "
+                f"{', '.join(paths[:8])}{', ...' * (len(paths) > 8)}; print(plan) shows the rest."
+            )
+        return "\n".join(map(self._reason, found))
+
+    def _reason(self, choice: Choice) -> str:
+        rate = choice.seconds / max(choice.bytes, 1) * 2**30
+        made = f"{choice.operation} in {choice.path or 'the function'} ({choice.line})"
+        cost = (
+            f"{format_bytes(choice.bytes)}; making it again takes {choice.seconds * 1e6:.0f} us, "
+            f"{rate * 1e3:.2f} ms per GiB"
+        )
+        saved = [c for c in self.choices if c.action == "save"]
+        again = [c for c in self.choices if c.action == "recompute"]
+
+        def average(choices: list[Choice]) -> str:
+            total = sum(c.bytes for c in choices)
+            return f"{sum(c.seconds for c in choices) / total * 2**40 / 2**10 * 1e3:.2f} ms"
+
+        why = {
+            "keep": "it is outside of all regions, so nothing of it is recomputed",
+            "save": "it is saved, and what is recomputed instead averages "
+            + (f"{average(again)} per GiB" if again else "nothing"),
+            "recompute": f"it is recomputed {choice.times} times in the backward pass, and what "
+            "is saved instead averages " + (f"{average(saved)} per GiB" if saved else "nothing"),
+        }[choice.action]
+        return f"{made}: {cost}. In this plan {why}."
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back."""
@@ -74,7 +188,13 @@ class Plan:
         """
         try:
             fields = json.loads(text)
-            fields["regions"] = tuple(Region(**region) for region in fields["regions"])
+            fields["regions"] = _regions(fields["regions"])
+            fields["loops"] = tuple(
+                Loop(row["kernel"], row["segments"], tuple(row["saved"]), _regions(row["regions"]))
+                for row in fields["loops"]
+            )
+            fields["rows"] = tuple(Row(**row) for row in fields["rows"])
+            fields["choices"] = tuple(Choice(**choice) for choice in fields["choices"])
             return cls(**fields)
         except (ValueError, TypeError, KeyError) as error:
             raise PlanError(
@@ -82,26 +202,44 @@ class Plan:
             ) from error
 
     def __str__(self):
-        share = f", {self.recompute_flops / self.flops:.0%} of the forward pass" * bool(self.flops)
+        share = f" ({self.recompute_flops / self.flops:.1%} of a forward pass)" * bool(self.flops)
         lines = [
-            f"{self.planner} plan of {self.operations} operations in {len(self.regions)} regions "
-            f"(program {self.fingerprint})",
-            f"  projected {format_bytes(self.projected_bytes)} of residuals, "
-            f"{format_bytes(self.plain_bytes)} without regions",
-            f"  recomputes {self.recompute_flops / 1e9:.4g} GFLOP{share}",
+            f"{self.planner} plan, {len(self.rows)} regions (program {self.fingerprint})",
+            f"  projected {format_bytes(self.projected_bytes)}, without regions "
+            f"{format_bytes(self.plain_bytes)}",
         ]
+        if self.compiled_bytes is not None:
+            lines.append(f"  compiled  {format_bytes(self.compiled_bytes)} for {self.target}")
+        if self.xla_pass_bytes is not None:
+            lines.append(
+                f"  XLA's own rematerialization pass would make it "
+                f"{format_bytes(self.xla_pass_bytes)}; plan.compiler_options turns it off"
+            )
         if self.budget is not None:
             lines.append(
-                f"  budget {format_bytes(self.budget)}, of which {format_bytes(self.reserved)} "
-                "reserved"
+                f"  budget    {format_bytes(self.budget)}, of which "
+                f"{format_bytes(self.reserved)} reserved"
             )
-        if self.regions:
-            lines.append(f"  {'operations':>12}  {'keeps':>11}  {'GFLOP':>9}  ends in")
-        for region in self.regions:
+        lines.append(
+            f"  recomputes {self.recompute_flops / 1e9:.4g} GFLOP{share}, moves "
+            f"{format_bytes(self.recompute_moved)}: about {self.recompute_seconds * 1e3:.3g} ms "
+            f"beside {self.seconds * 3e3:.3g} ms on {self.target or 'the target'}"
+        )
+        if self.rows:
+            lines.append(f"  {'saves':>11}  {'keeps':>11}  {'GFLOP again':>11}  region")
+        for row in self.rows:
+            where = row.first if row.first == row.last else f"{row.first} .. {row.last}"
             lines.append(
-                f"  {region.start:>5}-{region.stop - 1:<6}  {format_bytes(region.kept_bytes):>11}"
-                f"  {region.recompute_flops / 1e9:>9.4g}  {region.path}"
+                f"  {format_bytes(row.saved_bytes):>11}  {format_bytes(row.kept_bytes):>11}  "
+                f"{row.flops / 1e9:>11.4g}  {'  ' * row.depth}{where}"
             )
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _regions(rows: list[dict[str, Any]]) -> tuple[Region, ...]:
+    return tuple(
+        Region(row["start"], row["stop"], tuple(row["saved"]), _regions(row["regions"]))
+        for row in rows
+    )

@@ -7,53 +7,47 @@ for a peak P, a shortest path over the candidate cuts finds the least bytes to k
 region fits beside what is kept before it; a bisection finds the least P.
 """
 
+import itertools
+
 import numpy as np
 
-from jaxmem._bytes import format_bytes
-from jaxmem._errors import BudgetError
-from jaxmem.planning._plan import Plan, Region
+from jaxmem.planning._dp import Layout, Variant
+from jaxmem.planning._loops import loop_options
+from jaxmem.planning._plan import Region
+from jaxmem.planning._rates import Rates
 from jaxmem.program import Program
 
 _CANDIDATES = 800
+_TRIES = 6
 
 
-def plan_sqrt(program: Program, budget: int | None = None, reserved: int = 0) -> Plan:
-    """Regions of least projected memory, or of least recompute within a budget.
+class Sqrt:
+    """Rows of regions for one program. Scans stay as they are."""
 
-    Args:
-        program: what to plan.
-        budget: bytes for everything, or None for the least memory.
-        reserved: bytes of the budget spoken for outside of what is planned.
+    def __init__(self, program: Program, rates: Rates):
+        plain = [loop_options(program, scan, rates)[0] for scan in program.scans]
+        self.variant = Variant(program, rates, plain)
+        self.chain = _Chain(self.variant.program)
+        self.plain = self.variant.layout(())
 
-    Raises:
-        BudgetError: no row of regions fits; names the least budget that one does, and where its
-            peak is.
-    """
-    chain = _Chain(program)
-    plain = chain.peak([])
-    limit = chain.least_peak() if budget is None else budget - reserved
-    ends = chain.least_recompute(limit)
-    if ends is None:
-        least = chain.least_peak()
-        widest = chain.where(chain.least_recompute(least) or [])
-        raise BudgetError(
-            f"No sqrt plan fits the budget of {format_bytes(budget or 0)} with "
-            f"{format_bytes(reserved)} of it reserved; the lowest one that does is about "
-            f"{format_bytes(least + reserved)} ({least + reserved} bytes), set by {widest}. Raise "
-            "the budget, shrink the batch, or accumulate gradients over microbatches."
-        )
-    regions = chain.regions(ends)
-    return Plan(
-        planner="sqrt",
-        fingerprint=program.fingerprint,
-        regions=regions,
-        operations=len(program.operations),
-        flops=program.flops,
-        plain_bytes=plain + reserved,
-        projected_bytes=chain.peak(ends) + reserved,
-        reserved=reserved,
-        budget=budget,
-    )
+    def within(self, budget: int) -> Layout | None:
+        """The least recompute whose projected peak is at most ``budget`` bytes, or None."""
+        limit: float = budget
+        for _ in range(_TRIES):
+            ends = self.chain.least_recompute(limit)
+            if ends is None:
+                return None
+            layout = self.variant.layout(self.chain.regions(ends))
+            if layout.peak <= budget:
+                return layout
+            limit *= 0.99 * budget / layout.peak
+        return None
+
+    def least(self) -> Layout:
+        """The least projected peak."""
+        ends = self.chain.least_recompute(self.chain.least_peak()) or []
+        layout = self.variant.layout(self.chain.regions(ends))
+        return min(layout, self.plain, key=lambda layout: layout.peak)
 
 
 class _Chain:
@@ -61,24 +55,25 @@ class _Chain:
 
     def __init__(self, program: Program):
         self.program = program
-        count = len(program.operations)
-        values = np.arange(program.input_count, len(program.sizes))
+        kernels = program.kernels
+        count = len(kernels)
+        values = np.array([v for kernel in kernels for v in kernel.results], dtype=np.int64)
         sizes = np.asarray(program.sizes, dtype=np.float64)[values]
         made = np.asarray(program.made, dtype=np.int64)[values]
         last = np.asarray(program.last_used, dtype=np.int64)[values]
         crossing = np.zeros(count + 2)
         np.add.at(crossing, made, sizes)
         np.subtract.at(crossing, last, sizes)
-        dear = np.array([not operation.fused for operation in program.operations], dtype=bool)
+        dear = np.array([not kernel.fused for kernel in kernels], dtype=bool)
         self.cuts = _candidates(np.cumsum(crossing)[: count + 1], dear)
         size = len(self.cuts)
 
         slot = np.searchsorted(self.cuts, made)
 
-        def between(counted: list[bool]) -> np.ndarray:
+        def between(counted: set[int]) -> np.ndarray:
             """[i, k]: bytes of the counted values made between two cuts, and the largest of them
             once more: its cotangent stands beside it."""
-            bytes_of = np.where(np.asarray(counted, dtype=bool)[values], sizes, 0)
+            bytes_of = np.where([value in counted for value in values.tolist()], sizes, 0)
             sums, largest = np.zeros(size), np.zeros(size)
             np.add.at(sums, slot, bytes_of)
             np.maximum.at(largest, slot, bytes_of)
@@ -90,8 +85,8 @@ class _Chain:
 
         # A region that is recomputed has all of its materialised values in memory; what is not
         # wrapped keeps its residuals, which are fewer.
-        self.inside = between(program.materialised)
-        self.unwrapped = between(program.residual)[:, -1]
+        self.inside = between(set(values.tolist()))
+        self.unwrapped = between({v for kernel in kernels for v in kernel.reads})[:, -1]
         # kept[i, k]: bytes made between two cuts that are read after the second
         self.kept = np.zeros((size, size))
         for end in range(1, size - 1):
@@ -100,7 +95,7 @@ class _Chain:
             np.add.at(made_in, slot[alive & (slot <= end)], sizes[alive & (slot <= end)])
             self.kept[:end, end] = np.cumsum(made_in[::-1])[::-1][1 : end + 1]
         flops = np.zeros(count + 1)
-        flops[1:] = np.cumsum([operation.flops for operation in program.operations])
+        flops[1:] = np.cumsum([kernel.flops for kernel in kernels])
         self.flops = flops[self.cuts]
 
     def reach(self, limit: float) -> tuple[np.ndarray, np.ndarray]:
@@ -151,36 +146,9 @@ class _Chain:
     def peak(self, ends: list[int]) -> int:
         return max(self.peaks(ends))
 
-    def where(self, ends: list[int]) -> str:
-        """The operation that sets the peak, in words."""
-        peaks = self.peaks(ends)
-        index = int(np.argmax(peaks))
-        bounds = [0, *ends, len(self.cuts) - 1]
-        start, stop = self.cuts[bounds[index]], self.cuts[bounds[index + 1]]
-        sizes = self.program.sizes
-        widest = max(
-            self.program.operations[start:stop],
-            key=lambda op: max((sizes[value] for value in op.outputs), default=0),
-            default=None,
-        )
-        if widest is None:
-            return "what is reserved"
-        return f"the backward pass of {widest.name} in {widest.path or 'the function'}"
-
     def regions(self, ends: list[int]) -> tuple[Region, ...]:
-        found, start = [], 0
-        for end in ends:
-            found.append(
-                Region(
-                    int(self.cuts[start]),
-                    int(self.cuts[end]),
-                    int(self.kept[start, end]),
-                    self.program.recompute_flops(int(self.cuts[start]), int(self.cuts[end])),
-                    self.program.operations[self.cuts[end] - 1].path,
-                )
-            )
-            start = end
-        return tuple(found)
+        cuts = [0, *(int(self.cuts[end]) for end in ends)]
+        return tuple(Region(start, stop) for start, stop in itertools.pairwise(cuts))
 
 
 def _candidates(crossing: np.ndarray, dear: np.ndarray) -> np.ndarray:

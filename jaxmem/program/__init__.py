@@ -4,9 +4,11 @@ from jaxmem.program._costs import (
     CONTRACTIONS as CONTRACTIONS,
     contraction_flops as contraction_flops,
 )
+from jaxmem.program._kernels import Kernel as Kernel, read_kernels as read_kernels
 from jaxmem.program._program import (
     Operation as Operation,
     Program as Program,
     read_program as read_program,
     size_of as size_of,
+    type_of as type_of,
 )

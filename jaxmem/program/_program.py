@@ -4,16 +4,26 @@ import dataclasses
 import functools
 import hashlib
 import math
+from collections.abc import Mapping, Set
 
-from jaxmem._jax import FlatJaxpr
-from jaxmem.program._costs import CONTRACTIONS, derivative_reads, flops, is_fused
+from jaxmem._jax import FlatJaxpr, Step, called_jaxpr, is_region, loop_of, scan_residuals
+from jaxmem.program._costs import derivative_reads, flops, is_fused
+from jaxmem.program._kernels import Kernel, read_kernels
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
     """One operation: the values it reads and makes (by number), its FLOPs, whether XLA fuses it
     with its neighbours, what its derivative reads (``"nothing"``, its ``"result"`` or its
-    ``"operands"``), and the module path it came from (``ResNet/Block_3/Conv_1``)."""
+    ``"operands"``), and where it came from: the module path (``ResNet/Block_3/Conv_1``) and the
+    user's source line.
+
+    A `scan` also has ``body``, what it repeats ``length`` times, and makes one value more than it
+    returns: its ``residuals``, what every iteration keeps for the backward pass; ``carry`` are
+    the inputs of the body that one iteration hands to the next. A user's own
+    `jax.checkpoint` has the ``body`` that its derivative runs again. ``inside`` are bytes that the
+    derivative takes beside its operands and results.
+    """
 
     name: str
     inputs: tuple[int, ...]
@@ -22,18 +32,31 @@ class Operation:
     fused: bool
     derivative_reads: str
     path: str = ""
+    line: str = ""
+    body: "Program | None" = None
+    length: int = 1
+    carry: tuple[int, ...] = ()
+    residuals: int | None = None
+    inside: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """Operations in order, and the bytes and types of every value. Values below ``input_count``
-    are the function's inputs, which live in any case."""
+    are the function's inputs, which live in any case; ``differentiated`` are those of them that
+    gradients are taken of (None: all)."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
     input_count: int
     outputs: tuple[int, ...]
     types: tuple[str, ...] = ()
+    differentiated: frozenset[int] | None = None
+
+    @functools.cached_property
+    def input_bytes(self) -> int:
+        """Bytes of all inputs."""
+        return sum(self.sizes[: self.input_count])
 
     @functools.cached_property
     def flops(self) -> int:
@@ -47,92 +70,152 @@ class Program:
         digest = hashlib.sha256(repr(whole).encode())
         for operation in self.operations:
             digest.update(repr((operation.name, operation.inputs, operation.outputs)).encode())
+            if operation.body:
+                digest.update(operation.body.fingerprint.encode())
         return digest.hexdigest()[:16]
 
     @functools.cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels that XLA is expected to make of it."""
+        return read_kernels(self)
+
+    @functools.cached_property
     def made(self) -> list[int]:
-        """For each value the number of operations that have run once it exists (0: an input)."""
+        """For each value in memory the number of kernels that have run once it exists (0: an
+        input)."""
         position = [0] * len(self.sizes)
-        for index, operation in enumerate(self.operations):
-            for value in operation.outputs:
+        for index, kernel in enumerate(self.kernels):
+            for value in kernel.results:
                 position[value] = index + 1
         return position
 
     @functools.cached_property
     def last_used(self) -> list[int]:
-        """For each value the number of operations that have run after its last use; a value never
-        read dies where it is made, an output of the program outlives every operation."""
+        """For each value in memory the number of kernels that have run after its last use; a value
+        never read dies where it is made, an output of the program outlives every kernel."""
         position = list(self.made)
-        for index, operation in enumerate(self.operations):
-            for value in operation.inputs:
+        for index, kernel in enumerate(self.kernels):
+            for value in kernel.sources:
                 position[value] = index + 1
         for value in self.outputs:
-            position[value] = len(self.operations) + 1
+            position[value] = len(self.kernels) + 1
         return position
 
-    def recompute_flops(self, start: int, stop: int) -> int:
-        """FLOPs that the backward pass of operations ``start`` to ``stop - 1`` does again if only
-        what enters them is kept: of those whose results a derivative among them reads."""
-        needed: set[int] = set()
-        total = 0
-        for operation in reversed(self.operations[start:stop]):
-            again = not needed.isdisjoint(operation.outputs)
-            total += operation.flops * again
-            if again or operation.derivative_reads != "nothing":
-                needed.update(operation.inputs)
-            if operation.flops and operation.name not in CONTRACTIONS and not again:
-                total += operation.flops  # a scan, say: its derivative reads what is inside it
-        return total
+    @functools.cached_property
+    def active(self) -> list[bool]:
+        """For each value whether it has a cotangent: it is of a floating type and depends on a
+        differentiated input."""
+        count = len(self.sizes)
+        if self.types:
+            real = [kind.startswith(("float", "bfloat", "complex")) for kind in self.types]
+        else:
+            real = [True] * count
+        wanted = self.differentiated
+        active = [
+            real[value] and value < self.input_count and (wanted is None or value in wanted)
+            for value in range(count)
+        ]
+        for operation in self.operations:
+            if operation.name != "stop_gradient" and any(active[v] for v in operation.inputs):
+                for value in operation.outputs:
+                    active[value] = real[value] and value != operation.residuals
+        return active
+
+    def residual_bytes(self, kernel: int) -> int:
+        """Bytes of the residuals of a scan."""
+        value = self.kernels[kernel].residuals
+        return 0 if value is None else self.sizes[value]
 
     @functools.cached_property
-    def materialised(self) -> list[bool]:
-        """For each value whether it goes to memory: what a dear operation reads or makes does,
-        what lives between fused ones does not."""
-        stored = [False] * len(self.sizes)
-        for operation in self.operations:
-            if not operation.fused:
-                for value in (*operation.inputs, *operation.outputs):
-                    stored[value] = True
-        return stored
+    def scans(self) -> list[int]:
+        """Numbers of the kernels that are a `scan`."""
+        return [
+            index
+            for index, kernel in enumerate(self.kernels)
+            if self.operations[kernel.operations[-1]].name == "scan"
+        ]
 
-    @functools.cached_property
-    def residual(self) -> list[bool]:
-        """For each value whether the plain forward pass keeps it for the backward pass: it is
-        materialised, and a derivative reads it or what XLA fuses onto it."""
-        stored = self.materialised
-        read = [False] * len(self.sizes)
-        for operation in self.operations:
-            by = operation.derivative_reads
-            for value in {"nothing": (), "result": operation.outputs}.get(by, operation.inputs):
-                read[value] = True
-        for operation in reversed(self.operations):
-            if any(read[value] and not stored[value] for value in operation.outputs):
-                for value in operation.inputs:
-                    read[value] = True
-        return [kept and wanted for kept, wanted in zip(stored, read, strict=True)]
+    def with_loops(self, loops: Mapping[int, tuple[int, int]]) -> "Program":
+        """The program with other bytes of residuals, and inside the derivative, of some scans, by
+        the numbers of their kernels."""
+        sizes, operations = list(self.sizes), list(self.operations)
+        for number, (residuals, inside) in loops.items():
+            index = self.kernels[number].operations[-1]
+            operation = operations[index]
+            assert operation.residuals is not None
+            sizes[operation.residuals] = residuals
+            operations[index] = dataclasses.replace(operation, inside=inside)
+        return dataclasses.replace(self, operations=tuple(operations), sizes=tuple(sizes))
 
 
-def read_program(flat: FlatJaxpr) -> Program:
-    """The operations of a flat jaxpr as plain data."""
-    operations = tuple(
-        Operation(
-            step.primitive,
-            tuple(step.uses),
-            step.outputs,
-            flops(step.equation),
-            is_fused(step.equation),
-            derivative_reads(step.equation),
-            str(step.name_stack),
+def read_program(flat: FlatJaxpr, differentiated: Set[int] | None = None) -> Program:
+    """The operations of a flat jaxpr as plain data.
+
+    ``differentiated`` are the inputs that gradients are taken of; None: all.
+    """
+    sizes = [size_of(aval) for aval in flat.avals]
+    types = [type_of(aval) for aval in flat.avals]
+    operations = []
+    for step in flat.steps:
+        body, residuals, inside = _body(step)
+        outputs = step.outputs
+        if residuals is not None:
+            outputs = (*outputs, len(sizes))
+            sizes.append(residuals)
+            types.append("residuals[]")
+        operations.append(
+            Operation(
+                step.primitive,
+                tuple(step.uses),
+                outputs,
+                flops(step.equation),
+                is_fused(step.equation),
+                derivative_reads(step.equation),
+                str(step.name_stack),
+                step.line,
+                body,
+                step.equation.params["length"] if step.primitive == "scan" else 1,
+                _carry(step, body),
+                outputs[-1] if residuals is not None else None,
+                inside,
+            )
         )
-        for step in flat.steps
-    )
     outputs = tuple(value for value in flat.outputs if isinstance(value, int))
-    sizes = tuple(map(size_of, flat.avals))
-    types = tuple(_type_of(aval) for aval in flat.avals)
-    return Program(operations, sizes, flat.input_count, outputs, types)
+    return Program(
+        tuple(operations),
+        tuple(sizes),
+        flat.input_count,
+        outputs,
+        tuple(types),
+        None if differentiated is None else frozenset(differentiated),
+    )
 
 
-def _type_of(aval) -> str:
+def _body(step: Step) -> tuple[Program | None, int | None, int]:
+    """What a scan or a user's region repeats, the bytes of residuals that it keeps (of a scan),
+    and the bytes that its derivative takes inside."""
+    if step.primitive == "scan":
+        body = read_program(loop_of(step.equation).body)
+        made = sum(body.sizes[value] for kernel in body.kernels for value in kernel.results)
+        kept = sum(map(size_of, scan_residuals(step.equation)))
+        return body, kept * step.equation.params["length"], made
+    if is_region(step.equation):
+        body = read_program(called_jaxpr(step.equation))
+        made = sum(body.sizes[value] for kernel in body.kernels for value in kernel.results)
+        return body, None, made
+    return None, None, 0
+
+
+def _carry(step: Step, body: Program | None) -> tuple[int, ...]:
+    if body is None or step.primitive != "scan":
+        return ()
+    first = body.input_count - len(step.equation.invars)  # the body's own constants come first
+    carry = loop_of(step.equation).carry
+    return tuple(range(first + carry.start, first + carry.stop))
+
+
+def type_of(aval) -> str:
+    """Dtype and shape of an abstract value as text."""
     return f"{getattr(aval, 'dtype', '')}{list(getattr(aval, 'shape', ()))}"
 
 

@@ -1,0 +1,135 @@
+"""A plan onto a program: its kernels evaluated in order, regions as nested `jax.checkpoint`."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmem import _jax
+from jaxmem.planning import Loop, Plan, Region
+from jaxmem.program import Program
+
+
+def emit(flat: _jax.FlatJaxpr, program: Program, plan: Plan, leaves: Sequence[Any]) -> Any:
+    """The results of a traced function on ``leaves``, with the plan's regions and loops."""
+    values = dict(enumerate([*flat.consts, *leaves]))
+    emission = _Emission(flat, program, {loop.kernel: loop for loop in plan.loops}, plan.regions)
+    emission.run(0, len(program.kernels), plan.regions, values)
+    return jax.tree.unflatten(flat.out_tree, emission.outputs(values))
+
+
+@dataclasses.dataclass
+class _Emission:
+    """Evaluates kernels of a program.
+
+    Every kernel computes the fused operations that it reads for itself, so that what passes from
+    one region to the next is in memory anyway. Values that are saved have names, which the
+    policies of the regions know.
+    """
+
+    flat: _jax.FlatJaxpr
+    program: Program
+    loops: dict[int, Loop]
+    regions: Sequence[Region]
+
+    def __post_init__(self):
+        self.saved = _saved(self.regions)
+
+    def run(self, start: int, stop: int, regions: Sequence[Region], values: dict[int, Any]) -> None:
+        """Kernels ``start`` to ``stop - 1``, reading and writing ``values`` by number."""
+        for region in regions:
+            self.evaluate(start, region.start, values)
+            self.checkpointed(region, values)
+            start = region.stop
+        self.evaluate(start, stop, values)
+
+    def outputs(self, values: dict[int, Any]) -> list[Any]:
+        """The results of the program: what no kernel makes (views of inputs) is made here."""
+        missing = [out for out in self.flat.outputs if isinstance(out, int) and out not in values]
+        assert not missing, "an output is in memory"
+        return [_jax.read(values, out) for out in self.flat.outputs]
+
+    def evaluate(self, start: int, stop: int, values: dict[int, Any]) -> None:
+        for number in range(start, stop):
+            kernel = self.program.kernels[number]
+            inside = {value: values[value] for value in kernel.sources}
+            steps = [self.flat.steps[index] for index in kernel.operations]
+            self.flat.run(steps[:-1], inside)
+            if number in self.loops:
+                self.looped(self.loops[number], steps[-1], inside)
+            else:
+                self.flat.run(steps[-1:], inside)
+            for value in kernel.results:
+                if value in self.saved:
+                    values[value] = checkpoint_name(inside[value], _name(value))
+                elif value != kernel.residuals:
+                    values[value] = inside[value]
+
+    def checkpointed(
+        self, region: Region, values: dict[int, Any], prevent_cse: bool = True
+    ) -> None:
+        kernels = self.program.kernels[region.start : region.stop]
+        made = {value for kernel in kernels for value in kernel.results}
+        reads = sorted({value for kernel in kernels for value in kernel.sources} - made)
+        keeps = sorted(value for value in made if self.program.last_used[value] > region.stop)
+
+        def run(*operands):
+            inner = dict(zip(reads, operands, strict=True))
+            self.run(region.start, region.stop, region.regions, inner)
+            return [inner[value] for value in keeps]
+
+        policy = jax.checkpoint_policies.save_only_these_names(*map(_name, region.saved))
+        wrapped = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
+        values.update(zip(keeps, wrapped(*[values[value] for value in reads]), strict=True))
+
+    def looped(self, loop: Loop, step: _jax.Step, values: dict[int, Any]) -> None:
+        """A scan whose body is a region; with segments, a scan over such scans."""
+        equation = step.equation
+        operands = [_array(_jax.read(values, operand)) for operand in step.inputs]
+        parts = _jax.loop_of(equation)
+        constants, carry = operands[parts.body_consts], operands[parts.carry]
+        slices, body = operands[parts.carry.stop :], parts.body
+        program = self.program.operations[self.program.kernels[loop.kernel].operations[-1]].body
+        assert program is not None
+        whole = Region(0, len(program.kernels), loop.saved, loop.regions)
+        emission = _Emission(body, program, {}, [whole])
+        length, reverse = equation.params["length"], equation.params["reverse"]
+
+        def one(carry, slices):
+            inner = dict(enumerate([*body.consts, *constants, *carry, *slices]))
+            # The loop parts the forward pass from the recomputation: nothing to prevent.
+            emission.checkpointed(whole, inner, prevent_cse=False)
+            results = emission.outputs(inner)
+            return results[: len(carry)], results[len(carry) :]
+
+        def several(carry, slices):
+            return jax.lax.scan(
+                one, carry, slices, length // loop.segments, reverse=reverse,
+                unroll=1 if loop.segments > 1 else equation.params["unroll"],
+            )  # fmt: skip
+
+        with _jax.context(step):
+            if loop.segments == 1:
+                carry, stacked = several(carry, slices)
+            else:
+                split = (loop.segments, length // loop.segments)
+                pieces = [x.reshape(*split, *x.shape[1:]) for x in slices]
+                region = jax.checkpoint(several, prevent_cse=False)
+                carry, stacked = jax.lax.scan(region, carry, pieces, loop.segments, reverse=reverse)
+                stacked = [x.reshape(length, *x.shape[2:]) for x in stacked]
+        values.update(zip(step.outputs, [*carry, *stacked], strict=True))
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def _name(value: int) -> str:
+    return f"jaxmem:{value}"
+
+
+def _saved(regions: Sequence[Region]) -> frozenset[int]:
+    return frozenset().union(*(_saved(region.regions) | set(region.saved) for region in regions))

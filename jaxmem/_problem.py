@@ -1,0 +1,173 @@
+"""What is planned: a function with its arguments as a program, and what its plan may cost."""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxmem import _jax
+from jaxmem._bytes import format_bytes, parse_budget
+from jaxmem._emit import emit
+from jaxmem._errors import BudgetError, JaxmemError, PlanError
+from jaxmem.planning import PLANNERS, Layout, Plan, Planner, Rates, lowest, write_plan
+from jaxmem.program import Program, read_program
+from jaxmem.targets import LocalDevice, Target, resolve
+
+
+class Allowed:
+    """What a plan may cost, and on what: a budget in bytes, and the planner."""
+
+    def __init__(self, budget: int | None, reserved: int, gpu: Target | None, name: str):
+        self.budget, self.reserved, self.gpu, self.name = budget, reserved, gpu, name
+        self.rates = Rates(gpu.fp32_flops, gpu.half_flops, gpu.memory_bandwidth) if gpu else Rates()
+
+    @classmethod
+    def parse(cls, budget, reserved, target, planner: str) -> "Allowed":
+        """From what a user writes."""
+        if planner not in PLANNERS:
+            known = ", ".join(map(repr, PLANNERS))
+            raise PlanError(f"There is no planner named {planner!r}; the known ones are {known}.")
+        chosen = None if target is None else resolve(target)
+        capacity = chosen.usable_bytes if chosen else None
+        return cls(
+            None if budget is None else parse_budget(budget, capacity),
+            0 if reserved == 0 else parse_budget(reserved, capacity),
+            chosen.gpu if isinstance(chosen, LocalDevice) else chosen,
+            planner,
+        )
+
+    def planner(self, program: Program) -> Planner:
+        """The plans that there are for a program."""
+        return PLANNERS[self.name](program, self.rates)
+
+    def plan(self, program: Program) -> Plan:
+        """The plan of a program by projected bytes.
+
+        Raises:
+            BudgetError: none is projected to fit.
+        """
+        planner = self.planner(program)
+        around = program.input_bytes + self.reserved
+        layout = planner.least() if self.budget is None else planner.within(self.budget - around)
+        if layout is None:
+            least = planner.least()
+            raise self.too_small(program, least, least.peak + around, "projected")
+        return self.write(program, layout, planner)
+
+    def write(self, program: Program, layout: Layout, planner: Planner) -> Plan:
+        """A layout as a plan."""
+        return write_plan(
+            self.name,
+            program,
+            self.rates,
+            layout,
+            planner.plain,
+            self.reserved,
+            self.budget,
+            self.gpu.name if self.gpu else "",
+        )
+
+    def too_small(self, program: Program, least: Layout, total: int, word: str) -> BudgetError:
+        """The error of a budget that nothing fits, when the least takes ``total`` bytes."""
+        return BudgetError(
+            f"No {self.name} plan fits the budget of {format_bytes(self.budget or 0)} with "
+            f"{format_bytes(self.reserved)} of it reserved; the lowest one that does is "
+            f"{format_bytes(total)} ({total} bytes {word}, {format_bytes(program.input_bytes)} of "
+            f"them arguments), set by {lowest(program, least)}. Raise the budget, shrink the "
+            "batch, or accumulate gradients over microbatches."
+        )
+
+
+class Problem:
+    """A function, its arguments, and the program that it is."""
+
+    def __init__(
+        self,
+        fun: Callable,
+        args: tuple,
+        kwargs: dict,
+        argnums: int | Sequence[int],
+        has_aux: bool = False,
+        open_regions: bool = False,
+    ):
+        self.fun, self.args, self.kwargs = fun, args, kwargs
+        self.argnums, self.has_aux = argnums, has_aux
+        dynamic, call = _jax.split_arrays(refusing_updates(fun), args, kwargs)
+        self.flat = _jax.flatten(call, dynamic, open_regions)
+        # Leaves of differentiated arguments, as numbers of inputs: constants come first.
+        wanted = {argnums} if isinstance(argnums, int) else set(argnums)
+        owner = [
+            index
+            for index, arg in enumerate(args)
+            for leaf in jax.tree.leaves(arg)
+            if _jax.is_array(leaf)
+        ]
+        first = self.flat.input_count - len(dynamic)
+        chosen = frozenset(first + at for at, index in enumerate(owner) if index in wanted)
+        self.program = read(self.flat, chosen)
+
+    def step(self, plan: Plan) -> Callable:
+        """The value and gradient of the planned function."""
+
+        def planned(*args, **kwargs):
+            dynamic, _ = _jax.split_arrays(self.fun, args, kwargs)
+            return emit(self.flat, self.program, plan, dynamic)
+
+        return jax.value_and_grad(planned, self.argnums, self.has_aux)
+
+
+def read(flat: _jax.FlatJaxpr, differentiated: frozenset[int] | None = None) -> Program:
+    """The program of a traced function.
+
+    Raises:
+        PlanError: it has side effects, or random bits that would differ the second time.
+    """
+    for step in flat.steps:
+        effects = _jax.side_effects(step)
+        if effects:
+            raise PlanError(
+                f"The function has a side effect, and a region would run it twice: "
+                f"{step.primitive} ({', '.join(effects)}) at {step.line}. Return the value and "
+                "print or store it outside, or keep this part outside of jaxmem.remat."
+            )
+        if step.primitive == "rng_uniform":
+            raise PlanError(
+                f"The function draws random bits without a key ({step.primitive} at {step.line}), "
+                "and a region would draw others the second time. Use jax.random with a key."
+            )
+    return read_program(flat, differentiated)
+
+
+def refusing_updates(fun: Callable) -> Callable:
+    """``fun``, which may not change a Flax nnx module that it is given: the change would be made
+    to a copy that is thrown away."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return fun
+
+    def checked(*args, **kwargs):
+        nodes = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Module))
+        modules = [node for node in nodes if isinstance(node, nnx.Module)]
+        before = jax.tree.leaves(modules)
+        result = fun(*args, **kwargs)
+        after = jax.tree.leaves(modules)
+        if list(map(id, before)) != list(map(id, after)):
+            raise PlanError(
+                "The function changes a Flax nnx module that it is given (batch statistics or "
+                "dropout counts, say), and jaxmem.remat would lose the change. Use nnx.split "
+                "outside and nnx.merge inside, and return the new state."
+            )
+        return result
+
+    return functools.wraps(fun)(checked)
+
+
+def check_function(fun: Any, name: str) -> None:
+    """Raises `JaxmemError` if ``fun`` is not a function."""
+    if isinstance(fun, type) or not callable(fun):
+        raise JaxmemError(
+            f"{name} takes a function of arrays; got {fun!r}. Pass the loss function that applies "
+            "the model."
+        )

@@ -1,0 +1,172 @@
+"""The least recompute of a chain of blocks in a given memory: the optimum over nested regions.
+
+The persistent recursion of rotor (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, "Optimal
+checkpointing for heterogeneous chains"; Griewank's and Chen's schemes are special cases), with two
+additions: a region comes with the set of values that it saves, picked from a few levels, and what
+crosses a cut is what is really read after it, so that skips count once.
+
+Everything here is numbers; memory is counted in slots, ints.
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chain:
+    """Blocks ``0`` to ``n - 1`` in order, and levels of saved sets, from nothing to much.
+
+    Attributes:
+        again: [levels, n] time to run a block again for its own backward pass.
+        through: [levels, n] time to do so and to make what later blocks read of it.
+        inside: [levels, n] memory of the block's backward pass, beyond what is kept before it.
+        stays: [levels, n] what a block that is not recomputed leaves behind.
+        ahead: [levels, n, n + 1] time to run blocks i to k - 1 for what later blocks read.
+        keeps: [levels, n, n + 1] what blocks i to k - 1 leave behind as a region: what later
+            blocks read, and what is saved.
+    """
+
+    again: np.ndarray
+    through: np.ndarray
+    inside: np.ndarray
+    stays: np.ndarray
+    ahead: np.ndarray
+    keeps: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stretch:
+    """Blocks ``start`` to ``stop - 1`` under a region that saves what ``level`` says."""
+
+    start: int
+    stop: int
+    level: int
+    inner: "tuple[Stretch, ...]"
+
+
+class Solution:
+    """Least extra time for every memory up to ``slots``."""
+
+    def __init__(self, chain: Chain, slots: int):
+        self.chain = chain
+        self.slots = slots
+        self.levels, self.count = chain.again.shape
+        # Indexed [level, start, stop, slots + 1 + memory]; what is below is out of memory.
+        self.pad = slots + 1
+        shape = (self.levels, self.count + 1, self.count + 1, self.pad + slots + 1)
+        self.table = np.full(shape, np.inf, dtype=np.float32)
+        for start in range(self.count + 1):
+            self.table[:, start, start, self.pad :] = 0
+        self._fill()
+        self._top()
+
+    def _fill(self) -> None:
+        chain, pad, memory = self.chain, self.pad, np.arange(self.slots + 1)
+        flat = self.table.reshape(-1)
+        across, down, row = (stride // flat.itemsize for stride in self.table.strides[:3])
+        levels = np.arange(self.levels)[:, None]
+        stays = np.minimum(chain.stays, pad)
+        keeps = np.minimum(chain.keeps, pad)
+
+        def without(used: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+            """[levels, starts, memory]: the table at the memory that is left."""
+            base = levels * across + start * down + stop * row + pad - used
+            return flat[base[:, :, None] + memory]
+
+        for length in range(1, self.count + 1):
+            start = np.arange(self.count - length + 1)
+            stop = start + length
+            run = chain.again if length == 1 else chain.through
+            best = without(stays[:, start] * (length > 1), start + 1, stop)
+            best += run[:, start, None]
+            best[chain.inside[:, start, None] > memory] = np.inf
+            for split in range(1, length):
+                middle = start + split
+                here = without(keeps[:, start, middle], middle, stop)
+                here += self.table[:, start, middle, pad:]
+                here += chain.ahead[:, start, middle, None]
+                np.minimum(best, here, out=best)
+            self.table[:, start, stop, pad:] = best
+
+    def _top(self) -> None:
+        """[start, pad + memory]: the whole chain from a block on, whose forward pass is the first:
+        running it costs nothing extra."""
+        self.top = np.full((self.count + 1, self.pad + self.slots + 1), np.inf, dtype=np.float32)
+        self.top[self.count, self.pad :] = 0
+        for start in reversed(range(self.count)):
+            best = np.full(self.slots + 1, np.inf, dtype=np.float32)
+            for cost, *_ in self._choices(start):
+                np.minimum(best, cost, out=best)
+            self.top[start, self.pad :] = best
+
+    def _choices(self, start: int):
+        """Ways to go on at the top level: (time by memory, end, level or None, memory used)."""
+        chain, memory = self.chain, np.arange(self.slots + 1)
+
+        def rest(stop: int, used: int) -> np.ndarray:
+            at = self.pad - min(used, self.pad)
+            return self.top[stop, at : at + self.slots + 1]
+
+        last = start + 1 == self.count
+        used = 0 if last else int(chain.stays[0, start])
+        kept = np.where(chain.inside[0, start] <= memory, rest(start + 1, used), np.inf)
+        yield kept, start + 1, None, used
+        for stop in range(start + 1, self.count):
+            for level in range(self.levels):
+                used = int(chain.keeps[level, start, stop])
+                cost = rest(stop, used) + self.table[level, start, stop, self.pad :]
+                yield cost, stop, level, used
+
+    def time(self, memory: int) -> float:
+        """Least extra time within a memory; infinite if nothing fits."""
+        return float(self.top[0, self.pad + memory])
+
+    def least(self) -> int:
+        """The least memory that anything fits in, or ``slots + 1``."""
+        fits = np.flatnonzero(np.isfinite(self.top[0, self.pad :]))
+        return int(fits[0]) if len(fits) else self.slots + 1
+
+    def steps(self) -> list[int]:
+        """The memories from which on something takes less time, in order."""
+        times = self.top[0, self.pad - 1 :]
+        return [int(memory) for memory in np.flatnonzero(times[1:] < times[:-1])]
+
+    def stretches(self, memory: int) -> tuple[Stretch, ...]:
+        """The regions that reach `time`."""
+        found, start = [], 0
+        while start < self.count:
+            _, stop, level, used = min(
+                self._choices(start), key=lambda choice: (choice[0][memory], choice[1])
+            )
+            if level is not None:
+                inner = self.inner(level, start, stop, memory)
+                found.append(Stretch(start, stop, level, inner))
+            start, memory = stop, memory - used
+        return tuple(found)
+
+    def inner(self, level: int, start: int, stop: int, memory: int) -> tuple[Stretch, ...]:
+        chain, table, pad = self.chain, self.table[level], self.pad
+        found = []
+        while start < stop:
+            last = start + 1 == stop
+            run = (chain.again if last else chain.through)[level, start]
+            used = 0 if last else int(chain.stays[level, start])
+            best = np.inf
+            if chain.inside[level, start] <= memory:
+                best = table[start + 1, stop, pad + memory - min(used, pad)] + run
+            choice = None
+            for middle in range(start + 1, stop):
+                left = pad + memory - min(int(chain.keeps[level, start, middle]), pad)
+                time = table[middle, stop, left] + table[start, middle, pad + memory]
+                time += chain.ahead[level, start, middle]
+                if time < best:
+                    best, choice = time, middle
+            if choice is None:
+                start, memory = start + 1, memory - used
+            else:
+                inner = self.inner(level, start, choice, memory)
+                found.append(Stretch(start, choice, level, inner))
+                memory -= int(chain.keeps[level, start, choice])
+                start = choice
+        return tuple(found)

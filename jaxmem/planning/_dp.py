@@ -1,0 +1,153 @@
+"""The dp planner: the least time within a budget, over nested regions and what they save.
+
+The chain's optimum (`_chain`) proposes; its layout (`_simulate`), which knows every skip and every
+transient, decides. Scans come with a menu (`_loops`), and every place in it is a variant of the
+program.
+"""
+
+import dataclasses
+import functools
+
+from jaxmem.planning._blocks import Blocks
+from jaxmem.planning._chain import Solution
+from jaxmem.planning._loops import LoopOption, loop_options
+from jaxmem.planning._plan import Loop, Region
+from jaxmem.planning._rates import Rates
+from jaxmem.planning._simulate import simulate
+from jaxmem.program import Program
+
+_SLOTS = 200
+_HEADROOM = 1.25  # the chain counts some bytes that the layout does not
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Regions and loops, their projected peak beyond the program's inputs and the kernel that sets
+    it, how often each kernel runs forward, and what all that adds to one plain forward pass."""
+
+    regions: tuple[Region, ...]
+    loops: tuple[Loop, ...]
+    peak: int
+    at: int
+    runs: dict[int, int] = dataclasses.field(compare=False)
+    flops: int
+    moved: int
+    seconds: float
+
+
+class DP:
+    """The plans of one program, from no recomputation to the least memory."""
+
+    def __init__(self, program: Program, rates: Rates):
+        menus = [loop_options(program, scan, rates) for scan in program.scans]
+        most = max(map(len, menus), default=1)
+        self.variants = []
+        for place in range(most):
+            share = place / max(most - 1, 1)
+            options = [menu[round(share * (len(menu) - 1))] for menu in menus]
+            self.variants.append(Variant(program, rates, options))
+        self.plain = self.variants[0].layout(())
+
+    def within(self, budget: int) -> Layout | None:
+        """The least time whose projected peak is at most ``budget`` bytes; None: nothing is."""
+        if self.plain.peak <= budget:
+            return self.plain
+        found = [layout for variant in self.variants if (layout := variant.within(budget))]
+        if not found and self.least().peak <= budget:
+            return self.least()
+        return min(found, key=lambda layout: (layout.seconds, layout.peak), default=None)
+
+    @functools.cache  # noqa: B019 (lives as long as one plan is made)
+    def least(self) -> Layout:
+        """The least projected peak; of several about as low, the least time."""
+        found = [self.plain, *(variant.least() for variant in self.variants)]
+        lowest = min(layout.peak for layout in found)
+        return min(
+            (layout for layout in found if layout.peak <= 1.01 * lowest),
+            key=lambda layout: layout.seconds,
+        )
+
+
+class Variant:
+    """A program whose scans are decided."""
+
+    def __init__(self, program: Program, rates: Rates, options: list[LoopOption]):
+        decided = zip(program.scans, options, strict=True)
+        self.program = program.with_loops({n: (o.residuals, o.inside) for n, o in decided})
+        self.options = options
+        self.seconds = [rates.seconds(kernel) for kernel in self.program.kernels]
+        for scan in self.program.scans:
+            loop = self.program.operations[self.program.kernels[scan].operations[-1]]
+            assert loop.body is not None
+            self.seconds[scan] = loop.length * sum(map(rates.seconds, loop.body.kernels))
+        self._blocks: Blocks | None = None
+        self._solved: tuple[int, Solution] | None = None
+
+    @property
+    def blocks(self) -> Blocks:
+        if self._blocks is None:
+            self._blocks = Blocks(self.program, self.seconds)
+        return self._blocks
+
+    def layout(self, regions: tuple[Region, ...]) -> Layout:
+        cost = simulate(self.program, regions)
+        kernels = self.program.kernels
+        again = {number: times - 1 for number, times in cost.runs.items() if times > 1}
+        return Layout(
+            regions,
+            tuple(option.loop for option in self.options if option.loop),
+            cost.peak,
+            cost.at,
+            dict(cost.runs),
+            sum(kernels[k].flops * n for k, n in again.items())
+            + sum(option.flops for option in self.options),
+            sum(kernels[k].moved * n for k, n in again.items())
+            + sum(option.moved for option in self.options),
+            sum(self.seconds[k] * n for k, n in again.items())
+            + sum(option.seconds for option in self.options),
+        )
+
+    def solution(self, budget: int) -> tuple[int, Solution]:
+        """The chain's solution for memories up to the budget and some more, and its slot."""
+        if self._solved:
+            slot, solution = self._solved
+            if 0.7 * solution.slots * slot <= budget * _HEADROOM <= solution.slots * slot:
+                return self._solved
+        slot = max(int(budget * _HEADROOM / _SLOTS) + 1, 1)
+        self._solved = slot, Solution(self.blocks.chain(slot), _SLOTS)
+        return self._solved
+
+    def within(self, budget: int) -> Layout | None:
+        plain = self.layout(())
+        if plain.peak <= budget:
+            return plain
+        _, solution = self.solution(budget)
+        # The memories at which the chain's plan changes; the largest whose layout fits.
+        memories = solution.steps()
+        low, high = 0, len(memories)
+        best: Layout | None = None
+        while low < high:
+            middle = (low + high) // 2
+            layout = self.layout(self.blocks.regions(solution.stretches(memories[middle])))
+            if layout.peak <= budget:
+                low = middle + 1
+                if best is None or layout.seconds < best.seconds:
+                    best = layout
+            else:
+                high = middle
+        return best
+
+    def least(self) -> Layout:
+        best = self.layout(())
+        while True:
+            _, solution = self.solution(int(best.peak * 0.9))
+            low = solution.least()
+            found = [
+                self.layout(self.blocks.regions(solution.stretches(memory)))
+                for memory in range(low, min(low + 25, solution.slots + 1), 3)
+            ]
+            lower = min(found, key=lambda layout: layout.peak, default=best)
+            if lower.peak >= 0.95 * best.peak:
+                lowest = min(lower.peak, best.peak)
+                return self.within(lowest) or min(lower, best, key=lambda layout: layout.peak)
+            best = lower

@@ -1,0 +1,105 @@
+"""What a scan may save and recompute of its body: a short menu, from most memory to least.
+
+What the forward loop keeps for the backward one is stacked, so a value saved costs its bytes times
+the length, and what is inside one iteration costs them once.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxmem.planning._blocks import Blocks
+from jaxmem.planning._chain import Solution
+from jaxmem.planning._plan import Loop
+from jaxmem.planning._rates import Rates
+from jaxmem.planning._simulate import simulate_block
+from jaxmem.program import Program
+
+_SLOTS = 128
+_LEVELS = 24
+_OPTIONS = 24
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopOption:
+    """One way to run a scan: bytes of its residuals and inside its derivative, and what its
+    backward pass runs again in all iterations."""
+
+    loop: Loop | None
+    residuals: int
+    inside: int
+    flops: int = 0
+    moved: int = 0
+    seconds: float = 0.0
+
+
+def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption]:
+    """The menu of one scan: the Pareto front of residuals, bytes inside and time, the least time
+    (no recomputation) first."""
+    operation = program.operations[program.kernels[kernel].operations[-1]]
+    body = operation.body
+    assert body is not None
+    found = [_plain(body, program.residual_bytes(kernel))]
+    if any(inner.name in ("checkpoint", "remat", "remat2") for inner in body.operations):
+        return found  # the user has placed regions: theirs it is
+    seconds = [rates.seconds(inner) for inner in body.kernels]
+    blocks = Blocks(body, seconds, _LEVELS)
+    whole = simulate_block(body, 0, len(body.kernels), frozenset()).peak
+    slot = max(whole // _SLOTS + 1, 1)
+    solution = Solution(blocks.chain(slot), 2 * _SLOTS)
+    carry = sum(body.sizes[value] for value in operation.carry)
+    for level, saved in enumerate(blocks.levels):
+        for memory in _memories(solution, level):
+            regions = blocks.regions(solution.inner(level, 0, solution.count, memory))
+            cost = simulate_block(body, 0, len(body.kernels), saved, regions)
+            stacked = carry + sum(body.sizes[value] for value in saved)
+            runs = [(k, n) for k, n in cost.runs.items()]
+            for segments in _segments(operation.length):
+                # A loop over loops runs its body once more, and keeps the carries between them.
+                more = range(len(body.kernels)) if segments > 1 else ()
+                again = [*runs, *((k, 1) for k in more)]
+                each = operation.length // segments
+                found.append(
+                    LoopOption(
+                        Loop(kernel, segments, tuple(sorted(saved)), regions),
+                        each * stacked + segments * carry * (segments > 1),
+                        cost.peak,
+                        operation.length * sum(body.kernels[k].flops * n for k, n in again),
+                        operation.length * sum(body.kernels[k].moved * n for k, n in again),
+                        operation.length * sum(seconds[k] * n for k, n in again),
+                    )
+                )
+    return _pareto(found)
+
+
+def _plain(body: Program, residuals: int) -> LoopOption:
+    """A scan as JAX differentiates it, and stacks what its derivative reads."""
+    peak = simulate_block(body, 0, len(body.kernels), frozenset()).peak
+    return LoopOption(None, residuals, peak)
+
+
+def _memories(solution: Solution, level: int) -> list[int]:
+    """Memories worth trying for a region round everything: the least, the least that costs no more
+    time, and one between."""
+    times = solution.table[level, 0, solution.count, solution.pad :]
+    fits = np.flatnonzero(np.isfinite(times))
+    if not len(fits):
+        return []
+    low, high = int(fits[0]), int(np.argmax(times <= times[-1]))
+    return sorted({low, (low + high) // 2, high})
+
+
+def _segments(length: int) -> list[int]:
+    """How many scans to run one scan as: one, or about the root of its length."""
+    parts = [n for n in range(2, length) if length % n == 0]
+    return [1, *sorted(parts, key=lambda n: abs(n - length**0.5))[:1]]
+
+
+def _pareto(options: list[LoopOption]) -> list[LoopOption]:
+    front: list[LoopOption] = []
+    for option in sorted(options, key=lambda o: (o.seconds, o.residuals + o.inside)):
+        if all(o.residuals > option.residuals or o.inside > option.inside for o in front):
+            front.append(option)
+    if len(front) > _OPTIONS:
+        front = [front[int(at)] for at in np.linspace(0, len(front) - 1, _OPTIONS)]
+    return front

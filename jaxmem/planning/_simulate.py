@@ -1,0 +1,203 @@
+"""What a plan costs: the step's kernels in the order in which they run, and what is alive.
+
+The forward pass, and the backward pass with every region's recomputation before it, are written
+out as one list of events; values that no later event reads are not made. The most bytes alive at
+one event is the projected peak. Any tree of regions over any program (long skips, several outputs)
+is laid out so, in time linear in the number of events.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence, Set
+
+from jaxmem.planning._plan import Region
+from jaxmem.program import Program
+
+_REDUCED = 16  # times smaller than what it is made of: the result of a reduction
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    """Peak bytes beyond the program's inputs, the number of the kernel that is running there, and
+    the kernels that run in forward passes, as often as they do."""
+
+    peak: int
+    at: int
+    runs: collections.Counter[int]
+
+
+@dataclasses.dataclass(slots=True)
+class _Event:
+    kernel: int
+    uses: list[int]
+    makes: list[int]
+    backward: bool
+
+
+def simulate(program: Program, regions: Sequence[Region]) -> Cost:
+    """The cost of a program with regions."""
+    layout = _Layout(program)
+    made = {value: layout.instance(value, free=True) for value in range(program.input_count)}
+    tape = layout.forward(_pieces(regions, 0, len(program.kernels)), made, {})
+    outputs = [value for value in program.outputs if value in made]
+    cotangents = {value: [layout.instance(value)] for value in outputs if program.active[value]}
+    layout.backward(tape, cotangents)
+    kept = {made[value] for value in outputs}
+    for value in range(program.input_count):
+        kept.update(cotangents.get(value, ())[-1:])
+    return layout.sweep(kept, ())
+
+
+def simulate_block(
+    program: Program,
+    start: int,
+    stop: int,
+    saved: Set[int],
+    regions: Sequence[Region] = (),
+) -> Cost:
+    """The cost of the backward pass of kernels ``start`` to ``stop - 1`` by themselves, what they
+    are made from at hand: the bytes are of their own values, ``saved`` ones among them from the
+    beginning, of all cotangents and of the gradients of parameters."""
+    layout = _Layout(program)
+    made_by, last_used = program.made, program.last_used
+    kernels = program.kernels[start:stop]
+    sources = {value for kernel in kernels for value in kernel.sources}
+    results = [value for kernel in kernels for value in kernel.results]
+    made = {v: layout.instance(v, free=True) for v in sources if made_by[v] <= start}
+    given = {value: layout.instance(value) for value in results if value in saved}
+    alive = [*sources.intersection(made), *results]
+    cotangents = {
+        value: [layout.instance(value)]
+        for value in alive
+        if last_used[value] > stop and made_by[value] and program.active[value]
+    }
+    there = [*given.values(), *(i for held in cotangents.values() for i in held)]
+    layout.backward(layout.forward(_pieces(regions, start, stop), made, given), cotangents)
+    kept = {i for value, held in cotangents.items() if value not in results for i in held}
+    return layout.sweep(kept, there)
+
+
+class _Layout:
+    """The events of a step. A value that is made twice is two instances."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.kernels = program.kernels
+        self.events: list[_Event] = []
+        self.sizes: list[int] = []
+
+    def instance(self, value: int, free: bool = False) -> int:
+        self.sizes.append(0 if free else self.program.sizes[value])
+        return len(self.sizes) - 1
+
+    def forward(self, pieces: list, made: dict[int, int], given: dict[int, int]) -> list:
+        """Runs kernels and regions; returns what their backward passes start from.
+
+        ``given`` are instances of saved values that an earlier pass left: not made again.
+        """
+        tape: list = []
+        for piece in pieces:
+            if isinstance(piece, int):
+                self.execute(piece, made, given)
+                tape.append((piece, [made[value] for value in self.kernels[piece].reads]))
+            else:
+                before = made.copy()
+                for number in range(piece.start, piece.stop):
+                    self.execute(number, made, given)
+                saved = {value: made[value] for value in piece.saved}
+                tape.append((piece, before, given | saved))
+        return tape
+
+    def execute(self, number: int, made: dict[int, int], given: dict[int, int]) -> None:
+        kernel = self.kernels[number]
+        fresh = []
+        for value in kernel.results:
+            if value in given:
+                made[value] = given[value]
+            else:
+                made[value] = self.instance(value)
+                fresh.append(made[value])
+        if fresh:
+            uses = [made[value] for value in kernel.sources]
+            self.events.append(_Event(number, uses, fresh, False))
+
+    def backward(self, tape: list, cotangents: dict[int, list[int]]) -> None:
+        for piece, held, *given in reversed(tape):
+            if isinstance(piece, int):
+                self.derive(piece, held, cotangents)
+            else:
+                pieces = _pieces(piece.regions, piece.start, piece.stop)
+                self.backward(self.forward(pieces, held.copy(), *given), cotangents)
+
+    def derive(self, number: int, reads: list[int], cotangents: dict[int, list[int]]) -> None:
+        kernel = self.kernels[number]
+        incoming = [i for value in kernel.results for i in cotangents.pop(value, ())]
+        if not incoming:
+            return
+        count = self.program.input_count
+        fresh = []
+        sizes = self.program.sizes
+        written = sum(sizes[value] for value in kernel.results)
+        for value in kernel.sources:
+            if not self.program.active[value]:
+                continue
+            if kernel.fused and sizes[value] > _REDUCED * written >= 0 and value >= count:
+                # Of a reduction: spread out by the kernel that reads it, from what it reads.
+                cotangents.setdefault(value, []).extend([*incoming, *reads])
+            else:
+                fresh.append(self.instance(value))
+                if value < count:  # a gradient adds up in place
+                    incoming += cotangents.pop(value, ())
+                cotangents.setdefault(value, []).append(fresh[-1])
+        self.events.append(_Event(number, [*reads, *incoming], fresh, True))
+
+    def sweep(self, kept: set[int], there: Sequence[int]) -> Cost:
+        """Drops what nothing reads, and adds up what is alive: ``there`` from the beginning,
+        ``kept`` to the end."""
+        needed = set(kept)
+        events = []
+        for event in reversed(self.events):
+            if event.backward or not needed.isdisjoint(event.makes):
+                needed.update(event.uses)
+                events.append(event)
+        events.reverse()
+        last: dict[int, int] = {}
+        for index, event in enumerate(events):
+            event.makes = [instance for instance in event.makes if instance in needed]
+            for instance in (*event.makes, *event.uses):
+                last[instance] = index
+        ends: list[list[int]] = [[] for _ in events]
+        for instance, index in last.items():
+            if instance not in kept:
+                ends[index].append(instance)
+        seen = set(there)
+        alive = peak = sum(self.sizes[instance] for instance in there)
+        at = 0
+        for index, event in enumerate(events):
+            before = alive
+            for instance in (*event.makes, *event.uses):
+                if instance not in seen:
+                    seen.add(instance)
+                    alive += self.sizes[instance]
+            freed = sum(self.sizes[instance] for instance in ends[index])
+            kernel = self.kernels[event.kernel]
+            # XLA writes the result of an elementwise kernel over an operand that dies there.
+            here = max(before, alive - freed) if kernel.fused else alive
+            here += kernel.inside * event.backward
+            if here > peak:
+                peak, at = here, event.kernel
+            alive -= freed
+        runs = collections.Counter(event.kernel for event in events if not event.backward)
+        return Cost(peak, at, runs)
+
+
+def _pieces(regions: Sequence[Region], start: int, stop: int) -> list:
+    """Kernels ``start`` to ``stop - 1``: the numbers of those outside the regions, and the
+    regions."""
+    found: list = []
+    for region in regions:
+        found.extend(range(start, region.start))
+        found.append(region)
+        start = region.stop
+    found.extend(range(start, stop))
+    return found

@@ -1,0 +1,272 @@
+"""Plans for a function: within a budget that the compiler confirms, and the frontier of all."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxmem._bytes import format_bytes
+from jaxmem._checks import check_call
+from jaxmem._errors import JaxmemError
+from jaxmem._problem import Allowed, Problem, check_function
+from jaxmem.memory import MemoryReport, memory
+from jaxmem.planning import COMPILER_OPTIONS, Layout, Plan, one_liners
+from jaxmem.targets import LocalDevice, Target, resolve
+
+_CLOSE = 0.97  # of the budget: no need to look for less recomputation
+_PASS_ACTS = 0.75  # of the device's memory: XLA's own pass acts at some 80 %
+
+
+def plan(
+    fun: Callable,
+    *args: Any,
+    budget: int | str | None = None,
+    planner: str = "dp",
+    target: str | Target | LocalDevice | None = None,
+    reserved: int | str = 0,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    compilations: int = 5,
+    **kwargs: Any,
+) -> Plan:
+    """What ``fun`` should save and recompute in its backward pass.
+
+    Args:
+        fun: a differentiable function, usually the loss.
+        *args, **kwargs: its arguments, real or abstract (`jax.ShapeDtypeStruct`); nothing is
+            allocated. Leaves that are not arrays are taken as constants.
+        budget: device bytes allowed for ``value_and_grad(fun)`` (arguments, gradients and
+            residuals) and for what is reserved, an int or text such as ``"11GiB"`` or ``"80%"`` (of
+            the target): the least predicted time that fits. None: the least memory.
+        planner: ``"dp"``: the optimum over nested regions and what they save, for any program that
+            is about a chain; ``"sqrt"`` (Chen et al. 2016): one row of regions, each keeping what
+            crosses its end, about sqrt(N) of them on N equal layers.
+        target: the GPU to plan for, present or not. The plan is compiled for it, compared with its
+            budget and corrected. None: bytes are projected only.
+        reserved: bytes of the budget spoken for outside of ``fun``: optimizer state, say.
+        argnums, has_aux: as for `jax.value_and_grad`.
+        compilations: how many at most; 0: none.
+
+    Returns:
+        A `Plan`: ``plan.apply(fun)`` is the planned function.
+
+    Raises:
+        BudgetError: the budget does not parse, or nothing fits; names the lowest budget that works
+            and the operation that sets it.
+        PlanError: the function has side effects, or the planner is not known.
+        JaxmemError: the target has no GPU's compiler.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> def loss(w, x):
+    ...     for _ in range(16):
+    ...         x = jnp.tanh(x @ w)
+    ...     return x.sum()
+    >>> shapes = [jax.ShapeDtypeStruct(s, "float32") for s in [(64, 64), (1024, 64)]]
+    >>> chosen = jaxmem.plan(loss, *shapes)
+    >>> chosen.projected_bytes < 0.6 * chosen.plain_bytes
+    True
+    """
+    check_function(fun, "jaxmem.plan")
+    check_call(fun, args, kwargs, "jaxmem.plan")
+    allowed = Allowed.parse(budget, reserved, target, planner)
+    problem = Problem(fun, args, kwargs, argnums, has_aux)
+    if target is None or not compilations:
+        return allowed.plan(problem.program)
+    return _Compiled(problem, allowed, resolve(target)).plan(compilations)
+
+
+class _Compiled:
+    """Planning with the compiler in the loop: what it says of one plan corrects the next."""
+
+    def __init__(self, problem: Problem, allowed: Allowed, target: Target | LocalDevice):
+        if isinstance(target, LocalDevice) and target.platform == "cpu":
+            raise JaxmemError(
+                "The attached device is a CPU, whose bytes say nothing about rematerialization on "
+                "a GPU. Name the GPU to plan for (target='h200'), or leave target out to have "
+                "projected bytes."
+            )
+        self.problem, self.target, self.allowed = problem, target, allowed
+        self.planner = allowed.planner(problem.program)
+        self.around = problem.program.input_bytes + self.allowed.reserved
+        self.tried: dict[Layout, Plan] = {}
+
+    def plan(self, compilations: int) -> Plan:
+        planner, budget = self.planner, self.allowed.budget
+        if budget is None:
+            return self.compile(planner.least(), compilations)
+        # compiled bytes over projected ones; of a partitioned program every GPU has its share
+        ratio = 1 / self.target.count
+        fits, fails = 0.0, float("inf")
+        best: Plan | None = None
+        while len(self.tried) < compilations:
+            goal = budget / ratio
+            if not fits < goal < fails:
+                goal = (fits + min(fails, 2 * fits)) / 2 if fits else 0.97 * fails
+            layout = planner.within(int(goal) - self.around)
+            if layout is None or (len(self.tried) == compilations - 1 and not best):
+                layout = planner.least()
+            if layout in self.tried:
+                break
+            found = self.compile(layout, compilations)
+            assert found.compiled_bytes is not None
+            ratio = found.compiled_bytes / found.projected_bytes
+            if found.compiled_bytes > budget:
+                fails = min(fails, goal)
+                ratio *= 1.003
+                continue
+            fits = max(fits, goal)
+            if best is None or found.recompute_seconds < best.recompute_seconds:
+                best = found
+            if not layout.regions or found.compiled_bytes >= _CLOSE * budget:
+                break
+        if best:
+            return best
+        lowest = min(self.tried, key=lambda layout: self.tried[layout].compiled_bytes or 0)
+        raise self.allowed.too_small(
+            self.problem.program, lowest, self.tried[lowest].compiled_bytes or 0, "compiled"
+        )
+
+    def compile(self, layout: Layout, compilations: int) -> Plan:
+        """The plan of a layout with the compiler's bytes and FLOPs."""
+        chosen = self.allowed.write(self.problem.program, layout, self.planner)
+        report = self.report(chosen, COMPILER_OPTIONS)
+        total = report.device + self.allowed.reserved
+        fields: dict[str, Any] = {"compiled_bytes": total, "compiled_flops": report.work.flops}
+        if total > _PASS_ACTS * self.target.memory_bytes:
+            fields["xla_pass_bytes"] = self.report(chosen, {}).device + self.allowed.reserved
+        self.tried[layout] = dataclasses.replace(chosen, **fields)
+        print(
+            f"jaxmem: compiled {len(self.tried)} of at most {compilations} plans for "
+            f"{self.target.name}: {format_bytes(total)} (projected "
+            f"{format_bytes(chosen.projected_bytes)})",
+            file=sys.stderr,
+        )
+        return self.tried[layout]
+
+    def report(self, plan: Plan, options: dict[str, str]) -> MemoryReport:
+        step = jax.jit(self.problem.step(plan))
+        return memory(
+            step,
+            *self.problem.args,
+            target=self.target,
+            compiler_options=options,
+            **self.problem.kwargs,
+        )
+
+
+# ---- the frontier
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Frontier:
+    """Plans from no recomputation to the least memory, and what the usual one-liners cost.
+
+    Attributes:
+        plans: by falling projected bytes.
+        one_liners: (name, projected bytes, seconds of recomputation): the policies of
+            `jax.checkpoint` on every block, a block being what one module path of two parts makes.
+    """
+
+    plans: tuple[Plan, ...]
+    one_liners: tuple[tuple[str, int, float], ...]
+
+    def plot(self, path: str) -> None:
+        """Writes a picture of it (PNG, SVG or PDF by the name). Needs ``jaxmem[viz]``."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise JaxmemError("Plots need matplotlib: pip install 'jaxmem[viz]'.") from error
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        forward = self.plans[0].seconds * 3
+        axes.step(
+            [plan.projected_bytes / 2**30 for plan in self.plans],
+            [100 * plan.recompute_seconds / forward for plan in self.plans],
+            where="pre",
+            marker="o",
+            label=f"jaxmem, {self.plans[0].planner}",
+        )
+        for name, total, seconds in self.one_liners:
+            axes.plot(total / 2**30, 100 * seconds / forward, "x", label=name)
+        axes.set(
+            xlabel="projected bytes of value_and_grad, GiB",
+            ylabel="predicted recomputation, % of the plain step",
+        )
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(path)
+
+    def __str__(self):
+        forward = self.plans[0].seconds * 3
+        rows = [
+            (f"{plan.planner}, {len(plan.rows)} regions", plan.projected_bytes,
+             plan.recompute_seconds, f"{plan.recompute_flops / 1e9:.4g}")
+            for plan in self.plans
+        ]  # fmt: skip
+        rows += [(name, total, seconds, "") for name, total, seconds in self.one_liners]
+        width = max(len(row[0]) for row in rows)
+        lines = [f"{'':{width}}  {'projected':>11}  {'more time':>9}  {'GFLOP again':>11}"]
+        for name, total, seconds, work in sorted(rows, key=lambda row: -row[1]):
+            share = f"{seconds / forward:.1%}" if forward else ""
+            lines.append(f"{name:{width}}  {format_bytes(total):>11}  {share:>9}  {work:>11}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def pareto(
+    fun: Callable,
+    *args: Any,
+    planner: str = "dp",
+    target: str | Target | LocalDevice | None = None,
+    reserved: int | str = 0,
+    argnums: int | Sequence[int] = 0,
+    points: int = 12,
+    **kwargs: Any,
+) -> Frontier:
+    """The plans of ``fun`` between no recomputation and the least memory.
+
+    Bytes are projected; `plan` with a target compiles one of them.
+
+    Args:
+        fun, *args, **kwargs, planner, target, reserved, argnums: as for `plan`.
+        points: how many budgets to plan for.
+
+    Raises:
+        PlanError: the function has side effects, or the planner is not known.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> def loss(w, x):
+    ...     for _ in range(16):
+    ...         x = jnp.tanh(x @ w)
+    ...     return x.sum()
+    >>> shapes = [jax.ShapeDtypeStruct(s, "float32") for s in [(64, 64), (1024, 64)]]
+    >>> frontier = jaxmem.pareto(loss, *shapes)
+    >>> frontier.plans[-1].projected_bytes < 0.6 * frontier.plans[0].projected_bytes
+    True
+    """
+    check_function(fun, "jaxmem.pareto")
+    check_call(fun, args, kwargs, "jaxmem.pareto")
+    allowed = Allowed.parse(None, reserved, target, planner)
+    program = Problem(fun, args, kwargs, argnums).program
+    found = allowed.planner(program)
+    high, low = found.plain.peak, found.least().peak
+    layouts = {found.plain, found.least()}
+    for share in range(1, points - 1):
+        layout = found.within(int(low + (high - low) * (share / (points - 1)) ** 2))
+        if layout:
+            layouts.add(layout)
+    best: list[Layout] = []
+    for layout in sorted(layouts, key=lambda layout: (layout.peak, layout.seconds)):
+        if not best or layout.seconds < best[-1].seconds:
+            best.append(layout)
+    around = program.input_bytes + allowed.reserved
+    return Frontier(
+        tuple(allowed.write(program, layout, found) for layout in reversed(best)),
+        tuple(
+            (name, layout.peak + around, layout.seconds)
+            for name, layout in one_liners(program, allowed.rates).items()
+        ),
+    )

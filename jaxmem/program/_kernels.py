@@ -1,0 +1,163 @@
+"""What XLA makes of a program: kernels that read and write values in memory.
+
+A dear operation is a kernel of its own. Operations that XLA fuses join the kernels that read their
+results, every one of them where there are several; a value in between is never in memory. This is
+the granularity at which planning pays: what is not in memory costs no bytes to keep and next to
+none to make again.
+"""
+
+import dataclasses
+
+# A fused value that several kernels read is computed in each of them, unless that takes more than
+# this: then it is written once.
+_LARGE_SOURCES = 3
+_SOURCES = 64
+_CHAIN = 64  # operations
+_SMALL = 16  # times smaller than the result: no reason to write the result
+
+_VIEWS = frozenset(
+    """
+    bitcast_convert_type copy copy_p expand_dims name optimization_barrier reshape squeeze
+    """.split()
+)
+_REDUCTIONS = frozenset(
+    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split()
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel.
+
+    Attributes:
+        operations: numbers of the operations it computes, the last of which completes it.
+        results: values that it writes.
+        sources: values in memory that it reads, inputs of the program among them.
+        reads: those of all values in memory that its derivative reads.
+        flops: of its matmuls and convolutions, whose operands have ``dtype``.
+        moved: bytes read and written.
+        fused: whether it is made of operations that XLA fuses, none of them dear.
+        inside: bytes that its derivative takes beside sources, results and cotangents.
+        residuals: the one of its results that only its own derivative reads (a scan's), or None.
+    """
+
+    operations: tuple[int, ...]
+    results: tuple[int, ...]
+    sources: tuple[int, ...]
+    reads: tuple[int, ...]
+    flops: int
+    moved: int
+    dtype: str
+    fused: bool
+    inside: int
+    residuals: int | None
+
+
+def read_kernels(program) -> tuple[Kernel, ...]:
+    """Groups the operations of a program as XLA's fusion would."""
+    stored = _stored(program)
+    maker = {}
+    for index, operation in enumerate(program.operations):
+        for value in operation.outputs:
+            maker[value] = index
+    kernels = []
+    for index, operation in enumerate(program.operations):
+        results = tuple(value for value in operation.outputs if stored[value])
+        if not results:
+            continue
+        cluster, pending = {index}, [index]
+        sources: set[int] = set()
+        reads: set[int] = set()
+        while pending:
+            number = pending.pop()
+            member = program.operations[number]
+            for value in member.inputs:
+                if stored[value]:
+                    sources.add(value)
+                elif maker[value] not in cluster:
+                    cluster.add(maker[value])
+                    pending.append(maker[value])
+        # What the derivatives read: a stored value itself, of others what they are made of.
+        made_of: dict[int, frozenset[int]] = {}
+        ordered = tuple(sorted(cluster))
+        for number in ordered:
+            member = program.operations[number]
+            under = frozenset().union(*(made_of.get(v, frozenset([v])) for v in member.inputs))
+            if member.derivative_reads == "operands":
+                reads |= under
+            elif member.derivative_reads == "result":
+                reads |= set(results) if number == index else under
+            made_of.update(dict.fromkeys(member.outputs, under))
+        if operation.residuals is not None:
+            reads.add(operation.residuals)
+        moved = sum(program.sizes[value] for value in (*sources, *results))
+        first = operation.inputs[0] if operation.inputs else None
+        dtype = program.types[first].partition("[")[0] if program.types and first else ""
+        kernels.append(
+            Kernel(
+                ordered,
+                results,
+                tuple(sorted(sources)),
+                tuple(sorted(reads)),
+                operation.flops,
+                moved,
+                dtype,
+                operation.fused,
+                operation.inside,
+                operation.residuals,
+            )
+        )
+    return tuple(kernels)
+
+
+def _stored(program) -> list[bool]:
+    """For each value whether it is in memory: inputs, outputs, what a dear operation reads or
+    makes, reductions, and what would take too much to compute in each of its readers."""
+    sizes, count = program.sizes, len(program.sizes)
+    readers = [0] * count
+    wanted = [False] * count
+    for operation in program.operations:
+        for value in set(operation.inputs):
+            readers[value] += 1
+            wanted[value] |= not operation.fused
+    for value in program.outputs:
+        wanted[value] = True
+    # A view is where what it shows is.
+    for operation in reversed(program.operations):
+        if _is_view(operation):
+            (shown,), (view,) = operation.inputs, operation.outputs
+            wanted[shown] |= wanted[view]
+            readers[shown] += readers[view] - 1
+    stored = [value < program.input_count for value in range(count)]
+    under: list[frozenset[int]] = [frozenset()] * count
+    length = [0] * count
+    for operation in program.operations:
+        inputs = operation.inputs
+        sources = frozenset().union(*({v} if stored[v] else under[v] for v in inputs))
+        chain = 1 + sum(length[value] for value in inputs if not stored[value])
+        for value in operation.outputs:
+            large = sum(
+                source >= program.input_count and sizes[source] * _SMALL >= sizes[value]
+                for source in sources
+            )
+            if _is_view(operation):
+                write = value in program.outputs
+            elif not operation.fused or wanted[value]:
+                write = True
+            else:
+                shared = readers[value] > 1
+                write = readers[value] > 0 and (
+                    (operation.name in _REDUCTIONS and bool(sources))
+                    or large > _LARGE_SOURCES
+                    or len(sources) > _SOURCES
+                    or (shared and (large > 1 or chain > _CHAIN))
+                )
+            if write:
+                stored[value] = True
+            else:
+                under[value], length[value] = sources, chain
+    return stored
+
+
+def _is_view(operation) -> bool:
+    return operation.name in _VIEWS and len(operation.inputs) == 1 == len(operation.outputs)

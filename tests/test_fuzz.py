@@ -1,0 +1,269 @@
+"""Random programs under random plans: values and gradients equal the plain function's.
+
+``JAXMEM_FUZZ`` is the number of programs; ``make fuzz`` runs ten times as many as the default.
+"""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
+
+import jaxmem
+from jaxmem import _jax
+from jaxmem.planning import Loop, Plan, Region
+from jaxmem.program import Program, read_program
+
+PROGRAMS = int(os.environ.get("JAXMEM_FUZZ", "2000"))
+N = 4  # every value is [N, N], so that each operation is compiled once
+
+
+@jax.custom_vjp
+def odd(x):
+    return x * jnp.cos(x)
+
+
+odd.defvjp(lambda x: (odd(x), jnp.cos(x)), lambda c, g: (g * c - 0.5 * g,))
+
+
+@jax.custom_jvp
+def soft(x):
+    return jnp.log1p(jnp.exp(-jnp.abs(x))) + jnp.maximum(x, 0.0)
+
+
+soft.defjvp(lambda p, t: (soft(p[0]), t[0] * jax.nn.sigmoid(p[0])))
+
+
+def convolve(a, b):
+    out = jax.lax.conv_general_dilated(a[None, None], b[None, None, :3, :3], (1, 1), "SAME")
+    return out[0, 0]
+
+
+def body(c, x):
+    state, b = c
+    y = jnp.tanh(state @ b) + x[None]
+    return (y * 0.5, b), jnp.sum(jnp.sin(y))
+
+
+def loop(a, b):
+    (out, _), sums = jax.lax.scan(body, (a, b), b)
+    return out + jnp.sum(sums)
+
+
+def body_back(c, _):
+    state, b = c
+    return (jnp.sin(state) @ b, b), jnp.cos(state[0])
+
+
+def loop_back(a, b):
+    (out, _), stacked = jax.lax.scan(body_back, (a, b), length=N, reverse=True)
+    return out + stacked
+
+
+@jax.jit
+def jitted(a, b):
+    return jnp.sin(a @ b)
+
+
+@jax.checkpoint
+def region(a, b):
+    return jnp.sin(a @ b) * a
+
+
+def then(a, b):
+    return jnp.sin(a) @ b
+
+
+def split(a, b):
+    left, right = jnp.split(a, 2, axis=0)
+    return jnp.concatenate([right * 2.0, left]) + b
+
+
+def picked(a, b):
+    index = jnp.argsort(b[:, 0])
+    return a[index] + jnp.take_along_axis(b, index[:, None], 1)
+
+
+def branch(a, b):
+    return jax.lax.cond(jnp.sum(a) > 0, then, jnp.subtract, a, b)
+
+
+def noisy(a, b):
+    key = jax.random.fold_in(jax.random.key(3, impl="rbg"), 7)
+    return jnp.where(jax.random.bernoulli(key, 0.7, a.shape), a, 0.0) * b
+
+
+def dead(a, b):
+    _ = jnp.linalg.norm(jnp.exp(a) @ b)
+    return a * 1.5
+
+
+def statistics(a, b):
+    centred = a - a.mean(0, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(0, keepdims=True) + 1.0) + b
+
+
+OPERATIONS = {
+    "sin": lambda a, b: jnp.sin(a),
+    "tanh": lambda a, b: jnp.tanh(a + b),
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / (2.0 + b**2),
+    "exp": lambda a, b: jnp.exp(-(a**2)),
+    "relu": lambda a, b: jax.nn.relu(a),
+    "matmul": lambda a, b: a @ b,
+    "matmul_t": lambda a, b: jnp.einsum("ij,kj->ik", a, b),
+    "convolution": convolve,
+    "softmax": lambda a, b: jax.nn.softmax(a, -1) @ b,
+    "max": lambda a, b: a - jnp.max(b, axis=1, keepdims=True),
+    "cumsum": lambda a, b: jnp.cumsum(a, 0) * 0.1,
+    "reshape": lambda a, b: a.reshape(2, 8).T.reshape(N, N) + b,
+    "half": lambda a, b: (a.astype(jnp.float32) * 2).astype(a.dtype) + b,
+    "jit": jitted,
+    "checkpoint": region,
+    "named": lambda a, b: jax.ad_checkpoint.checkpoint_name(a, "mine") * b,
+    "stopped": lambda a, b: jax.lax.stop_gradient(a) * b,
+    "custom_vjp": lambda a, b: odd(a),
+    "custom_jvp": lambda a, b: soft(b),
+    "scan": loop,
+    "scan_back": loop_back,
+    "split": split,
+    "gather": picked,
+    "cond": branch,
+    "dropout": noisy,
+    "dead": dead,
+    "statistics": statistics,
+}
+
+
+def build(instructions):
+    """A function of three arrays, of which some may go unused, with the last value's sum as its
+    result and two values as aux."""
+
+    def fun(a, b, c):
+        pool = [a, b, c]
+        for name, left, right in instructions:
+            pool.append(OPERATIONS[name](pool[left % len(pool)], pool[right % len(pool)]))
+        return jnp.sum(pool[-1] ** 2), (pool[len(pool) // 2], jnp.int32(3), pool[0])
+
+    fun.names = [name for name, _, _ in instructions]
+    return fun
+
+
+# Those that are compiled anew for every plan come up less often. Operands are near the end of the
+# pool, so that programs are deep, with some skips.
+OFTEN = [name for name in OPERATIONS if name not in ("cond", "scan", "scan_back")]
+INSTRUCTION = st.tuples(
+    st.sampled_from([*OFTEN * 3, "cond", "scan", "scan_back"]),
+    st.sampled_from([-1, -1, -1, -2, -5]),
+    st.integers(-4, 9),
+)
+
+
+def some(draw, values):
+    return tuple(value for value in values if draw(st.booleans()))
+
+
+def draw_regions(draw, program: Program, start: int, stop: int, depth: int) -> tuple[Region, ...]:
+    """Any legal row of regions within ``start`` to ``stop``, with more inside each."""
+    if depth == 0 or start >= stop:
+        return ()
+    ends = sorted(draw(st.lists(st.integers(start, stop), min_size=2, max_size=4)))
+    regions = []
+    for first, last in zip(ends[::2], ends[1::2], strict=False):
+        if first == last:
+            continue
+        kernels = program.kernels[first:last]
+        values = [v for kernel in kernels for v in kernel.results if v != kernel.residuals]
+        inner = draw_regions(draw, program, first, last, depth - 1)
+        regions.append(Region(first, last, some(draw, values), inner))
+    return tuple(regions)
+
+
+@st.composite
+def cases(draw):
+    """A random function, and a random plan for it."""
+    fun = build(draw(st.lists(INSTRUCTION, min_size=2, max_size=7)))
+    program = read_program(trace(fun))
+    regions = draw_regions(draw, program, 0, len(program.kernels), 3)
+    loops = []
+    for number in program.scans:
+        operation = program.operations[program.kernels[number].operations[-1]]
+        body = operation.body
+        values = [v for kernel in body.kernels for v in kernel.results if v != kernel.residuals]
+        segments = draw(st.sampled_from([0, 1, 2, 4]))
+        if segments:
+            inner = draw_regions(draw, body, 0, len(body.kernels), 2)
+            loops.append(Loop(number, segments, some(draw, values), inner))
+    plan = Plan("random", program.fingerprint, regions, tuple(loops), 0, 0, program.flops, 0)
+    return fun, plan
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(jax.random.normal(key, (N, N), jnp.float64) * 0.5 for key in keys)
+
+
+def trace(fun):
+    return _jax.flatten(fun, [_jax.abstract(x) for x in arguments()])
+
+
+def assert_equal(actual, expected, fun):
+    # Where a cotangent passes through float32, its last bit may round the other way.
+    tolerance = 1e-5 if "half" in fun.names else 1e-9
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_planned_equals_plain(part):
+    seen = 0
+
+    # Eager, since compiling each of them would take longer than all the rest.
+    @seed(part)
+    @settings(
+        max_examples=PROGRAMS // 8,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases())
+    def check(case):
+        nonlocal seen
+        fun, plan = case
+        args = arguments()
+        differentiate = functools.partial(
+            jax.value_and_grad, argnums=(0, 1, 2), has_aux=True, allow_int=False
+        )
+        plain = differentiate(fun)(*args)
+        assert_equal(differentiate(plan.apply(fun))(*args), plain, fun)
+        seen += bool(plan.regions or plan.loops)
+
+    check()
+    assert seen > PROGRAMS // 8 // 3, "hardly any plan had a region"
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@given(cases())
+def test_under_jit_and_vmap(case):
+    fun, plan = case
+    args = tuple(jnp.stack([x, 0.5 * x]) for x in arguments())
+
+    def gradients(f):
+        return jax.jit(jax.vmap(jax.grad(f, (0, 1, 2), has_aux=True)))(*args)
+
+    assert_equal(gradients(plan.apply(fun)), gradients(fun), fun)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@given(st.lists(INSTRUCTION, min_size=4, max_size=12), st.sampled_from(["dp", "sqrt"]))
+def test_planners_on_random_programs(instructions, planner):
+    """Whatever they plan, the projected bytes are no more than the plain ones."""
+    fun, args = build(instructions), arguments()
+    plan = jaxmem.plan(fun, *args, planner=planner, argnums=(0, 1, 2), has_aux=True)
+    assert plan.projected_bytes <= plan.plain_bytes
+    plain = jax.value_and_grad(fun, (0, 1, 2), has_aux=True)(*args)
+    assert_equal(jax.value_and_grad(plan.apply(fun), (0, 1, 2), has_aux=True)(*args), plain, fun)
