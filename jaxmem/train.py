@@ -307,7 +307,7 @@ def train_step(
             and float16 are computed by `jaxmem.autocast`, wider ones by casting parameters and
             batch; the model state keeps its dtypes; loss and metrics come out in its ``output``
             dtype. None: everything as it is.
-        remat: the name of a planner (``"sqrt"``), or a transformation of the loss such as
+        remat: the name of a planner (``"dp"``, ``"sqrt"``), or a transformation of the loss such as
             ``functools.partial(jaxmem.remat, budget="8GiB")``. None: no planned regions (the
             model may have its own, by `jaxmem.remat_policy`).
         microbatches: number of slices that the batch is cut into, one after the other, for the

@@ -34,7 +34,7 @@ def test_the_face_is_what_it_was_meant_to_be():
         *("accumulate", "autocast", "eval_shape", "format_bytes", "install_compiler", "layers"),
         *("memory", "microbatch", "offload", "shard", "value_and_update"),
         *("diff", "measure", "residuals"),
-        *("place", "plan", "precision", "remat", "remat_policy", "target", "train_step"),
+        *("pareto", "place", "plan", "precision", "remat", "remat_policy", "target", "train_step"),
     }
 
 

@@ -1,0 +1,218 @@
+"""Plans made with the compiler in the loop, their frontier, and policies within a budget."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.ad_checkpoint
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from jaxmem import _jax
+
+LAYERS, ROWS, WIDTH = 16, 16384, 1024
+MIB = 2**20
+
+
+def tanh_chain(w, x):
+    for _ in range(LAYERS):
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+SHAPES = (
+    jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+    jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),  # 64 MiB, as every activation
+)
+ACTIVATION = 4 * ROWS * WIDTH
+
+
+def compiled(fun, *args, **options):
+    return jaxmem.memory(jax.value_and_grad(fun), *args, target="h200", **options)
+
+
+def test_a_compiled_plan_keeps_its_budget(capsys):
+    budget = 10 * ACTIVATION
+    plan = jaxmem.plan(tanh_chain, *SHAPES, budget=budget, target="h200")
+    assert plan.compiled_bytes <= budget < plan.plain_bytes
+    # What was planned is what a user's own jit compiles.
+    report = compiled(plan.apply(tanh_chain), *SHAPES, compiler_options=plan.compiler_options)
+    assert report.device == plan.compiled_bytes
+    assert report.work.flops == plan.compiled_flops
+    plain = compiled(tanh_chain, *SHAPES)
+    assert plan.compiled_flops - plain.work.flops == pytest.approx(plan.recompute_flops, rel=0.01)
+    assert abs(plan.projected_bytes - plan.compiled_bytes) <= 0.15 * plan.compiled_bytes
+    assert "jaxmem: compiled 1 of at most 5 plans for h200: " in capsys.readouterr().err
+    assert f"compiled  {jaxmem.format_bytes(plan.compiled_bytes)} for h200" in str(plan)
+
+
+def test_the_lowest_budget_is_named_and_works():
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        jaxmem.plan(tanh_chain, *SHAPES, budget="80MiB", target="h200")
+    text = str(caught.value)
+    assert text.startswith("No dp plan fits the budget of 80.00 MiB with 0 B of it reserved; the ")
+    assert "set by the backward pass of dot_general in the function. Raise" in text
+    lowest = int(re.search(r"\((\d+) bytes compiled", text)[1])
+    # Nested halves: the input, and about a value a level beside what a layer's derivative takes.
+    assert lowest <= 9 * ACTIVATION
+    plan = jaxmem.plan(tanh_chain, *SHAPES, budget=lowest, target="h200")
+    assert plan.compiled_bytes <= lowest
+
+
+def test_what_is_reserved_is_part_of_the_budget():
+    plan = jaxmem.plan(tanh_chain, *SHAPES, reserved="1GiB", target="h200", compilations=1)
+    again = jaxmem.plan(tanh_chain, *SHAPES, target="h200", compilations=1)
+    assert plan.compiled_bytes == again.compiled_bytes + 2**30
+
+
+def test_a_cpu_is_no_target_for_a_plan():
+    with pytest.raises(jaxmem.JaxmemError, match=r"a CPU, whose bytes say nothing .* Name the GPU"):
+        jaxmem.plan(tanh_chain, *SHAPES, target="local")
+
+
+def scanned(weights, x):
+    def layer(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w.T), jnp.mean(x)
+
+    x, means = jax.lax.scan(layer, x, weights)
+    return jnp.sum(x) + jnp.sum(means)
+
+
+STACK = (jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32), SHAPES[1])
+
+
+def test_a_scan_is_planned_from_inside():
+    plain = compiled(scanned, *STACK)
+    budget = int(0.5 * plain.device)
+    plan = jaxmem.plan(scanned, *STACK, budget=budget, target="h200")
+    assert plan.loops and plan.compiled_bytes <= budget
+    assert f"{LAYERS} x scan" in str(plan)
+    lowest = jaxmem.plan(scanned, *STACK, target="h200")
+    assert lowest.loops[0].segments == 4
+    assert lowest.compiled_bytes < plan.compiled_bytes
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_loops_equal_the_plain_scan(segments, reverse):
+    def fun(weights, x):
+        def layer(carry, w):
+            x, count = carry
+            y = jnp.sin(x @ w)
+            return (jnp.tanh(y @ w.T) + x, count + 1), (jnp.sum(y), count)
+
+        (x, count), (sums, counts) = jax.lax.scan(layer, (x, 0), weights, reverse=reverse)
+        return jnp.sum(x * sums.mean()), (count, counts)
+
+    keys = jax.random.split(jax.random.key(0))
+    args = jax.random.normal(keys[0], (8, 4, 4)) / 2, jax.random.normal(keys[1], (64, 4))
+    plan = jaxmem.plan(fun, *args, has_aux=True)
+    assert plan.loops
+    (loop,) = plan.loops
+    plan = dataclasses.replace(plan, loops=(dataclasses.replace(loop, segments=segments),))
+    assert jaxmem.Plan.from_json(plan.to_json()) == plan
+    expected = jax.value_and_grad(fun, (0, 1), has_aux=True)(*args)
+    got = jax.jit(jax.value_and_grad(plan.apply(fun), (0, 1), has_aux=True))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_explain():
+    plan = jaxmem.plan(tanh_chain, *SHAPES, budget=12 * ACTIVATION)
+    text = plan.explain("test_plans.py")
+    assert "dot_general in the function (test_plans.py:" in text and "(tanh_chain))" in text
+    assert "64.00 MiB; making it again takes " in text
+    assert "In this plan it is recomputed 1 times in the backward pass" in text
+    with pytest.raises(jaxmem.PlanError, match="No value of this plan was made at 'Block_3'. It "):
+        plan.explain("Block_3")
+
+
+def test_random_bits_without_a_key_are_refused():
+    def noisy(x):
+        return jnp.sum(x * jax.lax.rng_uniform(0.0, 1.0, (4,)))
+
+    with pytest.raises(jaxmem.PlanError, match=r"random bits without a key \(rng_uniform at test_"):
+        jaxmem.plan(noisy, jnp.ones(4))
+
+
+def test_users_regions_and_names_stay():
+    """A policy round the planned function still finds the user's own names in it."""
+
+    def fun(w, x):
+        for _ in range(6):
+            x = jax.ad_checkpoint.checkpoint_name(jnp.tanh(x @ w), "mine")
+        return jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ w))(x))
+
+    x, w = jnp.ones((64, 8)), jnp.eye(8)
+    planned = jaxmem.plan(fun, w, x).apply(fun)
+    policy = jax.checkpoint_policies.save_only_these_names("mine")
+    text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(planned, policy=policy)))(w, x))
+    assert text.count("name=mine") >= 6
+    np.testing.assert_allclose(jax.grad(planned)(w, x), jax.grad(fun)(w, x), rtol=1e-12)
+
+
+# ---- the frontier
+
+
+def test_frontier(tmp_path):
+    frontier = jaxmem.pareto(tanh_chain, *SHAPES)
+    peaks = [plan.projected_bytes for plan in frontier.plans]
+    times = [plan.recompute_seconds for plan in frontier.plans]
+    assert peaks == sorted(peaks, reverse=True) and times == sorted(times)
+    assert times[0] == 0 and peaks[-1] < peaks[0] / 2
+    assert "everything_saveable" in str(frontier)
+    frontier.plot(tmp_path / "frontier.svg")
+    assert "svg" in (tmp_path / "frontier.svg").read_text()[:300]
+
+
+# ---- policies
+
+
+def blocks(policy, w, x):
+    block = jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w.T[:, :8]), policy=policy)
+    for _ in range(4):
+        x = jnp.tile(block(w, x), (1, w.shape[0] // 8))
+    return jnp.sum(x**2)
+
+
+def test_a_policy_within_a_budget():
+    """Wide results are given up before narrow ones of the same cost."""
+    w, x = jnp.ones((64, 64)), jnp.ones((256, 64))
+    fun = functools.partial(blocks, jax.checkpoint_policies.nothing_saveable)
+
+    def kept(policy):
+        planned = functools.partial(blocks, policy)
+        jaxpr = jax.make_jaxpr(lambda w, x: jax.vjp(planned, w, x)[1])(w, x)
+        return sum(jaxmem.program.size_of(aval) for aval in jaxpr.out_avals)
+
+    all_saved = jaxmem.remat_policy(fun, w, x, budget="1GiB")
+    none_saved = jaxmem.remat_policy(fun, w, x)
+    assert kept(none_saved) < kept(all_saved)
+    plain = jax.grad(functools.partial(blocks, None))(w, x)
+    np.testing.assert_allclose(
+        jax.grad(functools.partial(blocks, all_saved))(w, x), plain, rtol=1e-12
+    )
+    with pytest.raises(jaxmem.BudgetError, match="No policy for these regions fits the budget of"):
+        jaxmem.remat_policy(fun, w, x, budget=1000)
+    with pytest.raises(jaxmem.PlanError, match="has no regions for a policy to act in"):
+        jaxmem.remat_policy(tanh_chain, *SHAPES)
+
+
+def test_tracing_a_planned_function_takes_about_as_long(monkeypatch):
+    """What is counted is equations evaluated, not seconds: each operation once, and what several
+    kernels read once for each."""
+    calls = 0
+    evaluate = _jax.evaluate
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(_jax, "evaluate", counted)
+    plan = jaxmem.plan(tanh_chain, *SHAPES)
+    jax.make_jaxpr(plan.apply(tanh_chain))(*SHAPES)
+    assert calls <= 2 * (2 * LAYERS + 1)
