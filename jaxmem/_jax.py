@@ -382,13 +382,17 @@ def saved_residuals(fun: Callable, leaves: Sequence[Any]) -> list[Kept]:
     made = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     found: dict[Any, Kept] = {}
     for variable in jaxpr.outvars[len(jaxpr.outvars) - count :]:
-        # These only mark or round what another operation made.
-        while variable in made and made[variable].primitive.name in ("reduce_precision", "name"):
-            variable = made[variable].invars[0]
+        equation = None
+        while not isinstance(variable, Literal):
+            equation = made.get(variable)
+            # These only mark or round what another operation made.
+            if equation is None or equation.primitive.name not in ("reduce_precision", "name"):
+                break
+            variable = equation.invars[0]
         if isinstance(variable, Literal):
             continue
         number = jaxpr.invars.index(variable) if variable in jaxpr.invars else None
-        found[variable] = Kept(variable.aval, number, made.get(variable))
+        found[variable] = Kept(variable.aval, number, equation)
     return list(found.values())
 
 

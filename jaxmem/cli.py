@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import pathlib
@@ -23,7 +24,7 @@ from typing import Any
 from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._errors import JaxmemError
 from jaxmem.memory import MemoryReport, diff, measure, memory
-from jaxmem.targets import install_compiler, known_targets, target
+from jaxmem.targets import LocalDevice, Target, install_compiler, known_targets, target
 
 _MISSED = 3
 _STEP = "module:function that returns (step, args)"
@@ -73,8 +74,9 @@ def _add_files(parser) -> None:
 
 
 def _estimate(options) -> int:
-    report = _report(options.step, options)
-    budget = options.budget and parse_budget(options.budget, report.target.usable_bytes or None)
+    chosen = target(options.target, count=options.count)
+    budget = options.budget and parse_budget(options.budget, chosen.usable_bytes or None)
+    report = _report(options.step, chosen)
     missed = bool(budget) and report.device > budget
     if options.json:
         about = json.loads(report.to_json())
@@ -94,20 +96,21 @@ def _estimate(options) -> int:
     return _MISSED if missed else 0
 
 
-def _report(name: str, options) -> MemoryReport:
-    chosen = target(options.target, count=options.count)
+def _report(name: str, chosen: Target | LocalDevice) -> MemoryReport:
     step, args = _load(name)
-    with _progress(f"compiling {name} for {options.target}"):
+    with _progress(f"compiling {name} for {chosen.name}"):
         return memory(step, *args, target=chosen)
 
 
 def _write_files(report: MemoryReport, options) -> None:
-    if options.html:
-        report.to_html(options.html)
-        print(f"wrote {options.html}", file=sys.stderr)
-    if options.plot:
-        report.plot(options.plot)
-        print(f"wrote {options.plot}", file=sys.stderr)
+    for path, write in ((options.html, report.to_html), (options.plot, report.plot)):
+        if not path:
+            continue
+        try:
+            write(path)
+        except OSError as error:
+            raise JaxmemError(f"The report cannot be written: {error}.") from error
+        print(f"wrote {path}", file=sys.stderr)
 
 
 def _load(name: str) -> tuple[Callable, tuple]:
@@ -128,6 +131,13 @@ def _load(name: str) -> tuple[Callable, tuple]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise JaxmemError(f"The module {module_name!r} has no function {function_name!r}.")
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError) as error:
+        raise JaxmemError(
+            f"{name} is called without arguments and must return (step, args): {error}. Name a "
+            "function that makes the step and its arguments."
+        ) from error
     made = function()
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
         raise JaxmemError(
@@ -146,7 +156,7 @@ def _load(name: str) -> tuple[Callable, tuple]:
 def _described(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}: ({', '.join(type(part).__name__ for part in value)})"
-    return f"a {type(value).__name__}"
+    return f"a value of type {type(value).__name__}"
 
 
 @contextlib.contextmanager
@@ -209,10 +219,15 @@ def _add_diff(commands) -> None:
 
 
 def _diff(options) -> int:
-    both = []
+    both: list[MemoryReport | str] = []
     for name in (options.before, options.after):
         path = pathlib.Path(name)
-        both.append(path.read_text() if path.is_file() else _report(name, options))
+        if path.is_file():
+            both.append(path.read_text())
+        elif ":" in name:
+            both.append(_report(name, target(options.target, count=options.count)))
+        else:
+            raise JaxmemError(f"There is no file {name!r}; a step is given as {_STEP}.")
     found = diff(*both)
     print(found.to_json() if options.json else found)
     budget = options.budget and parse_budget(options.budget, found.after["usable"] or None)

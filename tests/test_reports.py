@@ -6,6 +6,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from programs import array, cnn, mlp, report, tanh_layers
 
@@ -36,6 +37,10 @@ def not_a_step():
 
 def no_arguments():
     return deep, {"w": 1}
+
+
+def nothing():
+    return 3
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +139,14 @@ def test_the_page_in_a_browser(tmp_path):
     assert errors == [] and requests == [path.as_uri()]
 
 
+@pytest.mark.parametrize(("terminal", "width"), [(60, 80), (80, 80), (90, 90), (200, 100)])
+def test_a_report_fits_the_terminal(monkeypatch, plain, planned, terminal, width):
+    monkeypatch.setenv("COLUMNS", str(terminal))
+    printed = [*str(plain).splitlines(), *str(report(cnn)).splitlines()]
+    printed += str(jaxmem.diff(plain, planned)).splitlines()[:-1]  # the verdict is a sentence
+    assert max(map(len, printed)) <= width
+
+
 # ---- diff
 
 
@@ -198,6 +211,16 @@ def test_residuals_tell_modules_and_honour_remat():
 
     kept = [r for r in jaxmem.residuals(scoped, array(8, 8), array(4, 8)) if not r.is_argument]
     assert [(one.module, one.operation) for one in kept] == [("Encoder", "cos")]
+
+
+def test_residuals_behind_a_constant():
+    """The labels' clip in this loss keeps a literal under a name."""
+
+    def loss(w, x, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(x @ w, labels).mean()
+
+    kept = jaxmem.residuals(loss, array(8, 10), array(4, 8), array(4, dtype=jnp.int32))
+    assert (4, 10) in {one.shape for one in kept if not one.is_argument}
 
 
 # ---- measured
@@ -278,12 +301,29 @@ def test_profile_runs_on_the_attached_device(here, capsys):
         ("no_such_module:make", "The module 'no_such_module' of 'no_such_module:make' cannot be"),
         ("test_reports:no_such", "The module 'test_reports' has no function 'no_such'"),
         ("test_reports:not_a_step", "must return (step, args): a function and the tuple of its"),
+        ("test_reports:nothing", "It returned a value of type int."),
+        ("test_reports:deep", "test_reports:deep is called without arguments and must return (st"),
         ("test_reports:no_arguments", "with args a tuple, as in (step, (state, batch)); its args"),
     ],
 )
 def test_a_wrong_step_is_told(here, capsys, name, message):
     assert run("estimate", name, "--target", "h200") == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_wrong_budget_is_told_before_compiling(here, capsys):
+    step = ("estimate", "test_reports:deep_step", "--target", "h200")
+    assert run(*step, "--budget", "2 bananas") == 1
+    told = capsys.readouterr().err
+    assert "The budget '2 bananas' does not parse" in told and "compiling" not in told
+
+
+def test_files_that_cannot_be_written_or_read(here, capsys, tmp_path):
+    step = ("estimate", "test_reports:deep_step", "--target", "h200")
+    assert run(*step, "--html", str(tmp_path / "nowhere" / "page.html")) == 1
+    assert "The report cannot be written: " in capsys.readouterr().err
+    assert run("diff", "nowhere.json", "test_reports:deep_step") == 1
+    assert "There is no file 'nowhere.json'; a step is given as" in capsys.readouterr().err
 
 
 def test_an_unknown_target(here, capsys):

@@ -209,3 +209,53 @@ def test_a_step_named_by_its_arguments_alone():
     assert found.by_kind["parameters"] == 64 * 64 * 4
     assert found.by_kind["batch"] == 32 * 64 * 4
     assert found.by_kind["outputs"] == 64 * 64 * 4
+
+
+def test_results_that_are_yet_to_come_are_attributed():
+    """Two layers without donation: at the first one the memory of the result waits already."""
+
+    def infer(w, x):
+        return jnp.tanh(x @ w) @ w
+
+    found = jaxmem.memory(infer, array(256, 256), array(2048, 256), target="h200")
+    waits = 2048 * 256 * 4
+    assert found.by_kind["outputs"] == waits
+    assert set(found.by_phase) == {"batch", "forward", "(fragmentation)"}
+    assert found.by_module["infer"] == 2 * waits
+    assert all(UNKNOWN not in getattr(found, name) for name in BREAKDOWNS)
+    result = next(one for one in found.peak if one.kind == "outputs")
+    assert (result.shape, result.dtype) == ((2048, 256), "f32")
+
+
+def test_an_update_without_donation_is_attributed():
+    step, args, _ = mlp()
+    plain = jax.jit(lambda *args: step(*args))
+    found = jaxmem.memory(plain, *args, target="h200")
+    assert found.by_kind["outputs"] >= 3 * 4 * 256 * 256 * 4  # parameters and two moments
+    for name in BREAKDOWNS:
+        assert getattr(found, name).get(UNKNOWN, 0) == 0
+
+
+@pytest.mark.parametrize("form", ["args", "kwargs", "partial", "method"])
+def test_arguments_are_known_however_they_are_passed(form):
+    import functools
+
+    def step(params, batch):
+        return jax.grad(lambda p: jnp.sum(jnp.tanh(batch @ p)))(params)
+
+    class Trainer:
+        @functools.partial(jax.jit, static_argnums=0)
+        def plain(self, params, batch):
+            return step(params, batch)
+
+    params, batch = array(64, 64), array(32, 64)
+    calls = {
+        "args": (lambda *args: step(*args), (params, batch), {}),
+        "kwargs": (lambda **kwargs: step(**kwargs), (), {"params": params, "batch": batch}),
+        "partial": (functools.partial(jax.jit(step), params), (batch,), {}),
+        "method": (Trainer().plain, (params, batch), {}),
+    }
+    fun, args, kwargs = calls[form]
+    found = jaxmem.memory(fun, *args, **kwargs, target="h200")
+    assert found.by_kind["parameters"] == 64 * 64 * 4
+    assert found.by_kind["batch"] == 32 * 64 * 4

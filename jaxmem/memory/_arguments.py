@@ -45,17 +45,16 @@ class Argument:
     group: str
 
 
-def describe_arguments(
-    args: tuple, kwargs: dict, names: tuple[str, ...], results
-) -> list[Argument]:
+def describe_arguments(fun: Callable, args: tuple, kwargs: dict, results) -> list[Argument]:
     """The arrays of a call in order; ``results`` are the abstract results of the step."""
+    names = argument_names(fun, args, kwargs)
     like = {(leaf.shape, str(leaf.dtype)) for leaf in results if _is_float(leaf)}
     described = []
     for position, value in [*enumerate(args), *kwargs.items()]:
-        name = position if isinstance(position, str) else _argument_name(names, position)
+        name = names[position]
         for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
             classes, words = _walk(value, keys)
-            words = [name, *words]
+            words = [position if isinstance(position, str) else name, *words]
             found = classes | {_KIND_OF_NAME[word] for word in words if word in _KIND_OF_NAME}
             if found:
                 kind = min(found, key=_ORDER.index)
@@ -69,27 +68,39 @@ def describe_arguments(
     return described
 
 
-def argument_names(fun: Callable) -> tuple[str, ...]:
-    """The names of a function's arguments, as far as they are known."""
+def argument_names(fun: Callable, args: tuple, kwargs: dict) -> dict[int | str, str]:
+    """The names of a call's arguments by position or keyword, as JAX tells them: ``batch``,
+    ``args[0]`` of a ``*args``, ``kwargs['batch']`` of a ``**kwargs``."""
     try:
-        return tuple(inspect.signature(fun).parameters)
+        parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
-        return ()
+        parameters = []
+    named = {
+        one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    }
+    places = [
+        one.name
+        for one in parameters
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    more = next((one.name for one in parameters if one.kind is one.VAR_POSITIONAL), "args")
+    extra = next((one.name for one in parameters if one.kind is one.VAR_KEYWORD), "kwargs")
+    names: dict[int | str, str] = {
+        number: places[number] if number < len(places) else f"{more}[{number - len(places)}]"
+        for number in range(len(args))
+    }
+    return names | {key: key if key in named else f"{extra}[{key!r}]" for key in kwargs}
 
 
 def argument_paths(fun: Callable, args: tuple, kwargs: dict) -> list[str]:
     """The arrays of a call by path, in order: ``params['w']``."""
-    names = argument_names(fun)
+    names = argument_names(fun, args, kwargs)
     return [
-        (key if isinstance(key, str) else _argument_name(names, key)) + keystr(keys)
+        names[key] + keystr(keys)
         for key, value in [*enumerate(args), *sorted(kwargs.items())]
         for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
         if is_array(leaf)
     ]
-
-
-def _argument_name(names: tuple[str, ...], position: int) -> str:
-    return names[position] if position < len(names) else f"args[{position}]"
 
 
 def _is_float(leaf) -> bool:

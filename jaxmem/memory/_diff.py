@@ -9,6 +9,7 @@ from typing import Any
 from jaxmem._bytes import format_bytes
 from jaxmem._errors import JaxmemError
 from jaxmem.memory._report import MemoryReport, describe
+from jaxmem.memory._text import columns, fit
 
 _TABLES = ("by_phase", "by_kind", "by_module", "by_source")
 _TITLES = {"by_phase": "phase", "by_kind": "kind", "by_module": "module", "by_source": "line"}
@@ -85,9 +86,8 @@ class Diff:
             lines += ["", f"by {_TITLES[table]}"] if shown else []
             for name, change in list(shown.items())[:_ROWS]:
                 sizes = [format_bytes(report[table].get(name, 0)) for report in self._both()]
-                lines.append(
-                    f"{_signed(change):>14}  {sizes[0]:>12} -> {sizes[1]:<12}  {name[-54:]}"
-                )
+                row = f"{_signed(change):>14}  {sizes[0]:>12} -> {sizes[1]:<12}  "
+                lines.append(row + fit(name, columns() - len(row)))
             if len(shown) > _ROWS:
                 rest = sum(list(shown.values())[_ROWS:])
                 lines.append(f"{_signed(rest):>14}  in {len(shown) - _ROWS} more")

@@ -100,14 +100,13 @@ def measure(step: Callable, *args: Any, **kwargs: Any) -> Measured:
     """
     check_call(step, args, kwargs, "jaxmem.measure")
     compiled = memory(step, *args, target="local", **kwargs)
-    names = argument_names(step)
+    names = argument_names(step, args, kwargs)
     sizes = {}
     made: dict[Any, Any] = {}
     given: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
     for key, value in given:
-        name = key if isinstance(key, str) else names[key] if key < len(names) else f"args[{key}]"
         made[key] = jax.block_until_ready(jax.tree.map(_concrete, value))
-        sizes[name] = sum(map(_bytes_here, jax.tree.leaves(made[key])))
+        sizes[names[key]] = sum(map(_bytes_here, jax.tree.leaves(made[key])))
     args = tuple(made[number] for number in range(len(args)))
     kwargs = {name: made[name] for name in kwargs}
     run = step if hasattr(step, "trace") else jax.jit(step)

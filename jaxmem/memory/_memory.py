@@ -14,7 +14,7 @@ from jaxmem import _jax
 from jaxmem._bytes import format_bytes
 from jaxmem._checks import check_call
 from jaxmem._errors import CompileError, JaxmemError, OffloadError
-from jaxmem.memory._arguments import Argument, argument_names, describe_arguments
+from jaxmem.memory._arguments import Argument, describe_arguments
 from jaxmem.memory._report import MemoryReport
 from jaxmem.program import size_of
 from jaxmem.targets import LocalDevice, Target, compile_module, resolve
@@ -55,7 +55,7 @@ def memory(
     check_call(jitted, args, kwargs, "jaxmem.memory")
     args, kwargs = jax.tree.map(_jax.abstract, (args, kwargs))
     if isinstance(chosen, LocalDevice):
-        return _local(step, jitted, args, kwargs, chosen, compiler_options)
+        return _local(jitted, args, kwargs, chosen, compiler_options)
     traced = jitted.trace(*args, **kwargs)
     callback = _jax.find_callback(traced.jaxpr.jaxpr)
     if callback:
@@ -72,7 +72,7 @@ def memory(
             "shard the arguments over a mesh of that size."
         )
     compiled = compile_module(module, chosen, options=compiler_options, timeout=timeout, dump=True)
-    described = _arguments(step, traced, lowered, args, kwargs)
+    described = _arguments(jitted, traced, lowered, args, kwargs)
     report = _report(chosen, compiled.stats, compiled.hlo, compiled.dump, described)
     on_host = _jax.host_results(traced)
     expected = report.host_output if on_host is None else sum(map(size_of, on_host))
@@ -87,7 +87,7 @@ def memory(
     return report
 
 
-def _local(step, jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
+def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
     traced = jitted.trace(*args, **kwargs)
     lowered = traced.lower()
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,7 @@ def _local(step, jitted, args, kwargs, target: LocalDevice, options) -> MemoryRe
         for name in dir(analysis)
         if name.endswith(suffix)
     }
-    described = _arguments(step, traced, lowered, args, kwargs)
+    described = _arguments(jitted, traced, lowered, args, kwargs)
     return _report(target, stats, compiled.as_text(), dump, described)
 
 
@@ -120,10 +120,10 @@ def _report(target, stats, hlo, dump, arguments) -> MemoryReport:
     return MemoryReport(target=target, hlo=hlo, dump=dump, arguments=arguments, **counts)
 
 
-def _arguments(step, traced, lowered, args, kwargs) -> tuple[Argument | None, ...]:
+def _arguments(jitted, traced, lowered, args, kwargs) -> tuple[Argument | None, ...]:
     """The arrays that the compiled program takes, in its order; None: not known."""
     results = jax.tree.leaves(traced.out_info)
-    described = describe_arguments(args, kwargs, argument_names(step), results)
+    described = describe_arguments(jitted, args, kwargs, results)
     by_path = {argument.path: argument for argument in described}
     paths = _jax.argument_names(traced)
     return tuple(by_path.get(paths[number]) for number in _jax.kept_arguments(lowered))

@@ -92,22 +92,24 @@ class MemoryMap:
         return self._attribution.origin(value, allocation)
 
     def _idle(self, allocation: Allocation) -> Origin:
+        """Of an argument or a result while no value lives in its memory."""
         known = self._attribution.argument_of(allocation)
-        if known:
-            return known
-        is_output = allocation.role == "output"
-        return unknown("outputs", "update") if is_output else unknown("temporaries")
+        held = _held(allocation)
+        if known or held is None:
+            return known or unknown("outputs" if allocation.role == "output" else "temporaries")
+        return self._attribution.origin(held, allocation)
 
     def _buffer(self, placed: Placed) -> Buffer:
         value, allocation = placed.value, placed.allocation
         origin = self._origin(value, allocation)
-        shape = _SHAPE.match(value.shape)
+        held = value if value.instruction else _held(allocation) or value
+        shape = _SHAPE.match(held.shape)
         name = value.name or f"allocation {allocation.number}"
         return Buffer(
             name=name,
             bytes=placed.bytes,
             shape=tuple(int(size) for size in shape[2].split(",") if size) if shape else (),
-            dtype=shape[1] if shape else "tuple" if value.shape.startswith("(") else "",
+            dtype=shape[1] if shape else "tuple" if held.shape.startswith("(") else "",
             **dataclasses.asdict(origin),
             allocation=allocation.number,
             offset=value.offset,
@@ -115,3 +117,8 @@ class MemoryMap:
             last=value.last,
             shared_with=placed.shared_with,
         )
+
+
+def _held(allocation: Allocation) -> Value | None:
+    """The value that an argument's or a result's memory is there for."""
+    return max(allocation.values, key=lambda value: (value.size, value.last), default=None)

@@ -20,7 +20,14 @@ from jaxmem.memory._dump import read_dump
 from jaxmem.memory._hlo import Work, count_work
 from jaxmem.memory._peak import Buffer, MemoryMap
 from jaxmem.memory._schedule import Collectives, Transfers, count_collectives, find_transfers
-from jaxmem.memory._text import breakdown_lines, buffer_lines, rolled_up, side_by_side
+from jaxmem.memory._text import (
+    breakdown_lines,
+    buffer_lines,
+    columns,
+    fit,
+    rolled_up,
+    side_by_side,
+)
 from jaxmem.memory._timeline import Timeline
 from jaxmem.targets import LocalDevice, Target
 
@@ -211,8 +218,9 @@ class MemoryReport:
     def _peak_lines(self) -> list[str]:
         at = self.peak_operation
         where = " · ".join([at.operation, at.module, at.source])
+        start = f"peak {format_bytes(self.peak_bytes)} in the {at.phase} phase, at "
         return [
-            f"peak {format_bytes(self.peak_bytes)} in the {at.phase} phase, at {where}",
+            start + fit(where, columns() - len(start)),
             "",
             *side_by_side(
                 breakdown_lines("by phase", self.by_phase, self.device),

@@ -1,13 +1,18 @@
 """A memory report as text for a terminal."""
 
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxmem._bytes import format_bytes
 
-WIDTH = 100
 _ROWS = 6
+
+
+def columns() -> int:
+    """Columns of a report: those of the terminal, within 80 to 100; 100 where there is none."""
+    return min(100, max(80, shutil.get_terminal_size((100, 24)).columns))
 
 
 def breakdown_lines(
@@ -21,16 +26,17 @@ def breakdown_lines(
     lines = [title]
     for name, size in shown:
         share = f"{size / whole:.0%}" if whole else ""
-        lines.append(f"{format_bytes(size):>14} {share:>4}  {_fit(name, WIDTH - 21)}")
+        lines.append(f"{format_bytes(size):>14} {share:>4}  {fit(name, columns() - 21)}")
     return lines
 
 
 def side_by_side(left: list[str], right: list[str]) -> Iterable[str]:
     """Two tables beside each other."""
+    half = columns() // 2
     for number in range(max(len(left), len(right))):
         first = left[number] if number < len(left) else ""
         second = right[number] if number < len(right) else ""
-        yield f"{_fit(first, WIDTH // 2 - 2):{WIDTH // 2}}{_fit(second, WIDTH // 2)}".rstrip()
+        yield f"{fit(first, half - 2):{half}}{fit(second, half)}".rstrip()
 
 
 def buffer_lines(buffers: Iterable[Any], limit: int = _ROWS) -> list[str]:
@@ -41,12 +47,12 @@ def buffer_lines(buffers: Iterable[Any], limit: int = _ROWS) -> list[str]:
             break
         what = f"{buffer.dtype}{list(buffer.shape)}".replace(" ", "")
         where = " · ".join([buffer.operation, buffer.module, buffer.source])
-        start = f"{format_bytes(buffer.bytes):>14}  {_fit(what, 24):24} {buffer.phase:9} "
-        lines.append(start + _fit(where, WIDTH - len(start)))
+        start = f"{format_bytes(buffer.bytes):>14}  {fit(what, 24):24} {buffer.phase:9} "
+        lines.append(start + fit(where, columns() - len(start)))
     return lines
 
 
-def _fit(text: str, width: int) -> str:
+def fit(text: str, width: int) -> str:
     """The text in at most that many columns; its end is what tells most."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
