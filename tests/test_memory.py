@@ -214,3 +214,13 @@ def test_a_device_whose_memory_is_not_known():
     assert report.fits("1GiB")
     with pytest.raises(jaxmem.JaxmemError, match="memory of some GPU is not known; pass a budget"):
         report.fits()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("pred", 1), ("s16", 2), ("bf16", 2), ("f8e4m3fn", 1), ("c64", 8)]
+)
+def test_bytes_of_an_array_by_its_dtype(dtype, size):
+    from jaxmem.memory._hlo import array_bytes
+
+    assert array_bytes(dtype, "2,3") == 6 * size
+    assert array_bytes(dtype, "") == size

@@ -14,11 +14,11 @@ from jaxmem._errors import JaxmemError
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _OPERATION = re.compile(r"(?:^|\s)([a-z][\w\-]*)\(")
-_CALLED = re.compile(r"(?:calls|to_apply|body|async_execution_thread_calls)=%?([\w.\-]+)")
+CALLED = re.compile(r"(?:calls|to_apply|body|async_execution_thread_calls)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
@@ -27,7 +27,7 @@ _PARAMETER = re.compile(r"\bparameter\((\d+)\)")
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
 _TABLE = re.compile(r"(\d+) (?:\"(.*)\"|\{(.*)\})$")
 _FIELD = re.compile(r"(\w+)=(\d+)")
-_BITS = {"pred": 8, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "f64": 64, "s64": 64, "u64": 64}
+_BITS = re.compile(r"[a-z]+(\d+)")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -59,8 +59,8 @@ def count_work(hlo: str) -> Work:
     Raises:
         JaxmemError: the text has no entry computation.
     """
-    computations = _computations(hlo)
-    entry = _entry(hlo)
+    computations = computations_of(hlo)
+    entry = entry_of(hlo)
     done: dict[str, Work] = {}
 
     def total(name: str) -> Work:
@@ -77,7 +77,7 @@ def count_work(hlo: str) -> Work:
     return total(entry)
 
 
-def _entry(hlo: str) -> str:
+def entry_of(hlo: str) -> str:
     entry = _ENTRY.search(hlo)
     if entry is None:
         raise JaxmemError("This HLO has no ENTRY computation; its format is not known to jaxmem.")
@@ -90,25 +90,25 @@ _FREE = "after-all bitcast constant get-tuple-element iota opt-barrier parameter
 def count_bytes(hlo: str, branch: int) -> int:
     """Bytes that the kernels of one run read and write, taking the given branch of each
     conditional; a loop counts as in `count_work`."""
-    computations = _computations(hlo)
+    computations = computations_of(hlo)
 
     def total(name: str) -> int:
         lines = computations[name]
         return sum(moved(line, lines) for line in lines.values())
 
     def moved(line: str, lines: dict[str, str]) -> int:
-        operation = _operation(line)
+        operation = operation_of(line)
         if operation == "conditional":
             return total(_branches(line)[branch])
         if operation in ("while", "call"):
-            trips = _TRIPS.search(line)
-            return sum(map(total, _CALLED.findall(line))) * (int(trips[1]) if trips else 1)
+            trips = TRIPS.search(line)
+            return sum(map(total, CALLED.findall(line))) * (int(trips[1]) if trips else 1)
         if operation in _FREE:
             return 0
-        read = (lines[name] for name in _operands(line) if name in lines)
+        read = (lines[name] for name in operands_of(line) if name in lines)
         return _result_bytes(line) + sum(map(_result_bytes, read))
 
-    return total(_entry(hlo))
+    return total(entry_of(hlo))
 
 
 def _branches(line: str) -> list[str]:
@@ -122,11 +122,15 @@ def _branches(line: str) -> list[str]:
 
 
 def _result_bytes(line: str) -> int:
-    shape = line[: len(line) - len(_after_shape(line))]
-    return sum(
-        math.prod(int(size) for size in sizes.split(",") if size) * _BITS.get(kind, 32) // 8
-        for kind, sizes in _SHAPE.findall(shape)
-    )
+    shape = line[: len(line) - len(after_shape(line))]
+    return sum(array_bytes(*match) for match in SHAPE.findall(shape))
+
+
+def array_bytes(dtype: str, dimensions: str) -> int:
+    """Bytes of ``bf16[2,3]``, given as ``"bf16"`` and ``"2,3"``; a pred has one a value."""
+    bits = _BITS.match(dtype)
+    sizes = (int(size) for size in dimensions.split(",") if size)
+    return math.prod(sizes) * (int(bits[1]) if bits else 8) // 8
 
 
 def donated_arguments(hlo: str) -> frozenset[int]:
@@ -136,7 +140,7 @@ def donated_arguments(hlo: str) -> frozenset[int]:
     return frozenset(map(int, pairs))
 
 
-def _computations(hlo: str) -> dict[str, dict[str, str]]:
+def computations_of(hlo: str) -> dict[str, dict[str, str]]:
     """Every computation as its instructions' right-hand sides by name."""
     found: dict[str, dict[str, str]] = collections.defaultdict(dict)
     current: dict[str, str] | None = None
@@ -156,7 +160,7 @@ def _computations(hlo: str) -> dict[str, dict[str, str]]:
 
 def _inner(line: str, total) -> Work:
     """Work of the computations that an instruction calls."""
-    operation = _operation(line)
+    operation = operation_of(line)
     if operation == "conditional":
         names = [
             name.strip().lstrip("%")
@@ -166,14 +170,14 @@ def _inner(line: str, total) -> Work:
         return max(map(total, names), key=lambda work: work.flops, default=Work())
     if operation not in ("fusion", "call", "while", "async-start"):
         return Work()  # what a reduction or a sort applies holds no contraction
-    trips = _TRIPS.search(line)
+    trips = TRIPS.search(line)
     times = int(trips[1]) if operation == "while" and trips else 1
-    return sum((total(name) for name in _CALLED.findall(line)), Work()) * times
+    return sum((total(name) for name in CALLED.findall(line)), Work()) * times
 
 
 def _own(line: str, computation: dict[str, str]) -> Work:
     """Work of an instruction itself."""
-    operation = _operation(line)
+    operation = operation_of(line)
     if operation == "dot":
         return Work(_dot_flops(line, computation, r"lhs_contracting_dims=\{([\d,]*)\}"), matmuls=1)
     if operation == "convolution":
@@ -194,7 +198,7 @@ def _own(line: str, computation: dict[str, str]) -> Work:
 def _dot_flops(line: str, computation: dict[str, str], contracted: str) -> int:
     match = re.search(contracted, line)
     axes = re.findall(r"\d+", match[1]) if match else []
-    lhs = _dimensions(computation[_operands(line)[0]])
+    lhs = _dimensions(computation[operands_of(line)[0]])
     return 2 * math.prod(_dimensions(line)) * math.prod(lhs[int(axis)] for axis in axes)
 
 
@@ -204,7 +208,7 @@ def _convolution_flops(line: str, computation: dict[str, str], kind: str) -> int
     labels = _LABELS.search(line)
     if labels is None:
         raise JaxmemError(f"A convolution without dim_labels in the HLO: {line[:200]}")
-    operands = [_dimensions(computation[name]) for name in _operands(line)[:2]]
+    operands = [_dimensions(computation[name]) for name in operands_of(line)[:2]]
     result = _dimensions(line)
     if kind == "BackwardInput":
         output, kernel = operands
@@ -216,12 +220,12 @@ def _convolution_flops(line: str, computation: dict[str, str], kind: str) -> int
     return 2 * math.prod(output) * taps
 
 
-def _operation(line: str) -> str:
-    match = _OPERATION.search(_after_shape(line))
+def operation_of(line: str) -> str:
+    match = _OPERATION.search(after_shape(line))
     return match[1] if match else ""
 
 
-def _after_shape(line: str) -> str:
+def after_shape(line: str) -> str:
     """The right-hand side without its result shape (a tuple's may hold parentheses)."""
     if not line.startswith("("):
         return line.partition(" ")[2] and " " + line.partition(" ")[2]
@@ -235,12 +239,12 @@ def _after_shape(line: str) -> str:
 
 def _dimensions(line: str) -> list[int]:
     """Dimensions of a result; of a tuple's first element."""
-    shape = _SHAPE.search(line)
+    shape = SHAPE.search(line)
     return [int(size) for size in shape[2].split(",") if size] if shape else []
 
 
-def _operands(line: str) -> list[str]:
-    rest = _after_shape(line)
+def operands_of(line: str) -> list[str]:
+    rest = after_shape(line)
     inside = rest[rest.index("(") + 1 :]
     return re.findall(r"%([\w.\-]+)", inside.partition(")")[0])
 
@@ -279,11 +283,11 @@ class Module:
     stack frames that they come from."""
 
     def __init__(self, hlo: str):
-        self.entry = _entry(hlo)
+        self.entry = entry_of(hlo)
         self.instructions: dict[str, Instruction] = {}
         self.roots: dict[str, Instruction] = {}
         self.members: dict[str, list[Instruction]] = {}
-        for computation, lines in _computations(hlo).items():
+        for computation, lines in computations_of(hlo).items():
             for name, line in lines.items():
                 made = _instruction(name, computation, line)
                 self.instructions[name] = made
@@ -310,9 +314,9 @@ class Module:
 
 
 def _instruction(name: str, computation: str, line: str) -> Instruction:
-    opcode = _operation(line)
+    opcode = operation_of(line)
     stack, frame = _OP_NAME.search(line), _FRAME_ID.search(line)
-    called = [*_CALLED.findall(line), *re.findall(r"condition=%?([\w.\-]+)", line)]
+    called = [*CALLED.findall(line), *re.findall(r"condition=%?([\w.\-]+)", line)]
     for match in _BRANCHES.finditer(line):
         called += [one.strip().lstrip("%") for one in (match[1] or match[2]).split(",")]
     number = (_PARAMETER if opcode == "parameter" else _INDEX).search(line)
@@ -321,7 +325,7 @@ def _instruction(name: str, computation: str, line: str) -> Instruction:
         name,
         computation,
         opcode,
-        () if opcode in ("parameter", "constant") else tuple(_operands(line)),
+        () if opcode in ("parameter", "constant") else tuple(operands_of(line)),
         tuple(called),
         int(number[1]) if number and opcode in ("parameter", "get-tuple-element") else -1,
         target[1] if target else "",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -11,11 +10,10 @@ import numpy as np
 from jaxmem.memory._arguments import Argument
 from jaxmem.memory._attribution import KINDS, Attribution, Origin, unknown
 from jaxmem.memory._dump import Allocation, Assignment, Value
-from jaxmem.memory._hlo import Module
+from jaxmem.memory._hlo import SHAPE, Module
 from jaxmem.memory._timeline import Placed, Timeline
 
 FRAGMENTATION = "(fragmentation)"
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class MemoryMap:
         value, allocation = placed.value, placed.allocation
         origin = self._origin(value, allocation)
         held = value if value.instruction else _held(allocation) or value
-        shape = _SHAPE.match(held.shape)
+        shape = SHAPE.match(held.shape)
         name = value.name or f"allocation {allocation.number}"
         return Buffer(
             name=name,
