@@ -19,10 +19,16 @@ class Blocks:
     """A program cut into a chain of blocks, and its levels of saved sets.
 
     Values are saved in the order of the time that it takes to make one again for its bytes; there
-    are about so many ``levels`` of that.
+    are at most so many ``levels`` of that, and ``sets`` of values beside them.
     """
 
-    def __init__(self, program: Program, seconds: Sequence[float], levels: int = 8):
+    def __init__(
+        self,
+        program: Program,
+        seconds: Sequence[float],
+        levels: int = 8,
+        sets: Sequence[frozenset[int]] = (),
+    ):
         self.program = program
         self.seconds = seconds
         kernels = program.kernels
@@ -40,10 +46,11 @@ class Blocks:
                 self.density[value] = np.inf if tiny else time / size
                 if value in nameless:  # it is inside of a scan: nothing that a region can save
                     self.density[value] = -np.inf
-        self.levels = [
+        ranks = (
             frozenset(v for v in self.values if self.density[v] >= least)
             for least in self._thresholds(levels)
-        ]
+        )
+        self.levels = list(dict.fromkeys([*ranks, *sets]))
 
     def _thresholds(self, most: int) -> list[float]:
         """Least densities of the levels, the first of which saves only what is tiny: all that
@@ -127,6 +134,9 @@ class Blocks:
         block_of = np.searchsorted(cuts, [self.made[value] for value in self.values]) - 1
         sizes = np.array([program.sizes[value] for value in self.values], dtype=np.float64)
         last = np.array([self.last[value] for value in self.values])
+        # For a cut and what is wanted there: the times from all cuts before it. Mostly what is
+        # wanted at one cut leads to the same at the one before.
+        known: dict[tuple[int, frozenset[int]], np.ndarray] = {}
         is_saved = np.array([value in saved for value in self.values], dtype=bool)
         for stop in range(1, count + 1):
             end = cuts[stop]
@@ -137,16 +147,28 @@ class Blocks:
             keeps[:, stop] = np.cumsum(stays[::-1])[::-1]
             crossing = here & ~is_saved & (last > end)
             wanted = {self.values[index] for index in np.flatnonzero(crossing)}
-            time, block = 0.0, stop - 1
-            for index in reversed(range(end)):
-                kernel = program.kernels[index]
+            self._walk(stop, wanted, saved, ahead[:, stop], known)
+        return ahead, keeps
+
+    def _walk(self, stop: int, wanted: set[int], saved: frozenset[int], times, known) -> None:
+        """Fills in the times to make what is wanted at a cut, from each of the cuts before it."""
+        passed, time = [], 0.0
+        for block in reversed(range(stop)):
+            start = self.cuts[block]
+            key = (block + 1, frozenset(v for v in wanted if self.made[v] <= self.cuts[block + 1]))
+            if key in known:
+                times[: block + 1] = time + known[key]
+                break
+            passed.append((key, time))
+            wanted = set(key[1])
+            for index in reversed(range(start, self.cuts[block + 1])):
+                kernel = self.program.kernels[index]
                 if not wanted.isdisjoint(kernel.results):
                     time += self.seconds[index]
                     wanted.update(value for value in kernel.sources if value not in saved)
-                if index == cuts[block]:
-                    ahead[block, stop] = time
-                    block -= 1
-        return ahead, keeps
+            times[block] = time
+        for (cut, held), before in passed:
+            known[cut, held] = times[:cut] - before
 
     def regions(self, stretches: Sequence[Stretch]) -> tuple[Region, ...]:
         """Stretches of the chain as regions of the program."""

@@ -17,7 +17,9 @@ from jaxmem.program import Program
 
 _SLOTS = 128
 _LEVELS = 24
-_OPTIONS = 24
+_SETS = 24
+_DEAR = 12  # the dearest kernels of a body whose subsets are tried
+_OPTIONS = 40
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,16 +36,17 @@ class LoopOption:
 
 
 def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption]:
-    """The menu of one scan: the Pareto front of residuals, bytes inside and time, the least time
-    (no recomputation) first."""
+    """The menu of one scan: as it is, then the Pareto front of residuals, bytes inside and time,
+    the least time first."""
     operation = program.operations[program.kernels[kernel].operations[-1]]
     body = operation.body
     assert body is not None
-    found = [_plain(body, program.residual_bytes(kernel))]
+    plain = _plain(body, program.residual_bytes(kernel))
+    found: list[LoopOption] = []
     if any(inner.name in ("checkpoint", "remat", "remat2") for inner in body.operations):
-        return found  # the user has placed regions: theirs it is
+        return [plain]  # the user has placed regions: theirs it is
     seconds = [rates.seconds(inner) for inner in body.kernels]
-    blocks = Blocks(body, seconds, _LEVELS)
+    blocks = Blocks(body, seconds, _LEVELS, _sets(body, seconds))
     whole = simulate_block(body, 0, len(body.kernels), frozenset()).peak
     slot = max(whole // _SLOTS + 1, 1)
     solution = Solution(blocks.chain(slot), 2 * _SLOTS)
@@ -52,7 +55,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
         for memory in _memories(solution, level):
             regions = blocks.regions(solution.inner(level, 0, solution.count, memory))
             cost = simulate_block(body, 0, len(body.kernels), saved, regions)
-            stacked = carry + sum(body.sizes[value] for value in saved)
+            stacked = carry + sum(body.sizes[value] for value in cost.read)
             runs = [(k, n) for k, n in cost.runs.items()]
             for segments in _segments(operation.length):
                 # A loop over loops runs its body once more, and keeps the carries between them.
@@ -61,7 +64,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
                 each = operation.length // segments
                 found.append(
                     LoopOption(
-                        Loop(kernel, segments, tuple(sorted(saved)), regions),
+                        Loop(kernel, segments, tuple(sorted(cost.read)), regions),
                         each * stacked + segments * carry * (segments > 1),
                         cost.peak,
                         operation.length * sum(body.kernels[k].flops * n for k, n in again),
@@ -69,13 +72,34 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
                         operation.length * sum(seconds[k] * n for k, n in again),
                     )
                 )
-    return _pareto(found)
+    return [plain, *_pareto(found)]
 
 
 def _plain(body: Program, residuals: int) -> LoopOption:
     """A scan as JAX differentiates it, and stacks what its derivative reads."""
     peak = simulate_block(body, 0, len(body.kernels), frozenset()).peak
     return LoopOption(None, residuals, peak)
+
+
+def _sets(body: Program, seconds: list[float]) -> list[frozenset[int]]:
+    """Nothing, and those sets of the results of dear operations that no other set betters in both
+    bytes and time spared: a body has few of them, and each counts as often as it repeats."""
+    dear = [
+        (sum(body.sizes[v] for v in kernel.results), seconds[index], frozenset(kernel.results))
+        for index, kernel in enumerate(body.kernels)
+        if kernel.flops and kernel.residuals is None
+    ]
+    # Ranks that the thresholds have are not all: what fits beside them may be smaller.
+    front: list[tuple[int, float, frozenset[int]]] = [(0, 0.0, frozenset())]
+    for size, time, values in sorted(dear, key=lambda entry: -entry[1])[:_DEAR]:
+        grown = front + [(b + size, t + time, held | values) for b, t, held in front]
+        front = []
+        for entry in sorted(grown, key=lambda entry: (entry[0], -entry[1])):
+            if not front or entry[1] > front[-1][1]:
+                front.append(entry)
+    if len(front) > _SETS:
+        front = [front[int(at)] for at in np.linspace(0, len(front) - 1, _SETS)]
+    return [held for _, _, held in front]
 
 
 def _memories(solution: Solution, level: int) -> list[int]:

@@ -4,6 +4,9 @@ import dataclasses
 
 from jaxmem.program import Kernel
 
+# What large matmuls and plain copies reach of the rates that a GPU's maker states.
+_ARITHMETIC = 0.6
+_BANDWIDTH = 0.9
 _LAUNCH = 2e-6  # seconds
 
 
@@ -25,5 +28,5 @@ class Rates:
         do not; the sum also prefers fewer FLOPs among plans of equal traffic.
         """
         half = kernel.dtype.startswith(("bfloat16", "float16", "float8"))
-        arithmetic = kernel.flops / (self.half if half else self.single)
-        return arithmetic + kernel.moved / self.bandwidth + _LAUNCH
+        arithmetic = kernel.flops / (_ARITHMETIC * (self.half if half else self.single))
+        return arithmetic + kernel.moved / (_BANDWIDTH * self.bandwidth) + _LAUNCH

@@ -18,12 +18,14 @@ _REDUCED = 16  # times smaller than what it is made of: the result of a reductio
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """Peak bytes beyond the program's inputs, the number of the kernel that is running there, and
-    the kernels that run in forward passes, as often as they do."""
+    """Peak bytes beyond the program's inputs, the number of the kernel that is running there, the
+    kernels that run in forward passes, as often as they do, and those of the values given (saved
+    before) that something reads."""
 
     peak: int
     at: int
     runs: collections.Counter[int]
+    read: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,7 +76,11 @@ def simulate_block(
     there = [*given.values(), *(i for held in cotangents.values() for i in held)]
     layout.backward(layout.forward(_pieces(regions, start, stop), made, given), cotangents)
     kept = {i for value, held in cotangents.items() if value not in results for i in held}
-    return layout.sweep(kept, there)
+    cost = layout.sweep(kept, there)
+    used = {instance for event in layout.events for instance in event.uses}
+    return dataclasses.replace(
+        cost, read=frozenset(value for value, instance in given.items() if instance in used)
+    )
 
 
 class _Layout:
@@ -161,6 +167,8 @@ class _Layout:
                 needed.update(event.uses)
                 events.append(event)
         events.reverse()
+        self.events = events
+        there = [instance for instance in there if instance in needed]
         last: dict[int, int] = {}
         for index, event in enumerate(events):
             event.makes = [instance for instance in event.makes if instance in needed]
