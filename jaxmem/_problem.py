@@ -50,7 +50,7 @@ class Allowed:
         """
         planner = self.planner(program)
         around = program.input_bytes + self.reserved
-        layout = planner.least() if self.budget is None else planner.within(self.budget - around)
+        layout = planner.frugal() if self.budget is None else planner.within(self.budget - around)
         if layout is None:
             least = planner.least()
             raise self.too_small(program, least, least.peak + around, "projected")

@@ -39,7 +39,8 @@ def plan(
             allocated. Leaves that are not arrays are taken as constants.
         budget: device bytes allowed for ``value_and_grad(fun)`` (arguments, gradients and
             residuals) and for what is reserved, an int or text such as ``"11GiB"`` or ``"80%"`` (of
-            the target): the least predicted time that fits. None: the least memory.
+            the target): the least predicted time that fits. None: the least memory that one more
+            forward pass buys.
         planner: ``"dp"``: the optimum over nested regions and what they save, for any program that
             is about a chain; ``"sqrt"`` (Chen et al. 2016): one row of regions, each keeping what
             crosses its end, about sqrt(N) of them on N equal layers.
@@ -95,7 +96,7 @@ class _Compiled:
     def plan(self, compilations: int) -> Plan:
         planner, budget = self.planner, self.allowed.budget
         if budget is None:
-            return self.compile(planner.least(), compilations)
+            return self.compile(planner.frugal(), compilations)
         # compiled bytes over projected ones; of a partitioned program every GPU has its share
         ratio = 1 / self.target.count
         fits, fails = 0.0, float("inf")

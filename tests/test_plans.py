@@ -90,9 +90,11 @@ def test_a_scan_is_planned_from_inside():
     plan = jaxmem.plan(scanned, *STACK, budget=budget, target="h200")
     assert plan.loops and plan.compiled_bytes <= budget
     assert f"{LAYERS} x scan" in str(plan)
-    lowest = jaxmem.plan(scanned, *STACK, target="h200")
-    assert lowest.loops[0].segments == 4
-    assert lowest.compiled_bytes < plan.compiled_bytes
+    frugal = jaxmem.plan(scanned, *STACK, target="h200")
+    assert frugal.compiled_bytes < plan.compiled_bytes
+    assert 0 < frugal.recompute_seconds <= 1.1 * frugal.seconds
+    with pytest.raises(jaxmem.BudgetError, match="No dp plan fits"):
+        jaxmem.plan(scanned, *STACK, budget="100MiB")
 
 
 @pytest.mark.parametrize("segments", [1, 2, 4])

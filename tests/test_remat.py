@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import re
 
 import chex
 import flax.linen as nn
@@ -347,10 +348,9 @@ def test_a_smaller_budget_recomputes_more():
 
 def test_budget_below_every_plan_names_the_lowest():
     abstract = jax.tree.map(_jax.abstract, mlp_arguments(16))
-    least = jaxmem.plan(mlp, *abstract).projected_bytes
     with pytest.raises(jaxmem.BudgetError) as caught:
-        jaxmem.plan(mlp, *abstract, budget=least - 1)
-    assert f"({least} bytes projected, " in str(caught.value)
+        jaxmem.plan(mlp, *abstract, budget=5000)
+    least = int(re.search(r"\((\d+) bytes projected, ", str(caught.value))[1])
     assert "set by the backward pass of " in str(caught.value)
     assert jaxmem.plan(mlp, *abstract, budget=least).projected_bytes == least
 
@@ -503,11 +503,13 @@ def test_nnx_modules_keep_their_updates():
         def __init__(self, rngs):
             make = functools.partial(nnx.Linear, 8, 8, rngs=rngs, param_dtype=jnp.float64)
             self.layers = nnx.List([make() for _ in range(4)])
-            self.norm = nnx.BatchNorm(8, rngs=rngs, param_dtype=jnp.float64)
+            self.norm = nnx.LayerNorm(8, rngs=rngs, param_dtype=jnp.float64)
+            self.calls = nnx.BatchStat(jnp.zeros(()))
 
         def __call__(self, x):
             for layer in self.layers:
                 x = nnx.tanh(layer(x))
+            self.calls[...] += x.sum()
             return self.norm(x)
 
     x = jax.random.normal(jax.random.key(1), (16, 8))

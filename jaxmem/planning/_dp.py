@@ -67,6 +67,22 @@ class DP:
             key=lambda layout: layout.seconds,
         )
 
+    def frugal(self) -> Layout:
+        """The least projected peak for at most one more forward pass: below that, memory is bought
+        with recomputation that grows faster and faster."""
+        low, high = self.least(), self.plain
+        forward = sum(self.variants[0].seconds)
+        if low.seconds <= forward:
+            return low
+        below = low.peak
+        for _ in range(8):
+            middle = self.within((below + high.peak) // 2)
+            if middle and middle.seconds <= forward:
+                high = middle
+            else:
+                below = (below + high.peak) // 2
+        return high
+
 
 class Variant:
     """A program whose scans are decided."""

@@ -90,7 +90,7 @@ class Plan:
             adds, at the target's rates.
         rows, choices: the plan in words: its regions, and its larger values.
         reserved: bytes of the budget spoken for outside of the function.
-        budget: bytes asked for, or None for the least memory.
+        budget: bytes asked for, or None.
         target: name of the GPU that it is planned for.
         compiled_bytes, compiled_flops: by XLA for the target, or None: not compiled.
         xla_pass_bytes: compiled bytes with XLA's own rematerialization pass on, where it would act.

@@ -22,6 +22,9 @@ class Planner(Protocol):
     def least(self) -> Layout:
         """The least projected bytes."""
 
+    def frugal(self) -> Layout:
+        """The least projected bytes for at most one more forward pass."""
+
 
 PLANNERS: dict[str, Callable[[Program, Rates], Planner]] = {"dp": DP, "sqrt": Sqrt}
 

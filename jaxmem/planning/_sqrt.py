@@ -49,6 +49,8 @@ class Sqrt:
         layout = self.variant.layout(self.chain.regions(ends))
         return min(layout, self.plain, key=lambda layout: layout.peak)
 
+    frugal = least  # no region is nested: one more forward pass at most
+
 
 class _Chain:
     """A program as a chain of candidate cuts, with the bytes of every stretch between two."""
