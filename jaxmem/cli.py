@@ -77,23 +77,27 @@ def _estimate(options) -> int:
     chosen = target(options.target, count=options.count)
     budget = options.budget and parse_budget(options.budget, chosen.usable_bytes or None)
     report = _report(options.step, chosen)
-    missed = bool(budget) and report.device > budget
     if options.json:
         about = json.loads(report.to_json())
         if budget:
-            about |= {"budget": budget, "fits": not missed}
+            about |= {"budget": budget, "fits": report.device <= budget}
         print(json.dumps(about, indent=1))
     else:
         print(report)
     _write_files(report, options)
-    if missed:
-        print(
-            f"jaxmem: the step takes {format_bytes(report.device)}, "
-            f"{format_bytes(report.device - budget)} more than the budget of "
-            f"{format_bytes(budget)}.",
-            file=sys.stderr,
-        )
-    return _MISSED if missed else 0
+    return _compared(report.device, budget)
+
+
+def _compared(device: int, budget: int | None) -> int:
+    """The exit code of a step that takes so many bytes; says so if that is over the budget."""
+    if not budget or device <= budget:
+        return 0
+    print(
+        f"jaxmem: the step takes {format_bytes(device)}, {format_bytes(device - budget)} more than "
+        f"the budget of {format_bytes(budget)}.",
+        file=sys.stderr,
+    )
+    return _MISSED
 
 
 def _report(name: str, chosen: Target | LocalDevice) -> MemoryReport:
@@ -188,10 +192,14 @@ def _add_profile(commands) -> None:
     about = "run a step once on the attached device: the allocator's peak beside the compiled bytes"
     parser = _add_command(commands, "profile", _profile, about)
     parser.add_argument("step", help=_STEP)
+    about = "exit code 3 if the measured peak (on a CPU: the compiled bytes) is over it"
+    parser.add_argument("--budget", help=about)
     _add_files(parser)
 
 
 def _profile(options) -> int:
+    usable = target("local").usable_bytes
+    budget = options.budget and parse_budget(options.budget, usable or None)
     step, args = _load(options.step)
     with _progress(f"running {options.step}"):
         measured = measure(step, *args)
@@ -202,7 +210,7 @@ def _profile(options) -> int:
     else:
         print(measured)
     _write_files(measured.compiled, options)
-    return 0
+    return _compared(measured.peak or measured.compiled.device, budget)
 
 
 # ---- diff

@@ -283,6 +283,9 @@ def test_diff_of_a_file_and_a_step(here, capsys, tmp_path, plain):
 
 
 def test_profile_runs_on_the_attached_device(here, capsys):
+    assert run("profile", "test_reports:remat_step", "--budget", "100GiB") == 0
+    assert run("profile", "test_reports:remat_step", "--budget", "1KiB") == 3
+    assert "more than the budget of 1.00 KiB" in capsys.readouterr().err
     assert run("profile", "test_reports:remat_step") == 0
     assert "the CPU keeps no statistics" in capsys.readouterr().out
     assert run("profile", "test_reports:remat_step", "--json") == 0
