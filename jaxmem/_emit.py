@@ -47,7 +47,7 @@ class _Emission:
         self.evaluate(start, stop, values)
 
     def outputs(self, values: dict[int, Any]) -> list[Any]:
-        """The results of the program: what no kernel makes (views of inputs) is made here."""
+        """The results of the program, once its kernels have run."""
         missing = [out for out in self.flat.outputs if isinstance(out, int) and out not in values]
         assert not missing, "an output is in memory"
         return [_jax.read(values, out) for out in self.flat.outputs]
@@ -92,7 +92,7 @@ class _Emission:
         parts = _jax.loop_of(equation)
         constants, carry = operands[parts.body_consts], operands[parts.carry]
         slices, body = operands[parts.carry.stop :], parts.body
-        program = self.program.operations[self.program.kernels[loop.kernel].operations[-1]].body
+        program = self.program.operation_of(loop.kernel).body
         assert program is not None
         whole = Region(0, len(program.kernels), loop.saved, loop.regions)
         emission = _Emission(body, program, {}, [whole])

@@ -76,11 +76,12 @@ class DP:
             return low
         below = low.peak
         for _ in range(8):
-            middle = self.within((below + high.peak) // 2)
-            if middle and middle.seconds <= forward:
-                high = middle
+            middle = (below + high.peak) // 2
+            layout = self.within(middle)
+            if layout and layout.seconds <= forward:
+                high = layout
             else:
-                below = (below + high.peak) // 2
+                below = middle
         return high
 
 
@@ -93,7 +94,7 @@ class Variant:
         self.options = options
         self.seconds = [rates.seconds(kernel) for kernel in self.program.kernels]
         for scan in self.program.scans:
-            loop = self.program.operations[self.program.kernels[scan].operations[-1]]
+            loop = self.program.operation_of(scan)
             assert loop.body is not None
             self.seconds[scan] = loop.length * sum(map(rates.seconds, loop.body.kernels))
         self._blocks: Blocks | None = None

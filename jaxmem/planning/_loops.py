@@ -38,7 +38,7 @@ class LoopOption:
 def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption]:
     """The menu of one scan: as it is, then the Pareto front of residuals, bytes inside and time,
     the least time first."""
-    operation = program.operations[program.kernels[kernel].operations[-1]]
+    operation = program.operation_of(kernel)
     body = operation.body
     assert body is not None
     plain = _plain(body, program.residual_bytes(kernel))
@@ -47,8 +47,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
         return [plain]  # the user has placed regions: theirs it is
     seconds = [rates.seconds(inner) for inner in body.kernels]
     blocks = Blocks(body, seconds, _LEVELS, _sets(body, seconds))
-    whole = simulate_block(body, 0, len(body.kernels), frozenset()).peak
-    slot = max(whole // _SLOTS + 1, 1)
+    slot = max(plain.inside // _SLOTS + 1, 1)
     solution = Solution(blocks.chain(slot), 2 * _SLOTS)
     carry = sum(body.sizes[value] for value in operation.carry)
     for level, saved in enumerate(blocks.levels):
@@ -56,7 +55,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
             regions = blocks.regions(solution.inner(level, 0, solution.count, memory))
             cost = simulate_block(body, 0, len(body.kernels), saved, regions)
             stacked = carry + sum(body.sizes[value] for value in cost.read)
-            runs = [(k, n) for k, n in cost.runs.items()]
+            runs = list(cost.runs.items())
             for segments in _segments(operation.length):
                 # A loop over loops runs its body once more, and keeps the carries between them.
                 more = range(len(body.kernels)) if segments > 1 else ()

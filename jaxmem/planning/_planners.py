@@ -65,14 +65,14 @@ def lowest(program: Program, layout: Layout) -> str:
     """The operation that sets a layout's peak, in words."""
     if not program.kernels or not layout.peak:
         return "what is reserved"
-    operation = program.operations[program.kernels[layout.at].operations[-1]]
+    operation = program.operation_of(layout.at)
     return f"the backward pass of {operation.name} in {operation.path or 'the function'}"
 
 
 def _rows(program: Program, layout: Layout):
     yield from _region_rows(program, layout.regions, 0)
     for loop in layout.loops:
-        operation = program.operations[program.kernels[loop.kernel].operations[-1]]
+        operation = program.operation_of(loop.kernel)
         assert operation.body is not None
         whole = Region(0, len(operation.body.kernels), loop.saved, loop.regions)
         for row in _region_rows(operation.body, [whole], 0):
@@ -108,7 +108,7 @@ def _region_rows(program: Program, regions: Sequence[Region], depth: int):
 
 
 def _where(program: Program, kernel: int) -> str:
-    operation = program.operations[program.kernels[kernel].operations[-1]]
+    operation = program.operation_of(kernel)
     return f"{operation.path or operation.name} ({operation.line})"
 
 
@@ -117,7 +117,7 @@ def _choices(program: Program, rates: Rates, layout: Layout):
     wrapped = {k for region in layout.regions for k in range(region.start, region.stop)}
     yield from _values(program, rates, saved, wrapped, layout.runs, "")
     for loop in layout.loops:
-        operation = program.operations[program.kernels[loop.kernel].operations[-1]]
+        operation = program.operation_of(loop.kernel)
         body = operation.body
         assert body is not None
         saved = set(loop.saved)

@@ -121,6 +121,10 @@ class Program:
                     active[value] = real[value] and value != operation.residuals
         return active
 
+    def operation_of(self, kernel: int) -> Operation:
+        """The operation that completes a kernel."""
+        return self.operations[self.kernels[kernel].operations[-1]]
+
     def residual_bytes(self, kernel: int) -> int:
         """Bytes of the residuals of a scan."""
         value = self.kernels[kernel].residuals
