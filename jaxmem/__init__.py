@@ -18,6 +18,7 @@ from jaxmem.accumulation import accumulate as accumulate
 from jaxmem.autocast import autocast as autocast
 from jaxmem.layering import Layers as Layers, layers as layers
 from jaxmem.loss_scale import LossScale as LossScale, LossScaleState as LossScaleState
+from jaxmem.max_batch import BatchSize as BatchSize, max_batch_size as max_batch_size
 from jaxmem.memory import (
     Diff as Diff,
     Measured as Measured,

@@ -406,6 +406,11 @@ def kept_arguments(lowered) -> list[int]:
     return sorted(lowered._lowering.compile_args["kept_var_idx"])
 
 
+def compiler_options(lowered) -> dict[str, Any]:
+    """The XLA flags that a step was jitted with."""
+    return dict(lowered._lowering._compiler_options_kvs)
+
+
 def find_callback(jaxpr) -> str | None:
     """The first call from the device to Python in a jaxpr, and where it stands; None: none."""
     for equation in jaxpr.eqns:

@@ -2,7 +2,7 @@
 
 A step is named ``module:function``: a function without arguments, in a module that Python finds
 from the working directory, that returns ``(step, args)``: a function or jitted function, and the
-tuple of its arguments, real or `jax.ShapeDtypeStruct`.
+tuple of its arguments, real or `jax.ShapeDtypeStruct`. For ``max-batch`` it takes the batch size.
 
 Exit codes: 0; 1: an error, which is printed; 2: wrong usage; 3: the step does not fit the budget.
 """
@@ -23,18 +23,23 @@ from typing import Any
 
 from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._errors import JaxmemError
+from jaxmem.max_batch import max_batch_size
 from jaxmem.memory import MemoryReport, diff, measure, memory
 from jaxmem.targets import LocalDevice, Target, install_compiler, known_targets, target
 
 _MISSED = 3
 _STEP = "module:function that returns (step, args)"
+_STEP_OF_BATCH = "module:function that takes a batch size and returns (step, args)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="jaxmem", description="Memory tools for JAX and Flax.")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for add in (_add_estimate, _add_profile, _add_diff, _add_targets, _add_install):
+    for add in (
+        *(_add_estimate, _add_profile, _add_max_batch, _add_diff),
+        *(_add_targets, _add_install),
+    ):
         add(commands)
     options = parser.parse_args(arguments)
     try:
@@ -119,9 +124,14 @@ def _write_files(report: MemoryReport, options) -> None:
 
 def _load(name: str) -> tuple[Callable, tuple]:
     """The step and the arguments that ``module:function`` returns."""
+    return _step_of(name, _function(name, _STEP, (), "a function that makes the step")())
+
+
+def _function(name: str, form: str, args: tuple, what: str) -> Callable:
+    """The function that ``module:function`` names, if it takes these arguments."""
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
-        raise JaxmemError(f"A step is given as {_STEP}, such as train:make; got {name!r}.")
+        raise JaxmemError(f"A step is given as {form}, such as train:make; got {name!r}.")
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
@@ -136,13 +146,17 @@ def _load(name: str) -> tuple[Callable, tuple]:
     if not callable(function):
         raise JaxmemError(f"The module {module_name!r} has no function {function_name!r}.")
     try:
-        inspect.signature(function).bind()
+        inspect.signature(function).bind(*args)
     except (TypeError, ValueError) as error:
+        how = "with the batch size" if args else "without arguments"
         raise JaxmemError(
-            f"{name} is called without arguments and must return (step, args): {error}. Name a "
-            "function that makes the step and its arguments."
+            f"{name} is called {how} and must return (step, args): {error}. Name {what} and its "
+            "arguments."
         ) from error
-    made = function()
+    return function
+
+
+def _step_of(name: str, made: Any) -> tuple[Callable, tuple]:
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
         raise JaxmemError(
             f"{name} must return (step, args): a function and the tuple of its arguments. It "
@@ -211,6 +225,39 @@ def _profile(options) -> int:
         print(measured)
     _write_files(measured.compiled, options)
     return _compared(measured.peak or measured.compiled.device, budget)
+
+
+# ---- max-batch
+
+
+def _add_max_batch(commands) -> None:
+    about = "find the largest batch that fits, by compiling a few; exit code 3 if none does"
+    parser = _add_command(commands, "max-batch", _max_batch, about)
+    parser.add_argument("step", help=_STEP_OF_BATCH)
+    _add_target(parser)
+    _add_files(parser)
+    parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the target's)")
+    parser.add_argument("--multiple", type=int, help="of which the batch is one (default: 8)")
+
+
+def _max_batch(options) -> int:
+    chosen = target(options.target, count=options.count)
+    function = _function(options.step, _STEP_OF_BATCH, (8,), "a function of the batch size")
+    found = max_batch_size(
+        _step_of(options.step, function(options.multiple or 8))[0],
+        lambda batch: _step_of(options.step, function(batch))[1],
+        budget=options.budget,
+        target=chosen,
+        multiple=options.multiple,
+    )
+    if options.json:
+        fields = ("size", "too_large", "multiple", "budget", "compiled", "exact", "reason")
+        about = {name: getattr(found, name) for name in fields}
+        print(json.dumps(about | {"report": json.loads(found.report.to_json())}, indent=1))
+    else:
+        print(found)
+    _write_files(found.report, options)
+    return 0 if found.size else _MISSED
 
 
 # ---- diff

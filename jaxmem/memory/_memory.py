@@ -31,12 +31,12 @@ def memory(
     """The bytes that a step takes on a target, by compiling it; nothing runs, nothing is allocated.
 
     Args:
-        step: a function, or a jitted one (then its donation and shardings count).
+        step: a function, or a jitted one (then its donation, shardings and compiler options count).
         *args, **kwargs: its arguments: arrays or `jax.ShapeDtypeStruct`, with the shardings and
             memory kinds they have (`jaxmem.eval_shape` makes abstract ones that keep them). For
             several GPUs, shard them over a `jax.sharding.AbstractMesh`.
         target: a GPU's name or `jaxmem.Target`, present or not; None: the attached device.
-        compiler_options: XLA flags for this compilation alone.
+        compiler_options: XLA flags for this compilation alone, beside the step's own.
         timeout: seconds for the compilation.
 
     Raises:
@@ -71,7 +71,8 @@ def memory(
             f"of {chosen.name}. Pass target=jaxmem.target({chosen.name!r}, count={partitions}), or "
             "shard the arguments over a mesh of that size."
         )
-    compiled = compile_module(module, chosen, options=compiler_options, timeout=timeout, dump=True)
+    options = _jax.compiler_options(lowered) | (compiler_options or {})
+    compiled = compile_module(module, chosen, options=options, timeout=timeout, dump=True)
     described = _arguments(jitted, traced, lowered, args, kwargs)
     report = _report(chosen, compiled.stats, compiled.hlo, compiled.dump, described)
     on_host = _jax.host_results(traced)
