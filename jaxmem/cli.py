@@ -24,7 +24,15 @@ from typing import Any
 from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._errors import JaxmemError
 from jaxmem.max_batch import max_batch_size
-from jaxmem.memory import MemoryReport, diff, measure, memory
+from jaxmem.memory import (
+    Diff,
+    MemoryReport,
+    check_plot,
+    diff,
+    measure,
+    memory,
+    read_report,
+)
 from jaxmem.targets import LocalDevice, Target, install_compiler, known_targets, target
 
 _MISSED = 3
@@ -74,14 +82,15 @@ def _add_target(parser) -> None:
 
 
 def _add_files(parser) -> None:
-    parser.add_argument("--html", metavar="FILE", help="write the report as a page")
-    parser.add_argument("--plot", metavar="FILE", help="write the timeline as .png, .svg or .pdf")
+    parser.add_argument("--html", metavar="FILE", help="write it as a page to open in a browser")
+    parser.add_argument("--plot", metavar="FILE", help="draw the timeline as .png, .svg or .pdf")
 
 
 def _estimate(options) -> int:
+    _check_files(options)
     chosen = target(options.target, count=options.count)
-    budget = options.budget and parse_budget(options.budget, chosen.usable_bytes or None)
-    report = _report(options.step, chosen)
+    budget = _budget(options, chosen.usable_bytes)
+    report = _compile(options.step, *_load(options.step), chosen)
     if options.json:
         about = json.loads(report.to_json())
         if budget:
@@ -90,28 +99,44 @@ def _estimate(options) -> int:
     else:
         print(report)
     _write_files(report, options)
-    return _compared(report.device, budget)
+    return _compared("the step", report.device, budget)
 
 
-def _compared(device: int, budget: int | None) -> int:
-    """The exit code of a step that takes so many bytes; says so if that is over the budget."""
-    if not budget or device <= budget:
+def _budget(options, usable: int | None) -> int | None:
+    """Bytes of the budget that was given, if one was."""
+    return None if options.budget is None else parse_budget(options.budget, usable or None)
+
+
+def _check_files(options) -> None:
+    """That what was asked for can be written, as far as names and folders tell."""
+    if options.plot:
+        check_plot(options.plot)
+    for path in filter(None, (options.html, options.plot)):
+        folder = pathlib.Path(path).resolve().parent
+        if not folder.is_dir():
+            raise JaxmemError(
+                f"The report cannot be written to {path}: there is no folder {folder}."
+            )
+
+
+def _compared(what: str, device: int, budget: int | None) -> int:
+    """The exit code of what takes so many bytes; says so if that is over the budget."""
+    if budget is None or device <= budget:
         return 0
     print(
-        f"jaxmem: the step takes {format_bytes(device)}, {format_bytes(device - budget)} more than "
+        f"jaxmem: {what} takes {format_bytes(device)}, {format_bytes(device - budget)} more than "
         f"the budget of {format_bytes(budget)}.",
         file=sys.stderr,
     )
     return _MISSED
 
 
-def _report(name: str, chosen: Target | LocalDevice) -> MemoryReport:
-    step, args = _load(name)
+def _compile(name: str, step: Callable, args: tuple, chosen: Target | LocalDevice) -> MemoryReport:
     with _progress(f"compiling {name} for {chosen.name}"):
         return memory(step, *args, target=chosen)
 
 
-def _write_files(report: MemoryReport, options) -> None:
+def _write_files(report: MemoryReport | Diff, options) -> None:
     for path, write in ((options.html, report.to_html), (options.plot, report.plot)):
         if not path:
             continue
@@ -212,8 +237,8 @@ def _add_profile(commands) -> None:
 
 
 def _profile(options) -> int:
-    usable = target("local").usable_bytes
-    budget = options.budget and parse_budget(options.budget, usable or None)
+    _check_files(options)
+    budget = _budget(options, target("local").usable_bytes)
     step, args = _load(options.step)
     with _progress(f"running {options.step}"):
         measured = measure(step, *args)
@@ -224,7 +249,7 @@ def _profile(options) -> int:
     else:
         print(measured)
     _write_files(measured.compiled, options)
-    return _compared(measured.peak or measured.compiled.device, budget)
+    return _compared("the step", measured.peak or measured.compiled.device, budget)
 
 
 # ---- max-batch
@@ -241,6 +266,7 @@ def _add_max_batch(commands) -> None:
 
 
 def _max_batch(options) -> int:
+    _check_files(options)
     chosen = target(options.target, count=options.count)
     function = _function(options.step, _STEP_OF_BATCH, (8,), "a function of the batch size")
     found = max_batch_size(
@@ -270,30 +296,38 @@ def _add_diff(commands) -> None:
     parser.add_argument("before", help=of)
     parser.add_argument("after", help=of)
     _add_target(parser)
+    _add_files(parser)
     parser.add_argument("--budget", help="exit code 3 if the second one does not fit it")
 
 
 def _diff(options) -> int:
-    both: list[MemoryReport | str] = []
-    for name in (options.before, options.after):
-        path = pathlib.Path(name)
-        if path.is_file():
-            both.append(path.read_text())
-        elif ":" in name:
-            both.append(_report(name, target(options.target, count=options.count)))
-        else:
-            raise JaxmemError(f"There is no file {name!r}; a step is given as {_STEP}.")
+    _check_files(options)
+    chosen = target(options.target, count=options.count)
+    names = (options.before, options.after)
+    given = [_read_or_load(name) for name in names]
+    usable = given[1]["usable"] if isinstance(given[1], dict) else chosen.usable_bytes
+    budget = _budget(options, usable)
+    both = [
+        one if isinstance(one, dict) else _compile(name, *one, chosen)
+        for name, one in zip(names, given, strict=True)
+    ]
     found = diff(*both)
     print(found.to_json() if options.json else found)
-    budget = options.budget and parse_budget(options.budget, found.after["usable"] or None)
-    if budget and found.after["device"] > budget:
-        print(
-            f"jaxmem: {options.after} takes {format_bytes(found.after['device'])}, more than the "
-            f"budget of {format_bytes(budget)}.",
-            file=sys.stderr,
-        )
-        return _MISSED
-    return 0
+    _write_files(found, options)
+    return _compared(options.after, found.after["device"], budget)
+
+
+def _read_or_load(name: str) -> dict[str, Any] | tuple[Callable, tuple]:
+    """A report that a file holds, or a step and its arguments."""
+    path = pathlib.Path(name)
+    if path.is_file():
+        try:
+            return read_report(path.read_text())
+        except (JaxmemError, ValueError) as error:
+            raise JaxmemError(f"{name}: {error}") from error
+    if ":" not in name:
+        raise JaxmemError(f"There is no file {name!r}; a step is given as {_STEP}.")
+    return _load(name)
 
 
 # ---- targets and their compilers

@@ -63,6 +63,9 @@ def test_plots(tmp_path, plain, suffix, magic):
     path = tmp_path / f"timeline{suffix}"
     plain.plot(path)
     assert path.read_bytes().startswith(magic) and path.stat().st_size > 5_000
+    both = tmp_path / f"both{suffix}"
+    jaxmem.diff(plain, plain).plot(both)
+    assert both.read_bytes().startswith(magic) and both.stat().st_size > path.stat().st_size
 
 
 def test_a_plot_of_another_suffix(plain):
@@ -136,6 +139,52 @@ def test_the_page_in_a_browser(tmp_path):
         assert modules and all("Conv_1" in module for module in modules)
         browser.close()
     assert errors == [] and requests == [path.as_uri()]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: apt-get install chromium")
+def test_the_page_of_a_diff_in_a_browser(tmp_path, plain, planned):
+    api = pytest.importorskip("playwright.sync_api")
+    path = tmp_path / "diff.html"
+    found = jaxmem.diff(plain, planned)
+    found.to_html(path)
+    assert path.stat().st_size < 3_000_000
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 1100})
+        errors, requests = [], []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(path.as_uri())
+        assert page.inner_text("#verdict") == found.verdict
+        assert jaxmem.format_bytes(found.device) in page.inner_text("#tiles")
+        for number, one in enumerate((plain, planned)):
+            box = page.locator(f"#time{number}").bounding_box()
+            middle = box["y"] + box["height"] / 2
+            page.mouse.move(box["x"] + 500, middle)
+            assert "of " + str(len(one.timeline.schedule)) in page.inner_text("#tip")
+            page.mouse.down()
+            page.mouse.move(box["x"] + 700, middle)
+            page.mouse.up()
+            assert page.is_visible(f"#reset{number}") and not page.is_visible(f"#reset{1 - number}")
+            page.click(f"#reset{number}")
+        for name in ("kind", "phase", "line", "module"):
+            page.click(f"#tabs button[data-t={'by_source' if name == 'line' else 'by_' + name}]")
+            assert jaxmem.format_bytes(found.device) in page.inner_text("#count")
+        page.click("#tabs button[data-t=by_kind]")
+        page.fill("#filter", "residuals")
+        row = page.locator("#body tr").all_inner_texts()
+        change = jaxmem.format_bytes(found.changes["by_kind"]["residuals"])
+        assert len(row) == 1 and row[0].startswith(change) and "residuals" in row[0]
+        browser.close()
+    assert errors == [] and requests == [path.as_uri()]
+
+
+def test_a_diff_without_timelines_has_no_page(tmp_path):
+    small = jaxmem.memory(jnp.sin, array(8), target="local")
+    found = jaxmem.diff(small, small)
+    for write, name in ((found.to_html, "a.html"), (found.plot, "a.png")):
+        with pytest.raises(jaxmem.JaxmemError, match="There is no timeline of what was compiled"):
+            write(tmp_path / name)
 
 
 @pytest.mark.parametrize(("terminal", "width"), [(60, 80), (80, 80), (90, 90), (200, 100)])
@@ -243,6 +292,68 @@ def test_what_a_gpu_would_leave_unexplained(plain):
     assert "did not raise the allocator's peak" in str(earlier)
 
 
+class Gpu:
+    """The first device with the statistics of an allocator, one after the other."""
+
+    def __init__(self, *statistics):
+        self._statistics = iter(statistics)
+
+    def __eq__(self, other):
+        return other == jax.devices()[0]
+
+    def memory_stats(self):
+        found = next(self._statistics)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def test_measure_beside_an_allocator(monkeypatch):
+    """Before the run 1,000 bytes of others and the step's arguments are in use; the run takes what
+    was compiled and 7 * 256 bytes more. The peak of earlier was lower."""
+    from jaxmem.memory import _measure
+
+    step, args, _ = mlp()
+    args = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), args)
+    given = sum(leaf.nbytes for leaf in jax.tree.leaves(args))
+    compiled = jaxmem.memory(step, *args, target="local").device
+    before = given + 1000
+    peak = compiled + 1000 + 7 * 256
+    first = {"bytes_in_use": before, "peak_bytes_in_use": before + 50, "bytes_limit": 10**12}
+    gpu = Gpu(first, {"bytes_in_use": before + 8, "peak_bytes_in_use": peak})
+    monkeypatch.setattr(_measure, "_device", lambda: gpu)
+    measured = jaxmem.measure(step, *args)
+    assert sum(measured.arguments.values()) == given
+    assert (measured.before, measured.after) == (before, before + 8)
+    assert (measured.earlier_peak, measured.peak) == (before + 50, peak)
+    assert (measured.others, measured.unexplained) == (1000, 7 * 256)
+    printed = str(measured)
+    assert f"allocator's peak (measured)                 {jaxmem.format_bytes(peak):>14}" in printed
+    assert "unexplained: rounding, kernels' workspace         1.75 KiB" in printed
+    assert "note:" not in printed
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        None,
+        {},
+        {"bytes_in_use": 5},
+        {"bytes_in_use": 5, "peak_bytes_in_use": -1},
+        jax.errors.JaxRuntimeError("INTERNAL: allocator statistics are not supported"),
+    ],
+    ids=str,
+)
+def test_a_device_that_does_not_tell(monkeypatch, known):
+    from jaxmem.memory import _measure
+
+    gpu = Gpu(known, known)
+    monkeypatch.setattr(_measure, "_device", lambda: gpu)
+    measured = jaxmem.measure(jnp.sin, jnp.zeros(8))
+    assert measured.peak is None and measured.others is None and measured.unexplained is None
+    assert "keeps no statistics of its memory" in str(measured)
+
+
 # ---- the command line
 
 
@@ -282,6 +393,19 @@ def test_diff_of_a_file_and_a_step(here, capsys, tmp_path, plain):
     assert json.loads(capsys.readouterr().out)["verdict"].startswith("Remat took")
 
 
+def test_diff_draws_and_gates_on_a_share(here, capsys, tmp_path, plain, planned):
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, found in zip(files, (plain, planned), strict=True):
+        path.write_text(found.to_json())
+    page, picture = tmp_path / "diff.html", tmp_path / "diff.svg"
+    step = ("diff", *map(str, files), "--html", str(page), "--plot", str(picture))
+    assert run(*step, "--budget", "1%") == 0  # of what is usable on the file's target
+    assert page.read_text().startswith("<!doctype html>") and "Remat took" in page.read_text()
+    assert picture.read_text().startswith("<?xml")
+    assert f"wrote {page}" in capsys.readouterr().err
+
+
 def test_profile_runs_on_the_attached_device(here, capsys):
     assert run("profile", "test_reports:remat_step", "--budget", "100GiB") == 0
     assert run("profile", "test_reports:remat_step", "--budget", "1KiB") == 3
@@ -309,17 +433,32 @@ def test_a_wrong_step_is_told(here, capsys, name, message):
     assert message in capsys.readouterr().err
 
 
-def test_a_wrong_budget_is_told_before_compiling(here, capsys):
-    step = ("estimate", "test_reports:deep_step", "--target", "h200")
-    assert run(*step, "--budget", "2 bananas") == 1
+@pytest.mark.parametrize("command", ["estimate", "profile", "diff"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--budget", "2 bananas", "The budget '2 bananas' does not parse"),
+        ("--budget", "", "The budget '' does not parse"),
+        ("--plot", "timeline.gif", "A plot is written as .png, .svg, .pdf; got the path 'timeline"),
+        ("--html", "no/where/page.html", "cannot be written to no/where/page.html: there is no fo"),
+    ],
+)
+def test_wrong_options_are_told_before_compiling(here, capsys, command, option, value, message):
+    steps = ["test_reports:deep_step", "test_reports:remat_step"][: 1 + (command == "diff")]
+    assert run(command, *steps, option, value) == 1
     told = capsys.readouterr().err
-    assert "The budget '2 bananas' does not parse" in told and "compiling" not in told
+    assert message in told and "compiling" not in told and "running" not in told
 
 
-def test_files_that_cannot_be_written_or_read(here, capsys, tmp_path):
-    step = ("estimate", "test_reports:deep_step", "--target", "h200")
-    assert run(*step, "--html", str(tmp_path / "nowhere" / "page.html")) == 1
-    assert "The report cannot be written: " in capsys.readouterr().err
+def test_both_steps_of_a_diff_are_looked_at_before_compiling(here, capsys, tmp_path):
+    assert run("diff", "test_reports:deep_step", "test_reports:nothing") == 1
+    told = capsys.readouterr().err
+    assert "test_reports:nothing must return (step, args)" in told and "compiling" not in told
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("[]")
+    assert run("diff", "test_reports:deep_step", str(wrong)) == 1
+    told = capsys.readouterr().err
+    assert f"{wrong}: jaxmem.diff compares two reports" in told and "compiling" not in told
     assert run("diff", "nowhere.json", "test_reports:deep_step") == 1
     assert "There is no file 'nowhere.json'; a step is given as" in capsys.readouterr().err
 

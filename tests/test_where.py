@@ -119,6 +119,11 @@ def test_the_mlp_by_hand():
     kept = [buffer for buffer in found.peak if buffer.kind == "residuals"]
     assert {(one.shape, one.dtype, one.bytes) for one in kept} == {((2048, 256), "f32", layer)}
     assert found.peak_operation.phase == "backward"
+    # tanh of the last layer reads no parameter, but its line does: the loss is the next line.
+    told = enumerate(found.phases)
+    loss = {found._map.describe(at).source for at, phase in told if phase == "loss"}
+    assert [name.partition(".py:")[2] for name in loss] == ["23 (tanh_layers)"]
+    assert line.endswith("programs.py:22 (tanh_layers)")
 
 
 def test_linen_modules_and_kinds():
@@ -178,6 +183,61 @@ def test_the_loss_is_a_phase_of_its_own():
         target="h200",
     )
     assert "loss" in found.phases and "update" not in found.phases
+
+
+def test_collectives_in_branches_are_those_of_the_dearest():
+    import functools
+
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(None, spec), out_specs=spec)
+    def step(flag, x):
+        def both(x):
+            return jax.lax.psum(jax.lax.psum(x, "data") ** 2, "data") + x
+
+        return jax.lax.cond(flag, both, lambda x: jax.lax.psum(x[:1], "data") + x, x)
+
+    x = array(64, 1024, sharding=jax.sharding.NamedSharding(mesh, spec))
+    target = jaxmem.target("h200", count=8)
+    found = jaxmem.memory(step, array(dtype=jnp.bool), x, target=target)
+    assert found.collectives.count == {"all-reduce": 2}
+    assert found.collectives.bytes == {"all-reduce": 2 * 8 * 1024 * 4}
+
+
+def handmade(params, tokens):
+    x = params["embed"][tokens]
+    for layer in params["layers"]:
+        x = jax.nn.gelu(x @ layer["w"] + layer["b"][None, None])  # forward, the last time too
+    logits = x @ params["head"] + params["bias"][None, None]
+    likely = logits - jax.nn.logsumexp(logits, -1, keepdims=True)  # loss
+    picked = jnp.take_along_axis(likely, tokens[..., None], -1)  # loss
+    penalty = sum(jnp.sum(layer["w"] ** 2) for layer in params["layers"])
+    return -picked.mean() + 1e-4 * penalty  # loss
+
+
+def lines_of(phase, found):
+    """The lines of `handmade` in a phase, from its first one."""
+    first = handmade.__code__.co_firstlineno
+    names = found.timeline.schedule
+    sources = [found._map.describe(at).source for at in range(len(names))]
+    chosen = [s for s, p in zip(sources, found.phases, strict=True) if p == phase]
+    lines = {int(s.partition(".py:")[2].partition(" ")[0]) for s in chosen if "(handmade)" in s}
+    return {line - first for line in lines}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_written_by_hand_is_what_follows_the_last_parameter(microbatches):
+    import optax
+
+    layer = {"w": array(128, 128), "b": array(128)}
+    params = {"embed": array(512, 128), "layers": [layer] * 3, "head": array(128, 512)}
+    params["bias"] = array(512)
+    step = jaxmem.train_step(handmade, optax.sgd(0.1), microbatches=microbatches)
+    batch = array(4, 256, dtype=jnp.int32)
+    found = step.memory(jaxmem.eval_shape(step.init, params), batch, target="h200")
+    assert lines_of("loss", found) <= {5, 6, 8} and 5 in lines_of("loss", found)
+    assert {3, 4} <= lines_of("forward", found) <= {1, 2, 3, 4, 7}
 
 
 def test_memory_that_values_share_is_said():

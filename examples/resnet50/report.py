@@ -2,7 +2,7 @@
 
     python examples/resnet50/report.py                  # pages and pictures into runs/report
     jaxmem estimate report:plain --target h200 --html plain.html   # the same, from this folder
-    jaxmem diff report:plain report:every_block --target h200
+    jaxmem diff report:plain report:every_block --target h200 --html diff.html --plot diff.png
 
 Needs ``pip install 'jaxmem[examples,viz]'``.
 """
@@ -43,7 +43,10 @@ def main(arguments=None) -> None:
         report.to_html(options.out / f"{make.__name__}.html")
         print(f"{make.__name__}: {make.__doc__}\n\n{report}\n")
         reports.append(report)
-    print(jaxmem.diff(*reports))
+    found = jaxmem.diff(*reports)
+    found.plot(options.out / "diff.png")
+    found.to_html(options.out / "diff.html")
+    print(found)
     print(f"\nPages and pictures are in {options.out}")
 
 

@@ -2,9 +2,12 @@
 
 **Phase** of an operation, from its name stack and what it reads: ``recompute`` under
 ``rematted_computation`` in a transpose, or made by XLA's own rematerialization; ``backward`` under
-``transpose(jvp(...))``; ``loss`` and ``forward`` under ``jvp(...)`` (the loss: `optax.losses`, and
-what lies in no module and reads what a module made); outside of both ``update`` where it reads a
-gradient or optimizer state, else ``forward``. Arguments are ``state`` or ``batch``.
+``transpose(jvp(...))``; ``loss`` and ``forward`` under ``jvp(...)``; outside of both ``update``
+where it is computed from a gradient or optimizer state, else ``forward``. Arguments are ``state``
+or ``batch``. The loss is what `optax.losses` computes, and those lines of the user, outside of
+modules, that compute from the model's results and no longer from its parameters: neither they nor
+anything that is computed from them reads one (a scalar made of parameters, such as a penalty on
+them, does not count). A line that reads the last parameter is forward as a whole.
 
 **Kind** of a value: an argument is what `describe_arguments` says, and so is what replaces it in
 its own memory at the end; ``outputs`` are other results; ``gradients`` were made by the backward
@@ -12,6 +15,7 @@ pass for the update; ``residuals`` were made before the backward pass and are re
 ``workspace`` is scratch of cuDNN and cuBLAS; everything else is ``temporaries``.
 """
 
+import collections
 import dataclasses
 import functools
 import importlib.util
@@ -21,6 +25,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxmem.memory._arguments import Argument
 from jaxmem.memory._dump import Allocation, Value
+from jaxmem.memory._flow import Flow, Node
 from jaxmem.memory._hlo import Frame, Instruction, Module
 
 PHASES = ("state", "batch", "forward", "loss", "backward", "recompute", "update")
@@ -37,6 +42,7 @@ _TRANSPARENT = frozenset(
     async-start async-done parameter all-gather-done all-reduce-done""".split()
 )
 _COPIES = frozenset("bitcast opt-barrier copy copy-start copy-done".split())
+_CONTAINERS = frozenset("fusion call while conditional tuple get-tuple-element parameter".split())
 _ENDS = ("memory", "lower_for_cuda", "saved_residuals")
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-")
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|pmap|shard_map)\((.*)\)$")
@@ -70,21 +76,19 @@ class Attribution:
     def __init__(self, module: Module, arguments: Sequence[Argument | None]):
         self._module = module
         self._arguments = arguments
+        self._flow = Flow(module)
+        self._callers = self._flow.callers
         self._users: dict[str, list[Instruction]] = {}
-        self._callers: dict[str, Instruction] = {}
         for one in module.instructions.values():
             for operand in one.operands:
                 self._users.setdefault(operand, []).append(one)
-            for called in one.called:
-                self._callers[called] = one
         # Remembered for as long as this object lives, not the process.
-        for name in ("_reached", "_phase", "_reads_module", "_reads_gradients"):
+        for name in ("_reached", "_phase", "_telling", "_lines"):
             setattr(self, name, functools.cache(getattr(self, name)))
         stacks = [modules_of(one.stack) for one in module.instructions.values()]
         roots = {path[0] for path in stacks if len(path) > 1}
         self._root = roots.pop() if len(roots) == 1 else ""
         self._children = {path[1] for path in stacks if len(path) > 1}
-        self._has_modules = any(stacks)
         self._has_gradients = any("transpose(" in one.stack for one in module.instructions.values())
 
     # ---- values
@@ -196,7 +200,7 @@ class Attribution:
         todo = [(name, index[0] if index else -1)]
         while todo:
             at = todo.pop()
-            if at in seen or len(seen) > 2000:
+            if at in seen:
                 continue
             seen.add(at)
             name, element = at
@@ -287,10 +291,10 @@ class Attribution:
         """The instruction that knows where it comes from: an element of a fusion is told by what it
         computes, one without a name stack by what is inside it, or else by what it reads."""
         seen: set[str] = set()
-        todo = [made]
+        todo = collections.deque([made])
         while todo:
-            one = todo.pop(0)
-            if one.name in seen or len(seen) > 50:
+            one = todo.popleft()
+            if one.name in seen:
                 continue
             seen.add(one.name)
             if one.opcode == "fusion" and one.called:
@@ -330,47 +334,70 @@ class Attribution:
             return "recompute"
         if "transpose(" in stack:
             return "backward"
-        if "jvp(" in stack or not self._has_gradients:
-            return "loss" if self._is_loss(one) else "forward"
-        return "update" if self._reads_gradients(name) else "forward"
+        if "jvp(" not in stack and (name, -1) in self._after_gradients:
+            return "update"
+        return "loss" if self._is_loss(one) else "forward"
+
+    @functools.cached_property
+    def _after_gradients(self) -> set[Node]:
+        """What is computed from a gradient or from optimizer state."""
+        return self._flow.computed_from(
+            name
+            for name, one in self._module.instructions.items()
+            if "transpose(" in one.stack or self._is_argument(one, "optimizer state")
+        )
+
+    def _is_argument(self, one: Instruction, *kinds: str) -> bool:
+        argument = self._argument(one.index) if self._is_parameter(one) else None
+        return argument is not None and argument.kind in kinds
 
     def _is_loss(self, one: Instruction) -> bool:
-        if any("optax/losses/" in frame.file for frame in self._module.frames(one.frame)):
+        if any("optax/losses/" in frame.file for frame in self._frames(one)):
             return True
-        if not self._has_modules or modules_of(one.stack):
-            return False
-        return self._reads_module(one.name)
+        return not modules_of(one.stack) and self._lines(one.frame) in self._loss_lines
 
-    def _reads_module(self, name: str) -> bool:
-        """Whether a forward value outside of modules depends on what a module made."""
-        return self._depends(name, lambda one: bool(modules_of(one.stack)) and "jvp(" in one.stack)
+    @functools.cached_property
+    def _loss_lines(self) -> frozenset[tuple[tuple[str, int], ...]]:
+        """The lines of the user, each with those that called it, that are the loss."""
+        if not self._has_gradients:
+            return frozenset()  # of a step without gradients nothing says that it ends in a loss
+        flow, every = self._flow, self._module.instructions
+        parameters, data = [], []
+        for name, one in every.items():
+            if self._is_argument(one, "parameters"):
+                parameters.append(name)
+            elif self._is_parameter(one) and not self._is_argument(one, "optimizer state"):
+                data.append(name)
+        weights = flow.computed_from(parameters, _before_gradients)
+        weights.update((name, -1) for name in parameters)
+        computed = flow.computed_from(data, _before_gradients)
 
-    def _reads_gradients(self, name: str) -> bool:
-        def is_gradient(one: Instruction) -> bool:
-            argument = self._argument(one.index) if self._is_parameter(one) else None
-            return "transpose(" in one.stack or bool(
-                argument and argument.kind == "optimizer state"
+        def reads_parameters(one: Instruction) -> bool:
+            return (
+                (one.name, -1) in computed
+                and one.opcode not in _CONTAINERS
+                and any(
+                    read in weights and read not in computed and not every[read[0]].is_scalar
+                    for read in flow.read_by((one.name, -1))
+                )
             )
 
-        return self._depends(name, is_gradient)
+        forward = {name: one for name, one in every.items() if _is_forward(one)}
+        readers = [name for name, one in forward.items() if reads_parameters(one)]
+        # Not what depends on data alone: XLA merges, say, the indices of tokens and of labels.
+        before = flow.sources(readers, _before_gradients) & weights
+        after = flow.computed_from(readers, _before_gradients)
 
-    def _depends(self, name: str, wanted) -> bool:
-        seen: set[str] = set()
-        todo = [name]
-        while todo:
-            current = todo.pop()
-            if current in seen or len(seen) > 500:
-                continue
-            seen.add(current)
-            one = self._module.instructions[current]
-            if current != name and wanted(one):
-                return True
-            if one.opcode == "parameter" and not self._is_parameter(one):
-                caller = self._callers.get(one.computation)
-                if caller is not None and one.index < len(caller.operands):
-                    todo.append(caller.operands[one.index])
-            todo += one.operands
-        return False
+        def lines_of(values: set[Node]) -> set[tuple[tuple[str, int], ...]]:
+            names = forward.keys() & {name for name, _ in values}
+            return {self._lines(forward[name].frame) for name in names}
+
+        return frozenset(lines_of(after) - lines_of(before) - {()})
+
+    def _lines(self, frame: int) -> tuple[tuple[str, int], ...]:
+        """The user's lines on the stack of a frame."""
+        known = self._module.frames(frame)
+        return tuple((one.file, one.line) for one in known if _library(one.file) is None)
 
     # ---- texts
 
@@ -407,6 +434,14 @@ class Attribution:
             if argument and argument.kind != "batch" and self._phase(made.name) == "update":
                 return self._of_argument(argument, "").module
         return function or UNATTRIBUTED
+
+
+def _before_gradients(one: Instruction) -> bool:
+    return "transpose(" not in one.stack
+
+
+def _is_forward(one: Instruction) -> bool:
+    return "jvp(" in one.stack and _before_gradients(one) and ".remat" not in one.name
 
 
 def source_of(frames: Iterable[Frame]) -> str:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import pathlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -72,6 +74,30 @@ class Diff:
         }
         return json.dumps({**totals, "changes": self.changes, "verdict": self.verdict}, indent=1)
 
+    def to_html(self, path: str | os.PathLike) -> None:
+        """Writes one self-contained page: both timelines on one scale, and sortable tables of what
+        grew and what shrank.
+
+        Raises:
+            JaxmemError: one of the reports has no timeline.
+        """
+        from jaxmem.memory._page import diff_page
+
+        text = diff_page(*self._both(), {"changes": self.changes, "verdict": self.verdict})
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws both timelines below each other on one scale, as a ``.png``, ``.svg`` or ``.pdf``
+        file. Needs matplotlib (``pip install 'jaxmem[viz]'``).
+
+        Raises:
+            JaxmemError: one of the reports has no timeline, matplotlib is missing, or it does not
+                know the suffix.
+        """
+        from jaxmem.memory._plot import draw
+
+        draw({"before: ": self.before, "after: ": self.after}, path)
+
     def __str__(self):
         lines = [f"{'':16}{'before':>14}{'after':>14}{'change':>14}"]
         for name in ("device", "peak", "fragmentation", "host"):
@@ -115,7 +141,7 @@ def diff(
     >>> jaxmem.diff(small, large).device == large.device - small.device
     True
     """
-    first, second = _data(before), _data(after)
+    first, second = read_report(before), read_report(after)
     changes = {}
     for table in _TABLES:
         if table in first and table in second:
@@ -126,7 +152,8 @@ def diff(
     return Diff(first, second, changes)
 
 
-def _data(report: MemoryReport | Mapping[str, Any] | str) -> dict[str, Any]:
+def read_report(report: MemoryReport | Mapping[str, Any] | str) -> dict[str, Any]:
+    """A report as plain data, also of what `MemoryReport.to_json` wrote."""
     if isinstance(report, MemoryReport):
         return describe(report)
     if isinstance(report, str):

@@ -15,6 +15,7 @@ from jaxmem._errors import JaxmemError
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_SCALAR = re.compile(r"[a-z]\w*\[\]")
 _OPERATION = re.compile(r"(?:^|\s)([a-z][\w\-]*)\(")
 CALLED = re.compile(r"(?:calls|to_apply|body|async_execution_thread_calls)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
@@ -99,7 +100,7 @@ def count_bytes(hlo: str, branch: int) -> int:
     def moved(line: str, lines: dict[str, str]) -> int:
         operation = operation_of(line)
         if operation == "conditional":
-            return total(_branches(line)[branch])
+            return total(branches_of(line)[branch])
         if operation in ("while", "call"):
             trips = TRIPS.search(line)
             return sum(map(total, CALLED.findall(line))) * (int(trips[1]) if trips else 1)
@@ -111,14 +112,13 @@ def count_bytes(hlo: str, branch: int) -> int:
     return total(entry_of(hlo))
 
 
-def _branches(line: str) -> list[str]:
-    """The computations of a conditional, by index."""
+def branches_of(line: str) -> list[str]:
+    """The computations of a conditional, by index (of two: what runs if false, then if true)."""
     names = re.search(r"branch_computations=\{([^}]*)\}", line)
     if names:
         return [name.strip().lstrip("%") for name in names[1].split(",")]
     pair = re.search(r"true_computation=%?([\w.\-]+), false_computation=%?([\w.\-]+)", line)
-    assert pair is not None, line
-    return [pair[2], pair[1]]
+    return [pair[2], pair[1]] if pair else []
 
 
 def _result_bytes(line: str) -> int:
@@ -162,12 +162,7 @@ def _inner(line: str, total) -> Work:
     """Work of the computations that an instruction calls."""
     operation = operation_of(line)
     if operation == "conditional":
-        names = [
-            name.strip().lstrip("%")
-            for match in _BRANCHES.finditer(line)
-            for name in (match[1] or match[2]).split(",")
-        ]
-        return max(map(total, names), key=lambda work: work.flops, default=Work())
+        return max(map(total, branches_of(line)), key=lambda work: work.flops, default=Work())
     if operation not in ("fusion", "call", "while", "async-start"):
         return Work()  # what a reduction or a sort applies holds no contraction
     trips = TRIPS.search(line)
@@ -276,6 +271,7 @@ class Instruction:
     custom_call: str
     stack: str
     frame: int
+    is_scalar: bool
 
 
 class Module:
@@ -317,7 +313,7 @@ def _instruction(name: str, computation: str, line: str) -> Instruction:
     opcode = operation_of(line)
     stack, frame = _OP_NAME.search(line), _FRAME_ID.search(line)
     called = [*CALLED.findall(line), *re.findall(r"condition=%?([\w.\-]+)", line)]
-    for match in _BRANCHES.finditer(line):
+    for match in _BRANCHES.finditer(line):  # in the order of the operands that they get
         called += [one.strip().lstrip("%") for one in (match[1] or match[2]).split(",")]
     number = (_PARAMETER if opcode == "parameter" else _INDEX).search(line)
     target = _TARGET.search(line)
@@ -331,6 +327,7 @@ def _instruction(name: str, computation: str, line: str) -> Instruction:
         target[1] if target else "",
         re.sub(r"\\(.)", r"\1", stack[1]) if stack else "",
         int(frame[1]) if frame else 0,
+        bool(_SCALAR.match(line)),
     )
 
 

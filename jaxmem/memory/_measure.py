@@ -14,8 +14,11 @@ from jaxmem.memory._arguments import argument_names
 from jaxmem.memory._memory import memory
 from jaxmem.memory._report import MemoryReport
 
-_CPU_NOTE = "the CPU keeps no statistics of its memory, so the allocator's peak is not known"
-_EARLIER_NOTE = (
+_NO_STATISTICS = (
+    "the {} keeps no statistics of its memory, so the allocator's peak is not known; the figures "
+    "are the compiled ones"
+)
+_EARLIER_PEAK = (
     "the run did not raise the allocator's peak, which is of something earlier in this process; "
     "measure in a fresh one"
 )
@@ -68,9 +71,10 @@ class Measured:
         ]
         lines = [f"{name:44}{format_bytes(size):>14}" for name, size in rows if size is not None]
         if self.peak is None:
-            lines.append(f"note: {_CPU_NOTE}")
+            device = self.compiled.target.description
+            lines.append(f"note: {_NO_STATISTICS.format('CPU' if device == 'cpu' else device)}")
         elif self.unexplained is None:
-            lines.append(f"note: {_EARLIER_NOTE}")
+            lines.append(f"note: {_EARLIER_PEAK}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -109,7 +113,8 @@ def measure(step: Callable, *args: Any, **kwargs: Any) -> Measured:
         sizes[names[key]] = sum(map(_bytes_here, jax.tree.leaves(made[key])))
     args = tuple(made[number] for number in range(len(args)))
     kwargs = {name: made[name] for name in kwargs}
-    run = step if hasattr(step, "trace") else jax.jit(step)
+    run: Any = step if hasattr(step, "trace") else jax.jit(step)
+    run.lower(*args, **kwargs).compile()  # autotuning takes memory too, which is not the step's
     before, earlier = _statistics()
     result = jax.block_until_ready(run(*args, **kwargs))
     after, peak = _statistics()
@@ -138,14 +143,27 @@ def _concrete(leaf: Any) -> Any:
         ) from error
 
 
+def _device() -> jax.Device:
+    """The device that is looked at: this process's first."""
+    return jax.local_devices()[0]
+
+
 def _bytes_here(leaf: Any) -> int:
-    """Bytes of an array on the first device."""
-    if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind in ("pinned_host",):
+    """Bytes of an array on the device."""
+    if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind == "pinned_host":
         return 0
-    return sum(s.data.nbytes for s in leaf.addressable_shards if s.device == jax.devices()[0])
+    return sum(s.data.nbytes for s in leaf.addressable_shards if s.device == _device())
 
 
 def _statistics() -> tuple[int | None, int | None]:
-    """Bytes in use on the first device, and its allocator's peak."""
-    known = jax.local_devices()[0].memory_stats() or {}
-    return known.get("bytes_in_use"), known.get("peak_bytes_in_use")
+    """Bytes in use on the device, and the most that ever were; None where it does not say.
+
+    `jax.Device.memory_stats` is None on some platforms, not implemented on others, and lacks
+    figures or has -1 for them with some allocators.
+    """
+    try:
+        known = _device().memory_stats() or {}
+    except jax.errors.JaxRuntimeError:
+        known = {}
+    in_use, peak = (known.get(name, -1) for name in ("bytes_in_use", "peak_bytes_in_use"))
+    return (in_use, peak) if min(in_use, peak) >= 0 else (None, None)

@@ -1,4 +1,4 @@
-"""The report as one self-contained page."""
+"""Reports as self-contained pages: no network, no other file."""
 
 import html
 import importlib.resources
@@ -7,33 +7,54 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem._errors import JaxmemError
-from jaxmem.memory._plot import COLORS
+from jaxmem.memory._plot import COLORS, check_timeline
 
-_POINTS = 4000  # at most, in the page's timeline; each of more then stands for its worst
-_BUFFERS = 1500  # rows of the page's table; the rest is one row
+_POINTS = 4000  # at most, in a timeline; each of more then stands for its worst
+_BUFFERS = 1500  # rows of the table of buffers; the rest is one row
 
 
 def page(about: dict[str, Any]) -> str:
-    """HTML of a report's plain data (`MemoryReport.to_json`): no network, no other file.
+    """HTML of a report's plain data (`MemoryReport.to_json`).
 
     Raises:
         JaxmemError: the report has no timeline.
     """
-    if "timeline" not in about:
-        raise JaxmemError(
-            f"There is no timeline of what was compiled for {about['target']}, and so no page of "
-            "it. Name a GPU, as in jaxmem.memory(step, *args, target='h200')."
-        )
-    template = importlib.resources.files("jaxmem.memory").joinpath("page.html").read_text("utf-8")
+    check_timeline(about)
     shown = about | {
         "timeline": _thinned(about["timeline"]),
         "buffers": _shortened(about["buffers"]),
         "colors": COLORS,
     }
-    data = json.dumps(shown, separators=(",", ":")).replace("</", "<\\/")
-    title = html.escape(f"Memory on {about['target']}")
-    return template.replace("{{title}}", title).replace("{{data}}", data)
+    return _filled("report.html", f"Memory on {about['target']}", shown)
+
+
+def diff_page(before: dict[str, Any], after: dict[str, Any], more: dict[str, Any]) -> str:
+    """HTML of two reports' plain data beside each other, with what a diff says of them.
+
+    Raises:
+        JaxmemError: a report has no timeline.
+    """
+    shown: dict[str, Any] = {"colors": COLORS, **more}
+    for name, about in (("before", before), ("after", after)):
+        check_timeline(about)
+        kept = {key: value for key, value in about.items() if key != "buffers"}
+        shown[name] = kept | {"timeline": _thinned(about["timeline"])}
+    return _filled("diff.html", f"Memory on {before['target']} and {after['target']}", shown)
+
+
+def _filled(name: str, title: str, shown: dict[str, Any]) -> str:
+    """A page of the folder ``pages`` with its style, its scripts and its data in it."""
+    folder = importlib.resources.files("jaxmem.memory").joinpath("pages")
+    parts = {
+        "title": html.escape(title),
+        "style": folder.joinpath("style.css").read_text("utf-8"),
+        "common": folder.joinpath("common.js").read_text("utf-8"),
+        "data": json.dumps(shown, separators=(",", ":")).replace("</", "<\\/"),
+    }
+    text = folder.joinpath(name).read_text("utf-8")
+    for part, value in parts.items():  # the data last: what it holds is not looked at again
+        text = text.replace(f"{{{{{part}}}}}", value)
+    return text
 
 
 def _thinned(timeline: dict[str, Any]) -> dict[str, Any]:

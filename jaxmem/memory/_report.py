@@ -256,9 +256,10 @@ class MemoryReport:
             JaxmemError: the report has no timeline, matplotlib is missing, or it does not know the
                 suffix.
         """
-        from jaxmem.memory._plot import draw
+        from jaxmem.memory._plot import check_plot, draw
 
-        draw(self, path)
+        check_plot(path)
+        draw({"": describe(self)}, path)
 
 
 def describe(report: MemoryReport) -> dict[str, Any]:

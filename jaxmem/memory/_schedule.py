@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import re
 
 from jaxmem._bytes import format_bytes
 from jaxmem.memory import _hlo
@@ -61,19 +60,23 @@ def find_transfers(hlo: str) -> Transfers:
 
 
 def count_collectives(hlo: str) -> Collectives:
-    """The collectives of one run; those of a loop once per iteration where XLA knows how many."""
+    """The collectives of one run: those of a loop once per iteration where XLA knows how many, of a
+    conditional those of the branch that moves the most bytes."""
     computations = _hlo.computations_of(hlo)
 
     @functools.cache
-    def total(name: str) -> collections.Counter:
-        found: collections.Counter = collections.Counter()
+    def total(name: str) -> collections.Counter[tuple[str, str]]:
+        found: collections.Counter[tuple[str, str]] = collections.Counter()
         for line in computations[name].values():
             operation = _hlo.operation_of(line)
             kind = operation.removesuffix("-start")
             if kind in _COLLECTIVES:
                 found[kind, "count"] += 1
                 found[kind, "bytes"] += _moved(line, computations[name])
-            elif operation in ("while", "call", "conditional", "async-start"):
+            elif operation == "conditional":
+                dearest = max(map(total, _hlo.branches_of(line)), key=_all_bytes)
+                found += dearest
+            elif operation in ("while", "call", "async-start"):
                 trips = _hlo.TRIPS.search(line)
                 times = int(trips[1]) if operation == "while" and trips else 1
                 for called in _hlo.CALLED.findall(line):
@@ -81,13 +84,16 @@ def count_collectives(hlo: str) -> Collectives:
                         found[key] += times * value
         return found
 
-    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
-    found = total(entry[1]) if entry else collections.Counter()
+    found = total(_hlo.entry_of(hlo))
     kinds = [kind for kind in _COLLECTIVES if found[kind, "count"]]
     return Collectives(
         {kind: found[kind, "count"] for kind in kinds},
         {kind: found[kind, "bytes"] for kind in kinds},
     )
+
+
+def _all_bytes(found: collections.Counter[tuple[str, str]]) -> int:
+    return sum(size for (_, what), size in found.items() if what == "bytes")
 
 
 def _moved(line: str, computation: dict[str, str]) -> int:
