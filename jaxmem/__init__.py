@@ -16,6 +16,7 @@ from jaxmem._errors import (
 )
 from jaxmem.accumulation import accumulate as accumulate
 from jaxmem.autocast import autocast as autocast
+from jaxmem.fitting import Fitting as Fitting, fit as fit
 from jaxmem.layering import Layers as Layers, layers as layers
 from jaxmem.loss_scale import LossScale as LossScale, LossScaleState as LossScaleState
 from jaxmem.max_batch import BatchSize as BatchSize, max_batch_size as max_batch_size

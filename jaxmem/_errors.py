@@ -6,7 +6,14 @@ class JaxmemError(Exception):
 
 
 class BudgetError(JaxmemError):
-    """A budget that does not parse or that no plan can meet."""
+    """A budget that does not parse or that no plan can meet.
+
+    ``lowest`` is the lowest budget found that can be met, in bytes; None: the budget is no budget.
+    """
+
+    def __init__(self, message: str, lowest: int | None = None):
+        super().__init__(message)
+        self.lowest = lowest
 
 
 class CompileError(JaxmemError):

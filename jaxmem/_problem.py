@@ -76,7 +76,8 @@ class Allowed:
             f"{format_bytes(self.reserved)} of it reserved; the lowest one that does is "
             f"{format_bytes(total)} ({total} bytes {word}, {format_bytes(program.input_bytes)} of "
             f"them arguments), set by {lowest(program, least)}. Raise the budget, shrink the "
-            "batch, or accumulate gradients over microbatches."
+            "batch, or accumulate gradients over microbatches.",
+            total,
         )
 
 

@@ -2,7 +2,9 @@
 
 A step is named ``module:function``: a function without arguments, in a module that Python finds
 from the working directory, that returns ``(step, args)``: a function or jitted function, and the
-tuple of its arguments, real or `jax.ShapeDtypeStruct`. For ``max-batch`` it takes the batch size.
+tuple of its arguments, real or `jax.ShapeDtypeStruct`. For ``max-batch`` it takes the batch size;
+for ``plan`` it returns ``(loss, args)``, and for ``fit`` what `jaxmem.fit` takes, ``(loss_fn,
+optimizer, params, batch)`` and perhaps a dict of its options.
 
 Exit codes: 0; 1: an error, which is printed; 2: wrong usage; 3: the step does not fit the budget.
 """
@@ -22,7 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxmem._bytes import format_bytes, parse_budget
-from jaxmem._errors import JaxmemError
+from jaxmem._errors import BudgetError, JaxmemError
+from jaxmem.fitting import ALLOWED, KEPT, Search
 from jaxmem.max_batch import max_batch_size
 from jaxmem.memory import (
     Diff,
@@ -33,10 +36,14 @@ from jaxmem.memory import (
     memory,
     read_report,
 )
+from jaxmem.offloading import eval_shape
+from jaxmem.plans import pareto, plan
 from jaxmem.targets import LocalDevice, Target, install_compiler, known_targets, target
 
 _MISSED = 3
 _STEP = "module:function that returns (step, args)"
+_LOSS = "module:function that returns (loss, args), the first of them differentiated"
+_FIT = "module:function that returns (loss_fn, optimizer, params, batch), and options if it likes"
 _STEP_OF_BATCH = "module:function that takes a batch size and returns (step, args)"
 
 
@@ -45,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="jaxmem", description="Memory tools for JAX and Flax.")
     commands = parser.add_subparsers(metavar="command", required=True)
     for add in (
-        *(_add_estimate, _add_profile, _add_max_batch, _add_diff),
+        *(_add_estimate, _add_profile, _add_plan, _add_fit, _add_max_batch, _add_diff),
         *(_add_targets, _add_install),
     ):
         add(commands)
@@ -54,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except JaxmemError as error:
         print(f"jaxmem: {error}", file=sys.stderr)
-        return 1
+        return _MISSED if isinstance(error, BudgetError) and error.lowest else 1
 
 
 def _add_command(commands, name: str, run: Callable[[Any], int], about: str):
@@ -138,18 +145,22 @@ def _compile(name: str, step: Callable, args: tuple, chosen: Target | LocalDevic
 
 def _write_files(report: MemoryReport | Diff, options) -> None:
     for path, write in ((options.html, report.to_html), (options.plot, report.plot)):
-        if not path:
-            continue
-        try:
-            write(path)
-        except OSError as error:
-            raise JaxmemError(f"The report cannot be written: {error}.") from error
-        print(f"wrote {path}", file=sys.stderr)
+        if path:
+            _write(path, write)
 
 
-def _load(name: str) -> tuple[Callable, tuple]:
-    """The step and the arguments that ``module:function`` returns."""
-    return _step_of(name, _function(name, _STEP, (), "a function that makes the step")())
+def _write(path: str, write: Callable[[str], None]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise JaxmemError(f"The report cannot be written: {error}.") from error
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _load(name: str, what: str = "step") -> tuple[Callable, tuple]:
+    """The step (or the loss) and the arguments that ``module:function`` returns."""
+    function = _function(name, _STEP if what == "step" else _LOSS, (), f"one that makes the {what}")
+    return _step_of(name, function())
 
 
 def _function(name: str, form: str, args: tuple, what: str) -> Callable:
@@ -250,6 +261,67 @@ def _profile(options) -> int:
         print(measured)
     _write_files(measured.compiled, options)
     return _compared("the step", measured.peak or measured.compiled.device, budget)
+
+
+# ---- plan and fit
+
+
+def _add_plan(commands) -> None:
+    about = "plan what a loss saves and recomputes within a budget; exit code 3 if none fits"
+    parser = _add_command(commands, "plan", _plan, about)
+    parser.add_argument("loss", help=_LOSS)
+    parser.add_argument("--target", help="a GPU's name: compile the plan for it, and correct it")
+    parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the least memory)")
+    parser.add_argument("--reserved", default="0", help="of it, for the optimizer's state, say")
+    parser.add_argument("--planner", default="dp", help="dp or sqrt (default: dp)")
+    parser.add_argument("--plot", metavar="FILE", help="draw the frontier as .png, .svg or .pdf")
+
+
+def _plan(options) -> int:
+    loss, args = _load(options.loss, "loss")
+    reserved = 0 if options.reserved == "0" else options.reserved
+    common: dict[str, Any] = {"planner": options.planner, "target": options.target}
+    with _progress(f"planning {options.loss}"):
+        has_aux = isinstance(eval_shape(loss, *args), tuple)
+        found = plan(
+            loss, *args, budget=options.budget, reserved=reserved, has_aux=has_aux, **common
+        )
+    print(found.to_json() if options.json else found)
+    if options.plot:
+        with _progress("planning the frontier"):
+            frontier = pareto(loss, *args, reserved=reserved, **common)
+        _write(options.plot, frontier.plot)
+    return 0
+
+
+def _add_fit(commands) -> None:
+    about = "choose the levers that make a step fit; exit code 3 if nothing does"
+    parser = _add_command(commands, "fit", _fit, about)
+    parser.add_argument("problem", help=_FIT)
+    parser.add_argument("--target", default="local", help="a GPU's name (default: local)")
+    parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the target's)")
+    for name, known in (("allow", ALLOWED), ("keep", KEPT)):
+        what = "; ".join(f"{word}: {text}" for word, text in known.items())
+        parser.add_argument(f"--{name}", action="append", default=[], metavar="NAME", help=what)
+    parser.add_argument("--compilations", type=int, default=6, help="at most (default: 6)")
+    _add_files(parser)
+
+
+def _fit(options) -> int:
+    made = _function(options.problem, _FIT, (), "a function that returns jaxmem.fit's arguments")()
+    parts = made if isinstance(made, tuple) else ()
+    extra = parts[4] if len(parts) == 5 else {}
+    if len(parts) not in (4, 5) or not callable(parts[0]) or not isinstance(extra, dict):
+        raise JaxmemError(
+            f"{options.problem} must return (loss_fn, optimizer, params, batch), with a dict of "
+            f"jaxmem.fit's options after it if it likes. It returned {_described(made)}."
+        )
+    levers = {"allow": options.allow, "keep": options.keep}
+    given: dict[str, Any] = {"budget": options.budget, "target": options.target, **levers}
+    fitting = Search(*parts[:4], **{**given, **extra}).run(options.compilations).fitting
+    print(json.dumps(fitting.to_dict(), indent=1) if options.json else fitting)
+    _write_files(fitting.report, options)
+    return 0
 
 
 # ---- max-batch

@@ -20,6 +20,7 @@ from jaxmem.autocast import autocast, autocast_inside_regions
 from jaxmem.loss_scale import LossScale, LossScaleState, nonfinite
 from jaxmem.memory import MemoryReport, donated_arguments, memory
 from jaxmem.microbatching import microbatch
+from jaxmem.offloading import eval_shape
 from jaxmem.precision import Precision, precision as parse_precision
 from jaxmem.program import size_of
 from jaxmem.remat import remat as plan_regions
@@ -56,6 +57,7 @@ class TrainStep:
         loss_scale: LossScale | None,
         has_state: bool | None,
         donate: bool,
+        compiler_options: dict[str, Any] | None = None,
     ):
         self.loss_fn = loss_fn
         self.optimizer = optax.with_extra_args_support(optimizer)
@@ -67,8 +69,12 @@ class TrainStep:
         self._donate = donate
         self._donation_checked = not donate
         self._module: _flax.Structure | None = None
+        self.fitting: Any = None  # how `jaxmem.fit` chose it
         self._jitted = jax.jit(
-            self._step, donate_argnums=0 if donate else (), static_argnames="sharding"
+            self._step,
+            donate_argnums=0 if donate else (),
+            static_argnames="sharding",
+            compiler_options=compiler_options,
         )
 
     def __repr__(self):
@@ -104,6 +110,21 @@ class TrainStep:
         scale = None if self.loss_scale is None else self.loss_scale.init()
         opt_state = self.optimizer.init(params)
         return _commit(TrainState(step, params, opt_state, model_state, key, scale))
+
+    def abstract(
+        self, params: Any, *, model_state: Any = None, key: jax.Array | None = None
+    ) -> TrainState:
+        """What `init` returns, with `jax.ShapeDtypeStruct` for arrays: nothing is allocated.
+
+        Takes what `init` takes, real or abstract; `memory` and `jaxmem.max_batch_size` take it.
+        """
+        if _flax.is_nnx(params):
+            params, model_state = self._split_module(params, model_state)
+
+        def init(params, model_state, key):
+            return self.init(params, model_state=model_state, key=key)
+
+        return eval_shape(init, params, model_state, key)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after one step on the batch, and the metrics (``"loss"`` among them)."""
@@ -151,7 +172,7 @@ class TrainStep:
 
         def loss_of(params, batch, *, model_state=None, key=None):
             transform = self._remat or (lambda fun: fun)
-            loss, *others = transform(self._loss)(params, batch, model_state, key)
+            loss, *others = transform(self.loss)(params, batch, model_state, key)
             metrics = {"loss": loss, **others.pop()}
             if state.loss_scale is not None:
                 assert self.loss_scale is not None
@@ -170,8 +191,9 @@ class TrainStep:
             metrics["skipped"] = new.loss_scale.skipped
         return new._replace(step=state.step + 1), metrics
 
-    def _loss(self, params, batch, model_state, key) -> tuple:
-        """Loss, model state if there is one, and metrics, in the precision asked for."""
+    def loss(self, params: Any, batch: Any, model_state: Any = None, key: Any = None) -> tuple:
+        """What ``remat=`` is given: loss, model state if there is one, and metrics, in the
+        precision asked for. A plan of it, at the shapes of one microbatch, is one for the step."""
         chosen = self.precision
 
         def plain(params, batch, model_state, key):
@@ -290,6 +312,7 @@ def train_step(
     loss_scale: LossScale | None = None,
     has_state: bool | None = None,
     donate: bool = True,
+    compiler_options: dict[str, Any] | None = None,
 ) -> TrainStep:
     """A training step that composes precision, rematerialization, microbatches, loss scaling and
     the wrapped optimizer into one XLA program.
@@ -323,6 +346,8 @@ def train_step(
             is given one.
         donate: whether the step reuses the memory of the state it is given. Arrays that XLA did
             not take are reported by a `JaxmemWarning`, in the first call and in `TrainStep.memory`.
+        compiler_options: XLA flags that the step is compiled with, such as
+            ``Plan.compiler_options``.
 
     Returns:
         A `TrainStep`: ``init``, ``(state, batch) -> (state, metrics)``, ``memory``, ``lower``.
@@ -376,7 +401,15 @@ def train_step(
             stacklevel=2,
         )
     return TrainStep(
-        loss_fn, optimizer, chosen, transform, microbatches, loss_scale, has_state, donate
+        loss_fn,
+        optimizer,
+        chosen,
+        transform,
+        microbatches,
+        loss_scale,
+        has_state,
+        donate,
+        compiler_options,
     )
 
 

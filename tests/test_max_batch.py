@@ -58,7 +58,9 @@ def test_nothing_fits_is_an_answer():
 
 
 def test_the_batch_is_a_multiple_of_the_mesh():
-    sharding = NamedSharding(AbstractMesh((3,), ("data",)), PartitionSpec("data"))
+    sharding = NamedSharding(
+        jaxmem.shard(AbstractMesh((3,), ("data",))).mesh, PartitionSpec("data")
+    )
 
     def sharded(batch):
         return STATE, jax.ShapeDtypeStruct((batch, 256), jnp.float32, sharding=sharding)

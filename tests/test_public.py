@@ -33,7 +33,7 @@ def test_the_face_is_what_it_was_meant_to_be():
     assert functions == {
         *("accumulate", "autocast", "eval_shape", "format_bytes", "install_compiler", "layers"),
         *("memory", "microbatch", "offload", "shard", "value_and_update"),
-        *("diff", "max_batch_size", "measure", "residuals"),
+        *("diff", "fit", "max_batch_size", "measure", "residuals"),
         *("pareto", "place", "plan", "precision", "remat", "remat_policy", "target", "train_step"),
     }
 

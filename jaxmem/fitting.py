@@ -1,0 +1,696 @@
+"""One call that makes a step fit: the search over the levers together."""
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmem import _jax
+from jaxmem._bytes import format_bytes, parse_budget
+from jaxmem._checks import check_optimizer
+from jaxmem._errors import BudgetError, CompileError, JaxmemError
+from jaxmem.loss_scale import LossScale
+from jaxmem.memory import MemoryReport, memory
+from jaxmem.offloading import offload
+from jaxmem.optim import small_moments
+from jaxmem.planning import COMPILER_OPTIONS, Plan
+from jaxmem.plans import plan as make_plan
+from jaxmem.precision import Precision, precision as parse_precision
+from jaxmem.program import size_of
+from jaxmem.remat import remat
+from jaxmem.targets import LocalDevice, Target, resolve
+from jaxmem.train import TrainState, TrainStep, train_step
+
+# What changes the mathematics, and is searched where it is allowed:
+ALLOWED = {
+    "precision": "compute in bfloat16, with other rounding",
+    "moments": "keep the optimizer's moments in 8 bits, with other rounding",
+    "statistics": "cut a batch that the model state (batch norm) sees as a whole",
+}
+# What does not, and is searched unless it is to be kept:
+KEPT = {
+    "batch": "cut the batch into microbatches",
+    "placement": "keep the optimizer's state in host memory",
+    "residuals": "recompute residuals",
+}
+
+_CLOSE = 0.97  # of the budget: no need to look for less recomputation
+_MOST_SLICES = 64
+_ROWS = 8  # of what was not compiled, in the printed table
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Levers:
+    """One setting of what a step is made of beside its plan.
+
+    ``precision`` is its text ("" : as the function has it); ``moments`` and ``host`` say whether
+    the optimizer's state is in 8 bits and whether it is in host memory.
+    """
+
+    precision: str
+    microbatches: int
+    moments: bool = False
+    host: bool = False
+
+    def __str__(self):
+        parts = [self.precision or "precision as it is"]
+        if self.microbatches > 1:
+            parts.append(f"{self.microbatches} microbatches")
+        if self.moments:
+            parts.append("8-bit moments")
+        if self.host:
+            parts.append("state on the host")
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A step that was considered.
+
+    Attributes:
+        levers, plan: how it is made; None: not planned, since it cannot be the fastest.
+        projected: device bytes of the whole step by jaxmem's own arithmetic, of a plan.
+        seconds: predicted time of one step on the target; without a plan, at best.
+        host: bytes that cross the link to the host in a step.
+        compiled: device bytes by XLA, or None: not compiled.
+        verdict: why it was chosen or refused.
+    """
+
+    levers: Levers
+    plan: Plan | None
+    projected: int | None
+    seconds: float
+    host: int = 0
+    compiled: int | None = None
+    verdict: str = ""
+
+    @property
+    def remat(self) -> str:
+        """The plan in two words."""
+        if self.plan is None:
+            return ""
+        if not _recomputes(self.plan):
+            return "none"
+        again = self.plan.recompute_seconds / max(3 * self.plan.seconds, 1e-30)
+        return f"{self.plan.planner}, +{again:.1%}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Fitting:
+    """What `fit` considered: ``TrainStep.fitting`` of the step that it returns.
+
+    Attributes:
+        chosen: the candidate that became the step; None: nothing fits, or nothing was compiled.
+        considered: every candidate, by predicted time.
+        refused: what was not searched, by name, and why.
+        budget, target: what for.
+        report: of the chosen step, or of the one with the fewest bytes.
+    """
+
+    chosen: Candidate | None
+    considered: tuple[Candidate, ...]
+    refused: dict[str, str]
+    budget: int
+    target: Target | LocalDevice
+    report: MemoryReport | None = dataclasses.field(compare=False)
+
+    def __str__(self):
+        lines = [f"jaxmem.fit: {format_bytes(self.budget)} on {self.target}"]
+        rows: list[tuple[str, ...]] = [("", "recompute", "projected", "compiled", "ms a step", "")]
+        others = [one for one in self.considered if one.compiled is None]
+        left_out = others[_ROWS:]
+        for one in self.considered:
+            if one in left_out:
+                continue
+            sizes = [
+                format_bytes(n) if n is not None else "" for n in (one.projected, one.compiled)
+            ]
+            milliseconds = f"{one.seconds * 1e3:.4g}"
+            rows.append((str(one.levers), one.remat, *sizes, milliseconds, one.verdict))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        for name, *cells, verdict in rows:
+            numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *numbers, verdict]).rstrip())
+        if left_out:
+            over = sum("over the budget" in one.verdict for one in left_out)
+            lines.append(
+                f"and {len(left_out)} more that were not compiled: {over} expected over the "
+                f"budget, {len(left_out) - over} no faster"
+            )
+        lines += [f"not searched: {name}: {why}" for name, why in self.refused.items()]
+        if any(one.levers.microbatches > 1 for one in self.considered):
+            lines.append(
+                "microbatches assume a loss that is a mean over examples; keep='batch' if it is not"
+            )
+        lines.append(
+            "times are predicted (roofline, and the host link with nothing overlapped) and have "
+            "not been compared with a real GPU's"
+        )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table as plain data."""
+
+        def row(one: Candidate) -> dict[str, Any]:
+            fields = ("projected", "compiled", "seconds", "host", "verdict")
+            levers = dataclasses.asdict(one.levers)
+            return levers | {"remat": one.remat} | {name: getattr(one, name) for name in fields}
+
+        return {
+            "budget": self.budget,
+            "target": str(self.target),
+            "chosen": self.chosen and row(self.chosen),
+            "considered": [row(one) for one in self.considered],
+            "refused": self.refused,
+        }
+
+
+def fit(
+    loss_fn: Callable,
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    batch: Any,
+    *,
+    budget: int | str | None = None,
+    target: str | Target | LocalDevice | None = None,
+    model_state: Any = None,
+    key: jax.Array | None = None,
+    precision: str | Precision | None = None,
+    loss_scale: LossScale | None = None,
+    allow: str | Collection[str] = (),
+    keep: str | Collection[str] = (),
+    compilations: int = 6,
+) -> TrainStep:
+    """The training step of the least predicted time whose compiled bytes fit a budget.
+
+    Searches rematerialization plans, microbatches and the optimizer's state in host memory
+    together, and what ``allow`` names besides. A candidate's time is predicted: its kernels by
+    roofline, the update and the sums of gradients by the bytes they move, host transfers by the
+    link, nothing overlapped. Candidates are compiled for the target in the order of their
+    times; what the compiler says of one corrects the projected bytes of the next. So
+    the first that fits is the one, unless a nearer plan takes less recomputation.
+
+    Everything that was considered is printed, with bytes, time and the reason for each refusal;
+    it stays in ``step.fitting``.
+
+    Args:
+        loss_fn, optimizer: as for `jaxmem.train_step`; the optimizer not offloaded yet, if its
+            place is to be searched.
+        params, batch, model_state, key: what the step takes, real or abstract
+            (`jax.ShapeDtypeStruct`): nothing is allocated. ``params`` may be a Flax nnx module.
+        budget: device bytes for the whole step, an int or text; None: what is usable on the target.
+        target: the GPU, present or not; None: the attached one.
+        precision, loss_scale: as for `jaxmem.train_step`; not changed.
+        allow: what may be done although it changes the mathematics: ``"precision"`` (bfloat16
+            compute by `jaxmem.autocast`), ``"moments"`` (`jaxmem.optim.small_moments`),
+            ``"statistics"`` (microbatches of a model with a model state: batch norm then
+            normalises each slice by its own).
+        keep: what may not be done although it does not: ``"batch"`` (no microbatches; for a loss
+            that is no mean over examples), ``"placement"`` (no transfers to host memory),
+            ``"residuals"`` (no recomputation).
+        compilations: how many at most.
+
+    Returns:
+        A `TrainStep` whose ``fitting`` is the table, and which is compiled with XLA's own
+        rematerialization pass off, as it was here.
+
+    Raises:
+        BudgetError: nothing that was compiled fits: names the lowest bytes met, what holds them,
+            and what else could be allowed; or the budget does not parse.
+        JaxmemError: an unknown name in ``allow`` or ``keep``, a target that is no known GPU, or
+            what `jaxmem.train_step` raises.
+
+    >>> import jax, jax.numpy as jnp, jaxmem, optax
+    >>> def loss_fn(params, batch):
+    ...     return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2)
+    >>> params = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
+    >>> batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    >>> step = jaxmem.fit(
+    ...     loss_fn, optax.adam(1e-3), params, batch, budget="2GiB", target="h200"
+    ... )  # doctest: +ELLIPSIS
+    jaxmem.fit: 2.00 GiB on h200: NVIDIA H200, 141.00 GiB (140.50 GiB usable)
+    ...
+    >>> step.fitting.chosen.levers
+    Levers(precision='', microbatches=1, moments=False, host=False)
+    """
+    search = Search(
+        loss_fn,
+        optimizer,
+        params,
+        batch,
+        budget=budget,
+        target=target,
+        model_state=model_state,
+        key=key,
+        precision=precision,
+        loss_scale=loss_scale,
+        allow=allow,
+        keep=keep,
+    )
+    step = search.run(compilations)
+    print(step.fitting)
+    return step
+
+
+class Search:
+    """The search of `fit`: candidates by predicted time, corrected by what is compiled."""
+
+    def __init__(
+        self,
+        loss_fn: Callable,
+        optimizer: optax.GradientTransformation,
+        params: Any,
+        batch: Any,
+        *,
+        budget: int | str | None = None,
+        target: str | Target | LocalDevice | None = None,
+        model_state: Any = None,
+        key: jax.Array | None = None,
+        precision: str | Precision | None = None,
+        loss_scale: LossScale | None = None,
+        allow: str | Collection[str] = (),
+        keep: str | Collection[str] = (),
+    ):
+        check_optimizer(optimizer, "jaxmem.fit")
+        self.loss_fn, self.optimizer = loss_fn, optimizer
+        self.params, self.model_state, self.key = params, model_state, key
+        self.batch = jax.tree.map(_jax.abstract, batch)
+        self.precision = None if precision is None else parse_precision(precision)
+        self.loss_scale = loss_scale
+        self.allow = _names(allow, "allow", ALLOWED)
+        self.keep = _names(keep, "keep", {**ALLOWED, **KEPT})
+        both = sorted(self.allow & self.keep)
+        if both:
+            raise JaxmemError(f"jaxmem.fit is to allow {both[0]!r} and to keep it: name it once.")
+        self.target = resolve(target)
+        gpu = self.target.gpu if isinstance(self.target, LocalDevice) else self.target
+        if gpu is None:
+            raise JaxmemError(
+                f"jaxmem.fit plans for a GPU whose figures it knows, and {self.target.description} "
+                "is none. Name one: target='h200' (python -m jaxmem targets lists them)."
+            )
+        self.gpu = gpu
+        usable = self.target.usable_bytes
+        self.budget = parse_budget("100%" if budget is None else budget, usable or None)
+        self.refused: dict[str, str] = {}
+        self.states: dict[Levers, TrainState] = {}
+        self.plans: dict[tuple, Plan | int] = {}
+        self.seen: dict[Levers, Candidate] = {}  # the last plan of each
+        # compiled bytes over projected ones, by precision and microbatches; the last one first
+        self.ratios: dict[tuple[str, int], float] = {}
+        self.compiled: dict[tuple, Candidate] = {}
+        self.reports: dict[tuple, MemoryReport] = {}
+        self.options = list(self._options())
+
+    def run(self, compilations: int) -> TrainStep:
+        """The step that fits, after compiling so many candidates at most."""
+        best: Candidate | None = None
+        while len(self.compiled) < compilations:
+            last = len(self.compiled) == compilations - 1
+            candidate = self._cheapest(best)
+            if best is None and (candidate is None or last):
+                candidate = self._smallest()
+            if candidate is None:
+                break
+            found = self._compile(candidate, compilations)
+            fits = found.compiled is not None and found.compiled <= self.budget
+            if fits and (best is None or found.seconds < best.seconds):
+                best = found
+        if best is None:
+            raise self._too_small()
+        step = self.step(best.levers, best.plan)
+        step.fitting = self.fitting(best)
+        return step
+
+    def fitting(self, best: Candidate | None = None) -> Fitting:
+        """The table of everything that was considered so far."""
+        rows = list(self._verdicts(best))
+        chosen = next((row for row in rows if row.verdict == _CHOSEN), None)
+        known = {key: report.device for key, report in self.reports.items()}
+        key = _key(best) if best else min(known, key=known.__getitem__, default=None)
+        rows.sort(key=lambda row: row.seconds)
+        report = None if key is None else self.reports[key]
+        return Fitting(chosen, tuple(rows), self.refused, self.budget, self.target, report)
+
+    def projected(self) -> Candidate | None:
+        """The candidate of the least predicted time that is projected to fit; nothing compiled."""
+        return self._cheapest(None)
+
+    # ---- the levers
+
+    def _options(self) -> Iterator[Levers]:
+        own = "" if self.precision is None else str(self.precision)
+        precisions = [own]
+        if self.precision is None or self.precision.compute.itemsize > 2:
+            if self._may("precision") and self.gpu.compute_capability < (8, 0):
+                major, minor = self.gpu.compute_capability
+                self.refused["precision"] = (
+                    f"a GPU of compute capability {major}.{minor} has no bfloat16 arithmetic; "
+                    "precision='fp16' with loss_scale=jaxmem.LossScale() is for it"
+                )
+            elif self._may("precision"):
+                whole = self.precision or parse_precision("fp32")
+                half = dataclasses.replace(whole, compute=jnp.dtype(jnp.bfloat16))
+                precisions.append(str(half) if self.precision else "bf16")
+        plain = self.state(Levers(own, 1))
+        counts = [1]
+        if self._may("batch") and (plain.model_state is None or self._may("statistics")):
+            counts = _slices(self.batch)
+        state = jax.tree.leaves(plain.opt_state)
+        large = [leaf for leaf in state if leaf.ndim and leaf.size]
+        placed = any(_jax.memory_space(leaf) is _jax.HOST for leaf in large)
+        hosts = [False, True] if self._may("placement") and large and not placed else [False]
+        moments = [False, True] if self._may("moments") and large and not placed else [False]
+        for precision in precisions:
+            for count in counts:
+                for small in moments:
+                    for host in hosts:
+                        yield Levers(precision, count, small, host)
+
+    def _may(self, name: str) -> bool:
+        if name in self.keep:
+            self.refused[name] = "it is to be kept"
+        elif name in ALLOWED and name not in self.allow:
+            self.refused[name] = f"would {ALLOWED[name]}; allow=({name!r},)"
+        return name not in self.refused
+
+    def step(self, levers: Levers, plan: Plan | None = None) -> TrainStep:
+        """The step of some levers, with a plan or before it is planned."""
+        optimizer = self.optimizer
+        if levers.moments:
+            optimizer = small_moments(optimizer)
+        if levers.host:
+            optimizer = offload(optimizer)
+        transform: Callable | None = functools.partial(remat, plan=plan)
+        if plan is not None and not _recomputes(plan):
+            transform = None
+        step = train_step(
+            self.loss_fn,
+            optimizer,
+            precision=levers.precision or None,
+            remat=transform,
+            microbatches=levers.microbatches,
+            loss_scale=self.loss_scale,
+            compiler_options=dict(COMPILER_OPTIONS),
+        )
+        step.abstract(self.params, model_state=self.model_state, key=self.key)
+        return step
+
+    def state(self, levers: Levers) -> TrainState:
+        """The abstract state of the levers' step."""
+        alike = dataclasses.replace(levers, microbatches=1)
+        if alike not in self.states:
+            self.states[alike] = self.step(alike).abstract(
+                self.params, model_state=self.model_state, key=self.key
+            )
+        return self.states[alike]
+
+    # ---- candidates
+
+    def _cheapest(self, best: Candidate | None) -> Candidate | None:
+        """The least predicted time that is projected to fit and not compiled yet; None: nothing
+        promises to be faster than ``best``."""
+        found: Candidate | None = None
+        limit = best.seconds if best else math.inf
+        for levers in sorted(self.options, key=lambda levers: (self._bound(levers), str(levers))):
+            if self._bound(levers) >= min(limit, found.seconds if found else math.inf):
+                break
+            candidate = self._candidate(levers)
+            if candidate is None or _key(candidate) in self.compiled:
+                continue
+            # what a nearer plan gains must be worth a compilation
+            if candidate.seconds < limit * 0.995 and (
+                not found or candidate.seconds < found.seconds
+            ):
+                found = candidate
+        if best and found and best.levers == found.levers:
+            assert best.compiled is not None
+            if best.compiled >= _CLOSE * self.budget:
+                return None
+        return found
+
+    def _candidate(self, levers: Levers) -> Candidate | None:
+        """The levers with the plan that is projected to fit; None: none is."""
+        found = self._plan(levers, int(self.budget / self._ratio(levers)))
+        lowest = found if isinstance(found, int) else None
+        if isinstance(found, Plan) and "residuals" in self.keep and _recomputes(found):
+            plain = self._plan(levers, None)
+            assert isinstance(plain, Plan)
+            lowest = plain.projected_bytes + self._reserved(levers)
+        if lowest is not None or not isinstance(found, Plan):
+            self.seen[levers] = Candidate(levers, None, lowest, self._bound(levers))
+            return None
+        self.seen[levers] = self._priced(levers, found)
+        return self.seen[levers]
+
+    def _smallest(self) -> Candidate | None:
+        """The fewest projected bytes of what is not compiled yet: the state as small as may be, and
+        the batch whole or in the most slices. None: there is no hope in it."""
+        most = max((levers.microbatches for levers in self.options), default=1)
+        state = max(((levers.host, levers.moments) for levers in self.options), default=None)
+        least: Candidate | None = None
+        for levers in self.options:
+            if (levers.host, levers.moments) != state or levers.microbatches not in (1, most):
+                continue
+            found = self._plan(levers, None if "residuals" in self.keep else 1)
+            found = self._plan(levers, found) if isinstance(found, int) else found
+            assert isinstance(found, Plan)
+            candidate = self._priced(levers, found)
+            self.seen.setdefault(levers, candidate)
+            if _key(candidate) in self.compiled:
+                continue
+            if least is None or self._expected(candidate) < self._expected(least):
+                least = candidate
+        tried = len(self.compiled) > 1
+        return None if least and tried and self._expected(least) > self.budget else least
+
+    def _expected(self, candidate: Candidate) -> int:
+        """Bytes that are expected of the compiler."""
+        return int((candidate.projected or 0) * self._ratio(candidate.levers))
+
+    def _plan(self, levers: Levers, budget: int | None) -> Plan | int:
+        """The plan within a budget of the whole step (None: without recomputation), or the lowest
+        budget that has one."""
+        reserved = self._reserved(levers)
+        within = None if budget is None else max(budget - reserved, 1)
+        key = (levers.precision, levers.microbatches, within)
+        if key not in self.plans:
+            state = self.state(levers)
+            count = levers.microbatches
+            part = jax.tree.map(lambda leaf: _slice(leaf, count), self.batch)
+            try:
+                self.plans[key] = make_plan(
+                    self.step(levers).loss,
+                    *(state.params, part, state.model_state, state.key),
+                    budget=2**62 if within is None else within,
+                    target=self.gpu,
+                    compilations=0,
+                )
+            except BudgetError as error:
+                self.plans[key] = error.lowest or 0
+        found = self.plans[key]
+        return found + reserved if isinstance(found, int) else found
+
+    def _priced(self, levers: Levers, plan: Plan) -> Candidate:
+        projected = plan.projected_bytes + self._reserved(levers)
+        seconds = levers.microbatches * (3 * plan.seconds + plan.recompute_seconds)
+        host = 2 * self._host_bytes(levers)
+        return Candidate(levers, plan, projected, seconds + self._overhead(levers), host)
+
+    def _bound(self, levers: Levers) -> float:
+        """No plan of these levers takes less time: the whole batch at once takes the fewest
+        launches and the least traffic of parameters."""
+        whole = self._plan(Levers(levers.precision, 1), None)
+        assert isinstance(whole, Plan)
+        return 3 * whole.seconds + self._overhead(levers)
+
+    def _overhead(self, levers: Levers) -> float:
+        """Seconds of a step outside the loss and its gradient."""
+        state = self.state(levers)
+        params = _bytes(state.params)
+        # 8-bit moments are expanded to be updated: they move as many bytes as whole ones.
+        moments = _bytes(self.state(dataclasses.replace(levers, moments=False)).opt_state)
+        moved = 3 * params + 2 * moments  # parameters and gradients read, parameters written
+        if levers.microbatches > 1:
+            moved += 3 * levers.microbatches * _in_float32(state.params)
+        transfers = 2 * self._host_bytes(levers) / self.gpu.host_bandwidth
+        return moved / self.gpu.memory_bandwidth + transfers
+
+    def _reserved(self, levers: Levers) -> int:
+        """Device bytes of a step beside the arguments, gradients and residuals of its loss."""
+        state = self.state(levers)
+        reserved = _bytes(state.opt_state) - self._host_bytes(levers)
+        if levers.microbatches > 1:
+            whole = _bytes(self.batch)
+            reserved += whole - whole // levers.microbatches + _in_float32(state.params)
+        return reserved
+
+    def _host_bytes(self, levers: Levers) -> int:
+        leaves = jax.tree.leaves(self.state(levers).opt_state)
+        return sum(size_of(leaf) for leaf in leaves if _jax.memory_space(leaf) is _jax.HOST)
+
+    def _ratio(self, levers: Levers) -> float:
+        # What was not compiled borrows the last one, rounded up: fewer plans are made so.
+        last = math.ceil(next(reversed(self.ratios.values()), 1.0) * 50) / 50
+        return self.ratios.get((levers.precision, levers.microbatches), last)
+
+    # ---- compiling
+
+    def _compile(self, candidate: Candidate, most: int) -> Candidate:
+        levers = candidate.levers
+        step = self.step(levers, candidate.plan)
+        assert candidate.projected
+        key, about = _key(candidate), f"{levers}; recompute {candidate.remat}"
+        number = f"{len(self.compiled) + 1} of at most {most}"
+        try:
+            report = memory(step, self.state(levers), self.batch, target=self.target)
+        except CompileError as error:
+            lines = str(error).splitlines()
+            why = f"XLA could not compile it: {lines[min(1, len(lines) - 1)]}"
+            self.compiled[key] = dataclasses.replace(candidate, verdict=why)
+            _tell(f"jaxmem: compiled {number}: {about}: {why}")
+            self.options.remove(levers)
+            return self.compiled[key]
+        self.reports[key] = report
+        self.compiled[key] = dataclasses.replace(candidate, compiled=report.device)
+        ratio = report.device / candidate.projected
+        place = (levers.precision, levers.microbatches)
+        self.ratios.pop(place, None)  # so that it comes last
+        self.ratios[place] = ratio * 1.003 if report.device > self.budget else ratio
+        _tell(
+            f"jaxmem: compiled {number} for {self.target.name}: {about}: "
+            f"{format_bytes(report.device)} (projected {format_bytes(candidate.projected)})"
+        )
+        return self.compiled[key]
+
+    # ---- what is said of it
+
+    def _verdicts(self, best: Candidate | None) -> Iterator[Candidate]:
+        """Every candidate with the reason for what became of it: what was compiled, and one row
+        for each setting of the levers that was not."""
+        for found in self.compiled.values():
+            verdict = found.verdict
+            if best and _key(found) == _key(best):
+                verdict = _CHOSEN
+            elif found.compiled is not None and found.compiled > self.budget:
+                over = format_bytes(found.compiled - self.budget)
+                verdict = f"compiled: {over} over the budget"
+            elif best and found.compiled is not None:
+                verdict = f"fits, {found.seconds / best.seconds - 1:.1%} slower"
+            yield dataclasses.replace(found, verdict=verdict)
+        compiled = {found.levers for found in self.compiled.values()}
+        if self.options:
+            first = self.options[0]  # everything as it is
+            plain = self._plan(first, None)
+            assert isinstance(plain, Plan)
+            row = self._priced(first, plain)
+            if _key(row) not in self.compiled:
+                compiled.add(first)
+                yield dataclasses.replace(row, verdict=self._not_compiled(row, best))
+        for levers in self.options:
+            if levers not in compiled:
+                unplanned = Candidate(levers, None, None, self._bound(levers))
+                row = self.seen.get(levers, unplanned)
+                yield dataclasses.replace(row, verdict=self._not_compiled(row, best))
+
+    def _not_compiled(self, candidate: Candidate, best: Candidate | None) -> str:
+        over = self._expected(candidate) - self.budget
+        if candidate.projected is not None and over > 0:
+            least = "at least " if candidate.plan is None else ""
+            return f"not compiled: expected {least}{format_bytes(over)} over the budget"
+        if best and candidate.seconds > best.seconds:
+            least = "at least " if candidate.plan is None else ""
+            return f"not compiled: {least}{candidate.seconds / best.seconds - 1:.1%} slower"
+        return "not compiled: gains too little" if best else "not compiled"
+
+    def _too_small(self) -> BudgetError:
+        fitting = self.fitting()
+        report = fitting.report
+        lines = [f"Nothing fits the budget of {format_bytes(self.budget)} on {self.target.name}."]
+        lowest = None
+        if report is not None:
+            key = min(self.reports, key=lambda key: self.reports[key].device)
+            lowest = report.device
+            lines.append(
+                f"The lowest compiled is {format_bytes(lowest)} ({lowest} bytes: "
+                f"{self.compiled[key].levers}; recompute {self.compiled[key].remat}), held by "
+                f"{holders(report)}."
+            )
+        more = [name for name in ALLOWED if name in self.refused and name not in self.keep]
+        if more:
+            what = "; ".join(f"allow={name!r} to {ALLOWED[name]}" for name in more)
+            lines.append(f"What else could be allowed: {what}.")
+        kept = [name for name in self.refused if name in self.keep]
+        if kept:
+            lines.append(f"What is kept and need not be: {', '.join(map(repr, kept))}.")
+        lines.append("Or raise the budget, shrink the batch, or shard over more GPUs.")
+        return BudgetError(" ".join(lines) + f"\n{fitting}", lowest)
+
+
+_CHOSEN = "chosen: the least predicted time that fits"
+
+
+def holders(report: MemoryReport, most: int = 3) -> str:
+    """What holds the most bytes at the peak, by source line, in words."""
+    if not report.has_timeline:
+        held = {"arguments": report.argument, "temporary values": report.temp}
+    else:
+        held = dict(list(report.by_source.items())[:most])
+    return ", ".join(f"{format_bytes(size)} by {line}" for line, size in held.items())
+
+
+def _names(given: str | Collection[str], argument: str, known: dict[str, str]) -> frozenset[str]:
+    names = frozenset([given] if isinstance(given, str) else given)
+    unknown = sorted(names - known.keys())
+    if unknown:
+        raise JaxmemError(
+            f"jaxmem.fit knows no {argument}={unknown[0]!r}; the names are "
+            f"{', '.join(map(repr, known))}."
+        )
+    return names
+
+
+def _slices(batch: Any) -> list[int]:
+    """Counts of microbatches: 1, and the next divisors of the batch that are twice as many."""
+    sizes = {leaf.shape[0] if leaf.shape else 1 for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1:
+        return [1]  # nothing to cut along
+    size, counts = sizes.pop(), [1]
+    for count in range(2, min(size, _MOST_SLICES) + 1):
+        if size % count == 0 and count >= 2 * counts[-1]:
+            counts.append(count)
+    return counts
+
+
+def _slice(leaf: Any, count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((leaf.shape[0] // count, *leaf.shape[1:]), leaf.dtype)
+
+
+def _recomputes(plan: Plan) -> bool:
+    return bool(plan.regions or plan.loops)
+
+
+def _key(candidate: Candidate) -> tuple:
+    plan = candidate.plan
+    return (candidate.levers, plan and plan.regions, plan and plan.loops)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(map(size_of, jax.tree.leaves(tree)))
+
+
+def _in_float32(params: Any) -> int:
+    """Bytes of the gradients' sum over microbatches."""
+    return sum(leaf.size * max(leaf.dtype.itemsize, 4) for leaf in jax.tree.leaves(params))
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,207 @@
+"""The search over the levers: what it chooses fits, keeps the mathematics, and says why."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmem
+from jaxmem import cli
+
+MIB = 2**20
+LAYERS, ROWS, WIDTH = 8, 4096, 512
+PARAMS = {"layers": [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS}
+BATCH = {name: jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32) for name in "xy"}
+ADAM = optax.adam(1e-3)
+
+
+def loss_fn(params, batch):
+    x = batch["x"]
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def fit(budget, **options):
+    common = {"target": "h200"} | options
+    return jaxmem.fit(loss_fn, ADAM, PARAMS, BATCH, budget=budget, **common)
+
+
+def compiled(step):
+    state = step.abstract(PARAMS)
+    return step.memory(state, BATCH, target="h200")
+
+
+def test_what_fits_as_it_is_stays_as_it_is(capsys):
+    step = fit("1GiB")
+    chosen = step.fitting.chosen
+    assert chosen.levers == jaxmem.fitting.Levers("", 1) and chosen.remat == "none"
+    assert compiled(step).device == chosen.compiled == step.fitting.report.device
+    out, err = capsys.readouterr()
+    assert out.startswith("jaxmem.fit: 1.00 GiB on h200: NVIDIA H200")
+    assert "  chosen: the least predicted time that fits\n" in out
+    assert "not searched: precision: would compute in bfloat16" in out
+    assert "have not been compared with a real GPU's" in out
+    assert err.startswith("jaxmem: compiled 1 of at most 6 for h200: precision as it is; ")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"keep": ("batch", "placement")}, (1, False, True)),
+        ({"keep": ("residuals", "placement")}, (2, False, False)),
+        ({"keep": ("residuals", "batch")}, (1, True, False)),
+    ],
+)
+def test_each_lever_alone(options, expected):
+    """Recomputation, microbatches, and the state on the host: 32 MiB of 8 MiB parameters."""
+    plain = compiled(jaxmem.train_step(loss_fn, ADAM)).device
+    budget = plain - 12 * MIB
+    step = fit(budget, **options)
+    chosen = step.fitting.chosen
+    recomputes = bool(chosen.plan.regions)
+    assert (chosen.levers.microbatches >= 2) == (expected[0] >= 2)
+    assert (chosen.levers.host, recomputes) == expected[1:]
+    report = compiled(step)
+    assert report.device == chosen.compiled <= budget
+    assert (report.host > 0) == chosen.levers.host
+    plain_row = next(r for r in step.fitting.considered if r.remat == "none" and r is not chosen)
+    assert "not compiled: expected" in plain_row.verdict or "compiled: " in plain_row.verdict
+    for name in options["keep"]:
+        assert name == "residuals" or step.fitting.refused[name] == "it is to be kept"
+
+
+def test_the_chosen_step_trains_as_the_plain_one():
+    rng = np.random.default_rng(0)
+    params = {"layers": [jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) / 23) for _ in range(LAYERS)]}
+    batch = {name: jnp.asarray(rng.normal(size=(ROWS, WIDTH))) for name in "xy"}
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    plain = jaxmem.train_step(loss_fn, optimizer)
+    state = plain.abstract(params)
+    budget = int(0.55 * plain.memory(state, batch, target="h200").device)
+    step = jaxmem.fit(loss_fn, optimizer, params, batch, budget=budget, target="h200")
+    assert step.fitting.chosen.compiled <= budget
+    state, metrics = step(step.init(jax.tree.map(jnp.copy, params)), batch)
+    expected, others = plain(plain.init(params), batch)
+    np.testing.assert_allclose(metrics["loss"], others["loss"], rtol=1e-12)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_precision_and_moments_only_where_they_are_allowed():
+    step = fit("1GiB", allow=("precision", "moments"))
+    assert step.fitting.chosen.levers.precision == "bf16"
+    assert not step.fitting.chosen.levers.moments, "not where it gains nothing"
+    assert str(step.precision) == str(jaxmem.precision("bf16"))
+    with pytest.warns(jaxmem.JaxmemWarning, match="in float16 without a loss scale"):
+        half = fit("1GiB", precision="fp16", allow="precision")
+    assert half.precision.compute == jnp.float16, "the user's own"
+    old = fit("1GiB", target="rtx-2080-ti", allow="precision")
+    assert old.fitting.chosen.levers.precision == ""
+    assert "capability 7.5 has no bfloat16 arithmetic" in old.fitting.refused["precision"]
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(64, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(self.norm(self.first(x)))
+
+
+def module_loss(model, batch):
+    return jnp.mean(model(batch) ** 2)
+
+
+def test_a_model_state_is_seen_and_its_batch_is_not_cut():
+    batch = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    model = Net(nnx.Rngs(0))
+    step = jaxmem.fit(module_loss, ADAM, model, batch, budget="1GiB", target="h200")
+    assert {row.levers.microbatches for row in step.fitting.considered} == {1}
+    assert "would cut a batch that the model state" in step.fitting.refused["statistics"]
+    allowed = jaxmem.fit(
+        module_loss, ADAM, model, batch, budget="1GiB", target="h200", allow="statistics"
+    )
+    assert 64 in {row.levers.microbatches for row in allowed.fitting.considered}
+    state, metrics = step(step.init(model), jnp.ones((4, 64), jnp.float32))
+    assert np.isfinite(metrics["loss"]) and int(state.step) == 1
+
+
+def test_nothing_fits():
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        fit("20MiB", keep="batch")
+    text = str(caught.value)
+    assert text.startswith("Nothing fits the budget of 20.00 MiB on h200. The lowest compiled is ")
+    lowest = caught.value.lowest
+    assert lowest > 20 * MIB and f"({lowest} bytes: precision as it is, state on the host; " in text
+    assert "held by " in text and "test_fitting.py:" in text
+    assert "What else could be allowed: allow='precision' to compute in bfloat16" in text
+    assert "What is kept and need not be: 'batch'. Or raise the budget" in text
+    step = fit(lowest, keep="batch")  # the lowest one works
+    assert step.fitting.chosen.compiled <= lowest
+
+
+def test_wrong_input_is_told_before_compiling():
+    for options, text in (
+        ({"allow": "bf16"}, r"knows no allow='bf16'; the names are 'precision', 'moments', 'stat"),
+        ({"keep": ["everything"]}, r"knows no keep='everything'; the names are 'precision', "),
+        ({"allow": "precision", "keep": "precision"}, r"to allow 'precision' and to keep it"),
+        ({"target": "local"}, r"plans for a GPU whose figures it knows, and cpu is none\. Name"),
+        ({"target": "h20"}, r"There is no target named 'h20'"),
+        ({"budget": "much"}, r"The budget 'much' does not parse"),
+    ):
+        given = {"budget": "1GiB"} | options
+        with pytest.raises(jaxmem.JaxmemError, match=text):
+            fit(**given)
+
+
+def make():
+    return loss_fn, ADAM, PARAMS, BATCH
+
+
+def make_with_options():
+    return (*make(), {"keep": "batch"})
+
+
+def make_loss():
+    return loss_fn, (PARAMS, BATCH)
+
+
+def test_command_line_fit(capsys, tmp_path):
+    page = tmp_path / "report.html"
+    common = ["fit", "--target", "h200", "--budget"]
+    assert cli.main([*common, "1GiB", f"{__name__}:make", "--html", str(page)]) == 0
+    assert capsys.readouterr().out.startswith("jaxmem.fit: 1.00 GiB on h200")
+    assert "<html" in page.read_text()[:200]
+    name = f"{__name__}:make_with_options"
+    assert cli.main([*common, "1GiB", name, "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["chosen"]["compiled"] <= about["budget"] == 2**30
+    assert about["refused"]["batch"] == "it is to be kept"
+    assert cli.main([*common, "20MiB", name]) == 3
+    assert "jaxmem: Nothing fits the budget of 20.00 MiB" in capsys.readouterr().err
+    assert cli.main([*common, "1GiB", f"{__name__}:make_loss"]) == 1
+    assert "must return (loss_fn, optimizer, params, batch), with" in capsys.readouterr().err
+
+
+def test_command_line_plan(capsys, tmp_path):
+    name, picture = f"{__name__}:make_loss", tmp_path / "frontier.svg"
+    assert cli.main(["plan", name, "--budget", "70MiB", "--plot", str(picture)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("dp plan, ") and f"wrote {picture}" in err
+    assert "svg" in picture.read_text()[:300]
+    common = ["plan", name, "--target", "h200", "--budget"]
+    assert cli.main([*common, "70MiB", "--json"]) == 0
+    plan = jaxmem.Plan.from_json(capsys.readouterr().out)
+    assert plan.compiled_bytes <= 70 * MIB
+    assert cli.main([*common, "1MiB"]) == 3
+    assert "No dp plan fits the budget of 1.00 MiB" in capsys.readouterr().err
+    assert cli.main([*common, "much"]) == 1
+    assert "does not parse" in capsys.readouterr().err
+    assert cli.main(["plan", f"{__name__}:make", "--budget", "1GiB"]) == 1
+    assert "must return (step, args)" in capsys.readouterr().err
