@@ -260,6 +260,35 @@ def fit(
     return step
 
 
+def advise(
+    step: TrainStep, state: TrainState, batch: Any, budget: int, target: Target | LocalDevice
+) -> str:
+    """What `fit` would do for a step, by projected bytes: nothing is compiled."""
+    call = "jaxmem.fit(loss_fn, optimizer, params, batch, ...)"
+    try:
+        search = Search(
+            step.functional(),
+            step.optimizer,
+            state.params,
+            batch,
+            budget=budget,
+            target=target,
+            model_state=state.model_state,
+            key=state.key,
+            precision=step.precision,
+            loss_scale=step.loss_scale,
+        )
+        found = search.projected()
+    except JaxmemError as error:
+        return f"{call} searches the levers that make it fit; here it says: {error}"
+    if found is None or found.projected is None:
+        return f"{call} is not projected to fit either: {search.remedies()}"
+    return (
+        f"{call} would take {found.levers}, recompute {found.remat}: projected "
+        f"{format_bytes(found.projected)}, {found.seconds * 1e3:.4g} ms a step."
+    )
+
+
 class Search:
     """The search of `fit`: candidates by predicted time, corrected by what is compiled."""
 
@@ -564,7 +593,7 @@ class Search:
         ratio = report.device / candidate.projected
         place = (levers.precision, levers.microbatches)
         self.ratios.pop(place, None)  # so that it comes last
-        self.ratios[place] = ratio * 1.003 if report.device > self.budget else ratio
+        self.ratios[place] = ratio * 1.01 if report.device > self.budget else ratio
         _tell(
             f"jaxmem: compiled {number} for {self.target.name}: {about}: "
             f"{format_bytes(report.device)} (projected {format_bytes(candidate.projected)})"
@@ -624,6 +653,12 @@ class Search:
                 f"{self.compiled[key].levers}; recompute {self.compiled[key].remat}), held by "
                 f"{holders(report)}."
             )
+        lines.append(self.remedies())
+        return BudgetError(" ".join(lines) + f"\n{fitting}", lowest)
+
+    def remedies(self) -> str:
+        """What else could be done, in words."""
+        lines = []
         more = [name for name in ALLOWED if name in self.refused and name not in self.keep]
         if more:
             what = "; ".join(f"allow={name!r} to {ALLOWED[name]}" for name in more)
@@ -632,7 +667,7 @@ class Search:
         if kept:
             lines.append(f"What is kept and need not be: {', '.join(map(repr, kept))}.")
         lines.append("Or raise the budget, shrink the batch, or shard over more GPUs.")
-        return BudgetError(" ".join(lines) + f"\n{fitting}", lowest)
+        return " ".join(lines)
 
 
 _CHOSEN = "chosen: the least predicted time that fits"

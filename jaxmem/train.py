@@ -14,6 +14,7 @@ from jaxmem import _flax, _jax
 from jaxmem._bytes import format_bytes
 from jaxmem._checks import check_optimizer, check_same
 from jaxmem._errors import JaxmemError, JaxmemWarning
+from jaxmem._exhausted import out_of_memory
 from jaxmem._loss import Results, call_loss
 from jaxmem.accumulation import cycle_ends, skips_nonfinite
 from jaxmem.autocast import autocast, autocast_inside_regions
@@ -127,9 +128,19 @@ class TrainStep:
         return eval_shape(init, params, model_state, key)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The state after one step on the batch, and the metrics (``"loss"`` among them)."""
+        """The state after one step on the batch, and the metrics (``"loss"`` among them).
+
+        Raises:
+            JaxmemError: the device's memory ran out: says what was compiled and measured, what
+                holds the most, and what `jaxmem.fit` would do.
+        """
         _check_state(state)
-        results = self._jitted(state, batch, sharding=self._sharding(state, batch))
+        try:
+            results = self._jitted(state, batch, sharding=self._sharding(state, batch))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise out_of_memory(self, state, batch, error) from error
         if not self._donation_checked:
             self._donation_checked = True
             leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -159,6 +170,10 @@ class TrainStep:
             leaves = jax.tree_util.tree_leaves_with_path(state)
             _report_kept([leaf for index, leaf in enumerate(leaves) if index not in reused])
         return report
+
+    def functional(self) -> Callable:
+        """``loss_fn`` as a function of a state's parameters, whatever module they came from."""
+        return self._module.functional(self.loss_fn) if self._module else self.loss_fn
 
     # ---- what runs inside jit
 
@@ -212,10 +227,7 @@ class TrainStep:
         return (loss, metrics) if model_state is None else (loss, results.model_state, metrics)
 
     def _call_loss(self, params, batch, model_state, key) -> Results:
-        loss_fn = self.loss_fn
-        if self._module is not None:
-            loss_fn = self._module.functional(loss_fn)
-        results = call_loss(loss_fn, params, batch, model_state, key)
+        results = call_loss(self.functional(), params, batch, model_state, key)
         if "loss" in results.metrics:
             raise JaxmemError(
                 'The metrics that loss_fn returned have a "loss" of their own, which is the name '

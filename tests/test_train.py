@@ -396,3 +396,84 @@ def test_orbax_saves_and_restores_the_whole_state(tmp_path):
     chex.assert_trees_all_equal(restored, state)
     results = [step(each, batches[1])[0] for each in (restored, state)]
     chex.assert_trees_all_equal(*results)
+
+
+# ---- out of memory at run time
+
+EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 13421772800 bytes."
+
+
+def run_out(step, *args):
+    """The error of a step whose run XLA ends for want of memory."""
+
+    class Jitted:
+        def __init__(self, real):
+            self.trace = real.trace
+
+        def __call__(self, *args, **kwargs):
+            raise jax.errors.JaxRuntimeError(EXHAUSTED)
+
+    step._jitted = Jitted(step._jitted)
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        step(*args)
+    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+    return str(caught.value)
+
+
+def wide():
+    params = {"layers": [jnp.eye(256, dtype=jnp.float32)] * 4}
+    return params, {k: jnp.ones((4096, 256), jnp.float32) for k in "xy"}
+
+
+def test_out_of_memory_names_bytes_and_what_fit_would_do(monkeypatch):
+    gpu = jaxmem.target("rtx-2080-ti")
+    small = jaxmem.targets.LocalDevice("cpu", gpu.description, 20 * 2**20, gpu)
+    monkeypatch.setattr("jaxmem._exhausted.resolve", lambda _: small)
+    params, batch = wide()
+    step = jaxmem.train_step(loss_fn, optax.adam(1e-3))
+    text = run_out(step, step.init(params), batch)
+    assert text.startswith(
+        "The step ran out of memory on NVIDIA GeForce RTX 2080 Ti.\n  budget    "
+    )
+    assert "  budget    20.00 MiB\n" in text
+    assert " MiB for local\n" in text and "  measured  not known: no statistics\n" in text
+    assert (
+        "jaxmem.fit(loss_fn, optimizer, params, batch, ...) would take precision as it is, " in text
+    )
+    assert ": projected 1" in text and " ms a step.\n" in text
+    assert text.endswith(f"XLA said: {EXHAUSTED}")
+    monkeypatch.setattr(
+        "jaxmem._exhausted.resolve",
+        lambda _: jaxmem.targets.LocalDevice("cpu", gpu.description, 2**20, gpu),
+    )
+    step = jaxmem.train_step(loss_fn, optax.adam(1e-3))
+    text = run_out(step, step.init(params), batch)
+    assert "is not projected to fit either: What else could be allowed: allow=" in text
+
+
+def test_out_of_memory_of_a_step_that_was_fitted():
+    params, batch = wide()
+    step = jaxmem.fit(
+        loss_fn, optax.adam(1e-3), params, batch, budget="1GiB", target="h200", keep="placement"
+    )
+    text = run_out(step, step.init(params), batch)
+    report = step.fitting.report
+    assert "  budget    1.00 GiB\n" in text
+    assert f"  compiled  {jaxmem.format_bytes(report.device)} for h200\n" in text
+    (line, size), *_ = report.by_source.items()
+    assert f"  held by   {jaxmem.format_bytes(size)} at {line}\n" in text
+    assert text.count("  held by   ") == 3 and "test_train.py:" in text
+    assert "The compiled bytes are within the budget: other arrays are on the device" in text
+    assert "call jaxmem.fit with a budget of 921.60 MiB." in text
+
+
+def test_other_errors_at_run_time_stay_what_they_are():
+    params, batch = wide()
+    step = jaxmem.train_step(loss_fn, optax.sgd(0.1))
+
+    def fail(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    step._jitted = fail
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: something else"):
+        step(step.init(params), batch)
