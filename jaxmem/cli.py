@@ -275,9 +275,11 @@ def _add_plan(commands) -> None:
     parser.add_argument("--reserved", default="0", help="of it, for the optimizer's state, say")
     parser.add_argument("--planner", default="dp", help="dp or sqrt (default: dp)")
     parser.add_argument("--plot", metavar="FILE", help="draw the frontier as .png, .svg or .pdf")
+    parser.set_defaults(html=None)
 
 
 def _plan(options) -> int:
+    _check_files(options)
     loss, args = _load(options.loss, "loss")
     reserved = 0 if options.reserved == "0" else options.reserved
     common: dict[str, Any] = {"planner": options.planner, "target": options.target}
@@ -308,6 +310,7 @@ def _add_fit(commands) -> None:
 
 
 def _fit(options) -> int:
+    _check_files(options)
     made = _function(options.problem, _FIT, (), "a function that returns jaxmem.fit's arguments")()
     parts = made if isinstance(made, tuple) else ()
     extra = parts[4] if len(parts) == 5 else {}
