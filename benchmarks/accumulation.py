@@ -70,8 +70,8 @@ def overhead() -> list[dict]:
     last = jaxmem.memory(updating, *arguments, target="h200")
 
     flops = EVERY * plain.work.flops + last.work.flops
-    moved = EVERY * count_bytes(plain.hlo, 0) + count_bytes(last.hlo, 0)
-    waiting, applying = (count_bytes(micro.hlo, branch) for branch in (0, 1))
+    moved = EVERY * count_bytes(plain.hlo, False) + count_bytes(last.hlo, False)
+    waiting, applying = (count_bytes(micro.hlo, taken) for taken in (False, True))
     cycle = (EVERY - 1) * waiting + applying
     return [
         {

@@ -9,6 +9,7 @@ import optax
 
 from jaxmem._checks import check_optimizer, check_same
 from jaxmem._errors import JaxmemError
+from jaxmem._update_if import update_if
 
 
 def accumulate(
@@ -23,7 +24,7 @@ def accumulate(
     Large batches in the memory of small ones: each call adds a micro-gradient to a running mean
     and returns zero updates; every ``every``-th call runs the optimizer on the mean. State and
     cycle are those of `optax.MultiSteps` (its `optax.MultiStepsState`). Unlike it, the optimizer
-    runs only when a cycle ends (in a `jax.lax.cond`), so its schedules count real steps, and state
+    runs only when a cycle ends, also inside `jax.jit`, so its schedules count real steps, and state
     that `jaxmem.offload` keeps on the host stays there in between; and a micro-gradient that is
     not finite does no harm.
 
@@ -78,37 +79,35 @@ def accumulate(
             skip_state={name: jnp.zeros((), jnp.int32) for name in counters},
         )
 
-    def update(updates, state: optax.MultiStepsState, params=None, *, flush=False, **extra: Any):
-        check_same(("gradients", "in the state"), state.acc_grads, "in this call", updates)
-        good = _all_finite(updates) if skip_nonfinite else jnp.asarray(True)
+    def turn(gradients, state: optax.MultiStepsState, params, flush, extra, finish, result):
+        """One call: ``finish`` of the updates where the cycle ends, ``result`` where it does not;
+        and the next state."""
+        check_same(("gradients", "in the state"), state.acc_grads, "in this call", gradients)
+        good = _all_finite(gradients) if skip_nonfinite else jnp.asarray(True)
         held = state.skip_state["held"] + good.astype(jnp.int32)  # micro-gradients in the mean
 
         def add(total, new):
             share = jnp.maximum(held, 1).astype(total.dtype)
             return jnp.where(good, total + (new.astype(total.dtype) - total) / share, total)
 
-        mean = jax.tree.map(add, state.acc_grads, updates)
+        mean = jax.tree.map(add, state.acc_grads, gradients)
         count = state.mini_step + 1
         length = every(state.gradient_step) if callable(every) else every
         ends = (count >= length) | flush
         applies = ends & (held > 0)
 
-        def apply(mean, inner):
-            mean = jax.tree.map(lambda new, like: new.astype(like.dtype), mean, updates)
-            new_updates, inner = optimizer.update(mean, inner, params, **extra)
-            return new_updates, inner, jax.tree.map(jnp.zeros_like, state.acc_grads)
+        def apply(carried):
+            result, inner, mean = carried
+            zeros = jax.tree.map(jnp.zeros_like, mean)
+            mean = jax.tree.map(lambda new, like: new.astype(like.dtype), mean, gradients)
+            updates, inner = optimizer.update(mean, inner, params, **extra)
+            return finish(updates, result), inner, zeros
 
-        shapes = jax.eval_shape(lambda: apply(mean, state.inner_opt_state)[0])
-
-        def wait(mean, inner):
-            zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
-            return zeros, inner, mean
-
+        result, inner, mean = update_if(applies, apply, (result, state.inner_opt_state, mean))
         counts = {"held": jnp.where(ends, 0, held)}
         if skip_nonfinite:
             counts["skipped"] = state.skip_state["skipped"] + (~good).astype(jnp.int32)
-        new_updates, inner, mean = jax.lax.cond(applies, apply, wait, mean, state.inner_opt_state)
-        return new_updates, optax.MultiStepsState(
+        return result, optax.MultiStepsState(
             mini_step=jnp.where(ends, 0, count),
             gradient_step=state.gradient_step + applies.astype(jnp.int32),
             inner_opt_state=inner,
@@ -116,7 +115,42 @@ def accumulate(
             skip_state=counts,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def update(updates, state, params=None, *, flush=False, **extra: Any):
+        def first(gradients, inner):
+            return optimizer.update(gradients, inner, params, **extra)[0]
+
+        like = jax.eval_shape(first, updates, state.inner_opt_state)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        return turn(updates, state, params, flush, extra, lambda updates, _: updates, zeros)
+
+    def update_params(gradients, state, params):
+        def finish(updates, params):
+            return optax.apply_updates(params, updates)
+
+        return turn(gradients, state, params, False, {}, finish, params)
+
+    return _Accumulation(init, update, update_params)
+
+
+class _Accumulation(optax.GradientTransformationExtraArgs):
+    """What `accumulate` returns: an optax transformation that can also apply its updates,
+    ``params, state = update_params(gradients, state, params)``, for which it need not write zero
+    updates while it waits, nor add them."""
+
+    def __new__(cls, init, update, update_params):
+        self = super().__new__(cls, init, update)
+        self.update_params = update_params
+        return self
+
+
+def update_params(
+    optimizer: optax.GradientTransformationExtraArgs, gradients: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
+    """Parameters and optimizer state after one call of an optimizer."""
+    if isinstance(optimizer, _Accumulation):
+        return optimizer.update_params(gradients, state, params)
+    updates, state = optimizer.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def skips_nonfinite(opt_state: Any) -> bool:

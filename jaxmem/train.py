@@ -16,7 +16,8 @@ from jaxmem._checks import check_optimizer, check_same
 from jaxmem._errors import JaxmemError, JaxmemWarning
 from jaxmem._exhausted import out_of_memory
 from jaxmem._loss import Results, call_loss
-from jaxmem.accumulation import cycle_ends, skips_nonfinite
+from jaxmem._update_if import update_if
+from jaxmem.accumulation import cycle_ends, skips_nonfinite, update_params
 from jaxmem.autocast import autocast, autocast_inside_regions
 from jaxmem.loss_scale import LossScale, LossScaleState, nonfinite
 from jaxmem.memory import MemoryReport, donated_arguments, memory
@@ -238,25 +239,20 @@ class TrainStep:
     def _update(self, state: TrainState, gradients: Any, model_state: Any) -> TrainState:
         """The state after the optimizer; after an overflow the one before it."""
 
-        def apply(gradients, params, opt_state):
-            updates, opt_state = self.optimizer.update(gradients, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
+        def apply(carried):
+            params, opt_state = carried
+            return update_params(self.optimizer, gradients, opt_state, params)
 
         scaling, scale = self.loss_scale, state.loss_scale
         if scaling is None or scale is None:
-            params, opt_state = apply(gradients, state.params, state.opt_state)
+            params, opt_state = apply((state.params, state.opt_state))
             return state._replace(params=params, opt_state=opt_state, model_state=model_state)
         gradients = scaling.unscale(gradients, scale)
         finite = ~jnp.any(nonfinite(gradients))
         if skips_nonfinite(state.opt_state):  # and counts it as a part of its cycle
-            params, opt_state = apply(gradients, state.params, state.opt_state)
+            params, opt_state = apply((state.params, state.opt_state))
         else:
-            params, opt_state = jax.lax.cond(
-                finite,
-                apply,
-                lambda gradients, *unchanged: unchanged,
-                *(gradients, state.params, state.opt_state),
-            )
+            params, opt_state = update_if(finite, apply, (state.params, state.opt_state))
         scale = scaling.update(gradients, scale, cycle_ends=cycle_ends(opt_state))
         model_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), model_state, state.model_state

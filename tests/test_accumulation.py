@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import jaxmem
+from jaxmem.memory._hlo import count_bytes
 
 
 def micro_gradients(count):
@@ -56,6 +57,35 @@ def test_the_optimizer_runs_once_per_cycle():
         _, state = update(gradient, state, PARAMS)
     jax.effects_barrier()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("target", ["local", "h200"])
+def test_a_waiting_step_leaves_parameters_and_state_alone(target, skip):
+    """In the compiled program, where XLA turns a cond of elementwise operations into a select of
+    both branches, and copies what the branches of others pass on."""
+    width, layers = 512, 4
+    size = layers * width * width * 4
+
+    def loss_fn(params, batch):
+        for w in params:
+            batch = jnp.tanh(batch @ w)
+        return jnp.mean(batch**2)
+
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    batch = jax.ShapeDtypeStruct((64, width), jnp.float32)
+    gradient = jaxmem.memory(jax.grad(loss_fn), params, batch, target=target)
+    inner = optax.adam(1e-3)
+    optimizer = jaxmem.accumulate(inner, 4, skip_nonfinite=skip)
+    step = jaxmem.train_step(loss_fn, optimizer)
+    whole = step.memory(jaxmem.eval_shape(step.init, params), batch, target=target)
+    waiting, applying = (count_bytes(whole.hlo, taken) for taken in (False, True))
+    # Gradients are looked at for infinities, then read, added to the mean and not written.
+    most = (3 + skip + (1 if target == "local" else 0.1)) * size
+    assert waiting <= count_bytes(gradient.hlo, False) + most
+    assert applying >= waiting + 7 * size  # parameters, two moments and their mean
+    if target == "h200":
+        assert whole.device <= (5 + 2 * skip) * size + 2**21
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

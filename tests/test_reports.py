@@ -213,6 +213,15 @@ def test_a_diff_adds_up_and_names_remat(plain, planned):
     assert jaxmem.diff(plain, plain).verdict.startswith("The step takes as much as before")
 
 
+def test_a_diff_of_two_targets_names_them(plain):
+    step, args = deep_step()
+    other = jaxmem.memory(step, *args, target="rtx-2080-ti")
+    lines = str(jaxmem.diff(plain, other)).splitlines()
+    assert lines[0].startswith("before: target h200: NVIDIA H200")
+    assert lines[1].startswith("after:  target rtx-2080-ti: NVIDIA GeForce RTX 2080 Ti")
+    assert str(jaxmem.diff(plain, plain)).splitlines()[0].split() == ["before", "after", "change"]
+
+
 def test_a_diff_of_something_else():
     with pytest.raises(jaxmem.JaxmemError, match="compares two reports: jaxmem.MemoryReport, or"):
         jaxmem.diff("{}", "[]")

@@ -99,7 +99,12 @@ class Diff:
         draw({"before: ": self.before, "after: ": self.after}, path)
 
     def __str__(self):
-        lines = [f"{'':16}{'before':>14}{'after':>14}{'change':>14}"]
+        lines = []
+        for what in ("target", "jax"):
+            first, second = (report.get(what) for report in self._both())
+            if first != second:
+                lines += [f"before: {what} {first}", f"after:  {what} {second}"]
+        lines.append(f"{'':16}{'before':>14}{'after':>14}{'change':>14}")
         for name in ("device", "peak", "fragmentation", "host"):
             if name in self.before and name in self.after:
                 first, second = self.before[name], self.after[name]

@@ -88,9 +88,10 @@ def entry_of(hlo: str) -> str:
 _FREE = "after-all bitcast constant get-tuple-element iota opt-barrier parameter tuple".split()
 
 
-def count_bytes(hlo: str, branch: int) -> int:
-    """Bytes that the kernels of one run read and write, taking the given branch of each
-    conditional; a loop counts as in `count_work`."""
+def count_bytes(hlo: str, taken: bool) -> int:
+    """Bytes that the kernels of one run read and write; a loop counts as in `count_work`. What runs
+    or not by a value of its own, the second of two branches or a loop of an unknown number of
+    turns, runs if ``taken`` (the loop once)."""
     computations = computations_of(hlo)
 
     def total(name: str) -> int:
@@ -100,10 +101,11 @@ def count_bytes(hlo: str, branch: int) -> int:
     def moved(line: str, lines: dict[str, str]) -> int:
         operation = operation_of(line)
         if operation == "conditional":
-            return total(branches_of(line)[branch])
+            return total(branches_of(line)[int(taken)])
         if operation in ("while", "call"):
             trips = TRIPS.search(line)
-            return sum(map(total, CALLED.findall(line))) * (int(trips[1]) if trips else 1)
+            times = int(trips[1]) if trips else int(taken or operation == "call")
+            return times * sum(map(total, CALLED.findall(line)))
         if operation in _FREE:
             return 0
         read = (lines[name] for name in operands_of(line) if name in lines)
