@@ -49,7 +49,7 @@ def largest(name: str, changes: dict) -> dict:
     step, _ = plan_step(8, **changes)
 
     def make_args(batch):
-        return plan_step(batch)[1]
+        return plan_step(batch, **changes)[1]
 
     found = jaxmem.max_batch_size(step, make_args, target=TARGET)
     print(found, flush=True)

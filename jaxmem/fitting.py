@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes, parse_budget
@@ -22,8 +24,8 @@ from jaxmem.optim import small_moments
 from jaxmem.planning import COMPILER_OPTIONS, Plan
 from jaxmem.plans import plan as make_plan
 from jaxmem.precision import Precision, precision as parse_precision
-from jaxmem.program import size_of
 from jaxmem.remat import remat
+from jaxmem.sharding import Sharding, shard
 from jaxmem.targets import LocalDevice, Target, resolve
 from jaxmem.train import TrainState, TrainStep, train_step
 
@@ -50,13 +52,15 @@ class Levers:
     """One setting of what a step is made of beside its plan.
 
     ``precision`` is its text ("" : as the function has it); ``moments`` and ``host`` say whether
-    the optimizer's state is in 8 bits and whether it is in host memory.
+    the optimizer's state is in 8 bits and whether it is in host memory; ``stage`` is ZeRO's on the
+    mesh (0: there is none).
     """
 
     precision: str
     microbatches: int
     moments: bool = False
     host: bool = False
+    stage: int = 0
 
     def __str__(self):
         parts = [self.precision or "precision as it is"]
@@ -66,6 +70,8 @@ class Levers:
             parts.append("8-bit moments")
         if self.host:
             parts.append("state on the host")
+        if self.stage:
+            parts.append(f"ZeRO stage {self.stage}")
         return ", ".join(parts)
 
 
@@ -185,6 +191,7 @@ def fit(
     key: jax.Array | None = None,
     precision: str | Precision | None = None,
     loss_scale: LossScale | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     allow: str | Collection[str] = (),
     keep: str | Collection[str] = (),
     compilations: int = 6,
@@ -192,11 +199,12 @@ def fit(
     """The training step of the least predicted time whose compiled bytes fit a budget.
 
     Searches rematerialization plans, microbatches and the optimizer's state in host memory
-    together, and what ``allow`` names besides. A candidate's time is predicted: its kernels by
-    roofline, the update and the sums of gradients by the bytes they move, host transfers by the
-    link, nothing overlapped. Candidates are compiled for the target in the order of their
-    times; what the compiler says of one corrects the projected bytes of the next. So
-    the first that fits is the one, unless a nearer plan takes less recomputation.
+    together, on a mesh ZeRO's stages, and what ``allow`` names besides. A candidate's time is
+    predicted: its kernels by roofline, the update and the sums of gradients by the bytes they
+    move, transfers to the host and between GPUs by the host link, nothing overlapped. Candidates
+    are compiled for the target in the order of their times; what the compiler says of one
+    corrects the projected bytes of the next. So the first that fits is the one, unless a nearer
+    plan takes less recomputation.
 
     Everything that was considered is printed, with bytes, time and the reason for each refusal;
     it stays in ``step.fitting``.
@@ -209,6 +217,8 @@ def fit(
         budget: device bytes for the whole step, an int or text; None: what is usable on the target.
         target: the GPU, present or not; None: the attached one.
         precision, loss_scale: as for `jaxmem.train_step`; not changed.
+        mesh: of GPUs of the target, real or abstract: ZeRO's stages 1 to 3 along its last axis
+            (`jaxmem.shard`) are searched too, and the budget is each GPU's.
         allow: what may be done although it changes the mathematics: ``"precision"`` (bfloat16
             compute by `jaxmem.autocast`), ``"moments"`` (`jaxmem.optim.small_moments`),
             ``"statistics"`` (microbatches of a model with a model state: batch norm then
@@ -252,6 +262,7 @@ def fit(
         key=key,
         precision=precision,
         loss_scale=loss_scale,
+        mesh=mesh,
         allow=allow,
         keep=keep,
     )
@@ -305,6 +316,7 @@ class Search:
         key: jax.Array | None = None,
         precision: str | Precision | None = None,
         loss_scale: LossScale | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
         allow: str | Collection[str] = (),
         keep: str | Collection[str] = (),
     ):
@@ -320,21 +332,31 @@ class Search:
         if both:
             raise JaxmemError(f"jaxmem.fit is to allow {both[0]!r} and to keep it: name it once.")
         self.target = resolve(target)
+        self.mesh, self.devices = mesh, mesh.size if mesh is not None else 1
+        if self.target.count == 1:
+            self.target = dataclasses.replace(self.target, count=self.devices)
+        if self.target.count != self.devices:
+            raise JaxmemError(
+                f"The mesh has {self.devices} devices and the target {self.target.count}: pass "
+                "one GPU as target, or as many."
+            )
         gpu = self.target.gpu if isinstance(self.target, LocalDevice) else self.target
         if gpu is None:
             raise JaxmemError(
                 f"jaxmem.fit plans for a GPU whose figures it knows, and {self.target.description} "
                 "is none. Name one: target='h200' (python -m jaxmem targets lists them)."
             )
-        self.gpu = gpu
+        self.gpu = dataclasses.replace(gpu, count=1)
+        if mesh is not None:
+            self.batch = shard(mesh).place_batch(self.batch)
         usable = self.target.usable_bytes
         self.budget = parse_budget("100%" if budget is None else budget, usable or None)
         self.refused: dict[str, str] = {}
         self.states: dict[Levers, TrainState] = {}
         self.plans: dict[tuple, Plan | int] = {}
         self.seen: dict[Levers, Candidate] = {}  # the last plan of each
-        # compiled bytes over projected ones, by precision and microbatches; the last one first
-        self.ratios: dict[tuple[str, int], float] = {}
+        # compiled bytes over projected ones by precision, microbatches, stage; the last one last
+        self.ratios: dict[tuple[str, int, int], float] = {}
         self.compiled: dict[tuple, Candidate] = {}
         self.reports: dict[tuple, MemoryReport] = {}
         self.options = list(self._options())
@@ -389,10 +411,11 @@ class Search:
                 whole = self.precision or parse_precision("fp32")
                 half = dataclasses.replace(whole, compute=jnp.dtype(jnp.bfloat16))
                 precisions.append(str(half) if self.precision else "bf16")
-        plain = self.state(Levers(own, 1))
+        stages = [0] if self.mesh is None else [1, 2, 3]
+        plain = self.state(Levers(own, 1, stage=stages[0]))
         counts = [1]
         if self._may("batch") and (plain.model_state is None or self._may("statistics")):
-            counts = _slices(self.batch)
+            counts = _slices(self.batch, self.devices)
         state = jax.tree.leaves(plain.opt_state)
         large = [leaf for leaf in state if leaf.ndim and leaf.size]
         placed = any(_jax.memory_space(leaf) is _jax.HOST for leaf in large)
@@ -401,8 +424,8 @@ class Search:
         for precision in precisions:
             for count in counts:
                 for small in moments:
-                    for host in hosts:
-                        yield Levers(precision, count, small, host)
+                    for host, stage in itertools.product(hosts, stages):
+                        yield Levers(precision, count, small, host, stage)
 
     def _may(self, name: str) -> bool:
         if name in self.keep:
@@ -416,6 +439,9 @@ class Search:
         optimizer = self.optimizer
         if levers.moments:
             optimizer = small_moments(optimizer)
+        sharding = self._sharding(levers)
+        if sharding is not None:
+            optimizer = sharding.optimizer(optimizer)
         if levers.host:
             optimizer = offload(optimizer)
         transform: Callable | None = functools.partial(remat, plan=plan)
@@ -429,9 +455,15 @@ class Search:
             microbatches=levers.microbatches,
             loss_scale=self.loss_scale,
             compiler_options=dict(COMPILER_OPTIONS),
+            sharding=sharding,
         )
         step.abstract(self.params, model_state=self.model_state, key=self.key)
         return step
+
+    def _sharding(self, levers: Levers) -> Sharding | None:
+        if self.mesh is None or not levers.stage:
+            return None
+        return shard(self.mesh, stage=levers.stage)
 
     def state(self, levers: Levers) -> TrainState:
         """The abstract state of the levers' step."""
@@ -473,7 +505,7 @@ class Search:
         if isinstance(found, Plan) and "residuals" in self.keep and _recomputes(found):
             plain = self._plan(levers, None)
             assert isinstance(plain, Plan)
-            lowest = plain.projected_bytes + self._reserved(levers)
+            lowest = self._priced(levers, plain).projected
         if lowest is not None or not isinstance(found, Plan):
             self.seen[levers] = Candidate(levers, None, lowest, self._bound(levers))
             return None
@@ -484,10 +516,10 @@ class Search:
         """The fewest projected bytes of what is not compiled yet: the state as small as may be, and
         the batch whole or in the most slices. None: there is no hope in it."""
         most = max((levers.microbatches for levers in self.options), default=1)
-        state = max(((levers.host, levers.moments) for levers in self.options), default=None)
         least: Candidate | None = None
+        smallest = max((_state_levers(levers) for levers in self.options), default=None)
         for levers in self.options:
-            if (levers.host, levers.moments) != state or levers.microbatches not in (1, most):
+            if _state_levers(levers) != smallest or levers.microbatches not in (1, most):
                 continue
             found = self._plan(levers, None if "residuals" in self.keep else 1)
             found = self._plan(levers, found) if isinstance(found, int) else found
@@ -508,17 +540,18 @@ class Search:
     def _plan(self, levers: Levers, budget: int | None) -> Plan | int:
         """The plan within a budget of the whole step (None: without recomputation), or the lowest
         budget that has one."""
-        reserved = self._reserved(levers)
-        within = None if budget is None else max(budget - reserved, 1)
-        key = (levers.precision, levers.microbatches, within)
+        around, share = self._around(levers), self._share(levers)
+        within = None if budget is None else max((budget - around) * share, 1)
+        key = (levers.precision, levers.microbatches, share, within)
         if key not in self.plans:
             state = self.state(levers)
-            count = levers.microbatches
-            part = jax.tree.map(lambda leaf: _slice(leaf, count), self.batch)
+            cut = levers.microbatches * self.devices // share
+            part = jax.tree.map(lambda leaf: _slice(leaf, cut), self.batch)
+            params, *others = jax.tree.map(_whole, (state.params, state.model_state, state.key))
             try:
                 self.plans[key] = make_plan(
                     self.step(levers).loss,
-                    *(state.params, part, state.model_state, state.key),
+                    *(params, part, *others),
                     budget=2**62 if within is None else within,
                     target=self.gpu,
                     compilations=0,
@@ -526,20 +559,21 @@ class Search:
             except BudgetError as error:
                 self.plans[key] = error.lowest or 0
         found = self.plans[key]
-        return found + reserved if isinstance(found, int) else found
+        return -(-found // share) + around if isinstance(found, int) else found
 
     def _priced(self, levers: Levers, plan: Plan) -> Candidate:
-        projected = plan.projected_bytes + self._reserved(levers)
-        seconds = levers.microbatches * (3 * plan.seconds + plan.recompute_seconds)
+        share = self._share(levers)
+        projected = -(-plan.projected_bytes // share) + self._around(levers)
+        seconds = levers.microbatches * (3 * plan.seconds + plan.recompute_seconds) / share
         host = 2 * self._host_bytes(levers)
         return Candidate(levers, plan, projected, seconds + self._overhead(levers), host)
 
     def _bound(self, levers: Levers) -> float:
         """No plan of these levers takes less time: the whole batch at once takes the fewest
         launches and the least traffic of parameters."""
-        whole = self._plan(Levers(levers.precision, 1), None)
+        whole = self._plan(Levers(levers.precision, 1, stage=self.options[0].stage), None)
         assert isinstance(whole, Plan)
-        return 3 * whole.seconds + self._overhead(levers)
+        return 3 * whole.seconds / self.devices + self._overhead(levers)
 
     def _overhead(self, levers: Levers) -> float:
         """Seconds of a step outside the loss and its gradient."""
@@ -550,26 +584,47 @@ class Search:
         moved = 3 * params + 2 * moments  # parameters and gradients read, parameters written
         if levers.microbatches > 1:
             moved += 3 * levers.microbatches * _in_float32(state.params)
-        transfers = 2 * self._host_bytes(levers) / self.gpu.host_bandwidth
-        return moved / self.gpu.memory_bandwidth + transfers
+        transfers = 2 * self._host_bytes(levers)
+        if self.devices > 1:
+            # Gradients are summed and updates gathered; at stage 3 parameters once more.
+            crossings = 3 if levers.stage == 3 else 2
+            whole = _bytes(jax.tree.map(_whole, state.params))
+            transfers += crossings * whole * (self.devices - 1) // self.devices
+        return moved / self.gpu.memory_bandwidth + transfers / self.gpu.host_bandwidth
 
-    def _reserved(self, levers: Levers) -> int:
-        """Device bytes of a step beside the arguments, gradients and residuals of its loss."""
+    def _share(self, levers: Levers) -> int:
+        """Among how many GPUs the program that is planned is divided: all of them, but where each
+        takes slices of its own part."""
+        if self.devices == 1 or levers.microbatches == 1:
+            return self.devices
+        sharding = self.step(levers).slices_sharding(self.state(levers), self.batch)
+        return self.devices if sharding is None else 1
+
+    def _around(self, levers: Levers) -> int:
+        """Bytes of a step on each GPU beside its share of the loss, the loss's arguments and
+        gradients."""
         state = self.state(levers)
-        reserved = _bytes(state.opt_state) - self._host_bytes(levers)
+        around = _bytes(state.opt_state) - self._host_bytes(levers)
         if levers.microbatches > 1:
-            whole = _bytes(self.batch)
-            reserved += whole - whole // levers.microbatches + _in_float32(state.params)
-        return reserved
+            batch = _bytes(self.batch)
+            around += batch - batch // levers.microbatches + _in_float32(state.params)
+        share = self._share(levers)
+        if share > 1:  # of parameters and gradients a GPU may have more than its share
+            whole, here = _bytes(jax.tree.map(_whole, state.params)), _bytes(state.params)
+            spread = self._sharding(levers)
+            gradients = whole // share if spread and spread.stage >= 2 else whole
+            around += here + gradients - 2 * whole // share
+        return around
 
     def _host_bytes(self, levers: Levers) -> int:
         leaves = jax.tree.leaves(self.state(levers).opt_state)
-        return sum(size_of(leaf) for leaf in leaves if _jax.memory_space(leaf) is _jax.HOST)
+        return _bytes([leaf for leaf in leaves if _jax.memory_space(leaf) is _jax.HOST])
 
     def _ratio(self, levers: Levers) -> float:
         # What was not compiled borrows the last one, rounded up: fewer plans are made so.
-        last = math.ceil(next(reversed(self.ratios.values()), 1.0) * 50) / 50
-        return self.ratios.get((levers.precision, levers.microbatches), last)
+        alike = [ratio for key, ratio in self.ratios.items() if key[-1] == levers.stage]
+        last = math.ceil(alike[-1] * 50) / 50 if alike else 1.0
+        return self.ratios.get((levers.precision, levers.microbatches, levers.stage), last)
 
     # ---- compiling
 
@@ -591,7 +646,7 @@ class Search:
         self.reports[key] = report
         self.compiled[key] = dataclasses.replace(candidate, compiled=report.device)
         ratio = report.device / candidate.projected
-        place = (levers.precision, levers.microbatches)
+        place = (levers.precision, levers.microbatches, levers.stage)
         self.ratios.pop(place, None)  # so that it comes last
         self.ratios[place] = ratio * 1.01 if report.device > self.budget else ratio
         _tell(
@@ -693,12 +748,13 @@ def _names(given: str | Collection[str], argument: str, known: dict[str, str]) -
     return names
 
 
-def _slices(batch: Any) -> list[int]:
-    """Counts of microbatches: 1, and the next divisors of the batch that are twice as many."""
+def _slices(batch: Any, devices: int) -> list[int]:
+    """Counts of microbatches: 1, and the next divisors of each device's part that are twice as
+    many."""
     sizes = {leaf.shape[0] if leaf.shape else 1 for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1:
         return [1]  # nothing to cut along
-    size, counts = sizes.pop(), [1]
+    size, counts = sizes.pop() // devices, [1]
     for count in range(2, min(size, _MOST_SLICES) + 1):
         if size % count == 0 and count >= 2 * counts[-1]:
             counts.append(count)
@@ -718,13 +774,31 @@ def _key(candidate: Candidate) -> tuple:
     return (candidate.levers, plan and plan.regions, plan and plan.loops)
 
 
+def _state_levers(levers: Levers) -> tuple:
+    return (levers.host, levers.moments, levers.stage)
+
+
+def _shape_here(leaf: Any) -> tuple[int, ...]:
+    """An abstract array's shape on each device."""
+    return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+
+
+def _whole(leaf: Any) -> jax.ShapeDtypeStruct:
+    """An abstract array on one device."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
 def _bytes(tree: Any) -> int:
-    return sum(map(size_of, jax.tree.leaves(tree)))
+    """Of abstract arrays, on each device."""
+    return sum(math.prod(_shape_here(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _in_float32(params: Any) -> int:
-    """Bytes of the gradients' sum over microbatches."""
-    return sum(leaf.size * max(leaf.dtype.itemsize, 4) for leaf in jax.tree.leaves(params))
+    """Bytes on each device of the gradients' sum over microbatches."""
+    return sum(
+        math.prod(_shape_here(leaf)) * max(leaf.dtype.itemsize, 4)
+        for leaf in jax.tree.leaves(params)
+    )
 
 
 def _tell(text: str) -> None:

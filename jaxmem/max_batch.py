@@ -174,6 +174,8 @@ class _Search:
         high = fails or fits
         low = max(count for count in known if count < high)
         slope = max((known[high] - known[low]) / (high - low), self.growth)
+        if not fails and len(known) > 2:  # a stretch that happens to be flat points too far
+            slope = max(slope, (known[high] - self.fixed) / high / 2)
         wanted = max(int(low + (self.budget - known[low]) / slope), fits + 1)
         return min(wanted, fails - 1) if fails else wanted
 

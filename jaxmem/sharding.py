@@ -75,6 +75,10 @@ class Sharding:
                 )
         return self._place(batch, jax.tree.map(lambda _: rows, batch))
 
+    def replicate(self, tree: Any) -> Any:
+        """A tree with a copy on every device."""
+        return self._place(tree, None)
+
     def init(self, make: Callable, *args: Any) -> Any:
         """The parameters that ``make(*args)`` returns, each device making its part alone."""
         shapes = jax.eval_shape(make, *args)

@@ -26,6 +26,7 @@ from jaxmem.offloading import eval_shape
 from jaxmem.precision import Precision, precision as parse_precision
 from jaxmem.program import size_of
 from jaxmem.remat import remat as plan_regions
+from jaxmem.sharding import Sharding
 
 
 class TrainState(NamedTuple):
@@ -60,11 +61,13 @@ class TrainStep:
         has_state: bool | None,
         donate: bool,
         compiler_options: dict[str, Any] | None = None,
+        sharding: Sharding | None = None,
     ):
         self.loss_fn = loss_fn
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.precision = precision
         self.loss_scale = loss_scale
+        self.sharding = sharding
         self._remat = remat
         self._microbatches = microbatches
         self._has_state = has_state
@@ -103,6 +106,14 @@ class TrainStep:
         """
         if _flax.is_nnx(params):
             params, model_state = self._split_module(params, model_state)
+        if self.sharding is not None:
+            params, model_state = _own_arrays((params, model_state))
+            params = self.sharding.place_params(params)
+            model_state, key = self.sharding.replicate((model_state, key))
+        state = self._init(params, model_state, key)
+        return _commit(self._placed(state) if self.sharding else state)
+
+    def _init(self, params: Any, model_state: Any, key: jax.Array | None) -> TrainState:
         self._check_has_state(model_state)
         params, model_state = _own_arrays((params, model_state))
         if self.precision is not None:
@@ -111,7 +122,22 @@ class TrainStep:
         step = jnp.zeros((), jnp.int32)
         scale = None if self.loss_scale is None else self.loss_scale.init()
         opt_state = self.optimizer.init(params)
-        return _commit(TrainState(step, params, opt_state, model_state, key, scale))
+        return TrainState(step, params, opt_state, model_state, key, scale)
+
+    def _placed(self, state: TrainState) -> TrainState:
+        """The state where the sharding has it, real or abstract."""
+        assert self.sharding is not None
+        others = state._replace(params=None, opt_state=None)
+        return self.sharding.replicate(others)._replace(
+            params=self.sharding.place_params(state.params),
+            opt_state=self.sharding.place_state(state.opt_state),
+        )
+
+    def _on_mesh(self, batch: Any) -> Any:
+        """The batch, spread over the mesh if it is not yet."""
+        if self.sharding is None or any(map(_first_axes, jax.tree.leaves(batch))):
+            return batch
+        return self.sharding.place_batch(batch)
 
     def abstract(
         self, params: Any, *, model_state: Any = None, key: jax.Array | None = None
@@ -123,10 +149,10 @@ class TrainStep:
         if _flax.is_nnx(params):
             params, model_state = self._split_module(params, model_state)
 
-        def init(params, model_state, key):
-            return self.init(params, model_state=model_state, key=key)
-
-        return eval_shape(init, params, model_state, key)
+        if self.sharding is not None:
+            params = self.sharding.place_params(jax.tree.map(_jax.abstract, params))
+        state = eval_shape(self._init, params, model_state, key)
+        return self._placed(state) if self.sharding else state
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after one step on the batch, and the metrics (``"loss"`` among them).
@@ -136,8 +162,9 @@ class TrainStep:
                 holds the most, and what `jaxmem.fit` would do.
         """
         _check_state(state)
+        batch = self._on_mesh(batch)
         try:
-            results = self._jitted(state, batch, sharding=self._sharding(state, batch))
+            results = self._jitted(state, batch, sharding=self.slices_sharding(state, batch))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -152,7 +179,8 @@ class TrainStep:
     def trace(self, state: TrainState, batch: Any):
         """`jax.stages.Traced` of the step."""
         _check_state(state)
-        return self._jitted.trace(state, batch, sharding=self._sharding(state, batch))
+        batch = self._on_mesh(batch)
+        return self._jitted.trace(state, batch, sharding=self.slices_sharding(state, batch))
 
     def lower(self, state: TrainState, batch: Any):
         """`jax.stages.Lowered` of the step."""
@@ -295,7 +323,7 @@ class TrainStep:
                 "this step's init, or add it: state._replace(loss_scale=step.loss_scale.init())."
             )
 
-    def _sharding(self, state: TrainState, batch: Any) -> NamedSharding | None:
+    def slices_sharding(self, state: TrainState, batch: Any) -> NamedSharding | None:
         """Where a batch lies, if its slices' gradients can be summed across devices once at the
         end: the loss has no state of the whole batch, and parameters are whole on each device."""
         if callable(self._microbatches) or self._microbatches == 1 or state.model_state is not None:
@@ -321,6 +349,7 @@ def train_step(
     has_state: bool | None = None,
     donate: bool = True,
     compiler_options: dict[str, Any] | None = None,
+    sharding: Sharding | None = None,
 ) -> TrainStep:
     """A training step that composes precision, rematerialization, microbatches, loss scaling and
     the wrapped optimizer into one XLA program.
@@ -356,6 +385,8 @@ def train_step(
             not take are reported by a `JaxmemWarning`, in the first call and in `TrainStep.memory`.
         compiler_options: XLA flags that the step is compiled with, such as
             ``Plan.compiler_options``.
+        sharding: a `Sharding` of `jaxmem.shard`, whose optimizer is the step's: ``init`` puts the
+            state where it belongs, and a batch that is on one device is spread over the mesh.
 
     Returns:
         A `TrainStep`: ``init``, ``(state, batch) -> (state, metrics)``, ``memory``, ``lower``.
@@ -418,6 +449,7 @@ def train_step(
         has_state,
         donate,
         compiler_options,
+        sharding,
     )
 
 

@@ -1,6 +1,8 @@
 """The search over the levers: what it chooses fits, keeps the mathematics, and says why."""
 
+import importlib.util
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +134,34 @@ def test_a_model_state_is_seen_and_its_batch_is_not_cut():
     assert np.isfinite(metrics["loss"]) and int(state.step) == 1
 
 
+def test_on_a_mesh_zero_stages_are_searched():
+    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    step = fit("64MiB", mesh=mesh, keep="placement")
+    chosen = step.fitting.chosen
+    assert {row.levers.stage for row in step.fitting.considered} == {1, 2, 3}
+    assert step.fitting.target.count == 4 and step.sharding.stage == chosen.levers.stage
+    report = jaxmem.memory(
+        step,
+        step.abstract(PARAMS),
+        step.sharding.place_batch(BATCH),
+        target=jaxmem.target("h200", count=4),
+    )
+    assert report.device == chosen.compiled <= 64 * MIB
+    with pytest.raises(jaxmem.JaxmemError, match="The mesh has 4 devices and the target 2: pass"):
+        fit("64MiB", mesh=mesh, target=jaxmem.target("h200", count=2))
+
+
+def test_a_fitted_step_on_a_mesh_runs():
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+    params = {"layers": [jnp.full((WIDTH, WIDTH), 1e-3)] * LAYERS}
+    batch = {name: np.ones((32, WIDTH)) for name in "xy"}
+    step = jaxmem.fit(loss_fn, ADAM, params, batch, budget="1GiB", target="h200", mesh=mesh)
+    expected = loss_fn(params, batch)
+    state, metrics = step(step.init(params), batch)
+    assert state.opt_state[0].mu["layers"][0].sharding.mesh.shape == {"data": 1}
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-12)
+
+
 def test_nothing_fits():
     with pytest.raises(jaxmem.BudgetError) as caught:
         fit("20MiB", keep="batch")
@@ -158,6 +188,30 @@ def test_wrong_input_is_told_before_compiling():
         given = {"budget": "1GiB"} | options
         with pytest.raises(jaxmem.JaxmemError, match=text):
             fit(**given)
+
+
+@pytest.mark.slow
+def test_resnet50_at_batch_200_on_11_gb():
+    """MegEngine's demonstration: without recomputation it takes 15.6 GiB."""
+    folder = pathlib.Path(__file__).parents[1] / "examples" / "resnet50"
+    spec = importlib.util.spec_from_file_location("resnet50_model", folder / "model.py")
+    model = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(model)
+    net = model.ResNet()
+    image = jax.ShapeDtypeStruct((200, 224, 224, 3), jnp.float32)
+    batch = {"image": image, "label": jax.ShapeDtypeStruct((200,), jnp.int32)}
+    with jax.enable_x64(False):
+        variables = jax.eval_shape(lambda x: net.init(jax.random.key(0), x, False), image)
+        step = jaxmem.fit(
+            *(model.make_loss(net), optax.sgd(0.1, momentum=0.9), variables["params"], batch),
+            model_state=variables["batch_stats"],
+            target="rtx-2080-ti",
+            compilations=4,
+        )
+    chosen = step.fitting.chosen
+    assert chosen.compiled <= step.fitting.budget < 15 * 2**30
+    assert chosen.levers.microbatches == 1, "batch norm sees the whole batch"
+    assert chosen.plan.recompute_seconds <= 0.05 * 3 * chosen.plan.seconds
 
 
 def make():
