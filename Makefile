@@ -4,7 +4,7 @@ VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info
 RUN := $(VENV)/bin/python
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint fuzz bench clean
+.PHONY: demo test lint fuzz bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready  ## the memory of ResNet50 on an absent GPU, then a training with every lever on
@@ -26,6 +26,10 @@ fuzz: $(VENV)/.ready  ## ten times as many random programs under random plans
 bench: $(VENV)/.ready  ## every figure of the README, into benchmarks/results
 	for script in benchmarks/[a-z]*.py; do $(RUN) $$script || exit 1; done
 
+docs: $(VENV)/.ready  ## the documentation site, into site/
+	$(RUN) benchmarks/page.py
+	$(RUN) -m mkdocs build --strict
+
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[test]'
@@ -33,4 +37,4 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv-* runs .pytest_cache .ruff_cache
+	rm -rf .venv-* runs site docs/results.md docs/plots .pytest_cache .ruff_cache
