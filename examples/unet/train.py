@@ -1,0 +1,89 @@
+"""Trains a U-Net to find discs in noise, with the levers that `jaxmem.fit` chooses.
+
+    python examples/unet/train.py                                   # small, on any machine
+    python examples/unet/train.py --plan rtx-2080-ti --budget 8GiB  # the whole U-Net, compiled
+
+The images are made here, so nothing is downloaded.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from model import UNet, make_loss
+
+import jaxmem
+
+
+def discs(count: int, side: int, seed: int) -> dict[str, np.ndarray]:
+    """Noisy images of three bright discs, and where the discs are."""
+    random = np.random.default_rng(seed)
+    rows, columns = np.mgrid[:side, :side]
+    mask = np.zeros((count, side, side), bool)
+    for _ in range(3):
+        y, x = random.uniform(0, side, (2, count, 1, 1))
+        radius = random.uniform(side / 16, side / 6, (count, 1, 1))
+        mask |= (rows - y) ** 2 + (columns - x) ** 2 < radius**2
+    image = mask + random.normal(0, 0.7, mask.shape)
+    return {"image": image[..., None].astype(np.float32), "mask": mask.astype(np.float32)}
+
+
+def plan(options) -> None:
+    """The whole U-Net at 512x512, batch 8, for a GPU that need not be there."""
+    net, batch = UNet(), options.plan_batch
+    image = jax.ShapeDtypeStruct((batch, 512, 512, 1), jnp.float32)
+    mask = jax.ShapeDtypeStruct((batch, 512, 512), jnp.float32)
+    params = jax.eval_shape(lambda x: net.init(jax.random.key(0), x), image)["params"]
+    jaxmem.fit(
+        make_loss(net),
+        optax.adam(1e-3),
+        params,
+        {"image": image, "mask": mask},
+        budget=options.budget,
+        target=options.plan,
+        allow=options.allow,
+    )
+
+
+def train(options) -> None:
+    net = UNet(features=options.features, depth=3)
+    step = jaxmem.train_step(
+        make_loss(net), optax.adam(options.rate), remat="dp", microbatches=options.microbatches
+    )
+    first = discs(options.batch, options.side, 0)
+    params = net.init(jax.random.key(options.seed), first["image"])["params"]
+    state = step.init(params)
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    print(f"{count:,} parameters, {options.microbatches} microbatches", flush=True)
+    for index in range(1, options.steps + 1):
+        state, metrics = step(state, discs(options.batch, options.side, index))
+        if index % options.print_every == 0 or index == options.steps:
+            loss, overlap = float(metrics["loss"]), float(metrics["overlap"])
+            print(f"step {index:5}  loss {loss:.4f}  overlap {overlap:.3f}", flush=True)
+
+
+def main(arguments=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--plan", metavar="TARGET", help="let jaxmem.fit choose for a GPU, and end")
+    parser.add_argument("--plan-batch", type=int, default=8)
+    parser.add_argument("--budget", help="for --plan; default: what is usable on the GPU")
+    parser.add_argument("--allow", action="append", default=[], help="as for jaxmem.fit")
+    parser.add_argument("--features", type=int, default=8)
+    parser.add_argument("--side", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--print-every", type=int, default=25)
+    options = parser.parse_args(arguments)
+    try:
+        plan(options) if options.plan else train(options)
+    except jaxmem.JaxmemError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

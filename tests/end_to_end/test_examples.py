@@ -1,0 +1,40 @@
+"""The examples that have no test module of their own run and learn."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_unet_finds_discs():
+    text = run("unet/train.py", "--steps", 25, "--print-every", 1, "--side", 32, "--batch", 8)
+    overlaps = [float(found) for found in re.findall(r"overlap (\S+)", text)]
+    assert len(overlaps) == 25
+    assert sum(overlaps[:5]) / 5 + 0.2 < sum(overlaps[-5:]) / 5 > 0.6
+
+
+def test_unet_for_a_gpu_that_is_absent():
+    text = run("unet/train.py", "--plan", "rtx-2080-ti", "--plan-batch", 1, "--budget", "2GiB")
+    assert text.startswith("jaxmem.fit: 2.00 GiB on rtx-2080-ti")
+    assert "  chosen: the least predicted time that fits\n" in text
+
+
+def test_equinox_learns_digits_within_a_budget():
+    pytest.importorskip("equinox")
+    text = run("equinox/train.py", "--target", "rtx-3090", "--budget", "4MiB", "--steps", 100)
+    assert "  chosen: the least predicted time that fits\n" in text
+    accuracy = float(re.search(r"held-out accuracy (\S+)%", text)[1])
+    assert accuracy > 85
