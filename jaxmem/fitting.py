@@ -43,6 +43,7 @@ KEPT = {
 }
 
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
+_GAIN = 0.005  # of a step's time: what is worth one more compilation
 _MOST_SLICES = 64
 _ROWS = 8  # of what was not compiled, in the printed table
 
@@ -248,8 +249,8 @@ def fit(
     ... )  # doctest: +ELLIPSIS
     jaxmem.fit: 2.00 GiB on h200: NVIDIA H200, 141.00 GiB (140.50 GiB usable)
     ...
-    >>> step.fitting.chosen.levers
-    Levers(precision='', microbatches=1, moments=False, host=False)
+    >>> print(step.fitting.chosen.levers)
+    precision as it is
     """
     search = Search(
         loss_fn,
@@ -323,7 +324,9 @@ class Search:
         check_optimizer(optimizer, "jaxmem.fit")
         self.loss_fn, self.optimizer = loss_fn, optimizer
         self.params, self.model_state, self.key = params, model_state, key
-        self.batch = jax.tree.map(_jax.abstract, batch)
+        self.batch = jax.tree.map(
+            lambda leaf: _jax.abstract(leaf if hasattr(leaf, "shape") else jnp.asarray(leaf)), batch
+        )
         self.precision = None if precision is None else parse_precision(precision)
         self.loss_scale = loss_scale
         self.allow = _names(allow, "allow", ALLOWED)
@@ -352,6 +355,7 @@ class Search:
         usable = self.target.usable_bytes
         self.budget = parse_budget("100%" if budget is None else budget, usable or None)
         self.refused: dict[str, str] = {}
+        self.steps: dict[Levers, TrainStep] = {}  # before they are planned
         self.states: dict[Levers, TrainState] = {}
         self.plans: dict[tuple, Plan | int] = {}
         self.seen: dict[Levers, Candidate] = {}  # the last plan of each
@@ -436,6 +440,13 @@ class Search:
 
     def step(self, levers: Levers, plan: Plan | None = None) -> TrainStep:
         """The step of some levers, with a plan or before it is planned."""
+        if plan is not None:
+            return self._make_step(levers, plan)
+        if levers not in self.steps:
+            self.steps[levers] = self._make_step(levers, None)
+        return self.steps[levers]
+
+    def _make_step(self, levers: Levers, plan: Plan | None) -> TrainStep:
         optimizer = self.optimizer
         if levers.moments:
             optimizer = small_moments(optimizer)
@@ -480,22 +491,18 @@ class Search:
         """The least predicted time that is projected to fit and not compiled yet; None: nothing
         promises to be faster than ``best``."""
         found: Candidate | None = None
-        limit = best.seconds if best else math.inf
+        limit = best.seconds if best else 1e30
         for levers in sorted(self.options, key=lambda levers: (self._bound(levers), str(levers))):
             if self._bound(levers) >= min(limit, found.seconds if found else math.inf):
                 break
+            if best and levers == best.levers and (best.compiled or 0) >= _CLOSE * self.budget:
+                continue
             candidate = self._candidate(levers)
             if candidate is None or _key(candidate) in self.compiled:
                 continue
-            # what a nearer plan gains must be worth a compilation
-            if candidate.seconds < limit * 0.995 and (
-                not found or candidate.seconds < found.seconds
-            ):
+            gain = limit - candidate.seconds
+            if gain > _GAIN * limit and (found is None or candidate.seconds < found.seconds):
                 found = candidate
-        if best and found and best.levers == found.levers:
-            assert best.compiled is not None
-            if best.compiled >= _CLOSE * self.budget:
-                return None
         return found
 
     def _candidate(self, levers: Levers) -> Candidate | None:
@@ -762,6 +769,8 @@ def _slices(batch: Any, devices: int) -> list[int]:
 
 
 def _slice(leaf: Any, count: int) -> jax.ShapeDtypeStruct:
+    if count == 1:
+        return _whole(leaf)
     return jax.ShapeDtypeStruct((leaf.shape[0] // count, *leaf.shape[1:]), leaf.dtype)
 
 

@@ -162,6 +162,16 @@ def test_a_fitted_step_on_a_mesh_runs():
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-12)
 
 
+def test_a_batch_with_a_scalar_is_not_cut():
+    batch = {"x": jax.ShapeDtypeStruct((64, WIDTH), jnp.float32), "scale": 2.0}
+
+    def scaled(params, batch):
+        return loss_fn(params, {"x": batch["x"], "y": batch["scale"] * batch["x"]})
+
+    step = jaxmem.fit(scaled, ADAM, PARAMS, batch, budget="1GiB", target="h200")
+    assert {row.levers.microbatches for row in step.fitting.considered} == {1}
+
+
 def test_nothing_fits():
     with pytest.raises(jaxmem.BudgetError) as caught:
         fit("20MiB", keep="batch")
