@@ -44,7 +44,7 @@ def slices() -> list[dict]:
     ]
 
 
-def overhead() -> list[dict]:
+def work() -> list[dict]:
     """A cycle of micro-steps beside as many gradients and one update, by what their kernels do."""
     inner = optax.sgd(0.1, momentum=0.9)
     loss_fn = make_loss(ResNet())
@@ -69,34 +69,36 @@ def overhead() -> list[dict]:
     arguments = (state.params, state.opt_state, state.params)
     last = jaxmem.memory(updating, *arguments, target="h200")
 
-    flops = EVERY * plain.work.flops + last.work.flops
-    moved = EVERY * count_bytes(plain.hlo, False) + count_bytes(last.hlo, False)
     waiting, applying = (count_bytes(micro.hlo, taken) for taken in (False, True))
-    cycle = (EVERY - 1) * waiting + applying
+    each, once = (count_bytes(one.hlo, False) for one in (plain, last))
     return [
         {
             "step": f"{EVERY} gradients of batch 32 and one update",
-            "FLOPs": f"{flops:.4e}",
-            "bytes moved": jaxmem.format_bytes(moved),
-            "more": "",
+            "flops": EVERY * plain.work.flops + last.work.flops,
+            "moved": EVERY * each + once,
         },
         {
             "step": f"{EVERY} micro-steps of jaxmem.accumulate",
-            "FLOPs": f"{EVERY * micro.work.flops:.4e}",
-            "bytes moved": jaxmem.format_bytes(cycle),
-            "more": f"({EVERY * micro.work.flops / flops - 1:+.2%} FLOPs, "
-            f"{cycle / moved - 1:+.2%} bytes)",
+            "flops": EVERY * micro.work.flops,
+            "moved": (EVERY - 1) * waiting + applying,
         },
     ]
 
 
+def overhead(rows: list[dict] | None = None) -> tuple[float, float]:
+    """FLOPs and bytes that accumulation adds, as shares."""
+    plain, accumulated = rows or work()
+    return tuple(accumulated[name] / plain[name] - 1 for name in ("flops", "moved"))
+
+
 def main():
-    more = overhead()
-    print(more)
+    rows = work()
+    flops, moved = overhead(rows)
     note = "; ".join(
-        f"{row['step']}: {row['FLOPs']} FLOPs, {row['bytes moved']} moved {row['more']}"
-        for row in more
+        f"{row['step']}: {row['flops']:.4e} FLOPs, {jaxmem.format_bytes(row['moved'])} moved"
+        for row in rows
     )
+    note += f" ({flops:+.2%} FLOPs, {moved:+.2%} bytes)."
     record("Microbatches and accumulation: compiled bytes and work", slices(), note)
 
 

@@ -116,6 +116,11 @@ def context(step: Step) -> Iterator[None]:
         yield
 
 
+def inside(step: Step) -> Step:
+    """The step as it is in its own `context`, which has its name stack already."""
+    return dataclasses.replace(step, name_stack=source_info_util.new_name_stack())
+
+
 def read(values: dict[int, Any], operand: int | Literal) -> Any:
     """The value of an operand of a step."""
     return values[operand] if isinstance(operand, int) else operand.val

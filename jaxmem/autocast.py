@@ -58,8 +58,8 @@ def autocast(
                   softmax, norms, variances and losses
     ``follow``    the rest of arithmetic, comparisons, selections and layout: the widest of its
                   operands of full size. Scalars, biases and what else is broadcast (a norm's mean
-                  and scale) do not count: with them the operation runs in float32 and its result is
-                  rounded. What only ``float32`` operations read is not.
+                  and scale) do not count: with them the operation runs in float32, and its result
+                  is rounded once such operations are done with it: float32 ones read it as it is.
     as traced     everything else (kernels, collectives, linear algebra, random bits), and all that
                   is float64, or bfloat16 and float16 by an explicit cast of the function's own
     ============  ==================================================================================
@@ -175,16 +175,19 @@ class _Caster:
         ``wide_outputs`` that outputs are wanted in float32.
         """
         values = dict(enumerate(inputs))
+        exact: dict[int, Any] = {}  # float32 values of what was rounded
         flags = _Flags(flat, stored, self.compute)
         wide = self._read_in_float32(flat, flags, wide_outputs)
         for index, step in enumerate(flat.steps):
             operands = [_jax.read(values, operand) for operand in step.inputs]
             call = self.calls.get(step.primitive)
-            if call is not None:
-                kept = [_among(i, flags.stored) for i in step.inputs]
-                results = call(step, operands, kept)
-            else:
-                results = self._operation(step, operands, flags, index in wide)
+            kept = [_among(i, flags.stored) for i in step.inputs]
+            with _jax.context(step):  # its casts too
+                inside = _jax.inside(step)
+                if call is not None:
+                    results = call(inside, operands, kept)
+                else:
+                    results = self._operation(inside, operands, flags, index in wide, exact)
             values.update(zip(step.outputs, results, strict=True))
         return [_jax.read(values, output) for output in flat.outputs]
 
@@ -198,7 +201,7 @@ class _Caster:
             return "any"
         return self.rules.get(name, "traced")
 
-    def _operation(self, step, operands, flags, wide: bool) -> list[Any]:
+    def _operation(self, step, operands, flags, wide: bool, exact: dict[int, Any]) -> list[Any]:
         rule = self._rule(step)
         traced = [_dtype(variable.aval) for variable in step.equation.invars]
         floats = {dtype for dtype in traced if _is_floating(dtype)}
@@ -212,17 +215,29 @@ class _Caster:
             return _jax.evaluate(step, list(map(_to, operands, traced)))
         if step.primitive in _SEPARATE:
             return _jax.evaluate(step, operands)
-        if (
+        follows = (
             rule == "follow"
             and not wide
             and all(_dtype(operands[i]) == self.compute for i in flags.deciding(step))
+        )
+        one_number = map(flags.is_scalar, step.inputs)
+        if follows and all(
+            one or not np.ndim(x) or not _is_floating(_dtype(x)) or _dtype(x) == self.compute
+            for x, one in zip(operands, one_number, strict=True)
         ):
-            if all(_dtype(x) == self.compute or not np.ndim(x) for x in operands):
-                return _jax.evaluate(step, [_to(x, self.compute) for x in operands])
-            # Statistics or parameters among them: in float32, and the result rounded.
-            results = _jax.evaluate(step, [_to(x, np.dtype(np.float32)) for x in operands])
-            return [_to(x, self.compute) for x in results]
-        return _jax.evaluate(step, [_to(x, np.dtype(np.float32)) for x in operands])
+            return _jax.evaluate(step, [_to(x, self.compute) for x in operands])
+        results = _jax.evaluate(
+            step,
+            [
+                _to(exact.get(number, x) if isinstance(number, int) else x, np.dtype(np.float32))
+                for number, x in zip(step.inputs, operands, strict=True)
+            ],
+        )
+        if not follows:
+            return results
+        # Statistics or parameters among them: what is of their kind reads the result unrounded.
+        exact.update(zip(step.outputs, results, strict=True))
+        return [_to(x, self.compute) for x in results]
 
     def _contraction(self, step, operands, flags) -> list[Any]:
         preferred = step.equation.params.get("preferred_element_type")

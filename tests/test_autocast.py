@@ -139,6 +139,54 @@ def test_a_scalar_that_the_dtype_cannot_hold_keeps_float32():
     assert np.isfinite(jaxmem.autocast(fun, "fp16")(x, w, jnp.zeros((4, 4), bool))).all()
 
 
+@pytest.mark.parametrize(("precision", "dtype"), LOW)
+def test_a_norm_is_rounded_once(precision, dtype):
+    """At its end, as PyTorch's batch norm: what it does is float32 in between."""
+    x, w, mean, scale, bias = arrays((64, 32), (32, 48), (1, 48), (1, 48), (1, 48))
+
+    def norm(x, w, mean, scale, bias):
+        return jax.nn.relu((x @ w - mean) * scale + bias)
+
+    cast = jaxmem.autocast(norm, f"compute={precision},output={precision}")
+
+    def by_hand(x, w, mean, scale, bias):
+        product = (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
+        return jax.nn.relu(((product - mean) * scale + bias).astype(dtype))
+
+    found, expected = (jax.jit(f)(x, w, mean, scale, bias) for f in (cast, by_hand))
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_masks_are_not_applied_in_float32():
+    """A select of float32 is not worth keeping to XLA: it keeps the mask, a byte a value."""
+
+    def loss(w, x):
+        return jnp.sum(jax.nn.relu(jax.nn.relu(x @ w) @ w))
+
+    w, x = arrays((32, 32), (64, 32))
+    found = operations(jax.grad(jaxmem.autocast(loss, "bf16")), w, x)
+    selects = [outs for name, _, outs in found if name == "select_n"]
+    assert len(selects) == 2 and all(outs == [jnp.bfloat16] for outs in selects)
+
+
+def test_what_is_cast_keeps_its_line_and_module():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.LayerNorm()(nn.Dense(32)(x)))
+            return nn.Dense(8)(x) + 0 * nn.Dense(8)(x)
+
+    model, x = Net(), jnp.ones((16, 8), jnp.float32)
+    params = model.init(jax.random.key(0), x)
+    cast = jaxmem.autocast(lambda params, x: jnp.sum(model.apply(params, x) ** 2), "bf16")
+    kept = [one for one in jaxmem.residuals(cast, params, x) if not one.is_argument and one.shape]
+    assert kept and all("test_autocast.py" in one.source for one in kept)
+    report = jaxmem.memory(jax.grad(cast), params, x, target="h200")
+    for rows in (report.by_source, report.by_module, report.by_phase):
+        assert rows.get("(not attributed)", 0) <= 0.02 * report.peak_bytes
+
+
 def test_float64_and_explicit_casts_are_left_alone():
     def fun(x, w):
         return x @ w, (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
