@@ -25,9 +25,10 @@ fuzz: $(VENV)/.ready  ## ten times as many random programs under random plans
 
 bench: $(VENV)/.ready  ## every figure of the README, into benchmarks/results
 	for script in benchmarks/[a-z]*.py; do $(RUN) $$script || exit 1; done
+	$(RUN) benchmarks/_page.py
 
 docs: $(VENV)/.ready  ## the documentation site, into site/
-	$(RUN) benchmarks/page.py
+	$(RUN) benchmarks/_page.py
 	$(RUN) -m mkdocs build --strict
 
 $(VENV)/.ready: pyproject.toml

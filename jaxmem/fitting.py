@@ -43,6 +43,7 @@ KEPT = {
 }
 
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
+_NEAR = 1.2  # times the budget: near enough to try plans in between
 _GAIN = 0.005  # of a step's time: what is worth one more compilation
 _MOST_SLICES = 64
 _ROWS = 8  # of what was not compiled, in the printed table
@@ -372,7 +373,7 @@ class Search:
             last = len(self.compiled) == compilations - 1
             candidate = self._cheapest(best)
             if best is None and (candidate is None or last):
-                candidate = self._smallest()
+                candidate = self._smallest() or self._between()
             if candidate is None:
                 break
             found = self._compile(candidate, compilations)
@@ -538,7 +539,25 @@ class Search:
             if least is None or self._expected(candidate) < self._expected(least):
                 least = candidate
         tried = len(self.compiled) > 1
-        return None if least and tried and self._expected(least) > self.budget else least
+        hopeless = least and tried and self._expected(least) > _NEAR * self.budget
+        return None if hopeless else least
+
+    def _between(self) -> Candidate | None:
+        """A plan between two that were compiled, of the levers that came nearest to the budget:
+        bytes do not fall evenly with what is recomputed. None: it is too far off."""
+        known = [one for one in self.compiled.values() if one.compiled and one.projected]
+        nearest = min(known, key=lambda one: one.compiled or 0, default=None)
+        if nearest is None or (nearest.compiled or 0) > _NEAR * self.budget:
+            return None
+        sizes = sorted(one.projected or 0 for one in known if one.levers == nearest.levers)
+        gaps = sorted(itertools.pairwise(sizes), key=lambda gap: gap[0] - gap[1])
+        for low, high in gaps:
+            found = self._plan(nearest.levers, (low + high) // 2)
+            if isinstance(found, Plan):
+                candidate = self._priced(nearest.levers, found)
+                if _key(candidate) not in self.compiled:
+                    return candidate
+        return None
 
     def _expected(self, candidate: Candidate) -> int:
         """Bytes that are expected of the compiler."""

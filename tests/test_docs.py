@@ -49,7 +49,7 @@ def test_every_public_name_is_in_the_reference():
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
-    subprocess.run([sys.executable, ROOT / "benchmarks" / "page.py"], check=True)
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "_page.py"], check=True)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -186,6 +186,24 @@ def test_nothing_fits():
     assert step.fitting.chosen.compiled <= lowest
 
 
+def test_plans_between_two_that_do_not_fit_are_tried(monkeypatch):
+    """Bytes of one's own in place of the compiler's: what recomputes most is not the smallest."""
+    budget, sizes = 84 * MIB, iter([1.25, 1.05, 0.9])
+
+    class Report:
+        has_timeline = False
+
+        def __init__(self):
+            self.device = int(next(sizes) * budget)
+
+    monkeypatch.setattr(jaxmem.fitting, "memory", lambda *args, **_: Report())
+    step = fit(budget, keep=("batch", "placement"))
+    chosen = step.fitting.chosen
+    assert chosen.compiled == int(0.9 * budget)
+    projected = sorted(row.projected for row in step.fitting.considered if row.compiled)
+    assert len(projected) == 3 and projected[1] == chosen.projected
+
+
 def test_wrong_input_is_told_before_compiling():
     for options, text in (
         ({"allow": "bf16"}, r"knows no allow='bf16'; the names are 'precision', 'moments', 'stat"),

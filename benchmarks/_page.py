@@ -1,6 +1,6 @@
 """The documentation's page of results: every table of benchmarks/results, and plots of some.
 
-``python benchmarks/page.py`` writes docs/results.md and docs/plots, which are not committed.
+``python benchmarks/_page.py`` writes docs/results.md and docs/plots, which are not committed.
 """
 
 import json
