@@ -26,7 +26,8 @@ def accumulate(
     cycle are those of `optax.MultiSteps` (its `optax.MultiStepsState`). Unlike it, the optimizer
     runs only when a cycle ends, also inside `jax.jit`, so its schedules count real steps, and state
     that `jaxmem.offload` keeps on the host stays there in between; and a micro-gradient that is
-    not finite does no harm.
+    not finite does no harm. `jaxmem.train_step` leaves parameters alone too until a cycle ends. No
+    reverse-mode derivative goes through it.
 
     Args:
         optimizer: any optax transformation.
