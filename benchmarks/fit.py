@@ -109,8 +109,8 @@ def main():
     rows = []
     for case in CASES:
         rows.append(fit(*case))
-        print(rows[-1], flush=True)
-    record("What jaxmem.fit chooses", rows, __doc__.split("\n\n")[1].replace("\n", " ").strip())
+        note = __doc__.split("\n\n")[1].replace("\n", " ").strip()
+        record("What jaxmem.fit chooses", rows, note)
 
 
 if __name__ == "__main__":
