@@ -49,7 +49,7 @@ class Allowed:
             BudgetError: none is projected to fit.
         """
         planner = self.planner(program)
-        around = program.input_bytes + self.reserved
+        around = program.boundary_bytes + self.reserved
         layout = planner.frugal() if self.budget is None else planner.within(self.budget - around)
         if layout is None:
             least = planner.least()
@@ -74,9 +74,10 @@ class Allowed:
         return BudgetError(
             f"No {self.name} plan fits the budget of {format_bytes(self.budget or 0)} with "
             f"{format_bytes(self.reserved)} of it reserved; the lowest one that does is "
-            f"{format_bytes(total)} ({total} bytes {word}, {format_bytes(program.input_bytes)} of "
-            f"them arguments), set by {lowest(program, least)}. Raise the budget, shrink the "
-            "batch, or accumulate gradients over microbatches.",
+            f"{format_bytes(total)} ({total} bytes {word}, "
+            f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
+            f"{lowest(program, least)}. Raise the budget, shrink the batch, or accumulate "
+            "gradients over microbatches.",
             total,
         )
 

@@ -90,7 +90,7 @@ class _Compiled:
             )
         self.problem, self.target, self.allowed = problem, target, allowed
         self.planner = allowed.planner(problem.program)
-        self.around = problem.program.input_bytes + self.allowed.reserved
+        self.around = problem.program.boundary_bytes + self.allowed.reserved
         self.tried: dict[Layout, Plan] = {}
 
     def plan(self, compilations: int) -> Plan:
@@ -103,8 +103,10 @@ class _Compiled:
         best: Plan | None = None
         while len(self.tried) < compilations:
             goal = budget / ratio
-            if not fits < goal < fails:
-                goal = (fits + min(fails, 2 * fits)) / 2 if fits else 0.97 * fails
+            if goal <= fits:
+                break  # nothing faster is projected to fit
+            if goal >= fails:
+                goal = (fits + fails) / 2 if fits else 0.97 * fails
             layout = planner.within(int(goal) - self.around)
             if layout is None or (len(self.tried) == compilations - 1 and not best):
                 layout = planner.least()
@@ -263,7 +265,7 @@ def pareto(
     for layout in sorted(layouts, key=lambda layout: (layout.peak, layout.seconds)):
         if not best or layout.seconds < best[-1].seconds:
             best.append(layout)
-    around = program.input_bytes + allowed.reserved
+    around = program.boundary_bytes + allowed.reserved
     return Frontier(
         tuple(allowed.write(program, layout, found) for layout in reversed(best)),
         tuple(

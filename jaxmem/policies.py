@@ -107,7 +107,7 @@ def _within(problem: Problem, allowed: Allowed) -> Callable[..., bool]:
         return sum(map(allowed.rates.seconds, kernels)) / max(written, 1)
 
     ranked = sorted(kinds, key=density, reverse=True)
-    around = program.input_bytes + allowed.reserved
+    around = program.boundary_bytes + allowed.reserved
     tried = []
     for count in range(len(ranked), -1, -1):
         saved = {

@@ -19,7 +19,8 @@ class Blocks:
     """A program cut into a chain of blocks, and its levels of saved sets.
 
     Values are saved in the order of the time that it takes to make one again for its bytes; there
-    are at most so many ``levels`` of that, and ``sets`` of values beside them.
+    are at most so many ``levels`` of that, and ``sets`` of values beside them. With ``gradients``
+    the bytes of a block's backward pass count those of the program's inputs.
     """
 
     def __init__(
@@ -28,8 +29,10 @@ class Blocks:
         seconds: Sequence[float],
         levels: int = 8,
         sets: Sequence[frozenset[int]] = (),
+        gradients: bool = False,
     ):
         self.program = program
+        self.gradients = gradients
         self.seconds = seconds
         kernels = program.kernels
         self.made = program.made
@@ -72,15 +75,14 @@ class Blocks:
         again, through = np.zeros((levels, count)), np.zeros((levels, count))
         inside, stays = np.zeros((levels, count)), np.zeros((levels, count))
         ahead, keeps = (np.zeros((levels, count, count + 1)) for _ in range(2))
-        gradients = self._gradients()
         for level, saved in enumerate(self.levels):
             for block, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
                 need, cross, stay = self._block(start, stop, saved)
                 again[level, block] = self._time(start, stop, need, saved)
                 through[level, block] = self._time(start, stop, need | cross, saved)
                 stays[level, block] = self._bytes(stay)
-                peak = simulate_block(self.program, start, stop, saved).peak
-                inside[level, block] = peak + gradients[stop]
+                cost = simulate_block(self.program, start, stop, saved, (), self.gradients)
+                inside[level, block] = cost.peak
             ahead[level], keeps[level] = self._between(saved)
 
         def slots(array: np.ndarray) -> np.ndarray:
@@ -90,21 +92,6 @@ class Blocks:
 
     def _bytes(self, values) -> int:
         return sum(self.program.sizes[value] for value in values)
-
-    def _gradients(self) -> list[int]:
-        """For each cut the bytes of the parameters' gradients that the kernels after it make."""
-        program = self.program
-        found = [0] * (len(program.kernels) + 1)
-        seen: set[int] = set()
-        for index in reversed(range(len(program.kernels))):
-            fresh = {
-                value
-                for value in program.kernels[index].sources
-                if value < program.input_count and program.active[value]
-            } - seen
-            seen |= fresh
-            found[index] = found[index + 1] + self._bytes(fresh)
-        return found
 
     def _block(self, start: int, stop: int, saved: frozenset[int]):
         """Of a block: unsaved values that its derivatives read, unsaved ones that later kernels

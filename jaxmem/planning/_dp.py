@@ -18,6 +18,10 @@ from jaxmem.program import Program
 
 _SLOTS = 200
 _HEADROOM = 1.25  # the chain counts some bytes that the layout does not
+# Levels of regions in regions. JAX traces a level on top of the Python stack of the one around it;
+# and this many reach the root of the sixteenth order of a chain's bytes.
+_DEPTH = 16
+_BEYOND = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,32 +143,46 @@ class Variant:
         if plain.peak <= budget:
             return plain
         _, solution = self.solution(budget)
-        # The memories at which the chain's plan changes; the largest whose layout fits.
+        # The memories at which the chain's plan changes; the largest whose layout fits, and some
+        # above it: layouts do not quite grow with the chain's memory.
         memories = solution.steps()
         low, high = 0, len(memories)
-        best: Layout | None = None
+        fits: list[Layout] = []
+
+        def is_low(memory: int) -> bool:
+            layout = self.proposed(solution, memory)
+            if layout and layout.peak <= budget:
+                fits.append(layout)
+            return layout is None or layout.peak <= budget  # less memory takes deeper trees
+
         while low < high:
             middle = (low + high) // 2
-            layout = self.layout(self.blocks.regions(solution.stretches(memories[middle])))
-            if layout.peak <= budget:
+            if is_low(memories[middle]):
                 low = middle + 1
-                if best is None or layout.seconds < best.seconds:
-                    best = layout
             else:
                 high = middle
-        return best
+        for memory in memories[low + 1 : low + 1 + _BEYOND]:
+            is_low(memory)
+        return min(fits, key=lambda layout: (layout.seconds, layout.peak), default=None)
+
+    def proposed(self, solution: Solution, memory: int) -> Layout | None:
+        """What the chain's plan for a memory really is; None: nested too deep."""
+        regions = self.blocks.regions(solution.stretches(memory))
+        return self.layout(regions) if _depth(regions) <= _DEPTH else None
 
     def least(self) -> Layout:
         best = self.layout(())
         while True:
             _, solution = self.solution(int(best.peak * 0.9))
             low = solution.least()
-            found = [
-                self.layout(self.blocks.regions(solution.stretches(memory)))
-                for memory in range(low, min(low + 25, solution.slots + 1), 3)
-            ]
+            memories = range(low, min(low + 25, solution.slots + 1), 3)
+            found = [lay for memory in memories if (lay := self.proposed(solution, memory))]
             lower = min(found, key=lambda layout: layout.peak, default=best)
             if lower.peak >= 0.95 * best.peak:
                 lowest = min(lower.peak, best.peak)
                 return self.within(lowest) or min(lower, best, key=lambda layout: layout.peak)
             best = lower
+
+
+def _depth(regions: tuple[Region, ...]) -> int:
+    return 1 + max((_depth(region.regions) for region in regions), default=-1)

@@ -46,7 +46,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     if any(inner.name in ("checkpoint", "remat", "remat2") for inner in body.operations):
         return [plain]  # the user has placed regions: theirs it is
     seconds = [rates.seconds(inner) for inner in body.kernels]
-    blocks = Blocks(body, seconds, _LEVELS, _sets(body, seconds))
+    blocks = Blocks(body, seconds, _LEVELS, _sets(body, seconds), gradients=True)
     slot = max(plain.inside // _SLOTS + 1, 1)
     solution = Solution(blocks.chain(slot), 2 * _SLOTS)
     carry = sum(body.sizes[value] for value in operation.carry)

@@ -40,7 +40,7 @@ def write_plan(
     target: str,
 ) -> Plan:
     """A layout as a plan: with the bytes of everything, and in words."""
-    around = program.input_bytes + reserved
+    around = program.boundary_bytes + reserved
     return Plan(
         planner=planner,
         fingerprint=program.fingerprint,

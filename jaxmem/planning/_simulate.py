@@ -18,7 +18,7 @@ _REDUCED = 16  # times smaller than what it is made of: the result of a reductio
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """Peak bytes beyond the program's inputs, the number of the kernel that is running there, the
+    """Peak bytes beyond the program's inputs, outputs and gradients, the number of the kernel that is running there, the
     kernels that run in forward passes, as often as they do, and those of the values given (saved
     before) that something reads."""
 
@@ -38,13 +38,15 @@ class _Event:
 
 def simulate(program: Program, regions: Sequence[Region]) -> Cost:
     """The cost of a program with regions."""
-    layout = _Layout(program)
+    layout = _Layout(program, gradients=False)
     made = {value: layout.instance(value, free=True) for value in range(program.input_count)}
     tape = layout.forward(_pieces(regions, 0, len(program.kernels)), made, {})
     outputs = [value for value in program.outputs if value in made]
     cotangents = {value: [layout.instance(value)] for value in outputs if program.active[value]}
     layout.backward(tape, cotangents)
     kept = {made[value] for value in outputs}
+    for instance in kept:
+        layout.sizes[instance] = 0
     for value in range(program.input_count):
         kept.update(cotangents.get(value, ())[-1:])
     return layout.sweep(kept, ())
@@ -56,11 +58,12 @@ def simulate_block(
     stop: int,
     saved: Set[int],
     regions: Sequence[Region] = (),
+    gradients: bool = True,
 ) -> Cost:
     """The cost of the backward pass of kernels ``start`` to ``stop - 1`` by themselves, what they
     are made from at hand: the bytes are of their own values, ``saved`` ones among them from the
-    beginning, of all cotangents and of the gradients of parameters."""
-    layout = _Layout(program)
+    beginning, of all cotangents and, with ``gradients``, of those of the program's inputs."""
+    layout = _Layout(program, gradients)
     made_by, last_used = program.made, program.last_used
     kernels = program.kernels[start:stop]
     sources = {value for kernel in kernels for value in kernel.sources}
@@ -84,10 +87,12 @@ def simulate_block(
 
 
 class _Layout:
-    """The events of a step. A value that is made twice is two instances."""
+    """The events of a step. A value that is made twice is two instances; without ``gradients``
+    those of the program's inputs are counted elsewhere."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, gradients: bool):
         self.program = program
+        self.gradients = gradients
         self.kernels = program.kernels
         self.events: list[_Event] = []
         self.sizes: list[int] = []
@@ -151,7 +156,7 @@ class _Layout:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
             else:
-                fresh.append(self.instance(value))
+                fresh.append(self.instance(value, free=value < count and not self.gradients))
                 if value < count:  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).append(fresh[-1])

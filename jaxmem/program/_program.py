@@ -59,6 +59,13 @@ class Program:
         return sum(self.sizes[: self.input_count])
 
     @functools.cached_property
+    def boundary_bytes(self) -> int:
+        """Bytes of inputs, outputs and gradients: XLA holds them from the first kernel of
+        ``value_and_grad`` to the last."""
+        gradients = (value for value in range(self.input_count) if self.active[value])
+        return self.input_bytes + sum(self.sizes[v] for v in (*set(self.outputs), *gradients))
+
+    @functools.cached_property
     def flops(self) -> int:
         """FLOPs of all matmuls and convolutions."""
         return sum(operation.flops for operation in self.operations)

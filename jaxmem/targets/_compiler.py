@@ -21,6 +21,8 @@ from jaxmem.targets._target import Target
 
 _WORKER = pathlib.Path(__file__).with_name("_worker.py")
 _KEPT_RESULTS = 1000
+_NO_TILES = "Couldn't find output tile sizes"
+_TRITON = "xla_gpu_enable_triton_gemm"
 _SUFFIX = ".compiled"
 
 
@@ -82,6 +84,11 @@ def compile_module(
             return kept
     with _slots:
         reply = _Worker.borrow(compiler).request(request, timeout, target.name)
+        if _NO_TILES in reply.get("error", "") and _TRITON not in (options or {}):
+            # Without autotuning XLA takes Triton's first tiling, which odd shapes refuse; on a
+            # GPU the tuner would take cuBLAS then.
+            flags.append((_TRITON, False))
+            reply = _Worker.borrow(compiler).request(request, timeout, target.name)
     if "error" in reply:
         raise CompileError(
             f"XLA could not compile the program for {target.name}:\n{reply['error']}"

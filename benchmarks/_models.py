@@ -1,0 +1,222 @@
+"""Networks that the benchmarks plan, in plain Flax as their authors describe them.
+
+Stride-2 convolutions pad symmetrically, as everywhere but in Flax's "SAME": cuDNN has no other
+padding, and XLA would copy each input into a padded one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+GIB = 2**30
+
+
+def classifier(net: nn.Module, batch: int, side: int, classes: int = 1000):
+    """The loss of a classifier of images as a function of (params, state, batch), and abstract
+    arguments for it; it returns (loss, new state)."""
+
+    def loss(params, state, batch):
+        variables = {"params": params, **state}
+        logits, new = net.apply(variables, batch["image"], mutable=list(state))
+        labels = jax.nn.one_hot(batch["label"], classes)
+        return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * labels, -1)), new
+
+    image = jax.ShapeDtypeStruct((batch, side, side, 3), jnp.float32)
+    label = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    state = jax.eval_shape(lambda x: net.init(jax.random.key(0), x), image)
+    params = state.pop("params")
+    return loss, (params, state, {"image": image, "label": label})
+
+
+def segmenter(net: nn.Module, batch: int, side: int):
+    """As `classifier`, with one label a pixel."""
+
+    def loss(params, state, batch):
+        variables = {"params": params, **state}
+        logits, new = net.apply(variables, batch["image"], mutable=list(state))
+        chosen = jnp.take_along_axis(logits, batch["label"][..., None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen), new
+
+    image = jax.ShapeDtypeStruct((batch, side, side, 3), jnp.float32)
+    label = jax.ShapeDtypeStruct((batch, side, side), jnp.int32)
+    state = jax.eval_shape(lambda x: net.init(jax.random.key(0), x), image)
+    params = state.pop("params")
+    return loss, (params, state, {"image": image, "label": label})
+
+
+class _Convolution(nn.Module):
+    """Convolution, batch normalisation, activation."""
+
+    features: int
+    kernel: int = 3
+    stride: int = 1
+    groups: int = 1
+    activation: Callable = nn.relu
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        half = self.kernel // 2
+        x = nn.Conv(
+            self.features,
+            (self.kernel, self.kernel),
+            self.stride,
+            [(half, half)] * 2,
+            feature_group_count=self.groups,
+            use_bias=False,
+            dtype=self.dtype,
+        )(x)
+        return self.activation(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+
+
+class _Double(nn.Module):
+    features: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = _Convolution(self.features, dtype=self.dtype)(x)
+        return _Convolution(self.features, dtype=self.dtype)(x)
+
+
+class UNet(nn.Module):
+    """Ronneberger et al. 2015, with batch normalisation and padded convolutions."""
+
+    widths: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    classes: int = 21
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        skips = []
+        for width in self.widths[:-1]:
+            x = _Double(width, dtype=self.dtype)(x)
+            skips.append(x)
+            x = nn.max_pool(x, (2, 2), (2, 2))
+        x = _Double(self.widths[-1], dtype=self.dtype)(x)
+        for width, skip in zip(self.widths[-2::-1], reversed(skips), strict=True):
+            x = nn.ConvTranspose(width, (2, 2), (2, 2), dtype=self.dtype)(x)
+            x = _Double(width, dtype=self.dtype)(jnp.concatenate([skip, x], -1))
+        return nn.Conv(self.classes, (1, 1), dtype=self.dtype)(x).astype(jnp.float32)
+
+
+class _DenseLayer(nn.Module):
+    growth: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        for features, kernel in ((4 * self.growth, 1), (self.growth, 3)):
+            x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+            half = kernel // 2
+            x = nn.Conv(
+                features, (kernel, kernel), 1, [(half, half)] * 2, use_bias=False, dtype=self.dtype
+            )(x)
+        return x
+
+
+class DenseNet(nn.Module):
+    """DenseNet-121: Huang et al. 2017."""
+
+    depths: tuple[int, ...] = (6, 12, 24, 16)
+    growth: int = 32
+    classes: int = 1000
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = _Convolution(2 * self.growth, 7, 2, dtype=self.dtype)(x)
+        x = nn.max_pool(x, (3, 3), (2, 2), [(1, 1)] * 2)
+        for stage, depth in enumerate(self.depths):
+            for _ in range(depth):
+                x = jnp.concatenate([x, _DenseLayer(self.growth, dtype=self.dtype)(x)], -1)
+            x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+            if stage < len(self.depths) - 1:
+                x = nn.Conv(x.shape[-1] // 2, (1, 1), use_bias=False, dtype=self.dtype)(x)
+                x = nn.avg_pool(x, (2, 2), (2, 2))
+        return nn.Dense(self.classes)(x.mean((1, 2)).astype(jnp.float32))
+
+
+class _Inverted(nn.Module):
+    """Mobile inverted bottleneck with squeeze and excitation."""
+
+    features: int
+    expand: int
+    kernel: int
+    stride: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        inside, wide = x.shape[-1], x.shape[-1] * self.expand
+        y = x
+        if self.expand > 1:
+            y = _Convolution(wide, 1, activation=nn.swish, dtype=self.dtype)(y)
+        y = _Convolution(wide, self.kernel, self.stride, wide, nn.swish, self.dtype)(y)
+        gate = y.mean((1, 2), keepdims=True)
+        gate = nn.swish(nn.Dense(max(inside // 4, 1), dtype=self.dtype)(gate))
+        y = y * nn.sigmoid(nn.Dense(wide, dtype=self.dtype)(gate))
+        y = _Convolution(self.features, 1, activation=lambda y: y, dtype=self.dtype)(y)
+        return x + y if self.stride == 1 and inside == self.features else y
+
+
+class EfficientNet(nn.Module):
+    """EfficientNet-B0: Tan and Le 2019 (without stochastic depth)."""
+
+    classes: int = 1000
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = _Convolution(32, 3, 2, activation=nn.swish, dtype=self.dtype)(x)
+        for expand, features, depth, stride, kernel in (
+            (1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3),
+            (6, 112, 3, 1, 5), (6, 192, 4, 2, 5), (6, 320, 1, 1, 3),
+        ):  # fmt: skip
+            for index in range(depth):
+                step = 1 if index else stride
+                x = _Inverted(features, expand, kernel, step, dtype=self.dtype)(x)
+        x = _Convolution(1280, 1, activation=nn.swish, dtype=self.dtype)(x)
+        return nn.Dense(self.classes)(x.mean((1, 2)).astype(jnp.float32))
+
+
+class _Encoder(nn.Module):
+    heads: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        width = x.shape[-1]
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(y, y)
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        y = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(y))
+        return x + nn.Dense(width, dtype=self.dtype)(y)
+
+
+class ViT(nn.Module):
+    """ViT-B/16: Dosovitskiy et al. 2021 (without dropout)."""
+
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    patch: int = 16
+    classes: int = 1000
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        side = (self.patch, self.patch)
+        x = nn.Conv(self.width, side, side, "VALID", dtype=self.dtype)(x)
+        x = x.reshape(x.shape[0], -1, self.width)
+        first = self.param("class", nn.initializers.zeros, (1, 1, self.width))
+        x = jnp.concatenate([jnp.tile(first, (len(x), 1, 1)).astype(x.dtype), x], 1)
+        place = self.param("position", nn.initializers.normal(0.02), (1, x.shape[1], self.width))
+        x = x + place.astype(x.dtype)
+        for _ in range(self.depth):
+            x = _Encoder(self.heads, dtype=self.dtype)(x)
+        x = nn.LayerNorm(dtype=self.dtype)(x)
+        return nn.Dense(self.classes)(x[:, 0].astype(jnp.float32))
