@@ -25,8 +25,8 @@ def emit(flat: _jax.FlatJaxpr, program: Program, plan: Plan, leaves: Sequence[An
 class _Emission:
     """Evaluates kernels of a program.
 
-    Every kernel computes the fused operations that it reads for itself, so that what passes from
-    one region to the next is in memory anyway. Values that are saved have names, which the
+    Regions compute the fused operations that they read for themselves, so that what passes from
+    one to the next is in memory anyway. Values that are saved have names, which the
     policies of the regions know.
     """
 
@@ -43,8 +43,22 @@ class _Emission:
         for region in regions:
             self.evaluate(start, region.start, values)
             self.checkpointed(region, values)
+            if any(region.start <= scan < region.stop for scan in self.program.scans):
+                self.part(region.stop, values)
             start = region.stop
         self.evaluate(start, stop, values)
+
+    def part(self, stop: int, values: dict[int, Any]) -> None:
+        """Parts a loop among the kernels before ``stop`` from those after it, in the backward pass
+        too: without that, XLA may leave gradients of parameters for later, and hold what they are
+        made from all through the loop."""
+        program = self.program
+        parted = [
+            v for v in values
+            if program.active[v] and program.made[v] <= stop < program.last_used[v]
+        ]  # fmt: skip
+        passed = jax.lax.optimization_barrier([_array(values[value]) for value in parted])
+        values.update(zip(parted, passed, strict=True))
 
     def outputs(self, values: dict[int, Any]) -> list[Any]:
         """The results of the program, once its kernels have run."""
@@ -53,11 +67,14 @@ class _Emission:
         return [_jax.read(values, out) for out in self.flat.outputs]
 
     def evaluate(self, start: int, stop: int, values: dict[int, Any]) -> None:
+        fused: dict[int, Any] = {}
         for number in range(start, stop):
             kernel = self.program.kernels[number]
-            inside = {value: values[value] for value in kernel.sources}
             steps = [self.flat.steps[index] for index in kernel.operations]
-            self.flat.run(steps[:-1], inside)
+            inside = fused | {value: values[value] for value in kernel.sources}
+            self.flat.run([s for s in steps[:-1] if inside.keys().isdisjoint(s.outputs)], inside)
+            # Kernels side by side share what is fused into both: cotangents add up there.
+            fused |= {out: inside[out] for step in steps[:-1] for out in step.outputs}
             if number in self.loops:
                 self.looped(self.loops[number], steps[-1], inside)
             else:
@@ -67,6 +84,8 @@ class _Emission:
                     values[value] = checkpoint_name(inside[value], _name(value))
                 elif value != kernel.residuals:
                     values[value] = inside[value]
+            if kernel.residuals is not None:
+                self.part(number + 1, values)
 
     def checkpointed(
         self, region: Region, values: dict[int, Any], prevent_cse: bool = True

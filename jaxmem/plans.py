@@ -15,7 +15,9 @@ from jaxmem.memory import MemoryReport, memory
 from jaxmem.planning import COMPILER_OPTIONS, Layout, Plan, one_liners
 from jaxmem.targets import LocalDevice, Target, resolve
 
-_CLOSE = 0.97  # of the budget: no need to look for less recomputation
+_WORTH = 0.01  # of the step's time: what one more compilation should be able to save
+_MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
+_SAME = 1.002
 _PASS_ACTS = 0.75  # of the device's memory: XLA's own pass acts at some 80 %
 
 
@@ -99,31 +101,35 @@ class _Compiled:
             return self.compile(planner.frugal(), compilations)
         # compiled bytes over projected ones; of a partitioned program every GPU has its share
         ratio = 1 / self.target.count
-        fits, fails = 0.0, float("inf")
+        goal = budget / ratio
+        fits, fails = 0.0, float("inf")  # projected bytes that did, and did not
         best: Plan | None = None
-        while len(self.tried) < compilations:
-            goal = budget / ratio
-            if goal <= fits:
-                break  # nothing faster is projected to fit
-            if goal >= fails:
-                goal = (fits + fails) / 2 if fits else 0.97 * fails
+        while len(self.tried) < compilations and fits * _SAME < fails:
             layout = planner.within(int(goal) - self.around)
             if layout is None or (len(self.tried) == compilations - 1 and not best):
                 layout = planner.least()
-            if layout in self.tried:
+            found = self.tried.get(layout)
+            if not found:
+                if best and layout.seconds > best.recompute_seconds - 3 * _WORTH * best.seconds:
+                    break
+                found = self.compile(layout, compilations)
+            elif layout == planner.least() and not best:
                 break
-            found = self.compile(layout, compilations)
             assert found.compiled_bytes is not None
             ratio = found.compiled_bytes / found.projected_bytes
             if found.compiled_bytes > budget:
                 fails = min(fails, goal)
-                ratio *= 1.003
-                continue
-            fits = max(fits, goal)
-            if best is None or found.recompute_seconds < best.recompute_seconds:
-                best = found
-            if not layout.regions or found.compiled_bytes >= _CLOSE * budget:
-                break
+                goal = budget / ratio / 1.003
+            else:
+                fits = max(fits, goal)
+                if best is None or found.recompute_seconds < best.recompute_seconds:
+                    best = found
+                if layout == planner.plain:
+                    break
+                # Another plan may well compile to less of what is projected than this one.
+                goal = max(budget / ratio, fits * _MORE)
+            if not fits < goal < fails:
+                goal = (fits + fails) / 2 if fits else 0.97 * fails
         if best:
             return best
         lowest = min(self.tried, key=lambda layout: self.tried[layout].compiled_bytes or 0)

@@ -22,6 +22,7 @@ _HEADROOM = 1.25  # the chain counts some bytes that the layout does not
 # and this many reach the root of the sixteenth order of a chain's bytes.
 _DEPTH = 16
 _BEYOND = 6
+_NEAR = 1.02  # times the least peak: as good, if it takes less time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +57,16 @@ class DP:
         """The least time whose projected peak is at most ``budget`` bytes; None: nothing is."""
         if self.plain.peak <= budget:
             return self.plain
-        found = [layout for variant in self.variants if (layout := variant.within(budget))]
-        if not found and self.least().peak <= budget:
+        best: Layout | None = None
+        for variant in sorted(self.variants, key=lambda variant: variant.loops_seconds):
+            if best and best.seconds <= variant.loops_seconds:
+                break
+            layout = variant.within(budget)
+            if layout and (best is None or layout.seconds < best.seconds):
+                best = layout
+        if not best and self.least().peak <= budget:
             return self.least()
-        return min(found, key=lambda layout: (layout.seconds, layout.peak), default=None)
+        return best
 
     @functools.cache  # noqa: B019 (lives as long as one plan is made)
     def least(self) -> Layout:
@@ -67,7 +74,7 @@ class DP:
         found = [self.plain, *(variant.least() for variant in self.variants)]
         lowest = min(layout.peak for layout in found)
         return min(
-            (layout for layout in found if layout.peak <= 1.01 * lowest),
+            (layout for layout in found if layout.peak <= _NEAR * lowest),
             key=lambda layout: layout.seconds,
         )
 
@@ -96,6 +103,7 @@ class Variant:
         decided = zip(program.scans, options, strict=True)
         self.program = program.with_loops({n: (o.residuals, o.inside) for n, o in decided})
         self.options = options
+        self.loops_seconds = sum(option.seconds for option in options)
         self.seconds = [rates.seconds(kernel) for kernel in self.program.kernels]
         for scan in self.program.scans:
             loop = self.program.operation_of(scan)
@@ -124,8 +132,7 @@ class Variant:
             + sum(option.flops for option in self.options),
             sum(kernels[k].moved * n for k, n in again.items())
             + sum(option.moved for option in self.options),
-            sum(self.seconds[k] * n for k, n in again.items())
-            + sum(option.seconds for option in self.options),
+            sum(self.seconds[k] * n for k, n in again.items()) + self.loops_seconds,
         )
 
     def solution(self, budget: int) -> tuple[int, Solution]:
@@ -180,7 +187,8 @@ class Variant:
             lower = min(found, key=lambda layout: layout.peak, default=best)
             if lower.peak >= 0.95 * best.peak:
                 lowest = min(lower.peak, best.peak)
-                return self.within(lowest) or min(lower, best, key=lambda layout: layout.peak)
+                close = self.within(int(_NEAR * lowest))
+                return close or min(lower, best, key=lambda layout: layout.peak)
             best = lower
 
 

@@ -17,9 +17,9 @@ from jaxmem.program import Program
 
 _SLOTS = 128
 _LEVELS = 24
-_SETS = 24
-_DEAR = 12  # the dearest kernels of a body whose subsets are tried
-_OPTIONS = 40
+_SETS = 32
+_DEAR = 14  # the dearest kernels of a body whose subsets are tried
+_OPTIONS = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ def _plain(body: Program, residuals: int) -> LoopOption:
 
 
 def _sets(body: Program, seconds: list[float]) -> list[frozenset[int]]:
-    """Nothing, and those sets of the results of dear operations that no other set betters in both
-    bytes and time spared: a body has few of them, and each counts as often as it repeats."""
+    """Nothing, and those sets of results that no other set betters in both bytes and time spared:
+    a body has few of them that matter, and each counts as often as it repeats."""
     dear = [
         (sum(body.sizes[v] for v in kernel.results), seconds[index], frozenset(kernel.results))
         for index, kernel in enumerate(body.kernels)
-        if kernel.flops and kernel.residuals is None
+        if kernel.residuals is None
     ]
     # Ranks that the thresholds have are not all: what fits beside them may be smaller.
     front: list[tuple[int, float, frozenset[int]]] = [(0, 0.0, frozenset())]

@@ -6,21 +6,23 @@ one event is the projected peak. Any tree of regions over any program (long skip
 is laid out so, in time linear in the number of events.
 """
 
+import bisect
 import collections
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from jaxmem.planning._plan import Region
 from jaxmem.program import Program
 
+_TINY = 1 / 256  # of the largest result: not worth a place in its memory
 _REDUCED = 16  # times smaller than what it is made of: the result of a reduction
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """Peak bytes beyond the program's inputs, outputs and gradients, the number of the kernel that is running there, the
-    kernels that run in forward passes, as often as they do, and those of the values given (saved
-    before) that something reads."""
+    """Peak bytes beyond the program's inputs, outputs and gradients, the number of the kernel that
+    is running there, the kernels that run in forward passes, as often as they do, and those of the
+    values given (saved before) that something reads."""
 
     peak: int
     at: int
@@ -44,12 +46,12 @@ def simulate(program: Program, regions: Sequence[Region]) -> Cost:
     outputs = [value for value in program.outputs if value in made]
     cotangents = {value: [layout.instance(value)] for value in outputs if program.active[value]}
     layout.backward(tape, cotangents)
-    kept = {made[value] for value in outputs}
-    for instance in kept:
+    results = {made[value]: program.sizes[value] for value in outputs}
+    for instance in results:
         layout.sizes[instance] = 0
     for value in range(program.input_count):
-        kept.update(cotangents.get(value, ())[-1:])
-    return layout.sweep(kept, ())
+        results |= dict.fromkeys(cotangents.get(value, ())[-1:], program.sizes[value])
+    return layout.sweep(set(results), (), results)
 
 
 def simulate_block(
@@ -162,9 +164,11 @@ class _Layout:
                 cotangents.setdefault(value, []).append(fresh[-1])
         self.events.append(_Event(number, [*reads, *incoming], fresh, True))
 
-    def sweep(self, kept: set[int], there: Sequence[int]) -> Cost:
+    def sweep(
+        self, kept: set[int], there: Sequence[int], results: Mapping[int, int] | None = None
+    ) -> Cost:
         """Drops what nothing reads, and adds up what is alive: ``there`` from the beginning,
-        ``kept`` to the end."""
+        ``kept`` to the end. ``results`` have memory of their own, so many bytes each."""
         needed = set(kept)
         events = []
         for event in reversed(self.events):
@@ -179,6 +183,8 @@ class _Layout:
             event.makes = [instance for instance in event.makes if instance in needed]
             for instance in (*event.makes, *event.uses):
                 last[instance] = index
+        if results:
+            self._lend(results, last)
         ends: list[list[int]] = [[] for _ in events]
         for instance, index in last.items():
             if instance not in kept:
@@ -202,6 +208,32 @@ class _Layout:
             alive -= freed
         runs = collections.Counter(event.kernel for event in events if not event.backward)
         return Cost(peak, at, runs)
+
+    def _lend(self, results: Mapping[int, int], last: Mapping[int, int]) -> None:
+        """Puts values into the memory of results that are yet to come, as XLA does: the largest
+        first, one at a time in each."""
+        first: dict[int, int] = {}
+        for index, event in enumerate(self.events):
+            for instance in event.makes:
+                first.setdefault(instance, index)
+        room = sorted((size, instance) for instance, size in results.items() if instance in first)
+        largest = room[-1][0] if room else 0
+        least = max(largest * _TINY, 1)
+        values = [
+            (self.sizes[instance], instance)
+            for instance in first
+            if least <= self.sizes[instance] <= largest and instance not in results
+        ]
+        taken: list[list[tuple[int, int]]] = [[] for _ in room]
+        for size, instance in sorted(values, reverse=True):
+            start, end = first[instance], last[instance]
+            for at in range(bisect.bisect_left(room, (size, -1)), len(room)):
+                after = bisect.bisect_left(taken[at], (start, end))
+                until = taken[at][after][0] if after < len(taken[at]) else first[room[at][1]]
+                if end < until and (not after or taken[at][after - 1][1] < start):
+                    taken[at].insert(after, (start, end))
+                    self.sizes[instance] = 0
+                    break
 
 
 def _pieces(regions: Sequence[Region], start: int, stop: int) -> list:

@@ -60,7 +60,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     for index, operation in enumerate(program.operations):
         for value in operation.outputs:
             maker[value] = index
-    kernels = []
+    kernels: list[Kernel] = []
+    reduced = False  # whether the kernel before is a reduction
     for index, operation in enumerate(program.operations):
         results = tuple(value for value in operation.outputs if stored[value])
         if not results:
@@ -90,7 +91,16 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             made_of.update(dict.fromkeys(member.outputs, under))
         if operation.residuals is not None:
             reads.add(operation.residuals)
-        moved = sum(program.sizes[value] for value in (*sources, *results))
+        inside = operation.inside
+        if _picks(operation, program.sizes) and not stored[operation.inputs[0]]:
+            # Its derivative scatters into a cotangent of the operand, which it has to write.
+            made = sum(program.sizes[v] for v in made_of[operation.inputs[0]])
+            inside += max(program.sizes[operation.inputs[0]] - made, 0)
+        reduces = operation.name in _REDUCTIONS
+        # Reductions of the same values are one kernel of several results: it reads them once.
+        again = set(kernels[-1].sources) if reduces and reduced else set()
+        reduced = reduces
+        moved = sum(program.sizes[value] for value in (*(sources - again), *results))
         first = operation.inputs[0] if operation.inputs else None
         dtype = program.types[first].partition("[")[0] if program.types and first else ""
         kernels.append(
@@ -103,7 +113,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 moved,
                 dtype,
                 operation.fused,
-                operation.inside,
+                inside,
                 operation.residuals,
             )
         )
@@ -119,7 +129,7 @@ def _stored(program) -> list[bool]:
     for operation in program.operations:
         for value in set(operation.inputs):
             readers[value] += 1
-            wanted[value] |= not operation.fused
+            wanted[value] |= not (operation.fused or _picks(operation, sizes))
     for value in program.outputs:
         wanted[value] = True
     # A view is where what it shows is.
@@ -157,6 +167,13 @@ def _stored(program) -> list[bool]:
             else:
                 under[value], length[value] = sources, chain
     return stored
+
+
+def _picks(operation, sizes) -> bool:
+    """Whether it takes few elements of its operand: those alone are computed for it."""
+    if operation.name != "gather":
+        return False
+    return sizes[operation.outputs[0]] * _SMALL < sizes[operation.inputs[0]]
 
 
 def _is_view(operation) -> bool:
