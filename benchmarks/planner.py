@@ -72,7 +72,7 @@ def main():
                 has_aux=True,
             )  # fmt: skip
         except jaxmem.BudgetError as error:
-            lowest = int(str(error).partition(" bytes compiled")[0].rpartition("(")[2])
+            lowest = error.lowest
             plan = jaxmem.plan(
                 loss, *args, budget=lowest, target="h200", reserved=momentum, has_aux=True
             )
