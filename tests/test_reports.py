@@ -213,6 +213,13 @@ def test_a_diff_adds_up_and_names_remat(plain, planned):
     assert jaxmem.diff(plain, plain).verdict.startswith("The step takes as much as before")
 
 
+def test_a_diff_names_precision_also_where_casts_are_made_again(plain):
+    _, args = deep_step()
+    half = jaxmem.memory(jax.grad(jaxmem.autocast(deep, "bf16")), *args, target="h200")
+    assert jaxmem.diff(plain, half).verdict.startswith("Lower precision took")
+    assert jaxmem.diff(half, plain).verdict.startswith("Higher precision put")
+
+
 def test_a_diff_of_two_targets_names_them(plain):
     step, args = deep_step()
     other = jaxmem.memory(step, *args, target="rtx-2080-ti")

@@ -51,8 +51,14 @@ class Diff:
         return f"{cause} {_words(change, 'took', 'put')} the peak; {where}. The step takes {now}."
 
     def _cause(self) -> str:
-        """What is known to do this: recompute that came or went, or the kind that changed most."""
+        """What is known to do this: most bytes in half precision or no longer, recompute that came
+        or went, or the kind that changed most."""
         phases, kinds = self.changes["by_phase"], self.changes["by_kind"]
+        half = [_is_half(report) for report in self._both()]
+        if self.device < 0 and half == [False, True]:
+            return "Lower precision"
+        if self.device > 0 and half == [True, False]:
+            return "Higher precision"
         again = [any(p == "recompute" for p in r["timeline"]["phases"]) for r in self._both()]
         if self.device < 0 and again == [False, True]:
             return "Remat"
@@ -172,6 +178,15 @@ def read_report(report: MemoryReport | Mapping[str, Any] | str) -> dict[str, Any
             "`jaxmem estimate --json`) wrote. This is neither."
         )
     return dict(report)
+
+
+def _is_half(report: dict[str, Any]) -> bool:
+    """Whether most floating-point bytes at the peak are of two bytes a value."""
+    sizes = {"bf16": 0, "f16": 0, "f32": 0, "f64": 0}
+    for buffer in report["buffers"]:
+        if buffer["dtype"] in sizes:
+            sizes[buffer["dtype"]] += buffer["bytes"]
+    return sizes["bf16"] + sizes["f16"] > sizes["f32"] + sizes["f64"]
 
 
 def _signed(count: int) -> str:
