@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmem.planning import PLANNERS, Loop, Rates, Region, one_liners, simulate
-from jaxmem.planning._dp import DP
+from jaxmem.planning._dp import DP, _depth
 from jaxmem.planning._loops import loop_options
 from jaxmem.planning._sqrt import Sqrt, _Chain
 from jaxmem.program import Operation, Program
@@ -99,6 +99,40 @@ def test_a_reduction_has_no_buffer_of_its_own_in_the_backward_pass():
     program = Program(operations, (0, 6400, 10, 10), 1, (3,))
     # In the first derivative: the cotangent of the reduction's result, spread out where it is read.
     assert simulate(program, ()).peak <= 6400 + 3 * 10
+
+
+def test_a_value_lies_in_the_memory_of_a_gradient_that_is_yet_to_come():
+    """The gradient of the input is made last: of two values alive at once one lies in its memory,
+    and beside the other there is the cotangent of the output."""
+    operations = tuple(
+        Operation("dot_general", (index,), (index + 1,), 10, False, "nothing") for index in range(4)
+    )
+    held = Program(operations, (0, 40, 40, 40, 1), 1, (4,))
+    lent = dataclasses.replace(held, sizes=(64, 40, 40, 40, 1))
+    assert simulate(held, ()).peak == 80
+    assert simulate(lent, ()).peak == 40 + 1
+    assert lent.boundary_bytes == 64 + 64 + 1
+
+
+def test_few_picked_elements_do_not_put_their_operand_into_memory():
+    """The loss of a language model: fp32 logits are made for the reader of some of them, and its
+    derivative scatters into as many."""
+    operations = (
+        Operation("dot_general", (0, 1), (2,), 10, False, "operands"),
+        Operation("convert_element_type", (2,), (3,), 0, True, "nothing"),
+        Operation("gather", (3,), (4,), 0, False, "operands"),
+    )
+    types = ("bfloat16[]",) * 3 + ("float32[]",) * 2
+    program = Program(operations, (8, 8, 3200, 6400, 4), 2, (4,), types)
+    gather = program.kernels[-1]
+    assert (gather.sources, gather.operations, gather.inside) == ((2,), (1, 2), 3200)
+    many = dataclasses.replace(program, sizes=(8, 8, 3200, 6400, 3200))
+    assert many.kernels[-1].sources == (3,)
+
+
+def test_no_tree_is_too_deep_to_trace():
+    planner = DP(chain([100] * 80), RATES)
+    assert _depth(planner.least().regions) <= 16
 
 
 def every_row_of_regions(count):
