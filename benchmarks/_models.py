@@ -1,9 +1,12 @@
-"""Networks that the benchmarks plan, in plain Flax as their authors describe them.
+"""Networks that the benchmarks plan: those of the examples, and others as their authors describe
+them, in plain Flax.
 
 Stride-2 convolutions pad symmetrically, as everywhere but in Flax's "SAME": cuDNN has no other
 padding, and XLA would copy each input into a padded one.
 """
 
+import importlib.util
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,17 @@ import jax
 import jax.numpy as jnp
 
 GIB = 2**30
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+
+def example(name: str):
+    """The model file of an example."""
+    path = EXAMPLES / name / "model.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_model", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def classifier(net: nn.Module, batch: int, side: int, classes: int = 1000):
@@ -31,20 +45,14 @@ def classifier(net: nn.Module, batch: int, side: int, classes: int = 1000):
     return loss, (params, state, {"image": image, "label": label})
 
 
-def segmenter(net: nn.Module, batch: int, side: int):
-    """As `classifier`, with one label a pixel."""
-
-    def loss(params, state, batch):
-        variables = {"params": params, **state}
-        logits, new = net.apply(variables, batch["image"], mutable=list(state))
-        chosen = jnp.take_along_axis(logits, batch["label"][..., None], -1)[..., 0]
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen), new
-
-    image = jax.ShapeDtypeStruct((batch, side, side, 3), jnp.float32)
-    label = jax.ShapeDtypeStruct((batch, side, side), jnp.int32)
-    state = jax.eval_shape(lambda x: net.init(jax.random.key(0), x), image)
-    params = state.pop("params")
-    return loss, (params, state, {"image": image, "label": label})
+def unet(batch: int, side: int):
+    """The example's U-Net, as `classifier`."""
+    model = example("unet")
+    net = model.UNet()
+    image = jax.ShapeDtypeStruct((batch, side, side, 1), jnp.float32)
+    params = jax.eval_shape(lambda x: net.init(jax.random.key(0), x), image)["params"]
+    mask = jax.ShapeDtypeStruct((batch, side, side), jnp.float32)
+    return model.make_loss(net), (params, {"image": image, "mask": mask})
 
 
 class _Convolution(nn.Module):
@@ -70,37 +78,6 @@ class _Convolution(nn.Module):
             dtype=self.dtype,
         )(x)
         return self.activation(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
-
-
-class _Double(nn.Module):
-    features: int
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x):
-        x = _Convolution(self.features, dtype=self.dtype)(x)
-        return _Convolution(self.features, dtype=self.dtype)(x)
-
-
-class UNet(nn.Module):
-    """Ronneberger et al. 2015, with batch normalisation and padded convolutions."""
-
-    widths: tuple[int, ...] = (64, 128, 256, 512, 1024)
-    classes: int = 21
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x):
-        skips = []
-        for width in self.widths[:-1]:
-            x = _Double(width, dtype=self.dtype)(x)
-            skips.append(x)
-            x = nn.max_pool(x, (2, 2), (2, 2))
-        x = _Double(self.widths[-1], dtype=self.dtype)(x)
-        for width, skip in zip(self.widths[-2::-1], reversed(skips), strict=True):
-            x = nn.ConvTranspose(width, (2, 2), (2, 2), dtype=self.dtype)(x)
-            x = _Double(width, dtype=self.dtype)(jnp.concatenate([skip, x], -1))
-        return nn.Conv(self.classes, (1, 1), dtype=self.dtype)(x).astype(jnp.float32)
 
 
 class _DenseLayer(nn.Module):

@@ -5,29 +5,16 @@ projected bytes where it was not compiled; times are predicted beside plain's, a
 compared with a real GPU's. CPU seconds are those of this process, without XLA's compilations.
 """
 
-import importlib.util
-import pathlib
 import time
 
 import jax
 import jax.numpy as jnp
 import optax
 from _gpt import GPT
+from _models import example, unet
 from _record import record
 
 import jaxmem
-
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-
-
-def example(name: str):
-    """The model file of an example."""
-    path = EXAMPLES / name / "model.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_model", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def array(*shape, dtype=jnp.float32):
@@ -44,12 +31,9 @@ def resnet50(batch: int):
     return args, {"model_state": variables["batch_stats"]}
 
 
-def unet(batch: int):
-    model = example("unet")
-    net, image = model.UNet(), array(batch, 512, 512, 1)
-    params = jax.eval_shape(lambda x: net.init(jax.random.key(0), x), image)["params"]
-    given = {"image": image, "mask": array(batch, 512, 512)}
-    return (model.make_loss(net), optax.adam(1e-3), params, given), {}
+def unet512(batch: int):
+    loss_fn, (params, given) = unet(batch, 512)
+    return (loss_fn, optax.adam(1e-3), params, given), {}
 
 
 def gpt2_medium(batch: int):
@@ -73,8 +57,8 @@ def gpt2_medium(batch: int):
 CASES = [
     ("ResNet50, 224x224, batch 200", resnet50, 200, "rtx-2080-ti", {}),
     ("ResNet50, batch 200", resnet50, 200, "rtx-2080-ti", {"budget": "60%"}),
-    ("U-Net, 512x512, batch 16", unet, 16, "rtx-2080-ti", {}),
-    ("U-Net, batch 12", unet, 12, "rtx-2080-ti", {"keep": "batch"}),
+    ("U-Net, 512x512, batch 16", unet512, 16, "rtx-2080-ti", {}),
+    ("U-Net, batch 12", unet512, 12, "rtx-2080-ti", {"keep": "batch"}),
     ("GPT-2 medium, batch 8", gpt2_medium, 8, "rtx-3090", {}),
     ("GPT-2 medium, batch 8", gpt2_medium, 8, "rtx-3090", {"allow": "precision"}),
 ]

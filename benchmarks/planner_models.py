@@ -10,13 +10,13 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from _models import GIB, DenseNet, EfficientNet, UNet, ViT, classifier, segmenter
+from _models import GIB, DenseNet, EfficientNet, ViT, classifier, unet
 from _record import record
 
 import jaxmem
 
 CASES = {
-    "U-Net": lambda: segmenter(UNet(), 16, 256),
+    "U-Net": lambda: unet(16, 256),
     "DenseNet-121": lambda: classifier(DenseNet(), 64, 224),
     "EfficientNet-B0": lambda: classifier(EfficientNet(), 128, 224),
     "ViT-B/16": lambda: classifier(ViT(), 64, 224),
