@@ -70,15 +70,18 @@ class _Emission:
         fused: dict[int, Any] = {}
         for number in range(start, stop):
             kernel = self.program.kernels[number]
-            steps = [self.flat.steps[index] for index in kernel.operations]
-            inside = fused | {value: values[value] for value in kernel.sources}
-            self.flat.run([s for s in steps[:-1] if inside.keys().isdisjoint(s.outputs)], inside)
-            # Kernels side by side share what is fused into both: cotangents add up there.
-            fused |= {out: inside[out] for step in steps[:-1] for out in step.outputs}
+            *before, last = [self.flat.steps[index] for index in kernel.operations]
+            inside = {value: values[value] for value in kernel.sources}
+            for step in before:
+                # Kernels side by side share what is fused into both: cotangents add up there.
+                if fused.keys().isdisjoint(step.outputs):
+                    self.flat.run([step], inside)
+                    fused |= {out: inside[out] for out in step.outputs}
+                inside |= {out: fused[out] for out in step.outputs}
             if number in self.loops:
-                self.looped(self.loops[number], steps[-1], inside)
+                self.looped(self.loops[number], last, inside)
             else:
-                self.flat.run(steps[-1:], inside)
+                self.flat.run([last], inside)
             for value in kernel.results:
                 if value in self.saved:
                     values[value] = checkpoint_name(inside[value], _name(value))
@@ -86,6 +89,7 @@ class _Emission:
                     values[value] = inside[value]
             if kernel.residuals is not None:
                 self.part(number + 1, values)
+                fused.clear()  # what follows is made from the parted values
 
     def checkpointed(
         self, region: Region, values: dict[int, Any], prevent_cse: bool = True

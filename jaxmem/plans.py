@@ -17,7 +17,7 @@ from jaxmem.targets import LocalDevice, Target, resolve
 
 _WORTH = 0.01  # of the step's time: what one more compilation should be able to save
 _MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
-_SAME = 1.002
+_SAME = 1.002  # projected bytes this near are one plan
 _PASS_ACTS = 0.75  # of the device's memory: XLA's own pass acts at some 80 %
 
 

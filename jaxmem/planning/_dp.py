@@ -21,7 +21,7 @@ _HEADROOM = 1.25  # the chain counts some bytes that the layout does not
 # Levels of regions in regions. JAX traces a level on top of the Python stack of the one around it;
 # and this many reach the root of the sixteenth order of a chain's bytes.
 _DEPTH = 16
-_BEYOND = 6
+_BEYOND = 6  # memories tried above the largest that fits
 _NEAR = 1.02  # times the least peak: as good, if it takes less time
 
 
@@ -156,7 +156,8 @@ class Variant:
         low, high = 0, len(memories)
         fits: list[Layout] = []
 
-        def is_low(memory: int) -> bool:
+        def has_room(memory: int) -> bool:
+            """Tries a memory; whether a larger one may fit too."""
             layout = self.proposed(solution, memory)
             if layout and layout.peak <= budget:
                 fits.append(layout)
@@ -164,12 +165,12 @@ class Variant:
 
         while low < high:
             middle = (low + high) // 2
-            if is_low(memories[middle]):
+            if has_room(memories[middle]):
                 low = middle + 1
             else:
                 high = middle
         for memory in memories[low + 1 : low + 1 + _BEYOND]:
-            is_low(memory)
+            has_room(memory)
         return min(fits, key=lambda layout: (layout.seconds, layout.peak), default=None)
 
     def proposed(self, solution: Solution, memory: int) -> Layout | None:
