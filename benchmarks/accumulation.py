@@ -25,7 +25,7 @@ def slices() -> list[dict]:
     rows = []
     for batch, count in ((32, 1), (256, EVERY)):
         step, (state, arguments) = plan_step(batch, microbatches=count)
-        report = jaxmem.memory(step, state, arguments, target="h200")
+        report = jaxmem.memory(step, state, arguments, target="h200", timeline=False)
         parameters = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params))
         rows.append((batch, count, report.device, report.temp, report.work.flops, parameters))
     (*_, small, _, flops, _), (*_, parameters) = rows
@@ -51,7 +51,7 @@ def work() -> list[dict]:
     _, (state, batch) = plan_step(32)
     step = jaxmem.train_step(loss_fn, jaxmem.accumulate(inner, EVERY))
     started = jaxmem.eval_shape(lambda s: step.init(s.params, model_state=s.model_state), state)
-    micro = step.memory(started, batch, target="h200")
+    micro = step.memory(started, batch, target="h200", timeline=False)
 
     def gradient(params, batch, model_state):
         def loss(params):
@@ -64,10 +64,12 @@ def work() -> list[dict]:
         updates, opt_state = inner.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    plain = jaxmem.memory(gradient, state.params, batch, state.model_state, target="h200")
+    plain = jaxmem.memory(
+        gradient, state.params, batch, state.model_state, target="h200", timeline=False
+    )
     updating = jax.jit(update, donate_argnums=(1, 2))
     arguments = (state.params, state.opt_state, state.params)
-    last = jaxmem.memory(updating, *arguments, target="h200")
+    last = jaxmem.memory(updating, *arguments, target="h200", timeline=False)
 
     waiting, applying = (count_bytes(micro.hlo, taken) for taken in (False, True))
     each, once = (count_bytes(one.hlo, False) for one in (plain, last))

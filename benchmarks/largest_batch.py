@@ -32,7 +32,7 @@ CASES: list[tuple[str, dict]] = [
 @functools.cache
 def flops_of_an_image() -> float:
     step, args = plan_step(8, compiler_options=NO_PASS)
-    return jaxmem.memory(step, *args, target=TARGET).work.flops / 8
+    return jaxmem.memory(step, *args, target=TARGET, timeline=False).work.flops / 8
 
 
 def row(name: str, batch: int, too_large: int | None, report: jaxmem.MemoryReport) -> dict:

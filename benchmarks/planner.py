@@ -57,6 +57,7 @@ def whole_step(loss, plan, args, target):
         params, batch_stats, opt_state, batch,
         target=target,
         compiler_options=OPTIONS,
+        timeline=False,
     )  # fmt: skip
 
 

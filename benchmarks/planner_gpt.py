@@ -60,7 +60,7 @@ def problem(form: str, policy=None):
 
 def report(loss, args):
     step = jax.jit(jax.value_and_grad(loss))
-    return jaxmem.memory(step, *args, target="h200", compiler_options=OPTIONS)
+    return jaxmem.memory(step, *args, target="h200", compiler_options=OPTIONS, timeline=False)
 
 
 def main():

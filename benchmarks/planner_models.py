@@ -34,6 +34,7 @@ def main():
             *args,
             target="h200",
             compiler_options=OPTIONS,
+            timeline=False,
         )
         plan = jaxmem.plan(loss, *args, budget=plain.device // 2, target="h200", has_aux=True)
         rows.append(

@@ -29,7 +29,7 @@ def main():
     rows, plain = [], None
     for name, levers in CASES.items():
         step, args = plan_step(200, **levers)
-        report = jaxmem.memory(step, *args, target="h200")
+        report = jaxmem.memory(step, *args, target="h200", timeline=False)
         plain = plain or report.device
         rows.append(
             {

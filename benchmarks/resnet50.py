@@ -34,7 +34,7 @@ CASES = [
 def measure(case):
     _, batch, target, changes, options = case
     step, args = plan_step(batch, **changes)
-    report = jaxmem.memory(step, *args, target=target, compiler_options=options)
+    report = jaxmem.memory(step, *args, target=target, compiler_options=options, timeline=False)
     return report, report.work
 
 

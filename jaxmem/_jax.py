@@ -20,6 +20,7 @@ from jax._src.interpreters import mlir
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxlib.mlir.passmanager import PassManager
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
@@ -342,10 +343,15 @@ def side_effects(step: Step) -> list[str]:
     )
 
 
-def to_bytecode(lowered) -> tuple[bytes, int]:
-    """A lowered step as MLIR bytecode, and the number of partitions it was lowered for."""
+def to_bytecode(lowered, locations: bool = True) -> tuple[bytes, int]:
+    """A lowered step as MLIR bytecode, with or without modules and lines of code, and the number of
+    partitions it was lowered for."""
     module = lowered.compiler_ir("stablehlo")
     partitions = module.operation.attributes["mhlo.num_partitions"].value
+    if not locations:
+        with module.context:
+            module = module.operation.clone()
+            PassManager.parse("builtin.module(strip-debuginfo)").run(module)
     return mlir.module_to_bytecode(module), partitions
 
 

@@ -161,6 +161,7 @@ class _Compiled:
             *self.problem.args,
             target=self.target,
             compiler_options=options,
+            timeline=False,
             **self.problem.kwargs,
         )
 

@@ -225,3 +225,22 @@ def test_bytes_of_an_array_by_its_dtype(dtype, size):
 
     assert array_bytes(dtype, "2,3") == 6 * size
     assert array_bytes(dtype, "") == size
+
+
+def test_totals_alone_serve_the_same_program_on_other_lines():
+    def one(x):
+        return jnp.tanh(x @ x).sum()
+
+    def other(x):
+        with jax.named_scope("elsewhere"):
+            return jnp.tanh(x @ x).sum()
+
+    other.__name__ = one.__name__
+    x = jax.ShapeDtypeStruct((64, 64), "float32")
+    reports = [jaxmem.memory(jax.jit(f), x, target="h200", timeline=False) for f in (one, other)]
+    located = jaxmem.memory(jax.jit(one), x, target="h200")
+    assert reports[0].hlo == reports[1].hlo
+    assert "elsewhere" not in reports[1].hlo
+    assert (reports[0].device, reports[0].work) == (located.device, located.work)
+    with pytest.raises(jaxmem.JaxmemError, match="or timeline=False was asked for"):
+        _ = reports[0].timeline

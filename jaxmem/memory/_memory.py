@@ -26,6 +26,7 @@ def memory(
     target: str | Target | LocalDevice | None = None,
     compiler_options: dict[str, Any] | None = None,
     timeout: float = 3600,
+    timeline: bool = True,
     **kwargs: Any,
 ) -> MemoryReport:
     """The bytes that a step takes on a target, by compiling it; nothing runs, nothing is allocated.
@@ -38,6 +39,8 @@ def memory(
         target: a GPU's name or `jaxmem.Target`, present or not; None: the attached device.
         compiler_options: XLA flags for this compilation alone, beside the step's own.
         timeout: seconds for the compilation.
+        timeline: False: totals, FLOPs and transfers alone. What the compiler said is kept on disk,
+            and then serves any code that makes the same program, on whatever lines.
 
     Raises:
         CompileError: XLA refused the program, ran out of time, or died.
@@ -64,7 +67,7 @@ def memory(
             "for a GPU that is not there. Leave it out for this, or take target='local'."
         )
     lowered = _jax.lower_for_cuda(traced)
-    module, partitions = _jax.to_bytecode(lowered)
+    module, partitions = _jax.to_bytecode(lowered, locations=timeline)
     if partitions != chosen.count:
         raise JaxmemError(
             f"The step is partitioned over {partitions} devices, and the target is {chosen.count} "
@@ -72,7 +75,7 @@ def memory(
             "shard the arguments over a mesh of that size."
         )
     options = _jax.compiler_options(lowered) | (compiler_options or {})
-    compiled = compile_module(module, chosen, options=options, timeout=timeout, dump=True)
+    compiled = compile_module(module, chosen, options=options, timeout=timeout, dump=timeline)
     described = _arguments(jitted, traced, lowered, args, kwargs)
     report = _report(chosen, compiled.stats, compiled.hlo, compiled.dump, described)
     on_host = _jax.host_results(traced)

@@ -97,8 +97,8 @@ class MemoryReport:
             raise JaxmemError(
                 f"There is no timeline of what was compiled for {self.target}: XLA's CPU compiler "
                 "writes no live ranges, nor are they found where compiler_options has its own "
-                "xla_dump_to. Totals are there; for the timeline name a GPU, as in "
-                "jaxmem.memory(step, *args, target='h200')."
+                "xla_dump_to, or timeline=False was asked for. Totals are there; for the timeline "
+                "name a GPU, as in jaxmem.memory(step, *args, target='h200')."
             )
         version = jaxlib.__version__
         buffers, ranges = (
