@@ -45,10 +45,27 @@ def classifier(net: nn.Module, batch: int, side: int, classes: int = 1000):
     return loss, (params, state, {"image": image, "label": label})
 
 
-def unet(batch: int, side: int):
-    """The example's U-Net, as `classifier`."""
+def resnet50(batch: int, **changes):
+    """The example's ResNet50, as `classifier`."""
+    model = example("resnet50")
+    net = model.ResNet(**changes)
+    loss_fn = model.make_loss(net)
+
+    def loss(params, state, batch):
+        value, new, _ = loss_fn(params, batch, model_state=state)
+        return value, new
+
+    image = jax.ShapeDtypeStruct((batch, 224, 224, 3), jnp.float32)
+    label = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    variables = jax.eval_shape(lambda x: net.init(jax.random.key(0), x, False), image)
+    given = {"image": image, "label": label}
+    return loss, (variables["params"], variables["batch_stats"], given)
+
+
+def unet(batch: int, side: int, **changes):
+    """The example's U-Net, as `classifier`; it has no state."""
     model = example("unet")
-    net = model.UNet()
+    net = model.UNet(**changes)
     image = jax.ShapeDtypeStruct((batch, side, side, 1), jnp.float32)
     params = jax.eval_shape(lambda x: net.init(jax.random.key(0), x), image)["params"]
     mask = jax.ShapeDtypeStruct((batch, side, side), jnp.float32)
@@ -80,7 +97,7 @@ class _Convolution(nn.Module):
         return self.activation(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
 
 
-class _DenseLayer(nn.Module):
+class DenseLayer(nn.Module):
     growth: int
     dtype: Any = None
 
@@ -101,6 +118,7 @@ class DenseNet(nn.Module):
     depths: tuple[int, ...] = (6, 12, 24, 16)
     growth: int = 32
     classes: int = 1000
+    block: Callable[..., nn.Module] = DenseLayer
     dtype: Any = None
 
     @nn.compact
@@ -109,7 +127,7 @@ class DenseNet(nn.Module):
         x = nn.max_pool(x, (3, 3), (2, 2), [(1, 1)] * 2)
         for stage, depth in enumerate(self.depths):
             for _ in range(depth):
-                x = jnp.concatenate([x, _DenseLayer(self.growth, dtype=self.dtype)(x)], -1)
+                x = jnp.concatenate([x, self.block(self.growth, dtype=self.dtype)(x)], -1)
             x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
             if stage < len(self.depths) - 1:
                 x = nn.Conv(x.shape[-1] // 2, (1, 1), use_bias=False, dtype=self.dtype)(x)
@@ -117,7 +135,7 @@ class DenseNet(nn.Module):
         return nn.Dense(self.classes)(x.mean((1, 2)).astype(jnp.float32))
 
 
-class _Inverted(nn.Module):
+class Inverted(nn.Module):
     """Mobile inverted bottleneck with squeeze and excitation."""
 
     features: int
@@ -144,6 +162,7 @@ class EfficientNet(nn.Module):
     """EfficientNet-B0: Tan and Le 2019 (without stochastic depth)."""
 
     classes: int = 1000
+    block: Callable[..., nn.Module] = Inverted
     dtype: Any = None
 
     @nn.compact
@@ -155,12 +174,12 @@ class EfficientNet(nn.Module):
         ):  # fmt: skip
             for index in range(depth):
                 step = 1 if index else stride
-                x = _Inverted(features, expand, kernel, step, dtype=self.dtype)(x)
+                x = self.block(features, expand, kernel, step, dtype=self.dtype)(x)
         x = _Convolution(1280, 1, activation=nn.swish, dtype=self.dtype)(x)
         return nn.Dense(self.classes)(x.mean((1, 2)).astype(jnp.float32))
 
 
-class _Encoder(nn.Module):
+class Encoder(nn.Module):
     heads: int
     dtype: Any = None
 
@@ -182,6 +201,7 @@ class ViT(nn.Module):
     heads: int = 12
     patch: int = 16
     classes: int = 1000
+    block: Callable[..., nn.Module] = Encoder
     dtype: Any = None
 
     @nn.compact
@@ -194,6 +214,6 @@ class ViT(nn.Module):
         place = self.param("position", nn.initializers.normal(0.02), (1, x.shape[1], self.width))
         x = x + place.astype(x.dtype)
         for _ in range(self.depth):
-            x = _Encoder(self.heads, dtype=self.dtype)(x)
+            x = self.block(self.heads, dtype=self.dtype)(x)
         x = nn.LayerNorm(dtype=self.dtype)(x)
         return nn.Dense(self.classes)(x[:, 0].astype(jnp.float32))

@@ -10,6 +10,21 @@ from importlib.metadata import version
 RESULTS = pathlib.Path(__file__).with_name("results")
 
 
+def _stem() -> pathlib.Path:
+    """Where the results of the running script go, less the suffix."""
+    return RESULTS / f"{pathlib.Path(sys.argv[0]).stem}-jax-{version('jax')}"
+
+
+def merge(column: str, order: list[str], rows: list[dict]) -> list[dict]:
+    """Rows beside those of earlier runs: they replace those of the same ``column``, and all are in
+    this order of it. For scripts whose parts take long."""
+    path = pathlib.Path(f"{_stem()}.json")
+    new = {row[column] for row in rows}
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    kept = [row for row in old if row[column] in set(order) - new]
+    return sorted([*kept, *rows], key=lambda row: order.index(row[column]))
+
+
 def record(title: str, rows: list[dict], note: str = "") -> None:
     """Rows of text and numbers, under the name of the running script."""
     name = pathlib.Path(sys.argv[0]).stem
@@ -28,9 +43,8 @@ def record(title: str, rows: list[dict], note: str = "") -> None:
     text.append(f"`{about['command']}`, {about['date']}, {versions}")
     markdown = "\n\n".join([text[0], "\n".join(lines), *text[1 + len(lines) :]]) + "\n"
     RESULTS.mkdir(exist_ok=True)
-    stem = f"{name}-jax-{version('jax')}"
-    (RESULTS / f"{stem}.md").write_text(markdown)
-    (RESULTS / f"{stem}.json").write_text(
+    pathlib.Path(f"{_stem()}.md").write_text(markdown)
+    pathlib.Path(f"{_stem()}.json").write_text(
         json.dumps({"title": title, **about, "rows": rows, "note": note}, indent=1) + "\n"
     )
     print(markdown)

@@ -640,6 +640,8 @@ class Search:
             spread = self._sharding(levers)
             gradients = whole // share if spread and spread.stage >= 2 else whole
             around += here + gradients - 2 * whole // share
+            if spread and spread.stage == 3:  # XLA gathers all of them early and keeps them
+                around += whole - here
         return around
 
     def _host_bytes(self, levers: Levers) -> int:

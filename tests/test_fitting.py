@@ -151,6 +151,19 @@ def test_on_a_mesh_zero_stages_are_searched():
         fit("64MiB", mesh=mesh, target=jaxmem.target("h200", count=2))
 
 
+def test_stage_3_counts_the_parameters_that_xla_gathers():
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    search = jaxmem.fitting.Search(loss_fn, ADAM, PARAMS, BATCH, target="h100", mesh=mesh)
+    levers = jaxmem.fitting.Levers("", 1, stage=3)
+    plain = search._plan(levers, None)
+    report = jaxmem.memory(
+        search.step(levers, plain), search.state(levers), search.batch, target=search.target
+    )
+    assert report.collectives.count["all-gather"] >= 1
+    projected = search._priced(levers, plain).projected
+    assert 0.8 * projected < report.device < 1.12 * projected, report.device / projected
+
+
 def test_a_fitted_step_on_a_mesh_runs():
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
     params = {"layers": [jnp.full((WIDTH, WIDTH), 1e-3)] * LAYERS}

@@ -4,6 +4,8 @@ Its skips cross the whole network: what the first level makes is needed again by
 what makes it hard to recompute.
 """
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax.numpy as jnp
 import optax
@@ -27,18 +29,19 @@ class UNet(nn.Module):
 
     features: int = 64
     depth: int = 4
+    block: Callable[..., nn.Module] = Double
 
     @nn.compact
     def __call__(self, x):
         skips = []
         for level in range(self.depth):
-            x = Double(self.features << level)(x)
+            x = self.block(self.features << level)(x)
             skips.append(x)
             x = nn.max_pool(x, (2, 2), (2, 2))
-        x = Double(self.features << self.depth)(x)
+        x = self.block(self.features << self.depth)(x)
         for level in reversed(range(self.depth)):
             x = nn.ConvTranspose(self.features << level, (2, 2), (2, 2))(x)
-            x = Double(self.features << level)(jnp.concatenate([skips[level], x], -1))
+            x = self.block(self.features << level)(jnp.concatenate([skips[level], x], -1))
         return nn.Conv(1, (1, 1))(x)[..., 0]
 
 
