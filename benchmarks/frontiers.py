@@ -72,16 +72,16 @@ NETWORKS = {
 }
 
 
-def compiled(loss, args):
+def compiled(loss, args, target=TARGET):
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
     step = jax.jit(jax.value_and_grad(loss, has_aux=has_aux))
-    return jaxmem.memory(step, *args, target=TARGET, compiler_options=OPTIONS)
+    return jaxmem.memory(step, *args, target=target, compiler_options=OPTIONS)
 
 
-def planned(loss, args, budget):
+def planned(loss, args, budget, target=TARGET):
     """The plan within a budget, or the one nearest to it, and whether it is within it."""
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
-    options = {"target": TARGET, "has_aux": has_aux, "compilations": COMPILATIONS}
+    options = {"target": target, "has_aux": has_aux, "compilations": COMPILATIONS}
     try:
         return jaxmem.plan(loss, *args, budget=budget, **options), True
     except jaxmem.BudgetError as error:
