@@ -15,7 +15,7 @@ from jaxmem.memory import MemoryReport, memory
 from jaxmem.planning import COMPILER_OPTIONS, Layout, Plan, one_liners
 from jaxmem.targets import LocalDevice, Target, resolve
 
-_WORTH = 0.01  # of the step's time: what one more compilation should be able to save
+_WORTH = 0.01  # of the step's time: the price that one more compilation should be able to save
 _MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
 _SAME = 1.002  # projected bytes this near are one plan
 _PASS_ACTS = 0.75  # of the device's memory: XLA's own pass acts at some 80 %
@@ -41,8 +41,8 @@ def plan(
             allocated. Leaves that are not arrays are taken as constants.
         budget: device bytes allowed for ``value_and_grad(fun)`` (arguments, gradients and
             residuals) and for what is reserved, an int or text such as ``"11GiB"`` or ``"80%"`` (of
-            the target): the least predicted time that fits. None: the least memory that one more
-            forward pass buys.
+            the target): the least recomputation that fits, in predicted time, of which FLOPs count
+            most. None: the least memory that one more forward pass buys.
         planner: ``"dp"``: the optimum over nested regions and what they save, for any program that
             is about a chain; ``"sqrt"`` (Chen et al. 2016): one row of regions, each keeping what
             crosses its end, about sqrt(N) of them on N equal layers.
@@ -103,14 +103,15 @@ class _Compiled:
         ratio = 1 / self.target.count
         goal = budget / ratio
         fits, fails = 0.0, float("inf")  # projected bytes that did, and did not
-        best: Plan | None = None
+        best: Layout | None = None
         while len(self.tried) < compilations and fits * _SAME < fails:
             layout = planner.within(int(goal) - self.around)
             if layout is None or (len(self.tried) == compilations - 1 and not best):
                 layout = planner.least()
             found = self.tried.get(layout)
             if not found:
-                if best and layout.seconds > best.recompute_seconds - 3 * _WORTH * best.seconds:
+                forward = self.tried[best].seconds if best else 0.0
+                if best and layout.price > best.price - 3 * _WORTH * forward:
                     break
                 found = self.compile(layout, compilations)
             elif layout == planner.least() and not best:
@@ -122,8 +123,8 @@ class _Compiled:
                 goal = budget / ratio / 1.003
             else:
                 fits = max(fits, goal)
-                if best is None or found.recompute_seconds < best.recompute_seconds:
-                    best = found
+                if best is None or layout.price < best.price:
+                    best = layout
                 if layout == planner.plain:
                     break
                 # Another plan may well compile to less of what is projected than this one.
@@ -131,7 +132,7 @@ class _Compiled:
             if not fits < goal < fails:
                 goal = (fits + fails) / 2 if fits else 0.97 * fails
         if best:
-            return best
+            return self.tried[best]
         lowest = min(self.tried, key=lambda layout: self.tried[layout].compiled_bytes or 0)
         raise self.allowed.too_small(
             self.problem.program, lowest, self.tried[lowest].compiled_bytes or 0, "compiled"
@@ -269,8 +270,8 @@ def pareto(
         if layout:
             layouts.add(layout)
     best: list[Layout] = []
-    for layout in sorted(layouts, key=lambda layout: (layout.peak, layout.seconds)):
-        if not best or layout.seconds < best[-1].seconds:
+    for layout in sorted(layouts, key=lambda layout: (layout.peak, layout.price)):
+        if not best or layout.price < best[-1].price:
             best.append(layout)
     around = program.boundary_bytes + allowed.reserved
     return Frontier(

@@ -179,10 +179,10 @@ def test_dp_is_no_worse_than_any_row_of_regions(seed):
     for row in every_row_of_regions(count):
         regions = tuple(Region(*pair) for pair in itertools.pairwise((0, *row)))
         runs = simulate(program, regions)
-        spent = sum((n - 1) * RATES.seconds(program.kernels[k]) for k, n in runs.runs.items())
+        spent = sum((n - 1) * RATES.price(program.kernels[k]) for k, n in runs.runs.items())
         within = planner.within(int(runs.peak * 1.05))  # slots round up
         assert within is not None
-        assert within.seconds <= spent + 1e-12
+        assert within.price <= spent + 1e-12
         assert within.peak <= int(runs.peak * 1.05)
 
 
@@ -227,7 +227,7 @@ def test_the_menu_of_a_scan():
     program = loop_program()
     menu = loop_options(program, 0, RATES)
     assert (menu[0].loop, menu[0].flops, menu[0].residuals) == (None, 0, 48 * 10**6)
-    assert [option.seconds for option in menu] == sorted(option.seconds for option in menu)
+    assert [option.price for option in menu] == sorted(option.price for option in menu)
     least = min(menu, key=lambda option: option.residuals)
     assert least.loop.segments == 4
     assert least.residuals == (4 + 4) * 10**6  # the carries of four scans, and those of one of them

@@ -18,7 +18,7 @@ _TINY = 1 / 4096  # of the largest value: saved in any case
 class Blocks:
     """A program cut into a chain of blocks, and its levels of saved sets.
 
-    Values are saved in the order of the time that it takes to make one again for its bytes; there
+    Values are saved in the order of the price of making one again for its bytes; there
     are at most so many ``levels`` of that, and ``sets`` of values beside them. With ``gradients``
     the bytes of a block's backward pass count those of the program's inputs.
     """
@@ -26,14 +26,14 @@ class Blocks:
     def __init__(
         self,
         program: Program,
-        seconds: Sequence[float],
+        prices: Sequence[float],
         levels: int = 8,
         sets: Sequence[frozenset[int]] = (),
         gradients: bool = False,
     ):
         self.program = program
         self.gradients = gradients
-        self.seconds = seconds
+        self.prices = prices
         kernels = program.kernels
         self.made = program.made
         self.last = program.last_used
@@ -42,11 +42,11 @@ class Blocks:
         self.cuts = _cuts(program)
         largest = max((program.sizes[value] for value in self.values), default=0)
         self.density = {}
-        for kernel, time in zip(kernels, seconds, strict=True):
+        for kernel, price in zip(kernels, prices, strict=True):
             for value in kernel.results:
                 size = program.sizes[value]
                 tiny = size <= largest * _TINY
-                self.density[value] = np.inf if tiny else time / size
+                self.density[value] = np.inf if tiny else price / size
                 if value in nameless:  # it is inside of a scan: nothing that a region can save
                     self.density[value] = -np.inf
         ranks = (
@@ -78,8 +78,8 @@ class Blocks:
         for level, saved in enumerate(self.levels):
             for block, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
                 need, cross, stay = self._block(start, stop, saved)
-                again[level, block] = self._time(start, stop, need, saved)
-                through[level, block] = self._time(start, stop, need | cross, saved)
+                again[level, block] = self._price(start, stop, need, saved)
+                through[level, block] = self._price(start, stop, need | cross, saved)
                 stays[level, block] = self._bytes(stay)
                 cost = simulate_block(self.program, start, stop, saved, (), self.gradients)
                 inside[level, block] = cost.peak
@@ -102,26 +102,26 @@ class Blocks:
         cross = {value for value in own if self.last[value] > stop}
         return need - saved, cross - saved, need | cross | (own & saved)
 
-    def _time(self, start: int, stop: int, wanted: set[int], saved: frozenset[int]) -> float:
+    def _price(self, start: int, stop: int, wanted: set[int], saved: frozenset[int]) -> float:
         """Time to make values of a block from what enters it and from what is saved."""
-        wanted, time = set(wanted), 0.0
+        wanted, price = set(wanted), 0.0
         for index in reversed(range(start, stop)):
             kernel = self.program.kernels[index]
             if not wanted.isdisjoint(kernel.results):
-                time += self.seconds[index]
+                price += self.prices[index]
                 wanted.update(value for value in kernel.sources if value not in saved)
-        return time
+        return price
 
     def _between(self, saved: frozenset[int]) -> tuple[np.ndarray, np.ndarray]:
-        """[start, stop]: time to run from one cut to another for what is read after it, and the
-        bytes of that and of what is saved between them."""
+        """[start, stop]: price of running from one cut to another for what is read after it, and
+        the bytes of that and of what is saved between them."""
         program, cuts = self.program, self.cuts
         count = len(cuts) - 1
         ahead, keeps = np.zeros((count, count + 1)), np.zeros((count, count + 1))
         block_of = np.searchsorted(cuts, [self.made[value] for value in self.values]) - 1
         sizes = np.array([program.sizes[value] for value in self.values], dtype=np.float64)
         last = np.array([self.last[value] for value in self.values])
-        # For a cut and what is wanted there: the times from all cuts before it. Mostly what is
+        # For a cut and what is wanted there: the prices from all cuts before it. Mostly what is
         # wanted at one cut leads to the same at the one before.
         known: dict[tuple[int, frozenset[int]], np.ndarray] = {}
         is_saved = np.array([value in saved for value in self.values], dtype=bool)
@@ -137,25 +137,25 @@ class Blocks:
             self._walk(stop, wanted, saved, ahead[:, stop], known)
         return ahead, keeps
 
-    def _walk(self, stop: int, wanted: set[int], saved: frozenset[int], times, known) -> None:
-        """Fills in the times to make what is wanted at a cut, from each of the cuts before it."""
-        passed, time = [], 0.0
+    def _walk(self, stop: int, wanted: set[int], saved: frozenset[int], prices, known) -> None:
+        """Fills in the prices to make what is wanted at a cut, from each of the cuts before it."""
+        passed, price = [], 0.0
         for block in reversed(range(stop)):
             start = self.cuts[block]
             key = (block + 1, frozenset(v for v in wanted if self.made[v] <= self.cuts[block + 1]))
             if key in known:
-                times[: block + 1] = time + known[key]
+                prices[: block + 1] = price + known[key]
                 break
-            passed.append((key, time))
+            passed.append((key, price))
             wanted = set(key[1])
             for index in reversed(range(start, self.cuts[block + 1])):
                 kernel = self.program.kernels[index]
                 if not wanted.isdisjoint(kernel.results):
-                    time += self.seconds[index]
+                    price += self.prices[index]
                     wanted.update(value for value in kernel.sources if value not in saved)
-            times[block] = time
+            prices[block] = price
         for (cut, held), before in passed:
-            known[cut, held] = times[:cut] - before
+            known[cut, held] = prices[:cut] - before
 
     def regions(self, stretches: Sequence[Stretch]) -> tuple[Region, ...]:
         """Stretches of the chain as regions of the program."""

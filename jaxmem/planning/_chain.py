@@ -18,11 +18,11 @@ class Chain:
     """Blocks ``0`` to ``n - 1`` in order, and levels of saved sets, from nothing to much.
 
     Attributes:
-        again: [levels, n] time to run a block again for its own backward pass.
-        through: [levels, n] time to do so and to make what later blocks read of it.
+        again: [levels, n] price of running a block again for its own backward pass.
+        through: [levels, n] price of doing so and of making what later blocks read of it.
         inside: [levels, n] memory of the block's backward pass, beyond what is kept before it.
         stays: [levels, n] what a block that is not recomputed leaves behind.
-        ahead: [levels, n, n + 1] time to run blocks i to k - 1 for what later blocks read.
+        ahead: [levels, n, n + 1] price of running blocks i to k - 1 for what later blocks read.
         keeps: [levels, n, n + 1] what blocks i to k - 1 leave behind as a region: what later
             blocks read, and what is saved.
     """
@@ -46,7 +46,7 @@ class Stretch:
 
 
 class Solution:
-    """Least extra time for every memory up to ``slots``."""
+    """The lowest price for every memory up to ``slots``."""
 
     def __init__(self, chain: Chain, slots: int):
         self.chain = chain
@@ -101,7 +101,7 @@ class Solution:
             self.top[start, self.pad :] = best
 
     def _choices(self, start: int):
-        """Ways to go on at the top level: (time by memory, end, level or None, memory used)."""
+        """Ways to go on at the top level: (price by memory, end, level or None, memory used)."""
         chain, memory = self.chain, np.arange(self.slots + 1)
 
         def rest(stop: int, used: int) -> np.ndarray:
@@ -118,8 +118,8 @@ class Solution:
                 cost = rest(stop, used) + self.table[level, start, stop, self.pad :]
                 yield cost, stop, level, used
 
-    def time(self, memory: int) -> float:
-        """Least extra time within a memory; infinite if nothing fits."""
+    def price(self, memory: int) -> float:
+        """The lowest price within a memory; infinite if nothing fits."""
         return float(self.top[0, self.pad + memory])
 
     def least(self) -> int:
@@ -128,12 +128,12 @@ class Solution:
         return int(fits[0]) if len(fits) else self.slots + 1
 
     def steps(self) -> list[int]:
-        """The memories from which on something takes less time, in order."""
-        times = self.top[0, self.pad - 1 :]
-        return [int(memory) for memory in np.flatnonzero(times[1:] < times[:-1])]
+        """The memories from which on something has a lower price, in order."""
+        prices = self.top[0, self.pad - 1 :]
+        return [int(memory) for memory in np.flatnonzero(prices[1:] < prices[:-1])]
 
     def stretches(self, memory: int) -> tuple[Stretch, ...]:
-        """The regions that reach `time`."""
+        """The regions that reach `price`."""
         found, start = [], 0
         while start < self.count:
             _, stop, level, used = min(
@@ -158,10 +158,10 @@ class Solution:
             choice = None
             for middle in range(start + 1, stop):
                 left = pad + memory - min(int(chain.keeps[level, start, middle]), pad)
-                time = table[middle, stop, left] + table[start, middle, pad + memory]
-                time += chain.ahead[level, start, middle]
-                if time < best:
-                    best, choice = time, middle
+                price = table[middle, stop, left] + table[start, middle, pad + memory]
+                price += chain.ahead[level, start, middle]
+                if price < best:
+                    best, choice = price, middle
             if choice is None:
                 start, memory = start + 1, memory - used
             else:

@@ -1,4 +1,4 @@
-"""The dp planner: the least time within a budget, over nested regions and what they save.
+"""The dp planner: the least recomputation within a budget, over nested regions and what they save.
 
 The chain's optimum (`_chain`) proposes; its layout (`_simulate`), which knows every skip and every
 transient, decides. Scans come with a menu (`_loops`), and every place in it is a variant of the
@@ -7,6 +7,7 @@ program.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 from jaxmem.planning._blocks import Blocks
 from jaxmem.planning._chain import Solution
@@ -14,7 +15,7 @@ from jaxmem.planning._loops import LoopOption, loop_options
 from jaxmem.planning._plan import Loop, Region
 from jaxmem.planning._rates import Rates
 from jaxmem.planning._simulate import simulate
-from jaxmem.program import Program
+from jaxmem.program import Kernel, Program
 
 _SLOTS = 200
 _HEADROOM = 1.25  # the chain counts some bytes that the layout does not
@@ -22,13 +23,14 @@ _HEADROOM = 1.25  # the chain counts some bytes that the layout does not
 # and this many reach the root of the sixteenth order of a chain's bytes.
 _DEPTH = 16
 _BEYOND = 6  # memories tried above the largest that fits
-_NEAR = 1.02  # times the least peak: as good, if it takes less time
+_NEAR = 1.02  # times the least peak: as good, for a lower price
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
     """Regions and loops, their projected peak beyond the program's inputs and the kernel that sets
-    it, how often each kernel runs forward, and what all that adds to one plain forward pass."""
+    it, how often each kernel runs forward, and what all that adds to one plain forward pass: FLOPs,
+    bytes moved, seconds, and the price by which plans are compared (`Rates.price`)."""
 
     regions: tuple[Region, ...]
     loops: tuple[Loop, ...]
@@ -38,6 +40,7 @@ class Layout:
     flops: int
     moved: int
     seconds: float
+    price: float
 
 
 class DP:
@@ -54,15 +57,15 @@ class DP:
         self.plain = self.variants[0].layout(())
 
     def within(self, budget: int) -> Layout | None:
-        """The least time whose projected peak is at most ``budget`` bytes; None: nothing is."""
+        """The lowest price whose projected peak is at most ``budget`` bytes; None: nothing is."""
         if self.plain.peak <= budget:
             return self.plain
         best: Layout | None = None
-        for variant in sorted(self.variants, key=lambda variant: variant.loops_seconds):
-            if best and best.seconds <= variant.loops_seconds:
+        for variant in sorted(self.variants, key=lambda variant: variant.loops_price):
+            if best and best.price <= variant.loops_price:
                 break
             layout = variant.within(budget)
-            if layout and (best is None or layout.seconds < best.seconds):
+            if layout and (best is None or layout.price < best.price):
                 best = layout
         if not best and self.least().peak <= budget:
             return self.least()
@@ -70,12 +73,12 @@ class DP:
 
     @functools.cache  # noqa: B019 (lives as long as one plan is made)
     def least(self) -> Layout:
-        """The least projected peak; of several about as low, the least time."""
+        """The least projected peak; of several about as low, the lowest price."""
         found = [self.plain, *(variant.least() for variant in self.variants)]
         lowest = min(layout.peak for layout in found)
         return min(
             (layout for layout in found if layout.peak <= _NEAR * lowest),
-            key=lambda layout: layout.seconds,
+            key=lambda layout: layout.price,
         )
 
     def frugal(self) -> Layout:
@@ -103,19 +106,24 @@ class Variant:
         decided = zip(program.scans, options, strict=True)
         self.program = program.with_loops({n: (o.residuals, o.inside) for n, o in decided})
         self.options = options
-        self.loops_seconds = sum(option.seconds for option in options)
-        self.seconds = [rates.seconds(kernel) for kernel in self.program.kernels]
+        self.loops_price = sum(option.price for option in options)
+        self.seconds = self._each(rates.seconds)
+        self.prices = self._each(rates.price)
+        self._blocks: Blocks | None = None
+        self._solved: tuple[int, Solution] | None = None
+
+    def _each(self, rate: Callable[[Kernel], float]) -> list[float]:
+        found = [rate(kernel) for kernel in self.program.kernels]
         for scan in self.program.scans:
             loop = self.program.operation_of(scan)
             assert loop.body is not None
-            self.seconds[scan] = loop.length * sum(map(rates.seconds, loop.body.kernels))
-        self._blocks: Blocks | None = None
-        self._solved: tuple[int, Solution] | None = None
+            found[scan] = loop.length * sum(map(rate, loop.body.kernels))
+        return found
 
     @property
     def blocks(self) -> Blocks:
         if self._blocks is None:
-            self._blocks = Blocks(self.program, self.seconds)
+            self._blocks = Blocks(self.program, self.prices)
         return self._blocks
 
     def layout(self, regions: tuple[Region, ...]) -> Layout:
@@ -132,7 +140,9 @@ class Variant:
             + sum(option.flops for option in self.options),
             sum(kernels[k].moved * n for k, n in again.items())
             + sum(option.moved for option in self.options),
-            sum(self.seconds[k] * n for k, n in again.items()) + self.loops_seconds,
+            sum(self.seconds[k] * n for k, n in again.items())
+            + sum(option.seconds for option in self.options),
+            sum(self.prices[k] * n for k, n in again.items()) + self.loops_price,
         )
 
     def solution(self, budget: int) -> tuple[int, Solution]:
@@ -171,7 +181,7 @@ class Variant:
                 high = middle
         for memory in memories[low + 1 : low + 1 + _BEYOND]:
             has_room(memory)
-        return min(fits, key=lambda layout: (layout.seconds, layout.peak), default=None)
+        return min(fits, key=lambda layout: (layout.price, layout.peak), default=None)
 
     def proposed(self, solution: Solution, memory: int) -> Layout | None:
         """What the chain's plan for a memory really is; None: nested too deep."""

@@ -17,7 +17,7 @@ from jaxmem.program import Program
 
 _SLOTS = 128
 _LEVELS = 24
-_SETS = 32
+_SETS = 64
 _DEAR = 14  # the dearest kernels of a body whose subsets are tried
 _OPTIONS = 200
 
@@ -25,7 +25,7 @@ _OPTIONS = 200
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopOption:
     """One way to run a scan: bytes of its residuals and inside its derivative, and what its
-    backward pass runs again in all iterations."""
+    backward pass runs again in all iterations, with its price (`Rates.price`)."""
 
     loop: Loop | None
     residuals: int
@@ -33,11 +33,12 @@ class LoopOption:
     flops: int = 0
     moved: int = 0
     seconds: float = 0.0
+    price: float = 0.0
 
 
 def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption]:
-    """The menu of one scan: as it is, then the Pareto front of residuals, bytes inside and time,
-    the least time first."""
+    """The menu of one scan: as it is, then the Pareto front of residuals, bytes inside and price,
+    the lowest price first."""
     operation = program.operation_of(kernel)
     body = operation.body
     assert body is not None
@@ -46,7 +47,8 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     if any(inner.name in ("checkpoint", "remat", "remat2") for inner in body.operations):
         return [plain]  # the user has placed regions: theirs it is
     seconds = [rates.seconds(inner) for inner in body.kernels]
-    blocks = Blocks(body, seconds, _LEVELS, _sets(body, seconds), gradients=True)
+    prices = [rates.price(inner) for inner in body.kernels]
+    blocks = Blocks(body, prices, _LEVELS, _sets(body, prices), gradients=True)
     slot = max(plain.inside // _SLOTS + 1, 1)
     solution = Solution(blocks.chain(slot), 2 * _SLOTS)
     carry = sum(body.sizes[value] for value in operation.carry)
@@ -69,6 +71,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
                         operation.length * sum(body.kernels[k].flops * n for k, n in again),
                         operation.length * sum(body.kernels[k].moved * n for k, n in again),
                         operation.length * sum(seconds[k] * n for k, n in again),
+                        operation.length * sum(prices[k] * n for k, n in again),
                     )
                 )
     return [plain, *_pareto(found)]
@@ -80,18 +83,18 @@ def _plain(body: Program, residuals: int) -> LoopOption:
     return LoopOption(None, residuals, peak)
 
 
-def _sets(body: Program, seconds: list[float]) -> list[frozenset[int]]:
-    """Nothing, and those sets of results that no other set betters in both bytes and time spared:
+def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:
+    """Nothing, and those sets of results that no other set betters in both bytes and price spared:
     a body has few of them that matter, and each counts as often as it repeats."""
     dear = [
-        (sum(body.sizes[v] for v in kernel.results), seconds[index], frozenset(kernel.results))
+        (sum(body.sizes[v] for v in kernel.results), prices[index], frozenset(kernel.results))
         for index, kernel in enumerate(body.kernels)
         if kernel.residuals is None
     ]
     # Ranks that the thresholds have are not all: what fits beside them may be smaller.
     front: list[tuple[int, float, frozenset[int]]] = [(0, 0.0, frozenset())]
-    for size, time, values in sorted(dear, key=lambda entry: -entry[1])[:_DEAR]:
-        grown = front + [(b + size, t + time, held | values) for b, t, held in front]
+    for size, price, values in sorted(dear, key=lambda entry: -entry[1])[:_DEAR]:
+        grown = front + [(b + size, p + price, held | values) for b, p, held in front]
         front = []
         for entry in sorted(grown, key=lambda entry: (entry[0], -entry[1])):
             if not front or entry[1] > front[-1][1]:
@@ -103,12 +106,12 @@ def _sets(body: Program, seconds: list[float]) -> list[frozenset[int]]:
 
 def _memories(solution: Solution, level: int) -> list[int]:
     """Memories worth trying for a region round everything: the least, the least that costs no more
-    time, and one between."""
-    times = solution.table[level, 0, solution.count, solution.pad :]
-    fits = np.flatnonzero(np.isfinite(times))
+    than all of it, and one between."""
+    prices = solution.table[level, 0, solution.count, solution.pad :]
+    fits = np.flatnonzero(np.isfinite(prices))
     if not len(fits):
         return []
-    low, high = int(fits[0]), int(np.argmax(times <= times[-1]))
+    low, high = int(fits[0]), int(np.argmax(prices <= prices[-1]))
     return sorted({low, (low + high) // 2, high})
 
 
@@ -120,7 +123,7 @@ def _segments(length: int) -> list[int]:
 
 def _pareto(options: list[LoopOption]) -> list[LoopOption]:
     front: list[LoopOption] = []
-    for option in sorted(options, key=lambda o: (o.seconds, o.residuals + o.inside)):
+    for option in sorted(options, key=lambda o: (o.price, o.residuals + o.inside)):
         if all(o.residuals > option.residuals or o.inside > option.inside for o in front):
             front.append(option)
     if len(front) > _OPTIONS:

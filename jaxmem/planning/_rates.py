@@ -8,6 +8,7 @@ from jaxmem.program import Kernel
 _ARITHMETIC = 0.6
 _BANDWIDTH = 0.9
 _LAUNCH = 2e-6  # seconds
+_DEAR = 6  # times that arithmetic counts in choosing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,8 +26,16 @@ class Rates:
         """Of one kernel: its arithmetic and its memory traffic one after the other.
 
         A roofline takes the longer of the two, as if they overlapped wholly, which real kernels
-        do not; the sum also prefers fewer FLOPs among plans of equal traffic.
+        do not.
         """
+        return self._arithmetic(kernel) + kernel.moved / (_BANDWIDTH * self.bandwidth) + _LAUNCH
+
+    def price(self, kernel: Kernel) -> float:
+        """What making a kernel's results again counts where plans are compared, in seconds: its
+        arithmetic several times. That is certain, while its traffic is what XLA's fusions leave of
+        it; so of plans that are predicted to take about as long, the one of fewer FLOPs."""
+        return self.seconds(kernel) + (_DEAR - 1) * self._arithmetic(kernel)
+
+    def _arithmetic(self, kernel: Kernel) -> float:
         half = kernel.dtype.startswith(("bfloat16", "float16", "float8"))
-        arithmetic = kernel.flops / (_ARITHMETIC * (self.half if half else self.single))
-        return arithmetic + kernel.moved / (_BANDWIDTH * self.bandwidth) + _LAUNCH
+        return kernel.flops / (_ARITHMETIC * (self.half if half else self.single))
