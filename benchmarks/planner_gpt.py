@@ -2,9 +2,12 @@
 
 24 layers of width 1024, batch 8 x 1024, bf16 compute, fp32 parameters; value and gradient of the
 loss, as a Python loop over the layers and as a `lax.scan`. For each policy on every layer, the dp
-planner gets the bytes that it compiles to as its budget. FLOPs are relative to no remat.
+planner gets the bytes that it compiles to (rounded up to a thousandth of a GiB) as its budget;
+then twice and three times the lowest budget that it finds a plan for. FLOPs are relative to no
+remat.
 """
 
+import math
 import sys
 
 import jax
@@ -63,6 +66,22 @@ def report(loss, args):
     return jaxmem.memory(step, *args, target="h200", compiler_options=OPTIONS, timeline=False)
 
 
+def planned(form: str, what: str, budget: float, usual: str, flops: int) -> dict:
+    """A row: what the planner makes of a budget in GiB."""
+    loss, args = problem(form)
+    row = {"form": form, "budget": what, "GiB": f"{budget:.3f}", "policy's FLOPs": usual}
+    try:
+        plan = jaxmem.plan(loss, *args, budget=math.ceil(budget * GIB), target="h200")
+    except jaxmem.BudgetError as error:
+        none = f"none below {error.lowest / GIB:.3f} GiB"
+        return row | {"projected": "", "dp's bytes": none, "dp's FLOPs": ""}
+    return row | {
+        "projected": f"{plan.projected_bytes / GIB:.3f} GiB",
+        "dp's bytes": f"{plan.compiled_bytes / GIB:.3f} GiB",
+        "dp's FLOPs": f"{plan.compiled_flops / flops:.3f}x",
+    }
+
+
 def main():
     rows = []
     for form in sys.argv[1:] or ("scan", "unrolled"):
@@ -70,24 +89,16 @@ def main():
         flops = report(loss, args).work.flops
         for name, policy in POLICIES.items():
             usual = report(*problem(form, policy))
-            row = {
-                "form": form,
-                "policy": name,
-                "its bytes": f"{usual.device / GIB:.3f} GiB",
-                "its FLOPs": f"{usual.work.flops / flops:.3f}x",
-            }
-            try:
-                plan = jaxmem.plan(loss, *args, budget=usual.device, target="h200")
-            except jaxmem.BudgetError as error:
-                plan = jaxmem.plan(loss, *args, budget=error.lowest, target="h200")
-            rows.append(
-                row
-                | {
-                    "projected": f"{plan.projected_bytes / GIB:.3f} GiB",
-                    "dp's bytes": f"{plan.compiled_bytes / GIB:.3f} GiB",
-                    "dp's FLOPs": f"{plan.compiled_flops / flops:.3f}x",
-                }
-            )
+            budget = math.ceil(usual.device / GIB * 1000) / 1000
+            rows.append(planned(form, name, budget, f"{usual.work.flops / flops:.3f}x", flops))
+            print(rows[-1], flush=True)
+        lowest = 0.0
+        try:
+            jaxmem.plan(loss, *args, budget="1MiB", target="h200")
+        except jaxmem.BudgetError as error:
+            lowest = error.lowest / GIB
+        for times in (1, 2, 3):
+            rows.append(planned(form, f"{times} x the lowest", times * lowest, "", flops))
             print(rows[-1], flush=True)
     record("GPT-2 medium against policies on every layer", rows, __doc__.split("\n\n")[1])
 

@@ -92,7 +92,11 @@ class _Emission:
                 fused.clear()  # what follows is made from the parted values
 
     def checkpointed(
-        self, region: Region, values: dict[int, Any], prevent_cse: bool = True
+        self,
+        region: Region,
+        values: dict[int, Any],
+        prevent_cse: bool = True,
+        offloaded: Sequence[int] = (),
     ) -> None:
         kernels = self.program.kernels[region.start : region.stop]
         made = {value for kernel in kernels for value in kernel.results}
@@ -101,10 +105,20 @@ class _Emission:
 
         def run(*operands):
             inner = dict(zip(reads, operands, strict=True))
+            for value in inner.keys() & set(offloaded):
+                inner[value] = checkpoint_name(inner[value], _name(value))
             self.run(region.start, region.stop, region.regions, inner)
             return [inner[value] for value in keeps]
 
-        policy = jax.checkpoint_policies.save_only_these_names(*map(_name, region.saved))
+        policies, saved = jax.checkpoint_policies, list(map(_name, region.saved))
+        policy = policies.save_only_these_names(*saved)
+        if offloaded:
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=saved,
+                names_which_can_be_offloaded=list(map(_name, offloaded)),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
         wrapped = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
         values.update(zip(keeps, wrapped(*[values[value] for value in reads]), strict=True))
 
@@ -119,12 +133,13 @@ class _Emission:
         assert program is not None
         whole = Region(0, len(program.kernels), loop.saved, loop.regions)
         emission = _Emission(body, program, {}, [whole])
+        emission.saved |= frozenset(loop.offloaded)
         length, reverse = equation.params["length"], equation.params["reverse"]
 
         def one(carry, slices):
             inner = dict(enumerate([*body.consts, *constants, *carry, *slices]))
             # The loop parts the forward pass from the recomputation: nothing to prevent.
-            emission.checkpointed(whole, inner, prevent_cse=False)
+            emission.checkpointed(whole, inner, False, loop.offloaded)
             results = emission.outputs(inner)
             return results[: len(carry)], results[len(carry) :]
 

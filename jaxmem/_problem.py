@@ -1,5 +1,6 @@
 """What is planned: a function with its arguments as a program, and what its plan may cost."""
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -15,16 +16,26 @@ from jaxmem.planning import PLANNERS, Layout, Plan, Planner, Rates, lowest, writ
 from jaxmem.program import Program, read_program
 from jaxmem.targets import LocalDevice, Target, resolve
 
+_HOST_LINK = 64e9  # bytes per second, of an H200's: where no target is named
+
 
 class Allowed:
-    """What a plan may cost, and on what: a budget in bytes, and the planner."""
+    """What a plan may cost, and on what: a budget in bytes, the planner, and whether residuals may
+    wait in host memory."""
 
-    def __init__(self, budget: int | None, reserved: int, gpu: Target | None, name: str):
+    def __init__(
+        self, budget: int | None, reserved: int, gpu: Target | None, name: str, offload: bool
+    ):
         self.budget, self.reserved, self.gpu, self.name = budget, reserved, gpu, name
-        self.rates = Rates(gpu.fp32_flops, gpu.half_flops, gpu.memory_bandwidth) if gpu else Rates()
+        self.rates = Rates()
+        if gpu:
+            self.rates = Rates(gpu.fp32_flops, gpu.half_flops, gpu.memory_bandwidth)
+        if offload:
+            link = gpu.host_bandwidth if gpu else _HOST_LINK
+            self.rates = dataclasses.replace(self.rates, host=link)
 
     @classmethod
-    def parse(cls, budget, reserved, target, planner: str) -> "Allowed":
+    def parse(cls, budget, reserved, target, planner: str, offload: bool = False) -> "Allowed":
         """From what a user writes."""
         if planner not in PLANNERS:
             known = ", ".join(map(repr, PLANNERS))
@@ -36,6 +47,7 @@ class Allowed:
             0 if reserved == 0 else parse_budget(reserved, capacity),
             chosen.gpu if isinstance(chosen, LocalDevice) else chosen,
             planner,
+            offload,
         )
 
     def planner(self, program: Program) -> Planner:

@@ -274,6 +274,8 @@ def _add_plan(commands) -> None:
     parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the least memory)")
     parser.add_argument("--reserved", default="0", help="of it, for the optimizer's state, say")
     parser.add_argument("--planner", default="dp", help="dp or sqrt (default: dp)")
+    about = "let residuals of scans wait in host memory"
+    parser.add_argument("--offload", action="store_true", help=about)
     parser.add_argument("--plot", metavar="FILE", help="draw the frontier as .png, .svg or .pdf")
     parser.set_defaults(html=None)
 
@@ -286,7 +288,13 @@ def _plan(options) -> int:
     with _progress(f"planning {options.loss}"):
         has_aux = isinstance(eval_shape(loss, *args), tuple)
         found = plan(
-            loss, *args, budget=options.budget, reserved=reserved, has_aux=has_aux, **common
+            loss,
+            *args,
+            budget=options.budget,
+            reserved=reserved,
+            has_aux=has_aux,
+            offload=options.offload,
+            **common,
         )
     print(found.to_json() if options.json else found)
     if options.plot:

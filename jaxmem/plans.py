@@ -9,7 +9,7 @@ import jax
 
 from jaxmem._bytes import format_bytes
 from jaxmem._checks import check_call
-from jaxmem._errors import JaxmemError
+from jaxmem._errors import JaxmemError, OffloadError
 from jaxmem._problem import Allowed, Problem, check_function
 from jaxmem.memory import MemoryReport, memory
 from jaxmem.planning import COMPILER_OPTIONS, Layout, Plan, one_liners
@@ -17,6 +17,7 @@ from jaxmem.targets import LocalDevice, Target, resolve
 
 _WORTH = 0.01  # of the step's time: the price that one more compilation should be able to save
 _MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
+_ABOVE = (1.01, 1.02, 1.04)  # times the budget: what may yet fit where nothing below did
 _SAME = 1.002  # projected bytes this near are one plan
 _PASS_ACTS = 0.75  # of the device's memory: XLA's own pass acts at some 80 %
 
@@ -30,6 +31,7 @@ def plan(
     reserved: int | str = 0,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    offload: bool = False,
     compilations: int = 5,
     **kwargs: Any,
 ) -> Plan:
@@ -50,6 +52,8 @@ def plan(
             budget and corrected. None: bytes are projected only.
         reserved: bytes of the budget spoken for outside of ``fun``: optimizer state, say.
         argnums, has_aux: as for `jax.value_and_grad`.
+        offload: whether residuals of a `scan` may wait for the backward pass in host memory, where
+            that takes less predicted time than to recompute them. (Elsewhere XLA drops it.)
         compilations: how many at most; 0: none.
 
     Returns:
@@ -59,6 +63,7 @@ def plan(
         BudgetError: the budget does not parse, or nothing fits; names the lowest budget that works
             and the operation that sets it.
         PlanError: the function has side effects, or the planner is not known.
+        OffloadError: XLA keeps residuals on the device that the plan has in host memory.
         JaxmemError: the target has no GPU's compiler.
 
     >>> import jax, jax.numpy as jnp, jaxmem
@@ -73,7 +78,7 @@ def plan(
     """
     check_function(fun, "jaxmem.plan")
     check_call(fun, args, kwargs, "jaxmem.plan")
-    allowed = Allowed.parse(budget, reserved, target, planner)
+    allowed = Allowed.parse(budget, reserved, target, planner, offload)
     problem = Problem(fun, args, kwargs, argnums, has_aux)
     if target is None or not compilations:
         return allowed.plan(problem.program)
@@ -115,6 +120,7 @@ class _Compiled:
                     break
                 found = self.compile(layout, compilations)
             elif layout == planner.least() and not best:
+                best = self.above(compilations)
                 break
             assert found.compiled_bytes is not None
             ratio = found.compiled_bytes / found.projected_bytes
@@ -138,12 +144,35 @@ class _Compiled:
             self.problem.program, lowest, self.tried[lowest].compiled_bytes or 0, "compiled"
         )
 
+    def above(self, compilations: int) -> Layout | None:
+        """A plan that is projected not to fit, by little, and does."""
+        assert self.allowed.budget is not None
+        for share in _ABOVE:
+            goal = int(share * self.allowed.budget * self.target.count)
+            layout = self.planner.within(goal - self.around)
+            if layout and layout not in self.tried and len(self.tried) < compilations:
+                found = self.compile(layout, compilations).compiled_bytes
+                if found is not None and found <= self.allowed.budget:
+                    return layout
+        return None
+
     def compile(self, layout: Layout, compilations: int) -> Plan:
         """The plan of a layout with the compiler's bytes and FLOPs."""
         chosen = self.allowed.write(self.problem.program, layout, self.planner)
         report = self.report(chosen, COMPILER_OPTIONS)
         total = report.device + self.allowed.reserved
-        fields: dict[str, Any] = {"compiled_bytes": total, "compiled_flops": report.work.flops}
+        # A value that goes from turn to turn may be there once for two that the plan counts.
+        if 2 * report.host < chosen.host_bytes:
+            raise OffloadError(
+                f"The plan has {format_bytes(chosen.host_bytes)} of residuals in host memory, and "
+                f"XLA's program for {self.target.name} keeps {format_bytes(report.host)} there. "
+                "Plan without offload=True."
+            )
+        fields: dict[str, Any] = {
+            "compiled_bytes": total,
+            "compiled_flops": report.work.flops,
+            "compiled_moved": report.moved,
+        }
         if total > _PASS_ACTS * self.target.memory_bytes:
             fields["xla_pass_bytes"] = self.report(chosen, {}).device + self.allowed.reserved
         self.tried[layout] = dataclasses.replace(chosen, **fields)

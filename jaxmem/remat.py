@@ -18,6 +18,7 @@ def remat(
     planner: str = "dp",
     target: str | Target | LocalDevice | None = None,
     reserved: int | str = 0,
+    offload: bool = False,
     plan: Plan | None = None,
 ) -> Callable:
     """``fun`` with regions of rematerialization placed by a planner.
@@ -34,8 +35,8 @@ def remat(
     Args:
         fun: any JAX function, a Flax linen module class, or an nnx module or module class, which
             comes back as one with its ``__call__`` planned; without it, a decorator is returned.
-        budget, planner, target, reserved: as for `jaxmem.plan`. Nothing is compiled here: the
-            budget is met by projected bytes. To have the compiler's, make the plan first with
+        budget, planner, target, reserved, offload: as for `jaxmem.plan`. Nothing is compiled here:
+            the budget is met by projected bytes. To have the compiler's, make the plan first with
             `jaxmem.plan` and pass it as ``plan``.
         plan: a plan made before, instead of planning at each new shape.
 
@@ -52,15 +53,20 @@ def remat(
     >>> jax.grad(loss)(jnp.eye(3), jnp.ones((2, 3))).shape
     (3, 3)
     """
-    allowed = Allowed.parse(budget, reserved, target, planner)
+    allowed = Allowed.parse(budget, reserved, target, planner, offload)
+    decorator: Callable = functools.partial(
+        remat,
+        budget=budget,
+        planner=planner,
+        target=target,
+        reserved=reserved,
+        offload=offload,
+        plan=plan,
+    )
     if fun is None:
-        return functools.partial(
-            remat, budget=budget, planner=planner, target=target, reserved=reserved, plan=plan
-        )
+        return decorator
     if is_module(fun):
-        return transform_module(
-            fun, remat(budget=budget, planner=planner, target=target, reserved=reserved, plan=plan)
-        )
+        return transform_module(fun, decorator)
     check_function(fun, "jaxmem.remat")
     plans: dict[str, Plan] = {}
 

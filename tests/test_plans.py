@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 
+import chex
 import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ import pytest
 
 import jaxmem
 from jaxmem import _jax
+from jaxmem._problem import Problem
+from jaxmem.planning import Rates
+from jaxmem.planning._loops import loop_options
 
 LAYERS, ROWS, WIDTH = 16, 16384, 1024
 MIB = 2**20
@@ -170,6 +174,54 @@ def test_loops_equal_the_plain_scan(segments, reverse):
     got = jax.jit(jax.value_and_grad(plan.apply(fun), (0, 1), has_aux=True))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_residuals_of_a_scan_wait_in_host_memory(monkeypatch):
+    def loss(weights, x):
+        def body(x, w):
+            return jnp.tanh(jnp.tanh(x @ w) @ w.T), None
+
+        return jnp.sum(jax.lax.scan(body, x, weights)[0] ** 2)
+
+    weights, x = (jax.ShapeDtypeStruct(s, "float32") for s in [(16, 256, 256), (16384, 256)])
+    carries = 16 * x.size * 4
+    usual = jaxmem.plan(loss, weights, x, target="h200")
+    budget = usual.compiled_bytes - carries // 2
+    plan = jaxmem.plan(loss, weights, x, budget=budget, target="h200", offload=True)
+    assert plan.host_bytes == carries and plan.compiled_bytes < usual.compiled_bytes - carries // 2
+    assert plan.recompute_flops == usual.recompute_flops
+    assert "256.00 MiB to the host" in str(plan) and "in host memory 256.00 MiB" in str(plan)
+    assert jaxmem.Plan.from_json(plan.to_json()) == plan
+    report = jaxmem.memory(jax.jit(jax.grad(plan.apply(loss))), weights, x, target="h200")
+    assert report.host == carries and report.transfers.overlapped == report.transfers.count > 0
+
+    monkeypatch.setattr(jaxmem.MemoryReport, "host", 0)
+    with pytest.raises(
+        jaxmem.OffloadError, match="has 256.00 MiB of residuals in host memory, and"
+    ):
+        jaxmem.plan(loss, weights, x, budget=budget, target="h200", offload=True)
+
+
+def test_offloaded_residuals_give_the_same_gradients():
+    def loss(weights, x):
+        def body(x, w):
+            return jnp.tanh(jnp.tanh(x @ w) @ w.T), x.sum()
+
+        x, sums = jax.lax.scan(body, x, weights)
+        return jnp.sum(x**2) + jnp.sum(sums)
+
+    weights = jax.random.normal(jax.random.key(0), (6, 32, 32))
+    x = jax.random.normal(jax.random.key(1), (64, 32))
+    program = Problem(loss, (weights, x), {}, (0, 1)).program
+    menu = loop_options(program, program.scans[0], Rates(host=64e9))
+    loops = {o.loop.offloaded: o.loop for o in menu if o.loop and o.loop.offloaded}
+    assert len(loops) > 1
+    expected = jax.grad(loss, (0, 1))(weights, x)
+    plan = jaxmem.plan(loss, weights, x, offload=True)
+    for loop in loops.values():
+        planned = dataclasses.replace(plan, loops=(loop,)).apply(loss)
+        found = jax.jit(jax.grad(planned, (0, 1)))(weights, x)
+        chex.assert_trees_all_close(found, expected, rtol=1e-12)
 
 
 def test_explain():

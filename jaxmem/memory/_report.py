@@ -17,7 +17,7 @@ from jaxmem._errors import JaxmemError
 from jaxmem.memory._arguments import Argument
 from jaxmem.memory._attribution import Origin
 from jaxmem.memory._dump import read_dump
-from jaxmem.memory._hlo import Work, count_work
+from jaxmem.memory._hlo import Work, count_bytes, count_work
 from jaxmem.memory._peak import Buffer, MemoryMap
 from jaxmem.memory._schedule import Collectives, Transfers, count_collectives, find_transfers
 from jaxmem.memory._text import (
@@ -78,6 +78,11 @@ class MemoryReport:
     def work(self) -> Work:
         """FLOPs and number of matmuls and convolutions in the optimised HLO."""
         return count_work(self.hlo)
+
+    @functools.cached_property
+    def moved(self) -> int:
+        """Bytes that the kernels of one run read and write, by the optimised HLO."""
+        return count_bytes(self.hlo, taken=True)
 
     @functools.cached_property
     def transfers(self) -> Transfers:

@@ -41,6 +41,7 @@ class Layout:
     moved: int
     seconds: float
     price: float
+    host: int  # bytes of residuals that wait there
 
 
 class DP:
@@ -143,6 +144,7 @@ class Variant:
             sum(self.seconds[k] * n for k, n in again.items())
             + sum(option.seconds for option in self.options),
             sum(self.prices[k] * n for k, n in again.items()) + self.loops_price,
+            sum(option.host for option in self.options),
         )
 
     def solution(self, budget: int) -> tuple[int, Solution]:

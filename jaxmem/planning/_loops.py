@@ -11,21 +11,23 @@ import numpy as np
 from jaxmem.planning._blocks import Blocks
 from jaxmem.planning._chain import Solution
 from jaxmem.planning._plan import Loop
-from jaxmem.planning._rates import Rates
+from jaxmem.planning._rates import DEAR, Rates
 from jaxmem.planning._simulate import simulate_block
-from jaxmem.program import Program
+from jaxmem.program import Operation, Program
 
 _SLOTS = 128
 _LEVELS = 24
 _SETS = 64
-_DEAR = 14  # the dearest kernels of a body whose subsets are tried
+_KERNELS = 14  # the dearest ones of a body, whose subsets are tried
 _OPTIONS = 200
+_OVERLAP = 0.5  # of the time of a body: how much of it copies to and from the host may run beside
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopOption:
-    """One way to run a scan: bytes of its residuals and inside its derivative, and what its
-    backward pass runs again in all iterations, with its price (`Rates.price`)."""
+    """One way to run a scan: bytes of its residuals, on the device and on the host, and inside its
+    derivative, and what its backward pass runs again in all iterations, with its price
+    (`Rates.price`)."""
 
     loop: Loop | None
     residuals: int
@@ -34,11 +36,12 @@ class LoopOption:
     moved: int = 0
     seconds: float = 0.0
     price: float = 0.0
+    host: int = 0
 
 
 def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption]:
     """The menu of one scan: as it is, then the Pareto front of residuals, bytes inside and price,
-    the lowest price first."""
+    the lowest price first. With a link to the host residuals may wait there."""
     operation = program.operation_of(kernel)
     body = operation.body
     assert body is not None
@@ -63,18 +66,44 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
                 more = range(len(body.kernels)) if segments > 1 else ()
                 again = [*runs, *((k, 1) for k in more)]
                 each = operation.length // segments
-                found.append(
-                    LoopOption(
-                        Loop(kernel, segments, tuple(sorted(cost.read)), regions),
-                        each * stacked + segments * carry * (segments > 1),
-                        cost.peak,
-                        operation.length * sum(body.kernels[k].flops * n for k, n in again),
-                        operation.length * sum(body.kernels[k].moved * n for k, n in again),
-                        operation.length * sum(seconds[k] * n for k, n in again),
-                        operation.length * sum(prices[k] * n for k, n in again),
-                    )
+                loop = Loop(kernel, segments, tuple(sorted(cost.read)), regions)
+                option = LoopOption(
+                    loop,
+                    each * stacked + segments * carry * (segments > 1),
+                    cost.peak,
+                    operation.length * sum(body.kernels[k].flops * n for k, n in again),
+                    operation.length * sum(body.kernels[k].moved * n for k, n in again),
+                    operation.length * sum(seconds[k] * n for k, n in again),
+                    operation.length * sum(prices[k] * n for k, n in again),
                 )
+                found.append(option)
+                if rates.host and segments == 1:
+                    for away in (operation.carry, (*operation.carry, *loop.saved)):
+                        found.append(_offloaded(option, away, operation, sum(seconds), rates))
     return [plain, *_pareto(found)]
+
+
+def _offloaded(
+    option: LoopOption, values: tuple[int, ...], scan: Operation, seconds: float, rates: Rates
+) -> LoopOption:
+    """An option with some of its residuals in host memory: a body's worth of them is on the
+    device, and the next on its way. ``seconds`` are those of one run of the body."""
+    assert scan.body is not None and option.loop is not None
+    moved = sum(scan.body.sizes[value] for value in values)
+    link = moved / rates.host
+    beside = (seconds, 2 * seconds + option.seconds / scan.length)
+    exposed = scan.length * sum(max(link - _OVERLAP * time, 0.0) for time in beside)
+    loop = option.loop
+    saved = tuple(value for value in loop.saved if value not in values)
+    return dataclasses.replace(
+        option,
+        loop=dataclasses.replace(loop, saved=saved, offloaded=values),
+        residuals=option.residuals - scan.length * moved,
+        inside=option.inside + 2 * moved,
+        seconds=option.seconds + exposed,
+        price=option.price + DEAR * exposed,
+        host=scan.length * moved,
+    )
 
 
 def _plain(body: Program, residuals: int) -> LoopOption:
@@ -93,7 +122,7 @@ def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:
     ]
     # Ranks that the thresholds have are not all: what fits beside them may be smaller.
     front: list[tuple[int, float, frozenset[int]]] = [(0, 0.0, frozenset())]
-    for size, price, values in sorted(dear, key=lambda entry: -entry[1])[:_DEAR]:
+    for size, price, values in sorted(dear, key=lambda entry: -entry[1])[:_KERNELS]:
         grown = front + [(b + size, p + price, held | values) for b, p, held in front]
         front = []
         for entry in sorted(grown, key=lambda entry: (entry[0], -entry[1])):

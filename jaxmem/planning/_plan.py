@@ -27,10 +27,11 @@ class Region:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
     """A `scan`, whose body is recomputed in the backward pass but for the values ``saved`` of it;
-    ``regions`` are nested in the body.
+    ``regions`` are nested in the body. The values ``offloaded`` (inputs of the body among them)
+    wait for the backward pass in host memory.
 
-    ``kernel`` is its number in the program; ``saved`` and ``regions`` are by the numbers of the
-    body's own program. With ``segments`` above 1 it runs as a scan over so many scans, and only
+    ``kernel`` is its number in the program; values and ``regions`` are by the numbers of the body's
+    own program. With ``segments`` above 1 it runs as a scan over so many scans, and only
     the carry between them is kept (Chen's sqrt(N) for loops).
     """
 
@@ -38,12 +39,13 @@ class Loop:
     segments: int = 1
     saved: tuple[int, ...] = ()
     regions: tuple[Region, ...] = ()
+    offloaded: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """What a plan does with one value of the forward pass: ``"save"`` or ``"recompute"``, or
-    ``"keep"`` (it is outside all regions).
+    """What a plan does with one value of the forward pass: ``"save"``, ``"recompute"`` or
+    ``"offload"``, or ``"keep"`` (it is outside all regions).
 
     ``path`` and ``line`` are the module and the source line that made it, ``seconds`` the
     predicted time of making it once, ``times`` how often the backward pass does.
@@ -92,7 +94,10 @@ class Plan:
         reserved: bytes of the budget spoken for outside of the function.
         budget: bytes asked for, or None.
         target: name of the GPU that it is planned for.
-        compiled_bytes, compiled_flops: by XLA for the target, or None: not compiled.
+        host_bytes: of the residuals that wait in host memory, in no other count.
+        compiled_bytes, compiled_flops, compiled_moved: device bytes, FLOPs (matmuls and
+            convolutions) and bytes read and written of the whole of ``value_and_grad(fun)``, by
+            XLA for the target; None: not compiled.
         xla_pass_bytes: compiled bytes with XLA's own rematerialization pass on, where it would act.
     """
 
@@ -110,10 +115,12 @@ class Plan:
     rows: tuple[Row, ...] = ()
     choices: tuple[Choice, ...] = ()
     reserved: int = 0
+    host_bytes: int = 0
     budget: int | None = None
     target: str = ""
     compiled_bytes: int | None = None
     compiled_flops: int | None = None
+    compiled_moved: int | None = None
     xla_pass_bytes: int | None = None
 
     @property
@@ -168,6 +175,7 @@ class Plan:
 
         why = {
             "keep": "it is outside of all regions, so nothing of it is recomputed",
+            "offload": "it waits in host memory for the backward pass, beside which it is fetched",
             "save": "it is saved, and what is recomputed instead averages "
             + (f"{average(again)} per GiB" if again else "nothing"),
             "recompute": f"it is recomputed {choice.times} times in the backward pass, and what "
@@ -190,7 +198,13 @@ class Plan:
             fields = json.loads(text)
             fields["regions"] = _regions(fields["regions"])
             fields["loops"] = tuple(
-                Loop(row["kernel"], row["segments"], tuple(row["saved"]), _regions(row["regions"]))
+                Loop(
+                    row["kernel"],
+                    row["segments"],
+                    tuple(row["saved"]),
+                    _regions(row["regions"]),
+                    tuple(row["offloaded"]),
+                )
                 for row in fields["loops"]
             )
             fields["rows"] = tuple(Row(**row) for row in fields["rows"])
@@ -209,7 +223,13 @@ class Plan:
             f"{format_bytes(self.plain_bytes)}",
         ]
         if self.compiled_bytes is not None:
-            lines.append(f"  compiled  {format_bytes(self.compiled_bytes)} for {self.target}")
+            work = ""
+            if self.compiled_flops is not None and self.compiled_moved is not None:
+                work = f": {self.compiled_flops / 1e9:.4g} GFLOP, moves "
+                work += format_bytes(self.compiled_moved)
+            lines.append(f"  compiled  {format_bytes(self.compiled_bytes)} for {self.target}{work}")
+        if self.host_bytes:
+            lines.append(f"  in host memory {format_bytes(self.host_bytes)}")
         if self.xla_pass_bytes is not None:
             lines.append(
                 f"  XLA's own rematerialization pass would make it "

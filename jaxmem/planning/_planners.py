@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
+from jaxmem._bytes import format_bytes
 from jaxmem.planning._dp import DP, Layout
 from jaxmem.planning._plan import Choice, Plan, Region, Row
 from jaxmem.planning._rates import Rates
@@ -56,6 +57,7 @@ def write_plan(
         rows=tuple(_rows(program, layout)),
         choices=tuple(_choices(program, rates, layout)),
         reserved=reserved,
+        host_bytes=layout.host,
         budget=budget,
         target=target,
     )
@@ -77,6 +79,8 @@ def _rows(program: Program, layout: Layout):
         whole = Region(0, len(operation.body.kernels), loop.saved, loop.regions)
         for row in _region_rows(operation.body, [whole], 0):
             parts = f" as {loop.segments} scans" * (loop.segments > 1)
+            away = sum(operation.body.sizes[v] for v in loop.offloaded) * operation.length
+            parts += f" ({format_bytes(away)} to the host)" * bool(away)
             first = f"{operation.length} x scan{parts}: {row.first}" if not row.depth else row.first
             length = operation.length
             yield Row(
@@ -115,26 +119,28 @@ def _where(program: Program, kernel: int) -> str:
 def _choices(program: Program, rates: Rates, layout: Layout):
     saved = {value for region in layout.regions for value in _saved(region)}
     wrapped = {k for region in layout.regions for k in range(region.start, region.stop)}
-    yield from _values(program, rates, saved, wrapped, layout.runs, "")
+    yield from _values(program, rates, saved, wrapped, layout.runs, "", frozenset())
     for loop in layout.loops:
         operation = program.operation_of(loop.kernel)
         body = operation.body
         assert body is not None
-        saved = set(loop.saved)
+        saved = {*loop.saved, *loop.offloaded}
         cost = simulate_block(body, 0, len(body.kernels), saved, loop.regions)
         # Every run of the body is in the backward pass, beside one in the forward pass.
         runs = {number: times + 1 for number, times in cost.runs.items()}
         everything = set(range(len(body.kernels)))
-        yield from _values(body, rates, saved, everything, runs, f"{operation.length} x ")
+        times, offloaded = f"{operation.length} x ", frozenset(loop.offloaded)
+        yield from _values(body, rates, saved, everything, runs, times, offloaded)
 
 
-def _values(program, rates: Rates, saved: Set[int], wrapped: Set[int], runs, times: str):
+def _values(program, rates: Rates, saved, wrapped, runs, times: str, offloaded: Set[int]):
     for number, kernel in enumerate(program.kernels):
         operation = program.operations[kernel.operations[-1]]
         for value in kernel.results:
             if value == kernel.residuals:
                 continue
             action = "save" if value in saved else "recompute" if number in wrapped else "keep"
+            action = "offload" if value in offloaded else action
             yield Choice(
                 operation.path,
                 operation.line,
@@ -142,7 +148,7 @@ def _values(program, rates: Rates, saved: Set[int], wrapped: Set[int], runs, tim
                 program.sizes[value],
                 rates.seconds(kernel),
                 action,
-                0 if action == "save" else max(runs.get(number, 1) - 1, 0),
+                0 if value in saved else max(runs.get(number, 1) - 1, 0),
             )
 
 

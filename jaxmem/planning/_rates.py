@@ -8,12 +8,13 @@ from jaxmem.program import Kernel
 _ARITHMETIC = 0.6
 _BANDWIDTH = 0.9
 _LAUNCH = 2e-6  # seconds
-_DEAR = 6  # times that arithmetic counts in choosing
+DEAR = 6  # times that arithmetic counts in choosing, and waiting for the host
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rates:
-    """FLOPs per second of matmuls in full and in half precision, and bytes per second of memory.
+    """FLOPs per second of matmuls in full and in half precision, and bytes per second of memory
+    and of the link to the host (0: nothing is offloaded).
 
     The rates of an H200 by default; a plan hardly depends on more than their ratio.
     """
@@ -21,6 +22,7 @@ class Rates:
     single: float = 67e12
     half: float = 989e12
     bandwidth: float = 4.8e12
+    host: float = 0.0
 
     def seconds(self, kernel: Kernel) -> float:
         """Of one kernel: its arithmetic and its memory traffic one after the other.
@@ -34,7 +36,7 @@ class Rates:
         """What making a kernel's results again counts where plans are compared, in seconds: its
         arithmetic several times. That is certain, while its traffic is what XLA's fusions leave of
         it; so of plans that are predicted to take about as long, the one of fewer FLOPs."""
-        return self.seconds(kernel) + (_DEAR - 1) * self._arithmetic(kernel)
+        return self.seconds(kernel) + (DEAR - 1) * self._arithmetic(kernel)
 
     def _arithmetic(self, kernel: Kernel) -> float:
         half = kernel.dtype.startswith(("bfloat16", "float16", "float8"))

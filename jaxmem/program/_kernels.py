@@ -101,8 +101,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         again = set(kernels[-1].sources) if reduces and reduced else set()
         reduced = reduces
         moved = sum(program.sizes[value] for value in (*(sources - again), *results))
-        first = operation.inputs[0] if operation.inputs else None
-        dtype = program.types[first].partition("[")[0] if program.types and first else ""
+        first = operation.inputs[:1] if program.types else ()
+        dtype = program.types[first[0]].partition("[")[0] if first else ""
         kernels.append(
             Kernel(
                 ordered,
