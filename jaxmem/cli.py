@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._errors import BudgetError, JaxmemError
 from jaxmem.fitting import ALLOWED, KEPT, Search
@@ -277,11 +279,14 @@ def _add_plan(commands) -> None:
     about = "let residuals of scans wait in host memory"
     parser.add_argument("--offload", action="store_true", help=about)
     parser.add_argument("--plot", metavar="FILE", help="draw the frontier as .png, .svg or .pdf")
-    parser.set_defaults(html=None)
+    about = "write the compiled timeline of value and gradient under the plan as a page (--target)"
+    parser.add_argument("--html", metavar="FILE", help=about)
 
 
 def _plan(options) -> int:
     _check_files(options)
+    if options.html and not options.target:
+        raise JaxmemError("--html shows what was compiled: name a GPU to compile for (--target).")
     loss, args = _load(options.loss, "loss")
     reserved = 0 if options.reserved == "0" else options.reserved
     common: dict[str, Any] = {"planner": options.planner, "target": options.target}
@@ -297,6 +302,12 @@ def _plan(options) -> int:
             **common,
         )
     print(found.to_json() if options.json else found)
+    if options.html:
+        step = jax.jit(
+            jax.value_and_grad(found.apply(loss), has_aux=has_aux),
+            compiler_options=found.compiler_options,
+        )
+        _write(options.html, _compile(options.loss, step, args, target(options.target)).to_html)
     if options.plot:
         with _progress("planning the frontier"):
             frontier = pareto(loss, *args, reserved=reserved, **common)

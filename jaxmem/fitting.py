@@ -119,6 +119,9 @@ class Fitting:
         refused: what was not searched, by name, and why.
         budget, target: what for.
         report: of the chosen step, or of the one with the fewest bytes.
+
+    Predicted times are printed with their error on the target (`Target.time_error`), or as
+    "unchecked".
     """
 
     chosen: Candidate | None
@@ -139,8 +142,9 @@ class Fitting:
             sizes = [
                 format_bytes(n) if n is not None else "" for n in (one.projected, one.compiled)
             ]
-            milliseconds = f"{one.seconds * 1e3:.4g}"
-            rows.append((str(one.levers), one.remat, *sizes, milliseconds, one.verdict))
+            rows.append(
+                (str(one.levers), one.remat, *sizes, _milliseconds(one, self.target), one.verdict)
+            )
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         for name, *cells, verdict in rows:
             numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
@@ -156,10 +160,11 @@ class Fitting:
             lines.append(
                 "microbatches assume a loss that is a mean over examples; keep='batch' if it is not"
             )
-        lines.append(
-            "times are predicted (roofline, and the host link with nothing overlapped) and have "
-            "not been compared with a real GPU's"
-        )
+        checked = "have not been compared with a real GPU's"
+        if _time_error(self.target) is not None:
+            checked = "are as far from measured ones on such a GPU as is printed (in the median)"
+        how = "roofline, and the host link with nothing overlapped"
+        lines.append(f"times are predicted ({how}) and {checked}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -175,6 +180,7 @@ class Fitting:
         return {
             "budget": self.budget,
             "target": str(self.target),
+            "time_error": _time_error(self.target),
             "chosen": self.chosen and row(self.chosen),
             "considered": [row(one) for one in self.considered],
             "refused": self.refused,
@@ -298,7 +304,7 @@ def advise(
         return f"{call} is not projected to fit either: {search.remedies()}"
     return (
         f"{call} would take {found.levers}, recompute {found.remat}: projected "
-        f"{format_bytes(found.projected)}, {found.seconds * 1e3:.4g} ms a step."
+        f"{format_bytes(found.projected)}; {_milliseconds(found, target)} ms a step."
     )
 
 
@@ -763,6 +769,18 @@ def holders(report: MemoryReport, most: int = 3) -> str:
     else:
         held = dict(list(report.by_source.items())[:most])
     return ", ".join(f"{format_bytes(size)} by {line}" for line, size in held.items())
+
+
+def _time_error(target: Target | LocalDevice) -> float | None:
+    gpu = target.gpu if isinstance(target, LocalDevice) else target
+    return gpu.time_error if gpu else None
+
+
+def _milliseconds(candidate: Candidate, target: Target | LocalDevice) -> str:
+    """The predicted time, and how far off it may be."""
+    error = _time_error(target)
+    checked = "(unchecked)" if error is None else f"±{error:.0%}"
+    return f"{candidate.seconds * 1e3:.4g} {checked}"
 
 
 def _names(given: str | Collection[str], argument: str, known: dict[str, str]) -> frozenset[str]:

@@ -1,5 +1,6 @@
 """The search over the levers: what it chooses fits, keeps the mathematics, and says why."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -49,6 +50,19 @@ def test_what_fits_as_it_is_stays_as_it_is(capsys):
     assert "not searched: precision: would compute in bfloat16" in out
     assert "have not been compared with a real GPU's" in out
     assert err.startswith("jaxmem: compiled 1 of at most 6 for h200: precision as it is; ")
+
+
+def test_every_predicted_time_has_its_error_or_says_that_nobody_checked_it(capsys):
+    fitting = fit("1GiB").fitting
+    rows = [line for line in str(fitting).splitlines() if line.startswith("precision as it is")]
+    assert len(rows) > 5 and all(" (unchecked)  " in row for row in rows)
+    assert fitting.to_dict()["time_error"] is None
+    checked = dataclasses.replace(jaxmem.target("h200"), time_error=0.2)
+    fitting = fit("1GiB", target=checked).fitting
+    text = str(fitting)
+    assert text.count(" ±20%  ") == len(rows) and "unchecked" not in text
+    assert "are as far from measured ones on such a GPU as is printed" in text
+    assert fitting.to_dict()["time_error"] == 0.2
 
 
 @pytest.mark.parametrize(
@@ -291,9 +305,13 @@ def test_command_line_plan(capsys, tmp_path):
     assert out.startswith("dp plan, ") and f"wrote {picture}" in err
     assert "svg" in picture.read_text()[:300]
     common = ["plan", name, "--target", "h200", "--budget"]
-    assert cli.main([*common, "70MiB", "--json"]) == 0
+    page = tmp_path / "plan.html"
+    assert cli.main([*common, "70MiB", "--json", "--html", str(page)]) == 0
     plan = jaxmem.Plan.from_json(capsys.readouterr().out)
     assert plan.compiled_bytes <= 70 * MIB
+    assert page.read_text().startswith("<!doctype html>") and "h200" in page.read_text()
+    assert cli.main(["plan", name, "--budget", "70MiB", "--html", str(page)]) == 1
+    assert "name a GPU to compile for (--target)" in capsys.readouterr().err
     assert cli.main([*common, "1MiB"]) == 3
     assert "No dp plan fits the budget of 1.00 MiB" in capsys.readouterr().err
     assert cli.main([*common, "much"]) == 1

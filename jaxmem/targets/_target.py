@@ -26,7 +26,9 @@ class Target:
     ...     jaxmem.target("a100-40gb"), name="a100-half", memory_bytes=20 * 2**30)
 
     Rates are FLOPs per second (a multiply-add counts 2) and bytes per second; sizes are bytes.
-    ``count`` GPUs of the kind are compiled for together, as one SPMD program.
+    ``count`` GPUs of the kind are compiled for together, as one SPMD program. ``time_error`` is how
+    far measured step times were from predicted ones on such a GPU (0.2: by a fifth, in the median
+    of ``benchmarks/gpu.py``); None: they have not been compared.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Target:
     host_bandwidth: float
     source: str
     count: int = 1
+    time_error: float | None = None
 
     def __post_init__(self):
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
@@ -147,6 +150,7 @@ def _from_row(row: dict[str, str]) -> Target:
         half_flops=float(row["bf16_fp16_matmul_tflops"]) * 1e12,
         host_bandwidth=float(row["host_link_bytes_per_s"]),
         source=row["source"],
+        time_error=float(row["time_error"]) if row["time_error"] else None,
     )
 
 
