@@ -4,7 +4,7 @@ Takes a training step and a byte budget, and gives back a step that fits, proved
 numbers for the GPU you name, whether or not that GPU is in the machine.
 """
 
-from jaxmem import optim as optim
+from jaxmem import ops as ops, optim as optim
 from jaxmem._bytes import format_bytes as format_bytes
 from jaxmem._errors import (
     BudgetError as BudgetError,

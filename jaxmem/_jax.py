@@ -467,6 +467,13 @@ def is_committed(value) -> bool:
     )
 
 
+def varying(value: jax.Array, *others: Any) -> jax.Array:
+    """The value, varying over the mesh axes of `jax.shard_map` that any of the others varies
+    over: the carry of a loop does not begin to vary in it."""
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(others)))
+    return jax.lax.pcast(value, tuple(sorted(axes)), to="varying") if axes else value
+
+
 def abstract(value) -> Any:
     """A leaf as a ShapeDtypeStruct that keeps its sharding and its memory kind.
 

@@ -1,0 +1,207 @@
+"""Attention and cross-entropy as they stand in a flat jaxpr.
+
+From a matmul on, every value that depends on it is given a kind, by the operation that makes it and
+the kinds of what that reads: scores or logits, their maximum, what is left of them without it, its
+exponential, sums of those. Where each of these is read only by operations that make another kind,
+or one of the results of `jaxmem.ops`, all of it can be left out.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxmem import _jax
+
+# Each element by itself.
+ELEMENTWISE = frozenset(
+    "abs add and clamp convert_element_type div eq exp ge gt integer_pow le log1p logistic lt max "
+    "min mul ne neg not or select_n sign square stop_gradient sub tanh".split()
+)
+# Of one number a row: where it is, not what.
+_SAME = frozenset("broadcast_in_dim convert_element_type reshape squeeze stop_gradient".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a value is, and of a matrix, which axis of the matmul's result each of its axes is."""
+
+    name: str
+    axes: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class Match:
+    """A matmul whose result need not be. ``chain`` are the steps from it to the matrix that the
+    softmax is of, ``inside`` the numbers of all steps that are left out, and ``results`` what
+    they are left out for: the number of a step, and what its result is. ``matrix`` is what the
+    softmax is of, and ``column`` the axis of the matmul's result that it is over."""
+
+    root: int
+    chain: list[int]
+    kinds: dict[int, Kind]
+    inside: set[int]
+    results: dict[int, str]
+    matrix: int = -1
+    column: int = -1
+
+
+class Graph:
+    """Who makes and who reads each value of a flat jaxpr."""
+
+    def __init__(self, flat: _jax.FlatJaxpr):
+        self.flat = flat
+        self.maker = {value: at for at, step in enumerate(flat.steps) for value in step.outputs}
+        self.readers: dict[int, list[int]] = {}
+        for at, step in enumerate(flat.steps):
+            for value in set(step.uses):
+                self.readers.setdefault(value, []).append(at)
+        self.outputs = {value for value in flat.outputs if isinstance(value, int)}
+
+    def made_by(self, value: Any, *primitives: str) -> _jax.Step | None:
+        """The step that makes a value, if it is one of these."""
+        at = self.maker.get(value) if isinstance(value, int) else None
+        step = None if at is None else self.flat.steps[at]
+        return step if step and step.primitive in primitives else None
+
+    def match(self, root: int) -> Match | None:
+        """What can be left out from a matmul on; None: something else reads what depends on it."""
+        result = self.flat.steps[root].outputs[0]
+        axes = tuple(range(len(self.flat.avals[result].shape)))
+        kinds = {result: Kind("scores", axes)}
+        found = Match(root, [], kinds, {root}, {})
+        pending = set(self.readers.get(result, ()))
+        if result in self.outputs:
+            return None
+        while pending:
+            at = min(pending)
+            pending.remove(at)
+            step = self.flat.steps[at]
+            if all(
+                output not in self.readers and output not in self.outputs for output in step.outputs
+            ):
+                found.inside.add(at)  # nobody reads it
+                continue
+            kind = self._kind(step, kinds)
+            if kind is None:
+                return None
+            found.inside.add(at)
+            (output,) = step.outputs
+            if kind.name in ("attended", "chosen", "chosen share", "log total"):
+                found.results[at] = kind.name
+                continue
+            if kind.name == "scores":
+                found.chain.append(at)
+            if step.primitive == "reduce_max":
+                found.matrix = step.inputs[0]
+                found.column = kinds[found.matrix].axes[-1]
+            kinds[output] = kind
+            if output in self.outputs:
+                return None
+            pending |= set(self.readers[output])
+        return found if found.results else None
+
+    def _kind(self, step: _jax.Step, kinds: dict[int, Kind]) -> Kind | None:
+        """The kind of what a step makes of values that have one; None: it is no part of this."""
+        name = step.primitive
+        read = [kinds.get(value) if isinstance(value, int) else None for value in step.inputs]
+        names = [kind.name if kind else None for kind in read]
+        first = next(kind for kind in read if kind)
+        own = {kind.name for kind in read if kind}
+        shape = step.equation.outvars[0].aval.shape if step.equation.outvars else ()
+        if first.axes and name == "transpose":
+            axes = tuple(first.axes[axis] for axis in step.equation.params["permutation"])
+            return Kind(first.name, axes)
+        aligned = all(kind is None or kind.axes == first.axes for kind in read)
+        if own == {"scores"} and name in ELEMENTWISE and aligned and len(shape) == len(first.axes):
+            return first
+        if own == {"scores"} and name == "reduce_max" and self._of_row(step, first):
+            return Kind("largest")
+        if own == {"largest"} and (name in _SAME or name in ("max", "is_finite", "select_n")):
+            return Kind("largest")
+        if name == "sub" and names == ["scores", "largest"]:
+            return Kind("shifted", first.axes)
+        if own == {"shifted"} and name == "convert_element_type":
+            return first
+        if own == {"shifted"} and name == "exp":
+            return Kind("exp", first.axes)
+        if own == {"exp"} and name == "convert_element_type":
+            return first
+        if own == {"exp"} and name == "reduce_sum" and self._of_row(step, first):
+            return Kind("total")
+        if own == {"total"} and (name in _SAME or name == "abs"):
+            return Kind("total")
+        if own == {"total"} and name == "log":
+            return Kind("log")
+        if own == {"log"} and name in _SAME:
+            return Kind("log")
+        if name == "add" and sorted(names, key=str) == ["largest", "log"]:
+            return Kind("log total")
+        if name == "div" and names == ["exp", "total"]:
+            return Kind("share", first.axes)
+        if own == {"share"} and name == "convert_element_type":
+            return first
+        if name == "sub" and names == ["shifted", "log"]:
+            return Kind("log share", first.axes)
+        if own == {"log share"} and name == "convert_element_type":
+            return first
+        if own in ({"scores"}, {"log share"}):
+            suffix = " share" if own == {"log share"} else ""
+            if name == "gather" and names[0] and self._is_pick(step):
+                return Kind("chosen" + suffix)
+            if name == "mul" and self.one_hot(step, kinds) is not None:
+                return Kind("masked" + suffix, first.axes)
+        if name == "reduce_sum" and own <= {"masked", "masked share"} and self._of_row(step, first):
+            return Kind("chosen" + first.name.removeprefix("masked"))
+        if own == {"share"} and name == "dot_general":
+            return Kind("attended")
+        return None
+
+    def _of_row(self, step: _jax.Step, kind: Kind) -> bool:
+        """Whether a reduction is over the last axis."""
+        return tuple(step.equation.params["axes"]) == (len(kind.axes) - 1,)
+
+    def _is_pick(self, step: _jax.Step) -> bool:
+        """Whether a gather takes one element of each row, as `jnp.take_along_axis` does."""
+        operand = step.equation.invars[0].aval
+        last = operand.ndim - 1
+        numbers = step.equation.params["dimension_numbers"]
+        return (
+            numbers.start_index_map == (last,)
+            and numbers.operand_batching_dims == tuple(range(last))
+            and set(step.equation.params["slice_sizes"]) == {1}
+        )
+
+    def one_hot(self, step: _jax.Step, kinds: dict[int, Kind]) -> int | None:
+        """The labels, if the other operand of a product is a one-hot matrix of them."""
+        other = next((v for v in step.inputs if not isinstance(v, int) or v not in kinds), None)
+        if (maker := self.made_by(other, "convert_element_type")) is not None:
+            other = maker.inputs[0]
+        equal = self.made_by(other, "eq")
+        if equal is None:
+            return None
+        shape = step.equation.outvars[0].aval.shape
+        for labels, numbers in (equal.inputs, equal.inputs[::-1]):
+            numbers, last = self.unbroadcast(numbers, shape, last=True)
+            iota = self.made_by(numbers, "iota")
+            if iota is None or not last or self.flat.avals[numbers].shape[-1] != shape[-1]:
+                continue
+            if iota.equation.params["dimension"] != len(self.flat.avals[numbers].shape) - 1:
+                continue
+            labels, first = self.unbroadcast(labels, shape, last=False)
+            rows = int(np.prod(shape[:-1]))
+            if isinstance(labels, int) and first and self.flat.avals[labels].size == rows:
+                return labels
+        return None
+
+    def unbroadcast(self, value: Any, shape: tuple[int, ...], last: bool) -> tuple[Any, bool]:
+        """What a value is a broadcast of, and whether its axes are the last ones of a shape, or the
+        first ones."""
+        fits = True
+        while (step := self.made_by(value, "broadcast_in_dim")) is not None:
+            axes = tuple(map(int, step.equation.params["broadcast_dimensions"]))
+            count = len(step.equation.outvars[0].aval.shape)
+            start = count - len(axes) if last else 0
+            fits = fits and axes == tuple(range(start, start + len(axes)))
+            value = step.inputs[0]
+        return value, fits

@@ -1,0 +1,198 @@
+"""Plain attention and losses are found in unmodified functions, and what is put there is equal."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmem
+
+
+def assert_equal_gradients(fun, given, capfd, found, least="1KiB", rtol=1e-9, atol=1e-11):
+    """And so many of each were found."""
+    every = range(len(given))
+    expected = jax.jit(jax.value_and_grad(fun, every))(*given)
+    capfd.readouterr()
+    results = jax.jit(jax.value_and_grad(jaxmem.ops.swap(fun, least=least), every))(*given)
+    said = capfd.readouterr().err
+    for name in "attention", "softmax_cross_entropy":
+        assert said.count(f"jaxmem.ops.swap: {name} instead of ") == found.count(name), said
+    for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol, atol)
+    return said
+
+
+LABELS = jnp.array([[3, 0, 39, 7], [12, 12, 1, 5]])
+
+
+def by_optax(logits):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean()
+
+
+def by_one_hot(logits):
+    return -jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(LABELS, 40), -1).mean()
+
+
+def by_take(logits):
+    total = jax.nn.logsumexp(logits, -1)
+    chosen = jnp.take_along_axis(logits, LABELS[..., None], -1)[..., 0]
+    return (total - chosen + 1e-2 * total**2).mean()
+
+
+def by_log_softmax(logits):
+    chosen = jnp.take_along_axis(nn.log_softmax(logits), LABELS[..., None], -1)
+    return -chosen.mean()
+
+
+@pytest.fixture
+def arrays(key):
+    keys = jax.random.split(key, 3)
+    return (
+        jax.random.normal(keys[0], (2, 4, 8)),
+        jax.random.normal(keys[1], (8, 40)),
+        jax.random.normal(keys[2], (40,)),
+    )
+
+
+@pytest.mark.parametrize("loss", [by_optax, by_one_hot, by_take, by_log_softmax])
+def test_losses_as_they_are_written(arrays, loss, capfd):
+    hidden, weights, _ = arrays
+
+    def with_bias(hidden, weights, bias):
+        return loss(hidden @ weights + bias[None, None])
+
+    assert_equal_gradients(with_bias, arrays, capfd, ["softmax_cross_entropy"])
+
+    def tied_and_capped(hidden, table):
+        return loss(3.0 * jnp.tanh((hidden @ table.T) / 3.0))
+
+    given = hidden, weights.T
+    said = assert_equal_gradients(tied_and_capped, given, capfd, ["softmax_cross_entropy"])
+    assert "instead of logits float64[2, 4, 40], 2.50 KiB, of test_ops_swap.py:" in said
+
+
+def test_labels_out_of_range_are_as_they_were(arrays):
+    hidden, weights, _ = arrays
+    labels = LABELS.at[0, 0].set(-1).at[1, 1].set(40)
+
+    def one_hot(hidden):
+        return jnp.sum(jax.nn.log_softmax(hidden @ weights) * jax.nn.one_hot(labels, 40), -1)
+
+    found = jaxmem.ops.swap(one_hot, least="1KiB")(hidden)
+    np.testing.assert_allclose(found, one_hot(hidden), 1e-9)
+    assert found[0, 0] == 0
+
+
+def test_what_else_is_read_stays(arrays, capfd):
+    hidden, weights, _ = arrays
+
+    def accuracy_too(hidden, weights):
+        logits = hidden @ weights
+        return by_optax(logits) + 0.0 * (logits.argmax(-1) == LABELS).mean()
+
+    said = assert_equal_gradients(accuracy_too, (hidden, weights), capfd, [])
+    assert "no attention and no cross-entropy of at least 1.00 KiB found in" in said
+    assert "accuracy_too" in said
+    # Nor what is small:
+    small = lambda h, w: by_optax(h @ w)  # noqa: E731
+    assert_equal_gradients(small, (hidden, weights), capfd, [], least="64MiB")
+
+
+def heads(length=16, key_heads=4):
+    keys = jax.random.split(jax.random.key(1), 3)
+    query = jax.random.normal(keys[0], (2, length, 4, 8))
+    others = (jax.random.normal(key, (2, length, key_heads, 8)) for key in keys[1:])
+    return query, *others
+
+
+PADDING = jnp.arange(16)[None] < jnp.array([[16], [9]])
+
+
+def by_flax(query, key, value):
+    return nn.dot_product_attention(query, key, value, mask=PADDING[:, None, None])
+
+
+def by_flax_causal(query, key, value):
+    return nn.dot_product_attention(query, key, value, mask=nn.make_causal_mask(PADDING))
+
+
+def by_hand(query, key, value):
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    scores = query @ key.swapaxes(-1, -2) / 8**0.5
+    bias = -0.1 * jnp.abs(jnp.arange(16)[:, None] - jnp.arange(16)[None])
+    scores = 5 * jnp.tanh(scores / 5) + bias[None, None]
+    scores = jnp.where(jnp.tril(jnp.ones((16, 16), bool))[None, None], scores, -1e30)
+    return (jax.nn.softmax(scores, -1) @ value).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("attend", [by_flax, by_flax_causal, by_hand])
+def test_attention_as_it_is_written(attend, capfd):
+    def loss(query, key, value):
+        return jnp.sin(attend(query, key, value)).sum()
+
+    assert_equal_gradients(loss, heads(), capfd, ["attention"])
+
+
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_attention_of_jax_nn(key_heads, capfd):
+    bias = jax.random.normal(jax.random.key(2), (1, 4, 16, 16), "float32")
+
+    def loss(query, key, value):
+        out = jax.nn.dot_product_attention(query, key, value, bias, is_causal=True)
+        return jnp.sin(out).sum()
+
+    given = [x.astype("float32") for x in heads(key_heads=key_heads)]
+    assert_equal_gradients(loss, given, capfd, ["attention"], rtol=1e-4, atol=1e-5)
+
+
+def test_in_scans_and_regions_and_under_a_plan(arrays, capfd):
+    query, *_ = heads()
+
+    def loss(scale, query, weights):
+        @jax.checkpoint
+        def layer(x, scale):
+            return x + by_flax(x * scale, x, x), None
+
+        x, _ = jax.lax.scan(layer, query, scale)
+        return by_optax(x[:, :4, 0] @ weights)
+
+    given = jnp.array([0.5, 0.7]), query, arrays[1]
+    both = ["attention", "softmax_cross_entropy"]
+    assert_equal_gradients(loss, given, capfd, both)
+    assert_equal_gradients(jax.jit(loss), given, capfd, both)
+    swapped = jaxmem.ops.swap(loss, least="1KiB")
+    planned = jax.jit(jax.grad(jaxmem.remat(swapped), (0, 1, 2)))(*given)
+    for one, other in zip(planned, jax.jit(jax.grad(loss, (0, 1, 2)))(*given), strict=True):
+        np.testing.assert_allclose(one, other, 1e-9, atol=1e-11)
+
+
+def test_dropout_of_weights_and_returned_weights_stay(capfd):
+    def dropped(query, key, value):
+        weights = nn.dot_product_attention_weights(query, key)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, value).sum() + weights.max()
+
+    assert_equal_gradients(dropped, heads(), capfd, [])
+
+
+def test_the_matrices_are_gone():
+    def loss(query, weights, labels):
+        x = nn.dot_product_attention(query, query, query)
+        logits = x.reshape(*x.shape[:2], -1) @ weights
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    shapes = ((2, 2048, 8, 64), jnp.bfloat16), ((512, 32768), jnp.bfloat16), ((2, 2048), jnp.int32)
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    before, after = (
+        jaxmem.memory(jax.jit(jax.value_and_grad(f, (0, 1))), *args, target="h200")
+        for f in (loss, jaxmem.ops.swap(loss))
+    )
+    assert before.device > 2**30 and after.device < 2**29
+
+
+def test_refusals():
+    with pytest.raises(jaxmem.JaxmemError, match=r"takes a function of arrays; got 3"):
+        jaxmem.ops.swap(3)
+    with pytest.raises(jaxmem.JaxmemError, match="lots"):
+        jaxmem.ops.swap(by_optax, least="lots")
