@@ -4,7 +4,9 @@ Takes a training step and a byte budget, and gives back a step that fits, proved
 numbers for the GPU you name, whether or not that GPU is in the machine.
 """
 
-from jaxmem import ops as ops, optim as optim
+import importlib
+
+from jaxmem import optim as optim
 from jaxmem._bytes import format_bytes as format_bytes
 from jaxmem._errors import (
     BudgetError as BudgetError,
@@ -43,3 +45,10 @@ from jaxmem.train import TrainState as TrainState, TrainStep as TrainStep, train
 from jaxmem.updating import LayerStack as LayerStack, value_and_update as value_and_update
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    """`jaxmem.ops`, imported when it is first asked for."""
+    if name != "ops":
+        raise AttributeError(f"module 'jaxmem' has no attribute {name!r}")
+    return importlib.import_module("jaxmem.ops")

@@ -188,7 +188,7 @@ def test_the_matrices_are_gone():
         jaxmem.memory(jax.jit(jax.value_and_grad(f, (0, 1))), *args, target="h200")
         for f in (loss, jaxmem.ops.swap(loss))
     )
-    assert before.device > 2**30 and after.device < 2**29
+    assert after.device < before.device / 2
 
 
 def test_refusals():
