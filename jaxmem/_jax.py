@@ -435,17 +435,54 @@ def find_callback(jaxpr) -> str | None:
     return None
 
 
-def host_results(traced) -> list[Any] | None:
-    """Abstract values of a traced step's results that should be in host memory; None: not known,
-    since some result is an argument and need not be in the compiled program."""
+def results_on_host(traced) -> list[bool] | None:
+    """Whether each of a traced step's results should be in host memory; None: not known, since
+    some result is an argument and need not be in the compiled program."""
     jaxpr = traced.jaxpr.jaxpr
     if not {id(variable) for variable in jaxpr.outvars}.isdisjoint(map(id, jaxpr.invars)):
         return None
-    avals = (variable.aval for variable in jaxpr.outvars)
-    return [aval for aval in avals if memory_space(aval) is HOST]
+    return [memory_space(variable.aval) is HOST for variable in jaxpr.outvars]
+
+
+def donated_on_host(traced, lowered) -> set[int]:
+    """The numbers of the arrays in host memory that a step donates."""
+    given = jax.tree.leaves(lowered.args_info)
+    return {
+        number
+        for number, (one, variable) in enumerate(zip(given, traced.jaxpr.jaxpr.invars, strict=True))
+        if one.donated and memory_space(variable.aval) is HOST
+    }
+
+
+def kept_on_host(traced) -> tuple[int, str]:
+    """The most bytes that a traced step keeps in host memory between where it sends values there
+    and where it uses them (results apart), and the line that sends the first of those."""
+    flat = flatten_jaxpr(traced.jaxpr)
+    last = {value: at for at, step in enumerate(flat.steps) for value in step.uses}
+    sent: dict[int, Step] = {}
+    for step in flat.steps:
+        carry = loop_of(step.equation).carry if step.primitive == "scan" else slice(0, 0)
+        if step.primitive in ("device_put", "scan"):
+            own = step.outputs[carry.stop - carry.start :]  # what a loop carries was there before
+            sent |= {value: step for value in own if memory_space(flat.avals[value]) is HOST}
+    for value in flat.outputs:
+        sent.pop(value, None) if isinstance(value, int) else None
+    most, line, alive = 0, "", dict[int, Step]()
+    for at, step in enumerate(flat.steps):
+        alive |= {value: step for value in step.outputs if value in sent}
+        total = sum(flat.avals[value].size * flat.avals[value].dtype.itemsize for value in alive)
+        if total > most:
+            most, line = total, next(iter(alive.values())).line
+        alive = {value: step for value, step in alive.items() if last.get(value, 0) > at}
+    return most, line
 
 
 # ---- memory kinds
+
+
+def memory_kinds() -> list[str]:
+    """The kinds of memory that the attached devices address."""
+    return [memory.kind for memory in jax.devices()[0].addressable_memories()]
 
 
 def memory_space(value) -> Any:
@@ -502,3 +539,14 @@ def output_avals(fun: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], A
     """Abstract outputs of a function, memory space included, and their tree."""
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
     return list(closed.out_avals), jax.tree.structure(shape)
+
+
+def spec_of(sharding) -> tuple[Any, ...]:
+    """The axes of the mesh for each axis of an array; ('?',) where they are not known."""
+    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ("?",)
+
+
+def on_several_devices(value) -> bool:
+    """Whether an array or tracer is known to lie on a mesh of more than one device."""
+    mesh = getattr(getattr(jax.typeof(value), "sharding", None), "mesh", None)
+    return getattr(mesh, "size", 1) > 1

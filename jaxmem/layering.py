@@ -138,6 +138,18 @@ class Layers:
                 "jaxmem.layers(block, optimizer=...), or differentiate by the parameters."
             )
 
+        def one(stack):
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack
+            )
+
+        check_same(
+            ("a layer's optimizer state", "by the init of the optimizer of these layers"),
+            jax.eval_shape(optimizer.init, one(_trainable(stack.params))),
+            "in the stack",
+            one(stack.opt_state),
+        )
+
         def step(gradient, state, params):
             gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
             updates, state = optimizer.update(gradient, state, params)

@@ -12,9 +12,9 @@ import jax
 import optax
 
 from jaxmem import _jax
-from jaxmem._checks import check_optimizer
+from jaxmem._checks import check_optimizer, check_same
 from jaxmem._errors import JaxmemError, OffloadError
-from jaxmem._streaming import offloadable, stream, to_host
+from jaxmem._streaming import nested, offloadable, stream, to_host
 
 
 def _everything(path: str, leaf: Any) -> bool:
@@ -31,9 +31,11 @@ def offload(
 
     Inside a jitted step the state comes to the device, is used and goes back, one parameter after
     another: the update is traced, and what each parameter's update needs is fetched only when the
-    parameter before it is done. So the device holds the state of about two parameters at a time,
-    for every optax transformation that treats them one by one. Where the parameters follow the
-    layers, they are taken last first, as the backward pass makes their gradients.
+    parameter before it is done and used only when the state before it is back. State of one
+    parameter of more than 64 MiB (a large matrix, or layers stacked for a scan) comes in pieces of
+    64 MiB, as in PatrickStar, where the optimizer treats the values of an array independently, as
+    most do; where it does not (lamb, adafactor), that parameter's state comes as a whole. So the
+    device holds two such chunks, one that comes and one that goes.
 
     Scalars and empty arrays stay on the device. Donate parameters and state together
     (``donate_argnums``) and return them in the order in which they are taken: host memory is then
@@ -51,9 +53,10 @@ def offload(
             the state first; the rest stay on the device, where there is room.
 
     Raises:
-        JaxmemError: not an optax transformation, or a fraction that is none.
-        OffloadError: at update, a state leaf is in device memory (made by another optimizer, or
-            restored without its memory kind; `jaxmem.eval_shape` gives the right one).
+        JaxmemError: not an optax transformation, or a fraction that is none; at update, a state
+            of another optimizer or of other parameters.
+        OffloadError: the platform has no pinned host memory; at update, a state leaf is in device
+            memory (restored without its memory kind; `jaxmem.eval_shape` gives the right one).
 
     >>> import jax.numpy as jnp, jaxmem, optax
     >>> optimizer = jaxmem.offload(optax.adam(1e-3))
@@ -91,10 +94,12 @@ def offload(
         )
 
     def update(updates, state, params=None, **extra_args):
+        like = jax.eval_shape(optimizer.init, updates if params is None else params)
+        check_same(("optimizer state", "by this optimizer's init"), like, "in this call", state)
         chosen = paths_on_host(state)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             name = jax.tree_util.keystr(path)
-            if name in chosen and _jax.memory_space(leaf) is not _jax.HOST:
+            if name in chosen and _jax.memory_space(leaf) is not _jax.HOST and not nested():
                 raise OffloadError(
                     f"The optimizer state{name} should be in host memory "
                     "and is on the device. Make the state with this optimizer's init, abstract it "
@@ -116,7 +121,7 @@ def place(tree: Any, like: Any) -> Any:
         like: arrays of the same structure, in their places; a state from ``init``, say.
 
     Raises:
-        JaxmemError: the structures differ.
+        JaxmemError: the structures or the shapes differ.
 
     >>> import jax, jax.numpy as jnp, jaxmem, optax
     >>> state = jaxmem.offload(optax.adam(1e-3)).init(jnp.ones(3))
@@ -130,6 +135,8 @@ def place(tree: Any, like: Any) -> Any:
             f"jaxmem.place needs two trees of one structure; got {given} to be placed like "
             f"{expected}. Restore the checkpoint into the structure of a state from init."
         )
+
+    check_same(("the tree", "in the one it is placed like"), like, "in the given one", tree)
 
     def put(leaf, reference):
         if not isinstance(reference, jax.Array):

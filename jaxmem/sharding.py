@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes
-from jaxmem._checks import check_optimizer
+from jaxmem._checks import check_optimizer, check_same
 from jaxmem._errors import JaxmemError
 
 _SMALL = 2**14
@@ -56,7 +56,17 @@ class Sharding:
 
         Arrays are put there; abstract leaves (`jax.ShapeDtypeStruct`) get the sharding, and what
         is in host memory stays there.
+
+        Raises:
+            JaxmemError: a large leaf that the devices do not divide, or no path with ``scanned``
+                in it.
         """
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
+        if self.scanned is not None and not any(self.scanned in path for path in paths):
+            raise JaxmemError(
+                f"No parameter has {self.scanned!r} in its path, which jaxmem.shard(scanned=...) "
+                f"names those that are stacked over layers by; there are {', '.join(paths[:8])}."
+            )
         return self._place(params, self.specs(params) if self.stage == 3 else None)
 
     def place_state(self, state: Any) -> Any:
@@ -102,6 +112,8 @@ class Sharding:
             return self._constrain(optimizer.init(params))
 
         def update(updates, state, params=None, **extra):
+            like = jax.eval_shape(optimizer.init, updates if params is None else params)
+            check_same(("optimizer state", "by this optimizer's init"), like, "in this call", state)
             if self.stage >= 2:
                 updates = self._constrain(updates)
             spread = None if params is None else self._constrain(params)

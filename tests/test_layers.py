@@ -356,6 +356,15 @@ def test_what_is_not_a_stack_of_layers_is_refused():
         plain.update(jaxmem.LayerStack(jnp.ones(2), ()), jnp.ones(2))
 
 
+def test_a_stack_of_another_optimizer_is_refused():
+    state = jaxmem.layers(lambda w, x: w * x, optimizer=optax.adam(0.1)).init(
+        lambda w: w, jnp.ones((3, 2))
+    )
+    stack = jaxmem.layers(lambda w, x: w * x, optimizer=optax.lion(0.1))
+    with pytest.raises(jaxmem.JaxmemError, match=r"state\[0\].nu is \[2\] in the stack and"):
+        stack.update(state, jnp.ones((3, 2)))
+
+
 def test_a_stack_goes_to_its_layers_once():
     stack = jaxmem.layers(lambda w, x: w * x, optimizer=optax.sgd(0.1))
     state = stack.init(lambda w: w, jnp.ones((3, 2)))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 
@@ -162,11 +163,51 @@ def test_parameters_that_donation_would_move_to_the_host():
     with pytest.raises(jaxmem.OffloadError) as caught:
         jaxmem.memory(jax.jit(step, donate_argnums=1), params, state, target="h200")
     assert str(caught.value).startswith(
-        "The step asks for 32.00 KiB of its results in host memory, and the compiled program has "
-        "48.00 KiB there. JAX pairs donated arguments with results of the same shape in order"
+        "The step's result[0] should be on the device, and the compiled program has it in host "
+        "memory. JAX pairs donated arguments with results of the same shape in order"
     )
     both = jaxmem.memory(jax.jit(step, donate_argnums=(0, 1)), params, state, target="h200")
     assert both.host == both.host_alias == 2 * 64 * 64 * 4
+
+
+def test_residuals_that_stay_on_the_device():
+    """XLA keeps what a loop sends to the host; unrolled, it sends it when it is needed again."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["x"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x, w):
+        return jnp.tanh(jnp.tanh(checkpoint_name(x, "x") @ w) @ w)
+
+    def scanned(ws, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0])
+
+    def unrolled(ws, x):
+        return jnp.sum(functools.reduce(layer, ws, x))
+
+    ws = jax.ShapeDtypeStruct((6, 256, 256), jnp.float32)
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
+    assert jaxmem.memory(jax.grad(scanned), ws, x, target="h200").host_temp == 6 * x.size * 4
+    with pytest.raises(jaxmem.OffloadError) as caught:
+        jaxmem.memory(jax.grad(unrolled), ws, x, target="h200")
+    assert str(caught.value).startswith(
+        "The step keeps 6.00 MiB in host memory, first the value sent there at test_memory.py:"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_a_donated_state_that_is_not_written_in_place():
+    optimizer = jaxmem.offload(optax.adam(1e-3))
+    params = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    state = jaxmem.eval_shape(optimizer.init, params)
+    forgets = jax.jit(lambda p, state: optimizer.update(p, state, p)[0], donate_argnums=1)
+    with pytest.raises(jaxmem.OffloadError) as caught:
+        jaxmem.memory(forgets, params, state, target="h200")
+    assert str(caught.value).startswith("state[0].mu is donated in host memory, and the compiled")
 
 
 @pytest.mark.parametrize("call", [jax.debug.print, "pure_callback"])

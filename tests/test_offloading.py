@@ -109,6 +109,9 @@ def test_a_restored_state_is_put_back():
     )
     with pytest.raises(jaxmem.JaxmemError, match="two trees of one structure; got PyTreeDef"):
         jaxmem.place(restored[0], like=state)
+    wider = optimizer.init({name: jnp.ones((5, 4)) for name in PARAMS})
+    with pytest.raises(jaxmem.JaxmemError, match=r"\['layer0'\] is \[5, 4\] in the given one and"):
+        jaxmem.place(wider, like=state)
 
 
 def test_a_restored_state_is_measured_where_it_is():
@@ -119,6 +122,37 @@ def test_a_restored_state_is_measured_where_it_is():
     state = (state[0]._replace(trace=odd), *state[1:])
     report = jaxmem.memory(optimizer.update, trace, state, target="h200")
     assert report.host_argument >= 64 * 64 * 8
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    adam = jaxmem.offload(optax.adam(0.1))
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        adam.update(PARAMS, jaxmem.offload(optax.sgd(0.1, momentum=0.9)).init(PARAMS), PARAMS)
+    assert str(caught.value) == (
+        "optimizer state[0].count is absent in this call and [] by this optimizer's init. Both "
+        "must have one structure and one shape for each array."
+    )
+    other = adam.init(PARAMS | {"layer0": jnp.ones((5, 4))})
+    with pytest.raises(jaxmem.JaxmemError, match=r"mu\['layer0'\] is \[5, 4\] in this call"):
+        jax.jit(adam.update)(PARAMS, other, PARAMS)
+
+
+def test_empty_arrays_and_scalars_stay_on_the_device():
+    optimizer = jaxmem.offload(optax.adam(0.1))
+    params = {"empty": jnp.zeros((0, 3)), "scalar": jnp.ones(()), "matrix": jnp.ones((3, 4))}
+    _, state = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+    on_host = {path for path, kind in kinds(state).items() if kind == "pinned_host"}
+    assert on_host == {"[0].mu['matrix']", "[0].nu['matrix']"}
+    assert state[0].mu["empty"].shape == (0, 3)
+
+
+def test_a_platform_without_host_memory(monkeypatch):
+    monkeypatch.setattr(jaxmem._jax, "memory_kinds", lambda: ["device"])
+    expected = r"kept in pinned host memory, and the devices of this platform \(cpu\) have device\."
+    with pytest.raises(jaxmem.OffloadError, match=expected):
+        jaxmem.offload(optax.adam(0.1)).init(PARAMS)
+    with pytest.raises(jaxmem.OffloadError, match=expected):
+        jaxmem.layers(lambda w, x: w * x).init(lambda w: w, jnp.ones((3, 2)))
 
 
 def test_eval_shape_keeps_memory_kinds():

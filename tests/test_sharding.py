@@ -52,6 +52,15 @@ def test_refusals():
         "the layers is a multiple. Pad it, or let every device keep a copy: "
         "jaxmem.shard(keep=lambda path, leaf: ...)."
     )
+    with pytest.raises(jaxmem.JaxmemError, match=r"'blocks' in its path.*are \['layers'\]"):
+        fsdp.place_params({"layers": jnp.zeros((8, 128, 1024))})
+    optimizer, params = fsdp.optimizer(optax.adam(1e-3)), {"w": jnp.zeros(3)}
+    with pytest.raises(jaxmem.JaxmemError, match=r"state\[0\].count is absent in this call"):
+        optimizer.update(params, optax.sgd(1e-3, momentum=0.9).init(params), params)
+    assert fsdp.specs({"empty": jnp.zeros((0, 7)), "scalar": jnp.zeros(())}) == {
+        "empty": PartitionSpec(),
+        "scalar": PartitionSpec(),
+    }
     with pytest.raises(jaxmem.JaxmemError, match=r"batch\['x'\] has shape \[6\].*over 8 devices"):
         fsdp.place_batch({"x": jnp.zeros(6)})
 

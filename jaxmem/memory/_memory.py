@@ -15,8 +15,8 @@ from jaxmem._bytes import format_bytes
 from jaxmem._checks import check_call
 from jaxmem._errors import CompileError, JaxmemError, OffloadError
 from jaxmem.memory._arguments import Argument, describe_arguments
+from jaxmem.memory._hlo import donated_arguments, results_on_host
 from jaxmem.memory._report import MemoryReport
-from jaxmem.program import size_of
 from jaxmem.targets import LocalDevice, Target, compile_module, resolve
 
 
@@ -78,17 +78,49 @@ def memory(
     compiled = compile_module(module, chosen, options=options, timeout=timeout, dump=timeline)
     described = _arguments(jitted, traced, lowered, args, kwargs)
     report = _report(chosen, compiled.stats, compiled.hlo, compiled.dump, described)
-    on_host = _jax.host_results(traced)
-    expected = report.host_output if on_host is None else sum(map(size_of, on_host))
-    if chosen.count == 1 and expected != report.host_output:
-        raise OffloadError(
-            f"The step asks for {format_bytes(expected)} of its results in host memory, and the "
-            f"compiled program has {format_bytes(report.host_output)} there. JAX pairs donated "
-            "arguments with results of the same shape in order, whatever memory they are in: "
-            "donate parameters and state together and return them in the order in which they are "
-            "taken, as jaxmem.train_step does, or give out_shardings."
-        )
+    _check_offload(traced, lowered, compiled.hlo)
+    if chosen.count == 1:
+        _check_kept(traced, report)
     return report
+
+
+def _check_offload(traced, lowered, hlo: str) -> None:
+    """Raises `OffloadError` at the first array that is not where the step has it."""
+    wanted, found = _jax.results_on_host(traced), results_on_host(hlo)
+    results = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(traced.out_info)]
+    if wanted is not None and len(wanted) == len(found):
+        for path, asked, compiled in zip(results, wanted, found, strict=True):
+            if asked != compiled:
+                places = ("in host memory", "on the device")
+                raise OffloadError(
+                    f"The step's result{path} should be {places[not asked]}, and the compiled "
+                    f"program has it {places[asked]}. JAX pairs donated arguments with results of "
+                    "the same shape in order, whatever memory they are in: donate parameters and "
+                    "state together and return them in the order in which they are taken, as "
+                    "jaxmem.train_step does, or give out_shardings."
+                )
+    names, reused = _jax.argument_names(traced), donated_arguments(hlo)
+    donated = _jax.donated_on_host(traced, lowered)
+    for at, number in enumerate(_jax.kept_arguments(lowered)):
+        if number in donated and at not in reused:
+            raise OffloadError(
+                f"{names[number]} is donated in host memory, and the compiled program does not "
+                "write a result there: it would be in host memory twice. Return a result of the "
+                "same shape and dtype in its place and in host memory, or do not donate it."
+            )
+
+
+def _check_kept(traced, report: MemoryReport) -> None:
+    """Raises `OffloadError` if values that the step keeps in host memory are on the device."""
+    kept, line = _jax.kept_on_host(traced)
+    there = report.host_temp + report.host_output
+    if there < 0.9 * kept:
+        raise OffloadError(
+            f"The step keeps {format_bytes(kept)} in host memory, first the value sent there at "
+            f"{line}, and the compiled program has {format_bytes(there)} there: XLA sends the rest "
+            "when it is about to be fetched again, and it stays on the device until then. Offload "
+            "what a layer keeps inside jax.lax.scan, or use jaxmem.layers(inputs='offload')."
+        )
 
 
 def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
@@ -115,7 +147,10 @@ def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
         if name.endswith(suffix)
     }
     described = _arguments(jitted, traced, lowered, args, kwargs)
-    return _report(target, stats, compiled.as_text(), dump, described)
+    hlo = compiled.as_text()
+    if target.platform != "cpu":  # where host and device are one memory
+        _check_offload(traced, lowered, hlo)
+    return _report(target, stats, hlo, dump, described)
 
 
 def _report(target, stats, hlo, dump, arguments) -> MemoryReport:

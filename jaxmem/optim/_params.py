@@ -8,6 +8,7 @@ import optax
 
 from jaxmem._checks import check_optimizer, check_same
 from jaxmem._errors import JaxmemError
+from jaxmem._streaming import stream
 from jaxmem.optim._rounding import round_stochastically, round_to_nearest
 
 
@@ -73,27 +74,31 @@ def half_params(
             )
         expected = jax.eval_shape(init, params)
         check_same(("optimizer state", "by this optimizer's init"), expected, "in this call", state)
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        gradients = jax.tree.map(
-            lambda g, p: g.astype(jnp.float32) if _is_half(p) else g, updates, params
-        )
-        updates, inner = optimizer.update(gradients, state.inner, _wide(params), **extra)
-        leaves, tree = jax.tree.flatten(params)
-        moves = tree.flatten_up_to(updates)
-        rests = tree.flatten_up_to(state.rest) if compensated else [None] * len(leaves)
-        for at, (old, move, rest) in enumerate(zip(leaves, moves, rests, strict=True)):
-            if not _is_half(old) or move is None:
-                continue
-            wide = old.astype(jnp.float32)
-            if compensated:
-                exact = wide + (rest.astype(jnp.float32) + move)
-                new = round_to_nearest(exact)
-                rests[at] = round_to_nearest(exact - new).astype(jnp.bfloat16)
-            else:
-                new = round_stochastically(wide + move, jax.random.fold_in(key, at))
-            moves[at] = new.astype(jnp.float32) - wide
-        rest = jax.tree.unflatten(tree, rests) if compensated else None
-        return jax.tree.unflatten(tree, moves), HalfState(state.step + 1, rest, inner)
+
+        def step(updates, state, params, **extra):
+            key = jax.random.fold_in(jax.random.key(seed), state.step)
+            gradients = jax.tree.map(
+                lambda g, p: g.astype(jnp.float32) if _is_half(p) else g, updates, params
+            )
+            updates, inner = optimizer.update(gradients, state.inner, _wide(params), **extra)
+            leaves, tree = jax.tree.flatten(params)
+            moves = tree.flatten_up_to(updates)
+            rests = tree.flatten_up_to(state.rest) if compensated else [None] * len(leaves)
+            for at, (old, move, rest) in enumerate(zip(leaves, moves, rests, strict=True)):
+                if not _is_half(old) or move is None:
+                    continue
+                wide = old.astype(jnp.float32)
+                if compensated:
+                    exact = wide + (rest.astype(jnp.float32) + move)
+                    new = round_to_nearest(exact)
+                    rests[at] = round_to_nearest(exact - new).astype(jnp.bfloat16)
+                else:
+                    new = round_stochastically(wide + move, jax.random.fold_in(key, at))
+                moves[at] = new.astype(jnp.float32) - wide
+            rest = jax.tree.unflatten(tree, rests) if compensated else None
+            return jax.tree.unflatten(tree, moves), HalfState(state.step + 1, rest, inner)
+
+        return stream(step, updates, state, params, extra, on_host=False)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
