@@ -204,7 +204,7 @@ def test_a_donated_state_that_is_not_written_in_place():
     optimizer = jaxmem.offload(optax.adam(1e-3))
     params = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     state = jaxmem.eval_shape(optimizer.init, params)
-    forgets = jax.jit(lambda p, state: optimizer.update(p, state, p)[0], donate_argnums=1)
+    forgets = jax.jit(lambda p, state: optimizer.update(p, state, p)[0], donate_argnums=(0, 1))
     with pytest.raises(jaxmem.OffloadError) as caught:
         jaxmem.memory(forgets, params, state, target="h200")
     assert str(caught.value).startswith("state[0].mu is donated in host memory, and the compiled")
