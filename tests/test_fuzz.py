@@ -5,6 +5,9 @@
 
 import functools
 import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -256,6 +259,41 @@ def test_under_jit_and_vmap(case):
         return jax.jit(jax.vmap(jax.grad(f, (0, 1, 2), has_aux=True)))(*args)
 
     assert_equal(gradients(plan.apply(fun)), gradients(fun), fun)
+
+
+SHARDED = """
+import sys
+sys.path.insert(0, {tests!r})
+import conftest, jax, jax.numpy as jnp, test_fuzz
+from hypothesis import Phase, given, settings
+
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+stacked = [jnp.stack([x * (1 + i / 8) for i in range(8)]) for x in test_fuzz.arguments()]
+args = jax.device_put(stacked, sharding)
+
+@settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@given(test_fuzz.cases())
+def check(case):
+    fun, plan = case
+
+    def mean(f):
+        def loss(scale, *args):
+            value, aux = jax.vmap(f)(*[x * scale for x in args])
+            return value.mean(), aux
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(jnp.float64(0.5), *args)
+
+    test_fuzz.assert_equal(mean(plan.apply(fun)), mean(fun), fun)
+
+assert jax.device_count() == 8
+check()
+"""
+
+
+def test_with_a_batch_sharded_over_eight_devices():
+    script = SHARDED.format(tests=str(pathlib.Path(__file__).parent))
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=600)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.generate])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import types
 
 import chex
 import jax
@@ -14,8 +15,10 @@ import pytest
 import jaxmem
 from jaxmem import _jax
 from jaxmem._problem import Problem
+from jaxmem.memory._hlo import Work
 from jaxmem.planning import Rates
 from jaxmem.planning._loops import loop_options
+from jaxmem.plans import _Compiled
 
 LAYERS, ROWS, WIDTH = 16, 16384, 1024
 MIB = 2**20
@@ -51,6 +54,21 @@ def test_a_compiled_plan_keeps_its_budget(capsys):
     assert abs(plan.projected_bytes - plan.compiled_bytes) <= 0.15 * plan.compiled_bytes
     assert "jaxmem: compiled 1 of at most 5 plans for h200: " in capsys.readouterr().err
     assert f"compiled  {jaxmem.format_bytes(plan.compiled_bytes)} for h200" in str(plan)
+
+
+def test_what_is_projected_a_little_too_large_is_tried_last(monkeypatch):
+    """Where XLA makes more of all plans that are projected to fit, and less of larger ones."""
+    frontier = jaxmem.pareto(tanh_chain, *SHAPES, points=30).plans
+    larger = frontier[len(frontier) // 2]
+    budget = int(larger.projected_bytes / 1.005)
+
+    def report(self, plan, options):
+        device = plan.projected_bytes * (3 if plan.projected_bytes <= budget else 0.9)
+        return types.SimpleNamespace(device=int(device), host=0, moved=0, work=Work(0, 0, 0))
+
+    monkeypatch.setattr(_Compiled, "report", report)
+    plan = jaxmem.plan(tanh_chain, *SHAPES, budget=budget, target="h200", compilations=20)
+    assert plan.compiled_bytes <= budget < plan.projected_bytes
 
 
 def test_the_lowest_budget_is_named_and_works():
