@@ -19,15 +19,18 @@ ELEMENTWISE = frozenset(
     "min mul ne neg not or select_n sign square stop_gradient sub tanh".split()
 )
 # Of one number a row: where it is, not what.
-_SAME = frozenset("broadcast_in_dim convert_element_type reshape squeeze stop_gradient".split())
+_SAME = frozenset(
+    "broadcast_in_dim convert_element_type reshape squeeze stop_gradient transpose".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a value is, and of a matrix, which axis of the matmul's result each of its axes is."""
+    """What a value is, and which axis of the matmul's result each of its axes is; None: one that
+    is 1."""
 
     name: str
-    axes: tuple[int, ...] = ()
+    axes: tuple[int | None, ...]
 
 
 @dataclasses.dataclass
@@ -43,7 +46,7 @@ class Match:
     inside: set[int]
     results: dict[int, str]
     matrix: int = -1
-    column: int = -1
+    column: int | None = None
 
 
 class Graph:
@@ -109,53 +112,72 @@ class Graph:
         first = next(kind for kind in read if kind)
         own = {kind.name for kind in read if kind}
         shape = step.equation.outvars[0].aval.shape if step.equation.outvars else ()
-        if first.axes and name == "transpose":
-            axes = tuple(first.axes[axis] for axis in step.equation.params["permutation"])
-            return Kind(first.name, axes)
-        aligned = all(kind is None or kind.axes == first.axes for kind in read)
-        if own == {"scores"} and name in ELEMENTWISE and aligned and len(shape) == len(first.axes):
+        # A number for each row stands where its row is, or the whole is no softmax.
+        same = all(
+            kind is None
+            or len(kind.axes) != len(shape)
+            or all(one in (None, other) for one, other in zip(kind.axes, first.axes, strict=False))
+            for kind in read
+        )
+        if name == "transpose" or (own <= {"largest", "total", "log"} and name in _SAME):
+            return self._placed(step, first)
+        if own == {"scores"} and name in ELEMENTWISE and same and len(shape) == len(first.axes):
+            return first
+        if name == "convert_element_type" and first.name in (
+            "shifted",
+            "exp",
+            "share",
+            "log share",
+        ):
             return first
         if own == {"scores"} and name == "reduce_max" and self._of_row(step, first):
-            return Kind("largest")
-        if own == {"largest"} and (name in _SAME or name in ("max", "is_finite", "select_n")):
-            return Kind("largest")
-        if name == "sub" and names == ["scores", "largest"]:
-            return Kind("shifted", first.axes)
-        if own == {"shifted"} and name == "convert_element_type":
+            return Kind("largest", first.axes[:-1])
+        if own == {"largest"} and name in ("max", "is_finite", "select_n"):
             return first
+        if name == "sub" and names == ["scores", "largest"] and same:
+            return Kind("shifted", first.axes)
         if own == {"shifted"} and name == "exp":
             return Kind("exp", first.axes)
-        if own == {"exp"} and name == "convert_element_type":
-            return first
         if own == {"exp"} and name == "reduce_sum" and self._of_row(step, first):
-            return Kind("total")
-        if own == {"total"} and (name in _SAME or name == "abs"):
-            return Kind("total")
+            return Kind("total", first.axes[:-1])
+        if own == {"total"} and name == "abs":
+            return first
         if own == {"total"} and name == "log":
-            return Kind("log")
-        if own == {"log"} and name in _SAME:
-            return Kind("log")
+            return Kind("log", first.axes)
         if name == "add" and sorted(names, key=str) == ["largest", "log"]:
-            return Kind("log total")
-        if name == "div" and names == ["exp", "total"]:
+            return Kind("log total", first.axes)
+        if name == "div" and names == ["exp", "total"] and same:
             return Kind("share", first.axes)
-        if own == {"share"} and name == "convert_element_type":
-            return first
-        if name == "sub" and names == ["shifted", "log"]:
+        if name == "sub" and names == ["shifted", "log"] and same:
             return Kind("log share", first.axes)
-        if own == {"log share"} and name == "convert_element_type":
-            return first
         if own in ({"scores"}, {"log share"}):
             suffix = " share" if own == {"log share"} else ""
             if name == "gather" and names[0] and self._is_pick(step):
-                return Kind("chosen" + suffix)
+                return Kind("chosen" + suffix, first.axes)
             if name == "mul" and self.one_hot(step, kinds) is not None:
                 return Kind("masked" + suffix, first.axes)
         if name == "reduce_sum" and own <= {"masked", "masked share"} and self._of_row(step, first):
-            return Kind("chosen" + first.name.removeprefix("masked"))
+            return Kind("chosen" + first.name.removeprefix("masked"), first.axes)
         if own == {"share"} and name == "dot_general":
-            return Kind("attended")
+            return Kind("attended", first.axes)
         return None
+
+    def _placed(self, step: _jax.Step, kind: Kind) -> Kind | None:
+        """A value of this kind with its axes elsewhere."""
+        params, before = step.equation.params, step.equation.invars[0].aval.shape
+        after = step.equation.outvars[0].aval.shape
+        axes = kind.axes
+        if step.primitive == "transpose":
+            axes = tuple(axes[axis] for axis in params["permutation"])
+        elif step.primitive == "broadcast_in_dim":
+            at = dict(zip(map(int, params["broadcast_dimensions"]), axes, strict=True))
+            axes = tuple(at.get(axis) for axis in range(len(after)))
+        elif step.primitive in ("reshape", "squeeze"):
+            if [size for size in before if size > 1] != [size for size in after if size > 1]:
+                return None
+            long = iter([axis for axis, size in zip(axes, before, strict=True) if size > 1])
+            axes = tuple(next(long) if size > 1 else None for size in after)
+        return Kind(kind.name, axes)
 
     def _of_row(self, step: _jax.Step, kind: Kind) -> bool:
         """Whether a reduction is over the last axis."""
