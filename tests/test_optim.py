@@ -215,16 +215,31 @@ def test_wrong_uses_are_refused():
         half.update(PARAMS, half.init(PARAMS))
 
 
-def test_the_state_is_never_expanded_as_a_whole():
+@pytest.mark.parametrize(
+    ("wrap", "dtype", "each"),
+    [
+        (jaxmem.optim.small_moments, jnp.float32, 8 + 2.04),
+        (jaxmem.optim.half_params, jnp.bfloat16, 4 + 8),
+        (lambda tx: KINDS["8bit, bf16 parameters"](tx), jnp.bfloat16, 4 + 2.04),
+    ],
+    ids=["8bit", "half", "half 8bit"],
+)
+def test_nothing_is_expanded_as_a_whole(wrap, dtype, each):
     """Compiled: Adam on eight matrices, and one matrix's float32 moments at a time."""
     width, count = 1024, 8
-    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * count
-    optimizer = jaxmem.optim.small_moments(optax.adam(1e-3))
+    params = [jax.ShapeDtypeStruct((width, width), dtype)] * count
+    optimizer = wrap(optax.adam(1e-3))
+
+    def step(gradients, state, params):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
     state = jaxmem.eval_shape(optimizer.init, params)
-    step = jax.jit(optimizer.update, donate_argnums=(0, 1))
-    report = jaxmem.memory(step, params, state, params, target="h200")
+    report = jaxmem.memory(
+        jax.jit(step, donate_argnums=(1, 2)), params, state, params, target="h200"
+    )
     assert report.temp < 2.6 * 4 * width**2
-    assert report.argument < count * width**2 * (8 + 2.04)
+    assert report.argument < count * width**2 * each + 2**10
 
 
 # ---- training curves
