@@ -1,15 +1,12 @@
-"""Optimizer state made small: compiled bytes of whole steps for an H200."""
+"""Optimizer state made small: compiled bytes of whole steps on 16 matrices for an H200."""
 
 import jax
 import jax.numpy as jnp
 import optax
-from _gpt import GPT
 from _record import record
 
 import jaxmem
 from jaxmem.optim import half_params, small_moments
-
-CONTEXT, BATCH = 1024, 4
 
 
 def compile_step(loss_fn, optimizer, params, batch):
@@ -32,6 +29,7 @@ def matrices():
         "optax.lion": (optax.lion(1e-3), jnp.float32),
         "optax.sm3": (optax.sm3(1e-3), jnp.float32),
         "optax.adafactor": (optax.adafactor(1e-3), jnp.float32),
+        "optax.contrib.galore, rank 128": (optax.contrib.galore(1e-3), jnp.float32),
         "small_moments(adam), 8bit": (small_moments(adam), jnp.float32),
         "small_moments(adam), bfloat16": (small_moments(adam, "bfloat16"), jnp.float32),
         "small_moments(lion), 8bit": (small_moments(optax.lion(1e-3)), jnp.float32),
@@ -54,59 +52,23 @@ def matrices():
         batch = jax.ShapeDtypeStruct((1024, 4096), dtype)
         report = compile_step(loss_fn, optimizer, params, batch)
         kept = report.argument - batch.size * batch.dtype.itemsize
-        yield "16 x 64 MiB", name, report, kept / count
+        yield name, report, kept / count
 
 
-def transformer():
-    """A GPT of 1.3 billion parameters, each layer a region."""
-    gpt = GPT(width=2048, depth=24, heads=16, context=CONTEXT)
-    half = jaxmem.precision("bf16")
-    block = jax.checkpoint(gpt.block)
-
-    def loss_fn(params, tokens):
-        params = half.cast_to_compute(params)
-        x = gpt.embed(params["embed"], tokens[:, :-1])
-        for layer in params["blocks"]:
-            x = block(layer, x)
-        return gpt.loss(params["head"], (x, tokens[:, 1:]))
-
-    def init(key, dtype):
-        blocks = [gpt.layer(key)] * gpt.depth
-        params = {"embed": gpt.embedding(key), "blocks": blocks, "head": gpt.head(key)}
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-    adamw = optax.adamw(1e-4)
-    all_small = small_moments(adamw, keep=lambda path, leaf: leaf.size < 4096)
-    cases = {
-        "optax.adamw": (adamw, jnp.float32),
-        "jaxmem.offload(adamw)": (jaxmem.offload(adamw), jnp.float32),
-        "small_moments, 8bit": (all_small, jnp.float32),
-        "half_params(8bit), stochastic": (half_params(all_small), jnp.bfloat16),
-        "offload(half_params(8bit))": (jaxmem.offload(half_params(all_small)), jnp.bfloat16),
+def row(name, report, each):
+    return {
+        "optimizer": name,
+        "parameters and state on the device, bytes a parameter": f"{each:.2f}",
+        "device temp": jaxmem.format_bytes(report.temp),
+        "device": jaxmem.format_bytes(report.device),
+        "host": jaxmem.format_bytes(report.host),
+        "host aliased": jaxmem.format_bytes(report.host_alias),
     }
-    for name, (optimizer, dtype) in cases.items():
-        params = jax.eval_shape(lambda key, dtype=dtype: init(key, dtype), jax.random.key(0))
-        batch = jax.ShapeDtypeStruct((BATCH, CONTEXT + 1), jnp.int32)
-        report = compile_step(loss_fn, optimizer, params, batch)
-        size = f"GPT {gpt.parameters() / 1e9:.2f}B"
-        yield size, name, report, report.argument / gpt.parameters()
 
 
 def main():
-    rows = []
-    for program, name, report, each in [*matrices(), *transformer()]:
-        rows.append(
-            {
-                "program": program,
-                "optimizer": name,
-                "parameters and state on the device, bytes a parameter": f"{each:.2f}",
-                "device temp": jaxmem.format_bytes(report.temp),
-                "device": jaxmem.format_bytes(report.device),
-                "host": jaxmem.format_bytes(report.host),
-                "host aliased": jaxmem.format_bytes(report.host_alias),
-            }
-        )
-    record("Small optimizer state: compiled bytes of whole steps on an H200", rows)
+    rows = [row(*each) for each in matrices()]
+    record("Optimizer state on 16 x 64 MiB: compiled bytes of whole steps on an H200", rows)
 
 
 if __name__ == "__main__":

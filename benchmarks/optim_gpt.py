@@ -1,0 +1,59 @@
+"""A GPT of 1.4 billion parameters, each layer a region: AdamW plain, offloaded and small."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from _gpt import GPT
+from _record import record
+from optim import compile_step, row
+
+import jaxmem
+from jaxmem.optim import half_params, small_moments
+
+CONTEXT, BATCH = 1024, 4
+
+
+def transformer():
+    gpt = GPT(width=2048, depth=24, heads=16, context=CONTEXT)
+    half = jaxmem.precision("bf16")
+    block = jax.checkpoint(gpt.block)
+
+    def loss_fn(params, tokens):
+        params = half.cast_to_compute(params)
+        x = gpt.embed(params["embed"], tokens[:, :-1])
+        for layer in params["blocks"]:
+            x = block(layer, x)
+        return gpt.loss(params["head"], (x, tokens[:, 1:]))
+
+    def init(key, dtype):
+        blocks = [gpt.layer(key)] * gpt.depth
+        params = {"embed": gpt.embedding(key), "blocks": blocks, "head": gpt.head(key)}
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+    adamw = optax.adamw(1e-4)
+    all_small = small_moments(adamw, keep=lambda path, leaf: leaf.size < 4096)
+    cases = {
+        "optax.adamw": (adamw, jnp.float32),
+        "jaxmem.offload(adamw)": (jaxmem.offload(adamw), jnp.float32),
+        "small_moments, 8bit": (all_small, jnp.float32),
+        "half_params(8bit), stochastic": (half_params(all_small), jnp.bfloat16),
+        "offload(half_params(8bit))": (jaxmem.offload(half_params(all_small)), jnp.bfloat16),
+    }
+    for name, (optimizer, dtype) in cases.items():
+        params = jax.eval_shape(lambda key, dtype=dtype: init(key, dtype), jax.random.key(0))
+        batch = jax.ShapeDtypeStruct((BATCH, CONTEXT + 1), jnp.int32)
+        report = compile_step(loss_fn, optimizer, params, batch)
+        print(row(name, report, report.argument / gpt.parameters()), flush=True)
+        yield row(name, report, report.argument / gpt.parameters())
+
+
+def main():
+    record(
+        f"A GPT of 1.42 billion parameters, batch {BATCH} x {CONTEXT}, bfloat16 compute: compiled "
+        "bytes of whole steps on an H200",
+        list(transformer()),
+    )
+
+
+if __name__ == "__main__":
+    main()
