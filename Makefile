@@ -4,7 +4,7 @@ VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info
 RUN := $(VENV)/bin/python
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint fuzz bench docs clean
+.PHONY: demo test lint fuzz bench wheel docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready  ## the memory of ResNet50 on an absent GPU, then a training with every lever on
@@ -27,6 +27,19 @@ bench: $(VENV)/.ready  ## every figure of the README, into benchmarks/results
 	for script in benchmarks/[a-z]*.py; do $(RUN) $$script || exit 1; done
 	$(RUN) benchmarks/_page.py
 
+# Quick tests, of everything that needs no second package; what they test must come from the wheel.
+QUICK := accumulation bytes chain loss_scale planning precision
+
+wheel: $(VENV)/.ready  ## builds a wheel, installs it into an empty environment, runs the quick tests there
+	rm -rf dist/wheel && mkdir -p dist/wheel
+	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist/wheel .
+	$(PYTHON) -m venv dist/wheel/venv
+	dist/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check dist/wheel/*.whl pytest
+	cp -r tests dist/wheel/tests
+	cd dist/wheel/tests && ../venv/bin/python -m pytest -q -c /dev/null -p no:cacheprovider \
+		$(QUICK:%=test_%.py) -m "not slow"
+	cd dist/wheel && venv/bin/jaxmem targets >/dev/null
+
 docs: $(VENV)/.ready  ## the documentation site, into site/
 	$(RUN) benchmarks/_page.py
 	$(RUN) -m mkdocs build --strict
@@ -38,4 +51,4 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv-* runs site docs/results.md docs/plots .pytest_cache .ruff_cache
+	rm -rf .venv-* dist runs site docs/results.md docs/plots .pytest_cache .ruff_cache

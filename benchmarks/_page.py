@@ -56,7 +56,54 @@ def planner(results: dict) -> Figure:
     return figure
 
 
-PLOTS = {"largest_batch": largest_batch, "resnet50": resnet50, "planner": planner}
+def curves(results: dict, group, line, name, x: str) -> Figure:
+    """FLOPs against bytes, a picture for each ``group(row)``: what ``line(row)`` names is joined,
+    the rest are points by ``name(row)``."""
+    groups = list(dict.fromkeys(map(group, results["rows"])))
+    rows = -(-len(groups) // 2)
+    figure = Figure(figsize=(10, 3.6 * rows), layout="constrained")
+    figure.suptitle(results["title"])
+    for place, one in enumerate(groups):
+        axes = figure.add_subplot(rows, 2, place + 1)
+        joined: dict[str, list] = {}
+        for row in (row for row in results["rows"] if group(row) == one):
+            point = gib(row[x]), float(row["FLOPs"].rstrip("x"))
+            if line(row):
+                joined.setdefault(line(row), []).append(point)
+            else:
+                axes.plot(*point, "x", label=name(row).replace("`", ""))
+        for label, points in joined.items():
+            axes.plot(*zip(*points, strict=True), "o-", label=label)
+        axes.set(title=one, xlabel="GiB", ylabel="FLOPs of the plain step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    return figure
+
+
+def frontiers(results: dict) -> Figure:
+    def line(row):
+        return "jaxmem" if row["step"] == "plain" or row["step"].startswith("jaxmem, ") else ""
+
+    return curves(results, lambda row: row["network"], line, lambda row: row["step"], "compiled")
+
+
+def pytorch(results: dict) -> Figure:
+    def network(row):
+        return row["part"].rpartition(", ")[0]
+
+    def system(row):
+        return row["part"].rpartition(", ")[2]
+
+    return curves(results, network, system, system, "peak")
+
+
+PLOTS = {
+    "largest_batch": largest_batch,
+    "resnet50": resnet50,
+    "planner": planner,
+    "frontiers": frontiers,
+    "pytorch": pytorch,
+}
 
 
 def main():

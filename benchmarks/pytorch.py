@@ -1,8 +1,8 @@
 """PyTorch's `activation_memory_budget` and jaxmem on the same ResNet50 and GPT-2 medium.
 
     pip install torch                      # the CPU build does; for this one benchmark
-    python benchmarks/pytorch.py           # both, some 40 minutes on two cores
-    python benchmarks/pytorch.py ResNet50
+    python benchmarks/pytorch.py           # all four parts, some 40 minutes on two cores
+    python benchmarks/pytorch.py "ResNet50, jaxmem"    # one; the others' rows stay as they are
 
 Value and gradient of the loss: ResNet50 200 x 224^2 in fp32, GPT-2 medium 8 x 1024 in bf16 with
 fp32 parameters. PyTorch's rows are read off the graphs of its min-cut partitioner: "saved" is what
@@ -13,6 +13,7 @@ plain step's. A budget is PyTorch's share of the saved bytes, or jaxmem's share 
 """
 
 import sys
+from importlib.metadata import version
 
 import jax
 from _gpu import attached
@@ -26,11 +27,11 @@ BUDGETS = (1.0, 0.8, 0.4, 0.2, 0.1)
 GIB = 2**30
 
 
-def row(network, system, budget, saved, peak, flops, measured=None):
+def row(part, budget, saved, peak, flops, measured=None):
     peak_there, seconds = measured or (None, None)
     return {
-        "network": network,
-        "system": system,
+        "part": part,
+        "version": version("torch" if part.endswith("PyTorch") else "jax"),
         "budget": budget,
         "saved": f"{saved / GIB:.2f} GiB",
         "peak": f"{peak / GIB:.2f} GiB",
@@ -41,8 +42,14 @@ def row(network, system, budget, saved, peak, flops, measured=None):
 
 
 def torch_rows(network):
-    import _torch
-
+    try:
+        import _torch
+    except ImportError:
+        print(
+            "PyTorch is not installed, and its rows are not made: pip install torch (the CPU build "
+            "does), for this benchmark alone."
+        )
+        return
     make = {
         "ResNet50": lambda: _torch.resnet50(200),
         "GPT-2 medium": lambda: _torch.gpt2_medium(8),
@@ -52,45 +59,45 @@ def torch_rows(network):
     for budget, cost in found.items():
         measured = _torch.measured(make, budget) if attached() else None
         flops = cost["flops"] / plain
-        yield row(network, "PyTorch", f"{budget:g}", cost["saved"], cost["peak"], flops, measured)
+        yield row(f"{network}, PyTorch", budget, cost["saved"], cost["peak"], flops, measured)
 
 
 def jaxmem_rows(network):
     loss, args = NETWORKS[network]()
     plain = compiled(loss, args)
+    part = f"{network}, jaxmem"
 
     def saved(fun):
         return jaxmem.residuals(fun, *args).total
 
-    yield row(network, "JAX", "", saved(loss), plain.device, 1)
+    yield row(part, "none", saved(loss), plain.device, 1)
     for share in (*SHARES, 0):
         plan, fits = planned(loss, args, max(int(share * plain.device), 1))
         peak, flops = plan.compiled_bytes, plan.compiled_flops / plain.work.flops
-        label = f"{share:g}" if fits else "floor"
         measured = None
         if attached():
             there = apart(network, str(share))
             measured = there["peak"], there["seconds"]
-        yield row(network, "jaxmem", label, saved(plan.apply(loss)), peak, flops, measured)
+        budget = share if fits else "floor"
+        yield row(part, budget, saved(plan.apply(loss)), peak, flops, measured)
         if not fits:
             break
 
 
+PARTS = {
+    f"{network}, {system}": (rows, network)
+    for network in ("ResNet50", "GPT-2 medium")
+    for system, rows in (("PyTorch", torch_rows), ("jaxmem", jaxmem_rows))
+}
+
+
 def main():
-    try:
-        import torch
-    except ImportError:
-        print(
-            "PyTorch is not installed, and nothing is compared: pip install torch (the CPU build "
-            "does), for this benchmark alone."
-        )
-        return
-    networks = ["ResNet50", "GPT-2 medium"]
-    for network in sys.argv[1:] or networks:
-        rows = [*torch_rows(network), *jaxmem_rows(network)]
-        note = f"{__doc__.split(chr(10) * 2)[2]} PyTorch {torch.__version__}."
-        title = "PyTorch's activation_memory_budget and jaxmem"
-        record(title, merge("network", networks, rows), note)
+    for part in sys.argv[1:] or PARTS:
+        make, network = PARTS[part]
+        rows = list(make(network))
+        if rows:
+            title = "PyTorch's activation_memory_budget and jaxmem"
+            record(title, merge("part", list(PARTS), rows), __doc__.split("\n\n")[2])
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ ALLOWED = {
 # What does not, and is searched unless it is to be kept:
 KEPT = {
     "batch": "cut the batch into microbatches",
-    "placement": "keep the optimizer's state in host memory",
+    "placement": "keep the optimizer's state, or residuals of a scan, in host memory",
     "residuals": "recompute residuals",
 }
 
@@ -106,7 +106,9 @@ class Candidate:
         if not _recomputes(self.plan):
             return "none"
         again = self.plan.recompute_seconds / max(3 * self.plan.seconds, 1e-30)
-        return f"{self.plan.planner}, +{again:.1%}"
+        away = self.plan.host_bytes
+        where = f", {format_bytes(away)} on the host" if away else ""
+        return f"{self.plan.planner}, +{again:.1%}{where}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -206,13 +208,13 @@ def fit(
 ) -> TrainStep:
     """The training step of the least predicted time whose compiled bytes fit a budget.
 
-    Searches rematerialization plans, microbatches and the optimizer's state in host memory
-    together, on a mesh ZeRO's stages, and what ``allow`` names besides. A candidate's time is
-    predicted: its kernels by roofline, the update and the sums of gradients by the bytes they
-    move, transfers to the host and between GPUs by the host link, nothing overlapped. Candidates
-    are compiled for the target in the order of their times; what the compiler says of one
-    corrects the projected bytes of the next. So the first that fits is the one, unless a nearer
-    plan takes less recomputation.
+    Searches rematerialization plans (with residuals of a scan in host memory, where that takes less
+    time), microbatches and the optimizer's state in host memory together, on a mesh ZeRO's stages,
+    and what ``allow`` names besides. A candidate's time is predicted: its kernels by roofline, the
+    update and the sums of gradients by the bytes they move, transfers to the host and between GPUs
+    by the links, with nothing overlapped but those of residuals. Candidates are compiled for the
+    target in the order of their times; what the compiler says of one corrects the projected bytes
+    of the next. So the first that fits is the one, unless a nearer plan takes less recomputation.
 
     Everything that was considered is printed, with bytes, time and the reason for each refusal;
     it stays in ``step.fitting``.
@@ -364,6 +366,8 @@ class Search:
         self.refused: dict[str, str] = {}
         self.steps: dict[Levers, TrainStep] = {}  # before they are planned
         self.states: dict[Levers, TrainState] = {}
+        # Residuals of scans may wait in host memory; of partitioned programs nobody has tried it.
+        self.offload = self.devices == 1 and "placement" not in self.keep
         self.plans: dict[tuple, Plan | int] = {}
         self.seen: dict[Levers, Candidate] = {}  # the last plan of each
         # compiled bytes over projected ones by precision, microbatches, stage; the last one last
@@ -574,7 +578,8 @@ class Search:
         budget that has one."""
         around, share = self._around(levers), self._share(levers)
         within = None if budget is None else max((budget - around) * share, 1)
-        key = (levers.precision, levers.microbatches, share, within)
+        offload = self.offload and budget is not None
+        key = (levers.precision, levers.microbatches, share, within, offload)
         if key not in self.plans:
             state = self.state(levers)
             cut = levers.microbatches * self.devices // share
@@ -586,6 +591,7 @@ class Search:
                     *(params, part, *others),
                     budget=2**62 if within is None else within,
                     target=self.gpu,
+                    offload=offload,
                     compilations=0,
                 )
             except BudgetError as error:
@@ -597,7 +603,7 @@ class Search:
         share = self._share(levers)
         projected = -(-plan.projected_bytes // share) + self._around(levers)
         seconds = levers.microbatches * (3 * plan.seconds + plan.recompute_seconds) / share
-        host = 2 * self._host_bytes(levers)
+        host = 2 * (self._host_bytes(levers) + levers.microbatches * plan.host_bytes)
         return Candidate(levers, plan, projected, seconds + self._overhead(levers), host)
 
     def _bound(self, levers: Levers) -> float:
@@ -676,6 +682,13 @@ class Search:
             self.compiled[key] = dataclasses.replace(candidate, verdict=why)
             _tell(f"jaxmem: compiled {number}: {about}: {why}")
             self.options.remove(levers)
+            return self.compiled[key]
+        away = candidate.plan.host_bytes if candidate.plan else 0
+        if away and report.host < away + self._host_bytes(levers):
+            why = "XLA keeps on the device what was to wait in host memory"
+            self.refused["residuals in host memory"], self.offload = why, False
+            self.compiled[key] = dataclasses.replace(candidate, verdict=why)
+            _tell(f"jaxmem: compiled {number}: {about}: {why}")
             return self.compiled[key]
         self.reports[key] = report
         self.compiled[key] = dataclasses.replace(candidate, compiled=report.device)

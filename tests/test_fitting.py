@@ -91,6 +91,30 @@ def test_each_lever_alone(options, expected):
         assert name == "residuals" or step.fitting.refused[name] == "it is to be kept"
 
 
+def test_residuals_of_a_scan_wait_in_host_memory_where_that_is_needed(monkeypatch):
+    def loss(weights, x):
+        def body(x, w):
+            return jnp.tanh(jnp.tanh(x @ w) @ w.T), None
+
+        return jnp.mean(jax.lax.scan(body, x, weights)[0] ** 2)
+
+    weights, x = (jax.ShapeDtypeStruct(s, "float32") for s in [(16, 256, 256), (16384, 256)])
+    carries = 16 * x.size * 4
+    common = {"target": "h200", "budget": "190MiB"}
+    step = jaxmem.fit(loss, ADAM, weights, x, keep="batch", **common)
+    chosen = step.fitting.chosen
+    assert chosen.plan.host_bytes == carries and chosen.host >= 2 * carries
+    assert "256.00 MiB on the host" in chosen.remat
+    assert step.fitting.report.host >= carries and chosen.compiled <= 190 * MIB
+    with pytest.raises(jaxmem.BudgetError, match="Nothing fits the budget of 190.00 MiB"):
+        jaxmem.fit(loss, ADAM, weights, x, keep=("batch", "placement"), **common)
+
+    monkeypatch.setattr(jaxmem.MemoryReport, "host", 0)
+    why = "not searched: residuals in host memory: XLA keeps on the device what was to wait"
+    with pytest.raises(jaxmem.BudgetError, match=why):
+        jaxmem.fit(loss, ADAM, weights, x, keep="batch", **common)
+
+
 def test_the_chosen_step_trains_as_the_plain_one():
     rng = np.random.default_rng(0)
     params = {"layers": [jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) / 23) for _ in range(LAYERS)]}
