@@ -275,7 +275,7 @@ def _add_plan(commands) -> None:
     parser.add_argument("--target", help="a GPU's name: compile the plan for it, and correct it")
     parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the least memory)")
     parser.add_argument("--reserved", default="0", help="of it, for the optimizer's state, say")
-    parser.add_argument("--planner", default="dp", help="dp or sqrt (default: dp)")
+    parser.add_argument("--planner", default="dp", help="dp, dots or sqrt (default: dp)")
     about = "let residuals of scans wait in host memory"
     parser.add_argument("--offload", action="store_true", help=about)
     parser.add_argument("--plot", metavar="FILE", help="draw the frontier as .png, .svg or .pdf")

@@ -46,7 +46,8 @@ def plan(
             the target): the least recomputation that fits, in predicted time, of which FLOPs count
             most. None: the least memory that one more forward pass buys.
         planner: ``"dp"``: the optimum over nested regions and what they save, for any program that
-            is about a chain; ``"sqrt"`` (Chen et al. 2016): one row of regions, each keeping what
+            is about a chain; ``"dots"``: no matmul and no convolution is done twice, only what is
+            between them; ``"sqrt"`` (Chen et al. 2016): one row of regions, each keeping what
             crosses its end, about sqrt(N) of them on N equal layers.
         target: the GPU to plan for, present or not. The plan is compiled for it, compared with its
             budget and corrected. None: bytes are projected only.

@@ -297,7 +297,7 @@ def test_with_a_batch_sharded_over_eight_devices():
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-@given(st.lists(INSTRUCTION, min_size=4, max_size=12), st.sampled_from(["dp", "sqrt"]))
+@given(st.lists(INSTRUCTION, min_size=4, max_size=12), st.sampled_from(["dp", "dots", "sqrt"]))
 def test_planners_on_random_programs(instructions, planner):
     """Whatever they plan, the projected bytes are no more than the plain ones."""
     fun, args = build(instructions), arguments()

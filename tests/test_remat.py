@@ -371,7 +371,7 @@ def test_side_effects_are_refused_by_name():
 
 def test_bad_arguments():
     with pytest.raises(
-        jaxmem.PlanError, match="no planner named 'chen'; the known ones are 'dp', 'sqrt'"
+        jaxmem.PlanError, match="no planner named 'chen'; the known ones are 'dp', 'dots', 'sqrt'"
     ):
         jaxmem.remat(mlp, planner="chen")
     with pytest.raises(jaxmem.JaxmemError, match="takes a function of arrays; got 3"):

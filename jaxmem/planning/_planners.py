@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 from jaxmem._bytes import format_bytes
+from jaxmem.planning._dots import Dots
 from jaxmem.planning._dp import DP, Layout
 from jaxmem.planning._plan import Choice, Plan, Region, Row
 from jaxmem.planning._rates import Rates
@@ -27,7 +28,7 @@ class Planner(Protocol):
         """The least projected bytes for at most one more forward pass."""
 
 
-PLANNERS: dict[str, Callable[[Program, Rates], Planner]] = {"dp": DP, "sqrt": Sqrt}
+PLANNERS: dict[str, Callable[[Program, Rates], Planner]] = {"dp": DP, "dots": Dots, "sqrt": Sqrt}
 
 
 def write_plan(
