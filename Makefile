@@ -28,7 +28,7 @@ bench: $(VENV)/.ready  ## every figure of the README, into benchmarks/results
 	$(RUN) benchmarks/_page.py
 
 # Quick tests, of everything that needs no second package; what they test must come from the wheel.
-QUICK := accumulation bytes chain loss_scale planning precision
+QUICK := accumulation bytes chain loss_scale precision
 
 wheel: $(VENV)/.ready  ## builds a wheel, installs it into an empty environment, runs the quick tests there
 	rm -rf dist/wheel && mkdir -p dist/wheel
@@ -38,7 +38,8 @@ wheel: $(VENV)/.ready  ## builds a wheel, installs it into an empty environment,
 	cp -r tests dist/wheel/tests
 	cd dist/wheel/tests && ../venv/bin/python -m pytest -q -c /dev/null -p no:cacheprovider \
 		$(QUICK:%=test_%.py) -m "not slow"
-	cd dist/wheel && venv/bin/jaxmem targets >/dev/null
+	cd dist/wheel && venv/bin/jaxmem targets >/dev/null && \
+		venv/bin/python -c 'import jaxmem; assert "site-packages" in jaxmem.__file__, jaxmem.__file__'
 
 docs: $(VENV)/.ready  ## the documentation site, into site/
 	$(RUN) benchmarks/_page.py
