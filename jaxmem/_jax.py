@@ -31,6 +31,7 @@ _LIBRARIES = ("chex", "equinox", "flax", "haiku", "optax")
 
 # `jax.checkpoint`, under the names that it has had.
 _REGIONS = frozenset({"checkpoint", "remat", "remat2"})
+_RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "transpose"})
 # Calls that are only a boundary for tracing; what is in them is planned as if written in place.
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
@@ -475,6 +476,27 @@ def kept_on_host(traced) -> tuple[int, str]:
             most, line = total, next(iter(alive.values())).line
         alive = {value: step for value, step in alive.items() if last.get(value, 0) > at}
     return most, line
+
+
+def making_order(values: Sequence[Any]) -> list[int]:
+    """For each of some tracers the number of the equation that makes it, casts and changes of shape
+    apart (those of all gradients come at the end); 0 where it is not known."""
+    if not values:
+        return []
+    frame = getattr(getattr(values[0], "_trace", None), "frame", None)
+    equations = [one() if callable(one) else one for one in getattr(frame, "tracing_eqns", ())]
+    number = {id(equation): at for at, equation in enumerate(equations) if equation is not None}
+
+    def made_at(value) -> int:
+        maker = getattr(value, "parent", None)
+        while maker is not None and maker.primitive.name in _RESHAPES:
+            above = getattr(maker.in_tracers[0], "parent", None)
+            if above is None:
+                break
+            maker = above
+        return number.get(id(maker), 0)
+
+    return [made_at(value) for value in values]
 
 
 # ---- memory kinds

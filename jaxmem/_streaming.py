@@ -161,7 +161,12 @@ class _Stream:
             self.made_of.update(dict.fromkeys(step.outputs, parts))
 
     def run(self) -> tuple[Any, Any]:
-        for at in [*reversed(jax.tree.leaves(self.first)), *jax.tree.leaves(self.rest)]:
+        # In the order in which the backward pass makes the gradients: each update waits for the one
+        # before it, and a gradient that waits is in memory.
+        first = list(reversed(self.gradient))
+        made = dict(zip(first, _jax.making_order([self.gradient[at] for at in first]), strict=True))
+        first = [*sorted(first, key=made.__getitem__), *jax.tree.leaves(self.first)]
+        for at in [*first, *jax.tree.leaves(self.rest)]:
             if at in self.results:
                 continue
             self.sent, self.sending = self.sending, []

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxmem
-from jaxmem import _streaming
+from jaxmem import _jax, _streaming
 from jaxmem._slicing import pieces
 from jaxmem.optim import half_params, small_moments
 
@@ -160,3 +160,26 @@ def test_a_stack_of_small_moments_is_expanded_in_chunks(monkeypatch):
     report = compiled(small_moments(optax.adam(1e-3)))
     gradient, inputs = STACK, DEPTH * 64 * WIDTH * 4
     assert report.temp < gradient + inputs + 3 * 8 * 2**20
+
+
+def test_gradients_are_ordered_as_the_backward_pass_makes_them():
+    """Not by their names: the embedding's comes last, and is cast at the end like all others."""
+    found = []
+
+    def step(params, x):
+        def loss(params):
+            params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+            layers = (params["embed"], *params["blocks"], params["head"])
+            y = functools.reduce(lambda y, w: jnp.tanh(y @ w), layers, x)
+            return jnp.sum(y.astype(jnp.float32))
+
+        gradient = jax.grad(loss)(params)
+        found.append(_jax.making_order(jax.tree.leaves(gradient)))
+        return gradient
+
+    leaf = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    params = {"blocks": [leaf] * 2, "embed": leaf, "head": leaf}
+    jax.eval_shape(jax.jit(step), params, jax.ShapeDtypeStruct((2, 8), jnp.bfloat16))
+    first, second, embed, head = found[0]
+    assert 0 < head < second < first < embed
+    assert _jax.making_order([jnp.ones(2)]) == [0]
