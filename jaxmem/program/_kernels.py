@@ -140,15 +140,21 @@ def _stored(program) -> list[bool]:
             readers[shown] += readers[view] - 1
     stored = [value < program.input_count for value in range(count)]
     under: list[frozenset[int]] = [frozenset()] * count
+    for_each: list[frozenset[int]] = [frozenset()] * count  # what one element of it is made of
     length = [0] * count
     for operation in program.operations:
         inputs = operation.inputs
         sources = frozenset().union(*({v} if stored[v] else under[v] for v in inputs))
+        parts = [frozenset([v]) if stored[v] else for_each[v] for v in inputs]
+        if operation.name == "concatenate":
+            element = max(parts, key=len)
+        else:
+            element = frozenset().union(*parts)
         chain = 1 + sum(length[value] for value in inputs if not stored[value])
         for value in operation.outputs:
             large = sum(
                 source >= program.input_count and sizes[source] * _SMALL >= sizes[value]
-                for source in sources
+                for source in element
             )
             if _is_view(operation):
                 write = value in program.outputs
@@ -165,7 +171,7 @@ def _stored(program) -> list[bool]:
             if write:
                 stored[value] = True
             else:
-                under[value], length[value] = sources, chain
+                under[value], for_each[value], length[value] = sources, element, chain
     return stored
 
 
