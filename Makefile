@@ -28,7 +28,7 @@ bench: $(VENV)/.ready  ## every figure of the README, into benchmarks/results
 	$(RUN) benchmarks/_page.py
 
 # Quick tests, of everything that needs no second package; what they test must come from the wheel.
-QUICK := accumulation bytes chain loss_scale precision
+QUICK := bytes loss_scale precision
 
 wheel: $(VENV)/.ready  ## builds a wheel, installs it into an empty environment, runs the quick tests there
 	rm -rf dist/wheel && mkdir -p dist/wheel

@@ -13,7 +13,7 @@ import sys
 import jax
 import jax.numpy as jnp
 from _models import GIB, DenseNet, EfficientNet, classifier
-from _record import record
+from _record import merge, record
 
 import jaxmem
 
@@ -41,32 +41,31 @@ CASES = {  # and the share of the plain bytes that is asked for
 
 
 def main():
-    rows = []
     for name in sys.argv[1:] or CASES:
         make, share = CASES[name]
         loss, args = make()
 
         def compiled(loss, args=args):
             step = jax.jit(jax.value_and_grad(loss, has_aux=True))
-            return jaxmem.memory(step, *args, target="h200", compiler_options=OPTIONS)
+            return jaxmem.memory(
+                step, *args, target="h200", compiler_options=OPTIONS, timeline=False
+            )
 
         plain = compiled(loss)
         budget = int(share * plain.device)
         plan = jaxmem.plan(loss, *args, budget=budget, target="h200", has_aux=True, compilations=3)
         once = jaxmem.plan(loss, *args, planner="dots", target="h200", has_aux=True)
-        rows.append(
-            {
-                "network": name,
-                "plain": f"{plain.device / GIB:.2f} GiB",
-                "asked": f"{budget / GIB:.2f} GiB",
-                "dp": f"{plan.compiled_bytes / GIB:.2f} GiB",
-                "dp: FLOPs": f"{plan.compiled_flops / plain.work.flops:.3f}x",
-                "dots": f"{once.compiled_bytes / GIB:.2f} GiB",
-                "dots: FLOPs": f"{once.compiled_flops / plain.work.flops:.3f}x",
-            }
-        )
-        print(rows[-1], flush=True)
-    record("Norm, activation and convolution in whole networks", rows, __doc__.split("\n\n")[1])
+        row = {
+            "network": name,
+            "plain": f"{plain.device / GIB:.2f} GiB",
+            "asked": f"{budget / GIB:.2f} GiB",
+            "dp": f"{plan.compiled_bytes / GIB:.2f} GiB",
+            "dp: FLOPs": f"{plan.compiled_flops / plain.work.flops:.3f}x",
+            "dots": f"{once.compiled_bytes / GIB:.2f} GiB",
+            "dots: FLOPs": f"{once.compiled_flops / plain.work.flops:.3f}x",
+        }
+        rows = merge("network", list(CASES), [row])
+        record("Norm, activation and convolution in whole networks", rows, __doc__.split("\n\n")[1])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ the end (0.08) moves by 6% from that alone, so it trains here at 0.01, where it 
 1% for each seed. Low precision moves each of its seeds by about 1% up or down all the same, so that
 three of them may be 1% off by chance: it has twelve. "standard error" is that of the mean over
 seeds of the difference from float32, "range over seeds" that difference's.
+
+``python benchmarks/training.py digits`` runs one of them, and keeps the other's rows.
 """
 
 import functools
@@ -22,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _record import record
+from _record import merge, record
 from flax import nnx
 
 import jaxmem
@@ -137,13 +139,16 @@ def compare(task, steps: int) -> list[dict]:
 
 def main():
     jax.config.update("jax_platforms", "cpu")
-    rows = compare(characters, 400) + compare(digits, 300)
-    record(
-        "Training in low precision: mean training loss of the last tenth of the steps",
-        rows,
-        "Computed on a CPU, where XLA emulates bfloat16 and float16 with the same rounding.",
-    )
+    for name in sys.argv[1:] or TASKS:
+        rows = compare(*TASKS[name])
+        record(
+            "Training in low precision: mean training loss of the last tenth of the steps",
+            merge("model", list(TASKS), rows),
+            "Computed on a CPU, where XLA emulates bfloat16 and float16 with the same rounding.",
+        )
 
+
+TASKS = {"characters": (characters, 400), "digits": (digits, 300)}
 
 if __name__ == "__main__":
     main()

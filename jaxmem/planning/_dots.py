@@ -9,7 +9,7 @@ from jaxmem.planning._dp import Layout, Variant
 from jaxmem.planning._loops import loop_options
 from jaxmem.planning._plan import Region
 from jaxmem.planning._rates import Rates
-from jaxmem.program import Kernel, Program
+from jaxmem.program import Program
 
 _GROUPS = (1, 3, 6, 12)  # regions in one
 _STATISTICS = 1 / 64  # of the largest value: what norms sum up, saved too
@@ -31,13 +31,9 @@ class Dots:
             value
             for kernel in self.kernels
             for value in kernel.results
-            if (self._is_dear(kernel) or sizes[value] <= largest * _STATISTICS)
+            if (not kernel.fused or sizes[value] <= largest * _STATISTICS)
             and value != kernel.residuals
         }
-
-    def _is_dear(self, kernel: Kernel) -> bool:
-        last = self.variant.program.operations[kernel.operations[-1]]
-        return not kernel.fused and last.name != "concatenate"
 
     def within(self, budget: int) -> Layout | None:
         """The plain plan if it fits, else the least, or None."""
