@@ -86,18 +86,20 @@ def test_every_combination_trains_as_the_plain_step(precision, remat, microbatch
 
 @pytest.mark.parametrize("remat", [None, functools.partial(jaxmem.remat, planner="sqrt")])
 @pytest.mark.parametrize("every", [1, 3])
-def test_state_on_the_host_trains_as_the_plain_step(remat, every):
+def test_state_on_the_host_trains_as_on_the_device(remat, every):
     inner = optax.adam(0.01)
-    optimizer = jaxmem.offload(inner)
-    optimizer = jaxmem.accumulate(optimizer, every) if every > 1 else optimizer
     scaling = {"precision": "fp16", "loss_scale": SCALE}
-    step = jaxmem.train_step(loss_fn, optimizer, remat=remat, microbatches=2, **scaling)
     params, batches = arguments()
-    state = step.init(params)
-    for batch in batches:
-        state, _ = step(state, batch)
-    chex.assert_trees_all_close(state.params, plain_training(inner, every), atol=1e-2)
-    assert step._jitted._cache_size() == 1
+    found = []
+    for optimizer in (inner, jaxmem.offload(inner)):
+        optimizer = jaxmem.accumulate(optimizer, every) if every > 1 else optimizer
+        step = jaxmem.train_step(loss_fn, optimizer, remat=remat, microbatches=2, **scaling)
+        state = step.init(jax.tree.map(jnp.copy, params))
+        for batch in batches:
+            state, _ = step(state, batch)
+        assert step._jitted._cache_size() == 1
+        found.append(state.params)
+    chex.assert_trees_all_close(*found, atol=1e-6)
 
 
 def test_model_state_and_keys():
