@@ -129,8 +129,15 @@ def test_it_is_jax_nn_dot_product_attention():
     np.testing.assert_allclose(alone, attention(query, key, value)[0], 1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_errors_are_about_those_of_the_plain_one(dtype):
+# Each block's part of a sum is rounded in the backward pass, which a plain matmul does once.
+HALF = pytest.mark.xfail(strict=True, reason="1.12 (bf16) and 1.18 (fp16) times the plain errors")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("bfloat16", marks=HALF), pytest.param("float16", marks=HALF)],
+)
+def test_errors_are_no_larger_than_the_plain_ones(dtype):
     seeds = jax.random.split(jax.random.key(0), 3)
     given = [jax.random.normal(seed, (2, 64, 2, 16)).astype(dtype) for seed in seeds]
 
@@ -149,7 +156,7 @@ def test_errors_are_about_those_of_the_plain_one(dtype):
     for right, one, other in zip(exact, found, usual, strict=True):
         rounding = np.sqrt((right**2).mean()) * float(jnp.finfo(jnp.float32).eps)
         error, plain_error = one - right, other - right
-        assert np.sqrt((error**2).mean()) <= 1.2 * np.sqrt((plain_error**2).mean()) + rounding
+        assert np.sqrt((error**2).mean()) <= 1.1 * np.sqrt((plain_error**2).mean()) + rounding
 
 
 def test_scores_of_any_size_and_of_none():
