@@ -530,7 +530,14 @@ def varying(value: jax.Array, *others: Any) -> jax.Array:
     """The value, varying over the mesh axes of `jax.shard_map` that any of the others varies
     over: the carry of a loop does not begin to vary in it."""
     axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(others)))
+    axes -= jax.typeof(value).mat.varying
     return jax.lax.pcast(value, tuple(sorted(axes)), to="varying") if axes else value
+
+
+def of_shape(aval, shape: tuple[int, ...]) -> Any:
+    """An abstract value of another shape, varying over the same axes of `jax.shard_map`."""
+    spec = PartitionSpec(*[None] * len(shape))
+    return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))
 
 
 def abstract(value) -> Any:

@@ -129,14 +129,7 @@ def test_it_is_jax_nn_dot_product_attention():
     np.testing.assert_allclose(alone, attention(query, key, value)[0], 1e-6, atol=1e-7)
 
 
-# Each block's part of a sum is rounded in the backward pass, which a plain matmul does once.
-HALF = pytest.mark.xfail(strict=True, reason="1.12 (bf16) and 1.18 (fp16) times the plain errors")
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("bfloat16", marks=HALF), pytest.param("float16", marks=HALF)],
-)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_errors_are_no_larger_than_the_plain_ones(dtype):
     seeds = jax.random.split(jax.random.key(0), 3)
     given = [jax.random.normal(seed, (2, 64, 2, 16)).astype(dtype) for seed in seeds]

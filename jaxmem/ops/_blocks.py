@@ -1,6 +1,5 @@
-"""Arithmetic in blocks: loops over pieces of an axis, and matmuls that are wide where they sum."""
+"""Arithmetic in blocks: loops over pieces of an axis, and what their sums need."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,40 +44,9 @@ def map_blocks(fun: Callable, total: int, block: int) -> Any:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), joined, last)
 
 
-def accumulation_dtype(*arrays: Any) -> np.dtype:
-    """float32, or float64 where an array has it."""
-    return np.dtype(jnp.result_type(np.float32, *(array.dtype for array in arrays)))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def wide_dot(left: jax.Array, right: jax.Array, dimensions: Any) -> jax.Array:
-    """A `jax.lax.dot_general` that comes out in float32 or wider; the matmuls of its derivative are
-    in the dtype of its operands, as those of a plain one. (What JAX makes of
-    ``preferred_element_type`` alone is a matmul of a float32 cotangent: many times slower.)"""
-    wide = accumulation_dtype(left, right)
-    return jax.lax.dot_general(left, right, dimensions, preferred_element_type=wide)
-
-
-def _wide_dot_jvp(dimensions, primals, tangents):
-    (left, right), (d_left, d_right) = primals, tangents
-    out = wide_dot(left, right, dimensions)
-    along = zeros = jnp.zeros_like(out)
-    if not is_zero(d_left):
-        along = narrow_dot(d_left, right, dimensions)
-    if not is_zero(d_right):
-        other = narrow_dot(left, d_right, dimensions)
-        along = other if along is zeros else along + other
-    return out, along
-
-
-wide_dot.defjvp(_wide_dot_jvp, symbolic_zeros=True)
-
-
-def narrow_dot(left: jax.Array, right: jax.Array, dimensions: Any) -> jax.Array:
-    """A `jax.lax.dot_general` that comes out in float32 or wider, and whose transpose takes a
-    cotangent rounded to the dtype of its operands."""
-    wide = accumulation_dtype(left, right)
-    return jax.lax.dot_general(left, right, dimensions).astype(wide)
+def accumulation_dtype(dtype: Any) -> np.dtype:
+    """float32, or float64 for that."""
+    return np.dtype(jnp.promote_types(np.float32, dtype))
 
 
 def is_zero(tangent: Any) -> bool:

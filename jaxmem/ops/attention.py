@@ -12,21 +12,14 @@ import numpy as np
 
 from jaxmem import _jax
 from jaxmem._errors import JaxmemError
-from jaxmem.ops._blocks import (
-    accumulation_dtype,
-    block_size,
-    finite,
-    is_zero,
-    narrow_dot,
-    wide_dot,
-)
+from jaxmem.ops._blocks import accumulation_dtype, block_size, finite, is_zero
+from jaxmem.ops._wide_einsum import tangent_einsum, wide_einsum
 
 _BLOCK = 2**25  # scores at a time: 128 MiB of float32
 _TILE, _SIDE = 128, 1024  # of a block: tensor cores want whole tiles; more gains nothing
 # Queries are [batch, length, groups, heads of a group, width], keys and values [batch, length,
 # groups, width]; scores and what is made of them [batch, groups, queries, heads of a group, ...].
-_SCORES = (((4,), (3,)), ((0, 2), (0, 2)))
-_VALUES = (((4,), (1,)), ((0, 1), (0, 2)))
+_SCORES, _VALUES = "bqghd,bkgd->bgqhk", "bgqhk,bkgd->bgqhd"
 
 
 def attention(
@@ -90,7 +83,7 @@ def attention(
     batch, (length, heads, width) = query.shape[:-3], query.shape[-3:]
     (keys, groups, _), count = key.shape[-3:], math.prod(batch)
     factor = width**-0.5 if scale is None else scale
-    lowest = -0.7 * float(jnp.finfo(accumulation_dtype(query)).max)
+    lowest = -0.7 * float(jnp.finfo(accumulation_dtype(query.dtype)).max)
 
     def of_scores(matrix):
         """[batch, groups, heads of a group, queries, keys], each axis whole or 1."""
@@ -147,7 +140,7 @@ def attend(query, key, value, others, modify: Callable, is_causal: bool, block=N
     else:
         sizes = block_size(length, block[0]), block_size(keys, block[1])
         counts = -(-length // sizes[0]), -(-keys // sizes[1])
-    how = _How(modify, is_causal, sizes, counts, keys)
+    how = _How(modify, query.dtype, is_causal, sizes, counts, keys)
     rows, columns = (size * number for size, number in zip(sizes, counts, strict=True))
     out, _, _ = _attend(
         _padded(query, rows, 1),
@@ -172,9 +165,11 @@ def _padded(array, size: int, axis: int):
 
 @dataclasses.dataclass(frozen=True)
 class _How:
-    """``block`` and ``counts`` are of queries and keys; ``keys`` are not padding."""
+    """``dtype`` is that of matmuls, ``block`` and ``counts`` are of queries and keys; ``keys`` are
+    not padding."""
 
     modify: Callable
+    dtype: Any
     is_causal: bool
     block: tuple[int, int]
     counts: tuple[int, int]
@@ -226,7 +221,7 @@ def _attend(query, key, value, others, how: _How) -> tuple[jax.Array, jax.Array,
         new = jnp.maximum(largest, scores.max(-1))
         shrink = jnp.exp(largest - finite(new))
         shares = jnp.exp(scores - finite(new)[..., None])
-        seen = wide_dot(shares.astype(value.dtype), values, _VALUES)
+        seen = wide_einsum(_VALUES, shares, values, how.dtype)
         return new, total * shrink + shares.sum(-1), out * shrink[..., None] + seen
 
     zeros = _zeros(query, key, value, others, how)
@@ -239,7 +234,7 @@ def _attend_jvp(how: _How, primals, tangents):
     query, key, value, others = primals
     found = out, largest, total = _attend(query, key, value, others, how)
     # Cotangents add up over blocks.
-    wide = accumulation_dtype(query)
+    wide = accumulation_dtype(query.dtype)
     tangents = [
         None if tangent is None or is_zero(tangent) else tangent.astype(wide)
         for tangent in (*tangents[:3], *tangents[3])
@@ -249,12 +244,7 @@ def _attend_jvp(how: _How, primals, tangents):
     @jax.checkpoint
     def add(carry, row, column):
         operands = _operands((query, key, value, *others), row, column, how)
-        along = [
-            None if tangent is None else tangent.astype(operand.dtype)
-            for operand, tangent in zip(
-                operands, _operands(tangents, row, column, how), strict=True
-            )
-        ]
+        along = _operands(tangents, row, column, how)
         scores, d_scores = _scores_jvp(operands, along, row, column, how)
         own_largest, own_total = (
             jax.lax.dynamic_slice_in_dim(x, row, how.block[0], 2)[..., None]
@@ -265,9 +255,9 @@ def _attend_jvp(how: _How, primals, tangents):
         if d_scores is not None:
             d_shares = shares * d_scores
             d_total += d_shares.sum(-1)
-            d_out += narrow_dot(d_shares.astype(value.dtype), operands[2], _VALUES)
+            d_out += tangent_einsum(_VALUES, d_shares, operands[2], how.dtype)
         if along[2] is not None:
-            d_out += narrow_dot(shares.astype(value.dtype), along[2], _VALUES)
+            d_out += tangent_einsum(_VALUES, shares, along[2], how.dtype)
         return d_out, d_total
 
     zeros = _zeros(query, key, value, others, how)
@@ -283,7 +273,7 @@ def _zeros(query, key, value, others, how: _How) -> jax.Array:
     """A block of the result."""
     batch, _, groups, heads, _ = query.shape
     shape = (batch, groups, how.block[0], heads, value.shape[-1])
-    zeros = jnp.zeros(shape, accumulation_dtype(query))
+    zeros = jnp.zeros(shape, accumulation_dtype(query.dtype))
     return _jax.varying(zeros, query, key, value, *others)
 
 
@@ -294,15 +284,17 @@ def _piece(array, at, size: int, axis: int):
 
 
 def _operands(arrays, row, column, how: _How) -> list[Any]:
-    """Blocks of queries, keys, values and others."""
+    """Blocks of queries, keys, values and others, floats as float32 or wider."""
     (height, width), (query, *by_key), others = how.block, arrays[:3], arrays[3:]
     pieces = [_piece(query, row, height, 1)]
     pieces += [_piece(array, column, width, 1) for array in by_key]
-    return pieces + [_piece(_piece(x, row, height, 3), column, width, 4) for x in others]
+    pieces += [_piece(_piece(x, row, height, 3), column, width, 4) for x in others]
+    wide = accumulation_dtype(how.dtype)
+    return [x if x is None or x.dtype == bool else x.astype(wide) for x in pieces]
 
 
 def _scores(rows, keys, others, row, column, how: _How) -> jax.Array:
-    scores = wide_dot(rows, keys, _SCORES)
+    scores = wide_einsum(_SCORES, rows, keys, how.dtype)
     others = [
         None if other is None else jnp.broadcast_to(jnp.moveaxis(other, 2, 3), scores.shape)
         for other in others

@@ -18,8 +18,8 @@ from jaxmem.ops._blocks import (
     fold,
     is_zero,
     map_blocks,
-    wide_dot,
 )
+from jaxmem.ops._wide_einsum import wide_einsum
 
 _BLOCK = 2**25  # logits at a time: 128 MiB of float32
 _COLUMNS = 512  # at least: below, a matmul is slow
@@ -103,7 +103,8 @@ def statistics(
     """What a loss is made of, for ``hidden`` of two axes and labels of one."""
     if labels.dtype.itemsize < 4:  # numbers of columns may be larger
         labels = labels.astype(np.int32)
-    how = _How(_blocks(hidden, weights, axis, block), axis, soft_cap, axis_name, with_mean)
+    block = _blocks(hidden, weights, axis, block)
+    how = _How(hidden.dtype, block, axis, soft_cap, axis_name, with_mean)
     return _statistics(hidden, weights, bias, labels, how)
 
 
@@ -152,6 +153,9 @@ def _check(hidden, weights, labels, bias, axis, label_smoothing, soft_cap, block
 
 @dataclasses.dataclass(frozen=True)
 class _How:
+    """``dtype`` is that of matmuls."""
+
+    dtype: Any
     block: tuple[int, int]
     axis: int
     soft_cap: float | None
@@ -179,7 +183,7 @@ def _statistics(hidden, weights, bias, labels, how: _How) -> Found:
 
         def add(carry, at, size):
             largest, total, chosen, mean = carry
-            logits = _logits((rows, *_parts((weights, bias), at, size, rows.dtype, how)), how)
+            logits = _logits(_widened(how, rows, *_parts((weights, bias), at, size, how)), how)
             new = jnp.maximum(largest, logits.max(-1))
             total = total * jnp.exp(largest - finite(new))
             total += jnp.exp(logits - finite(new)[:, None]).sum(-1)
@@ -206,7 +210,7 @@ def _statistics_jvp(how: _How, primals, tangents):
     hidden, weights, bias, labels = primals
     *tangents, _ = tangents
     found = _statistics(hidden, weights, bias, labels, how)
-    columns, wide = weights.shape[how.axis], accumulation_dtype(hidden)
+    columns, wide = weights.shape[how.axis], accumulation_dtype(hidden.dtype)
     # Cotangents of hidden and bias add up over blocks, those of weights where there are several
     # blocks of rows.
     summed = [wide, wide if how.block[0] < labels.size else weights.dtype, wide]
@@ -225,10 +229,10 @@ def _statistics_jvp(how: _How, primals, tangents):
             )
             d_rows = None
             if d_hidden is not None:
-                d_rows = jax.lax.dynamic_slice_in_dim(d_hidden, at, size).astype(rows.dtype)
-            parts = _parts((weights, bias), column, width, rows.dtype, how)
-            d_parts = _parts(d_parameters, column, width, rows.dtype, how)
-            logits, along = _logits_jvp((rows, *parts), (d_rows, *d_parts), how)
+                d_rows = jax.lax.dynamic_slice_in_dim(d_hidden, at, size)
+            operands = _widened(how, rows, *_parts((weights, bias), column, width, how))
+            along = _widened(how, d_rows, *_parts(d_parameters, column, width, how))
+            logits, along = _logits_jvp(operands, along, how)
             d_total, d_chosen, d_mean = carry
             d_total += (jnp.exp(logits - largest[:, None]) * along).sum(-1)
             right = _is_label(row_labels, column, width, columns, how)
@@ -253,20 +257,26 @@ _statistics.defjvp(_statistics_jvp, symbolic_zeros=True)
 
 def _zeros(size: int, hidden, *others) -> jax.Array:
     """A number for each row."""
-    return _jax.varying(jnp.zeros(size, accumulation_dtype(hidden)), hidden, *others)
+    return _jax.varying(jnp.zeros(size, accumulation_dtype(hidden.dtype)), hidden, *others)
 
 
-def _parts(parameters, at, size: int, dtype, how: _How) -> list[Any]:
-    """Columns of weights and bias, in the dtype that they are used in."""
+def _parts(parameters, at, size: int, how: _How) -> list[Any]:
+    """Columns of weights and bias."""
     return [
-        None if array is None else jax.lax.dynamic_slice_in_dim(array, at, size, axis).astype(dtype)
+        None if array is None else jax.lax.dynamic_slice_in_dim(array, at, size, axis)
         for array, axis in zip(parameters, (how.axis, 0), strict=True)
     ]
 
 
+def _widened(how: _How, *arrays: Any) -> list[Any]:
+    wide = accumulation_dtype(how.dtype)
+    return [x if x is None else x.astype(wide) for x in arrays]
+
+
 def _logits(operands: Iterable[Any], how: _How) -> jax.Array:
     rows, weights, bias = operands
-    logits = wide_dot(rows, weights, (((1,), (1 - how.axis,)), ((), ())))
+    spec = "rw,wc->rc" if how.axis else "rw,cw->rc"
+    logits = wide_einsum(spec, rows, weights, how.dtype)
     if bias is not None:
         logits += bias.astype(logits.dtype)[None]
     if how.soft_cap is not None:
