@@ -1,6 +1,7 @@
 """A plan onto a program: its kernels evaluated in order, regions as nested `jax.checkpoint`."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmem import _jax
 from jaxmem.planning import Loop, Plan, Region
 from jaxmem.program import Program
+
+# The derivatives of these look for the largest places in what they read, which needs nothing that
+# the backward pass makes: XLA may do it at any time, and hold four integers for each place.
+_POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
 
 
 def emit(flat: _jax.FlatJaxpr, program: Program, plan: Plan, leaves: Sequence[Any]) -> Any:
@@ -80,6 +85,10 @@ class _Emission:
                 inside |= {out: fused[out] for out in step.outputs}
             if number in self.loops:
                 self.looped(self.loops[number], last, inside)
+            elif last.primitive in _POOLS:
+                operands = [_jax.read(inside, operand) for operand in last.inputs]
+                pooled = jax.checkpoint(functools.partial(_jax.evaluate, last))(operands)
+                inside.update(zip(last.outputs, pooled, strict=True))
             else:
                 self.flat.run([last], inside)
             for value in kernel.results:
@@ -105,6 +114,8 @@ class _Emission:
 
         def run(*operands):
             inner = dict(zip(reads, operands, strict=True))
+            made = [v for v in reads if v >= self.program.input_count and self.program.active[v]]
+            inner.update(zip(made, _jax.together([inner[v] for v in made]), strict=True))
             for value in inner.keys() & set(offloaded):
                 inner[value] = checkpoint_name(inner[value], _name(value))
             self.run(region.start, region.stop, region.regions, inner)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util
 from jax._src.core import NamedAxisEffect
-from jax._src.interpreters import mlir
-from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax._src.interpreters import ad, batching, mlir, partial_eval
+from jax._src.lax.lax import _optimization_barrier_lowering_rule
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxlib.mlir.passmanager import PassManager
 
@@ -325,8 +325,41 @@ def called_jaxpr(equation: JaxprEqn) -> FlatJaxpr:
 def checkpoint_like(step: Step, fun: Callable, operands: Sequence[Any]) -> list[Any]:
     """``fun(*operands)`` under the same `jax.checkpoint` as a step's."""
     closed = jax.make_jaxpr(fun)(*operands)
-    jaxpr = convert_constvars_jaxpr(closed.jaxpr)
+    jaxpr = partial_eval.convert_constvars_jaxpr(closed.jaxpr)
     return evaluate(step, [*closed.consts, *operands], jaxpr=jaxpr)
+
+
+def together(values: Sequence[Any]) -> list[Any]:
+    """The values, none of which is there before all are: without that, XLA begins what a nested
+    region computes as soon as there is something to read, or merges it with what is before it, and
+    holds results long before they are needed.
+
+    `jax.lax.optimization_barrier`, but cotangents are none of it (XLA may fuse them), and of values
+    that nothing needs none is computed for it.
+    """
+    return _together.bind(*values)
+
+
+def _needed_together(used: list[bool], *rest):
+    """jax 0.12 tells in between which operands are alive."""
+    equation = rest[-1]
+    if not any(used):
+        return used, None
+    needed = {
+        name: [x for x, use in zip(getattr(equation, name), used, strict=True) if use]
+        for name in ("invars", "outvars")
+    }
+    return used, equation.replace(**needed)
+
+
+_together = Primitive("together")
+_together.multiple_results = True
+_together.def_impl(lambda *values: list(values))
+_together.def_abstract_eval(lambda *values: values)
+ad.primitive_jvps[_together] = lambda values, tangents: (_together.bind(*values), tangents)
+batching.primitive_batchers[_together] = lambda values, axes: (_together.bind(*values), axes)
+partial_eval.dce_rules[_together] = _needed_together
+mlir.register_lowering(_together, _optimization_barrier_lowering_rule)
 
 
 def result_of(primitive, avals: Sequence[Any], parameters: dict) -> Any:
