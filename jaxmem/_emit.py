@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem import _jax
-from jaxmem.planning import Loop, Plan, Region
+from jaxmem.planning import Loop, Plan, Region, recomputed
 from jaxmem.program import Program
 
 # The derivatives of these look for the largest places in what they read, which needs nothing that
@@ -26,6 +26,14 @@ def emit(flat: _jax.FlatJaxpr, program: Program, plan: Plan, leaves: Sequence[An
     return jax.tree.unflatten(flat.out_tree, emission.outputs(values))
 
 
+class _Within(NamedTuple):
+    """A region that is being written, and the latest value that it reads."""
+
+    region: Region
+    latest: int | None
+    value: Any
+
+
 @dataclasses.dataclass
 class _Emission:
     """Evaluates kernels of a program.
@@ -33,6 +41,10 @@ class _Emission:
     Regions compute the fused operations that they read for themselves, so that what passes from
     one to the next is in memory anyway. Values that are saved have names, which the
     policies of the regions know.
+
+    A region begins when all that it reads is there. Without that, XLA would begin what regions
+    inside a recomputed one compute all at once, merge it, and hold results long before they are
+    needed.
     """
 
     flat: _jax.FlatJaxpr
@@ -42,6 +54,8 @@ class _Emission:
 
     def __post_init__(self):
         self.saved = _saved(self.regions)
+        self.recomputed = recomputed(self.program, self.regions)
+        self.within: list[_Within] = []  # the regions that are being written, outermost first
 
     def run(self, start: int, stop: int, regions: Sequence[Region], values: dict[int, Any]) -> None:
         """Kernels ``start`` to ``stop - 1``, reading and writing ``values`` by number."""
@@ -100,6 +114,31 @@ class _Emission:
                 self.part(number + 1, values)
                 fused.clear()  # what follows is made from the parted values
 
+    def in_turn(self, value: int, saved: Any) -> Any:
+        """A saved value, for what reads it: in the recomputation of a region around its own, where
+        it is there from the beginning, it waits for its own region's turn.
+
+        Unless that would recompute more, where the latest that the region reads is not needed.
+        """
+        if len(self.within) < 2 or self.within[-1].latest is None:
+            return saved
+        *around, own = self.within
+        around = [each.region for each in around if value in each.region.saved]
+        if any(self.costs(own.latest, region) for region in around):
+            return saved
+        return _jax.after(saved, own.value)
+
+    def costs(self, value: int, region: Region) -> bool:
+        """Whether a region's recomputation runs a matmul or a convolution more to have a value."""
+        wanted = {value}
+        for number in reversed(range(region.start, region.stop)):
+            kernel = self.program.kernels[number]
+            if not wanted.isdisjoint(set(kernel.results).difference(region.saved)):
+                if kernel.flops and number not in self.recomputed[region]:
+                    return True
+                wanted.update(kernel.sources)
+        return False
+
     def checkpointed(
         self,
         region: Region,
@@ -118,7 +157,10 @@ class _Emission:
             inner.update(zip(made, _jax.together([inner[v] for v in made]), strict=True))
             for value in inner.keys() & set(offloaded):
                 inner[value] = checkpoint_name(inner[value], _name(value))
+            latest = max(made, key=lambda v: self.program.made[v], default=None)
+            self.within.append(_Within(region, latest, inner.get(latest)))
             self.run(region.start, region.stop, region.regions, inner)
+            self.within.pop()
             return [inner[value] for value in keeps]
 
         policies, saved = jax.checkpoint_policies, list(map(_name, region.saved))

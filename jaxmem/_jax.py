@@ -330,19 +330,30 @@ def checkpoint_like(step: Step, fun: Callable, operands: Sequence[Any]) -> list[
 
 
 def together(values: Sequence[Any]) -> list[Any]:
-    """The values, none of which is there before all are: without that, XLA begins what a nested
-    region computes as soon as there is something to read, or merges it with what is before it, and
-    holds results long before they are needed.
-
-    `jax.lax.optimization_barrier`, but cotangents are none of it (XLA may fuse them), and of values
-    that nothing needs none is computed for it.
-    """
+    """The values, none of which is there before all are: `jax.lax.optimization_barrier`, but
+    cotangents are none of it (XLA may fuse them), and a value that nothing needs is not computed
+    for the others."""
     return _together.bind(*values)
 
 
+def after(value: Any, other: Any) -> Any:
+    """The value, which is not there before ``other`` is; cotangents are none of it."""
+    return _after.bind(value, other)[0]
+
+
+def _barrier(name: str) -> Primitive:
+    barrier = Primitive(name)
+    barrier.multiple_results = True
+    barrier.def_impl(lambda *values: list(values))
+    barrier.def_abstract_eval(lambda *values: values)
+    ad.primitive_jvps[barrier] = lambda values, tangents: (barrier.bind(*values), tangents)
+    batching.primitive_batchers[barrier] = lambda values, axes: (barrier.bind(*values), axes)
+    mlir.register_lowering(barrier, _optimization_barrier_lowering_rule)
+    return barrier
+
+
 def _needed_together(used: list[bool], *rest):
-    """jax 0.12 tells in between which operands are alive."""
-    equation = rest[-1]
+    equation = rest[-1]  # jax 0.12 tells in between which operands are alive
     if not any(used):
         return used, None
     needed = {
@@ -352,14 +363,8 @@ def _needed_together(used: list[bool], *rest):
     return used, equation.replace(**needed)
 
 
-_together = Primitive("together")
-_together.multiple_results = True
-_together.def_impl(lambda *values: list(values))
-_together.def_abstract_eval(lambda *values: values)
-ad.primitive_jvps[_together] = lambda values, tangents: (_together.bind(*values), tangents)
-batching.primitive_batchers[_together] = lambda values, axes: (_together.bind(*values), axes)
+_together, _after = _barrier("together"), _barrier("after")
 partial_eval.dce_rules[_together] = _needed_together
-mlir.register_lowering(_together, _optimization_barrier_lowering_rule)
 
 
 def result_of(primitive, avals: Sequence[Any], parameters: dict) -> Any:

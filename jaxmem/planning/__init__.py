@@ -15,4 +15,4 @@ from jaxmem.planning._planners import (
     write_plan as write_plan,
 )
 from jaxmem.planning._rates import Rates as Rates
-from jaxmem.planning._simulate import simulate as simulate
+from jaxmem.planning._simulate import recomputed as recomputed, simulate as simulate

@@ -40,6 +40,21 @@ class _Event:
 
 def simulate(program: Program, regions: Sequence[Region]) -> Cost:
     """The cost of a program with regions."""
+    return _simulate(program, regions)[0]
+
+
+def recomputed(program: Program, regions: Sequence[Region]) -> dict[Region, frozenset[int]]:
+    """For each region, nested ones too, the kernels that its recomputation runs, those of regions
+    inside it as their forward pass."""
+    _, layout = _simulate(program, regions)
+    needed = set(map(id, layout.events))
+    return {
+        region: frozenset(event.kernel for event in events if id(event) in needed)
+        for region, events in layout.passes
+    }
+
+
+def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, "_Layout"]:
     layout = _Layout(program, gradients=False)
     made = {value: layout.instance(value, free=True) for value in range(program.input_count)}
     tape = layout.forward(_pieces(regions, 0, len(program.kernels)), made, {})
@@ -51,7 +66,7 @@ def simulate(program: Program, regions: Sequence[Region]) -> Cost:
         layout.sizes[instance] = 0
     for value in range(program.input_count):
         results |= dict.fromkeys(cotangents.get(value, ())[-1:], program.sizes[value])
-    return layout.sweep(set(results), (), results)
+    return layout.sweep(set(results), (), results), layout
 
 
 def simulate_block(
@@ -97,6 +112,7 @@ class _Layout:
         self.gradients = gradients
         self.kernels = program.kernels
         self.events: list[_Event] = []
+        self.passes: list[tuple[Region, list[_Event]]] = []
         self.sizes: list[int] = []
 
     def instance(self, value: int, free: bool = False) -> int:
@@ -140,7 +156,10 @@ class _Layout:
                 self.derive(piece, held, cotangents)
             else:
                 pieces = _pieces(piece.regions, piece.start, piece.stop)
-                self.backward(self.forward(pieces, held.copy(), *given), cotangents)
+                start = len(self.events)
+                inner = self.forward(pieces, held.copy(), *given)
+                self.passes.append((piece, self.events[start:]))
+                self.backward(inner, cotangents)
 
     def derive(self, number: int, reads: list[int], cotangents: dict[int, list[int]]) -> None:
         kernel = self.kernels[number]
