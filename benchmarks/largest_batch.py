@@ -26,6 +26,7 @@ CASES: list[tuple[str, dict]] = [
     ('`jaxmem.remat(planner="sqrt")`', {"remat": "sqrt", "compiler_options": NO_PASS}),
     ('`jaxmem.remat(planner="dp")`', {"remat": "dp", "compiler_options": NO_PASS}),
     ("dp, bf16", {"remat": "dp", "precision": "bf16", "compiler_options": NO_PASS}),
+    ("dp, fp16", {"remat": "dp", "precision": "fp16", "compiler_options": NO_PASS}),
 ]
 
 

@@ -107,7 +107,8 @@ class _Emission:
                 self.flat.run([last], inside)
             for value in kernel.results:
                 if value in self.saved:
-                    values[value] = checkpoint_name(inside[value], _name(value))
+                    named = checkpoint_name(inside[value], _name(value))
+                    values[value] = self.in_turn(value, named)
                 elif value != kernel.residuals:
                     values[value] = inside[value]
             if kernel.residuals is not None:
@@ -120,13 +121,15 @@ class _Emission:
 
         Unless that would recompute more, where the latest that the region reads is not needed.
         """
-        if len(self.within) < 2 or self.within[-1].latest is None:
+        if len(self.within) < 2:
             return saved
-        *around, own = self.within
-        around = [each.region for each in around if value in each.region.saved]
-        if any(self.costs(own.latest, region) for region in around):
+        *around, (_, latest, there) = self.within
+        if latest is None:
             return saved
-        return _jax.after(saved, own.value)
+        regions = [each.region for each in around if value in each.region.saved]
+        if any(self.costs(latest, region) for region in regions):
+            return saved
+        return _jax.after(saved, there)
 
     def costs(self, value: int, region: Region) -> bool:
         """Whether a region's recomputation runs a matmul or a convolution more to have a value."""
@@ -158,7 +161,8 @@ class _Emission:
             for value in inner.keys() & set(offloaded):
                 inner[value] = checkpoint_name(inner[value], _name(value))
             latest = max(made, key=lambda v: self.program.made[v], default=None)
-            self.within.append(_Within(region, latest, inner.get(latest)))
+            there = None if latest is None else inner[latest]
+            self.within.append(_Within(region, latest, there))
             self.run(region.start, region.stop, region.regions, inner)
             self.within.pop()
             return [inner[value] for value in keeps]

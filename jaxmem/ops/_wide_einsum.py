@@ -71,13 +71,14 @@ def _transpose_right(cotangent, left, _, *, spec: str, dtype):
 
 
 def _batch(operands, axes, *, spec: str, dtype):
+    left, right = operands
     *labels, out = _labels(spec)
     new = next(label for label in string.ascii_letters if label not in spec)
-    left, right = (
+    of_left, of_right = (
         own if axis is None else own[:axis] + new + own[axis:]
         for own, axis in zip(labels, axes, strict=True)
     )
-    return tangent_einsum(f"{left},{right}->{new}{out}", *operands, dtype), 0
+    return tangent_einsum(f"{of_left},{of_right}->{new}{out}", left, right, dtype), 0
 
 
 def _labels(spec: str) -> list[str]:
