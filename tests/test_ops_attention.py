@@ -1,5 +1,9 @@
 """Attention without the matrix of scores: equal to the plain one, and linear in the length."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,6 +118,37 @@ def test_under_vmap_scan_and_a_plan():
         return jax.jit(jax.grad(lambda x: first(x) + mapped(fun)(x)))(query)
 
     assert_close(gradients(ours, jaxmem.remat), gradients(plain, lambda fun: fun))
+
+
+def test_batches_and_heads_split_over_devices():
+    """In a process of its own, with four CPU devices."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxmem.ops import attention
+jax.config.update("jax_enable_x64", True)
+mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+spec = P("data", None, "model")
+seeds = jax.random.split(jax.random.key(0), 3)
+query, key, value = (jax.random.normal(s, (4, 12, n, 4)) for s, n in zip(seeds, (4, 2, 2)))
+
+def whole(*x):
+    return attention(*x, is_causal=True, block=(4, 4))
+
+split = jax.shard_map(whole, mesh=mesh, in_specs=spec, out_specs=spec)
+of = lambda f: jax.jit(jax.value_and_grad(lambda *x: jnp.sin(f(*x)).sum(), (0, 1, 2)))
+expected = of(whole)(query, key, value)
+placed = jax.device_put((query, key, value), NamedSharding(mesh, spec))
+for found in of(split)(query, key, value), of(whole)(*placed):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(one, other, 1e-9, 1e-12)
+print("equal")
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **flags}
+    )
+    assert done.stdout == "equal\n", done.stderr
 
 
 def test_it_is_jax_nn_dot_product_attention():
