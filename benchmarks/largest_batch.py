@@ -88,7 +88,7 @@ def main():
         "convolutions in the optimised program, per image, beside plain JAX's at batch 8."
     )
     record(title, rows, note)  # the searches of fit take longer than all of these
-    rows.append(fitted(rows[4]["largest batch"]))
+    rows.append(fitted(rows[3]["largest batch"]))
     record(title, rows, note)
 
 
