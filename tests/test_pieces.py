@@ -89,7 +89,7 @@ def exact():
     ],
     ids=["8bit", "bfloat16", "half", "compensated", "offload(half(8bit))"],
 )
-def test_small_state_is_the_same_to_the_bit(make, monkeypatch):
+def test_small_state_is_the_same_to_a_rounding_of_float32(make, monkeypatch):
     """Also what is drawn by chance: it depends on the place in the array."""
     whole = run(make(), jnp.bfloat16)
     seen = swept(monkeypatch, 1000)
