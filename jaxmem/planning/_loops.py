@@ -47,7 +47,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     assert body is not None
     plain = _plain(body, program.residual_bytes(kernel))
     found: list[LoopOption] = []
-    if any(inner.name in ("checkpoint", "remat", "remat2") for inner in body.operations):
+    if any(inner.is_region for inner in body.operations):
         return [plain]  # the user has placed regions: theirs it is
     seconds = [rates.seconds(inner) for inner in body.kernels]
     prices = [rates.price(inner) for inner in body.kernels]

@@ -39,6 +39,11 @@ class Operation:
     residuals: int | None = None
     inside: int = 0
 
+    @property
+    def is_region(self) -> bool:
+        """Whether it is a user's own `jax.checkpoint`."""
+        return self.body is not None and self.residuals is None
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
