@@ -248,7 +248,7 @@ def test_a_budget_chooses_from_the_menu():
 def test_a_body_with_regions_of_the_user_is_left_alone():
     program = loop_program()
     body = program.operations[0].body
-    own = dataclasses.replace(body.operations[0], name="checkpoint")
+    own = dataclasses.replace(body.operations[0], name="checkpoint", body=body)
     body = dataclasses.replace(body, operations=(own, *body.operations[1:]))
     scan = dataclasses.replace(program.operations[0], body=body)
     program = dataclasses.replace(program, operations=(scan,))
