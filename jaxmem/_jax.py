@@ -333,7 +333,7 @@ def together(values: Sequence[Any]) -> list[Any]:
     """The values, none of which is there before all are: `jax.lax.optimization_barrier`, but
     cotangents are none of it (XLA may fuse them), and a value that nothing needs is not computed
     for the others."""
-    return _together.bind(*values)
+    return _together.bind(*values) if values else []
 
 
 def after(value: Any, other: Any) -> Any:
