@@ -49,8 +49,7 @@ class Dots:
     frugal = least
 
     def _leaves(self) -> list[list[tuple[int, int]]]:
-        """First and last kernels, without the last matmul before the loss; a row of them ends at
-        each scan."""
+        """First and last kernels; a row of them ends at each scan."""
         scans = {*self.variant.program.scans}
         rows: list[list[tuple[int, int]]] = [[]]
         start = 0
@@ -61,7 +60,6 @@ class Dots:
             elif kernel.flops:
                 rows[-1].append((start, index + 1))
                 start = index + 1
-        rows[-1] = rows[-1][:-1]
         return [row for row in rows if row]
 
     def _nested(self, rows: list[list[tuple[int, int]]], group: int) -> tuple[Region, ...]:
