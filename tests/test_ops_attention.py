@@ -120,6 +120,32 @@ def test_under_vmap_scan_and_a_plan():
     assert_close(gradients(ours, jaxmem.remat), gradients(plain, lambda fun: fun))
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        jax.checkpoint,
+        lambda loss: jax.checkpoint(loss, policy=jaxmem.remat_policy(target="h200")),
+        lambda loss: jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable),
+        lambda loss: jaxmem.remat(loss, planner="sqrt"),
+        lambda loss: jaxmem.remat(loss, planner="dots"),
+    ],
+    ids=["nothing", "policy", "dots_saveable", "sqrt", "dots"],
+)
+def test_with_the_loss_under_policies_and_planners(wrap):
+    query, key, value, *_ = arrays(8, 8, 2, 2)
+    weights = jnp.sin(jnp.arange(4.0 * 30).reshape(4, 30))
+    labels = jnp.arange(2 * 8 * 2).reshape(2, 8, 2) % 30
+
+    def loss(query, weights):
+        hidden = attention(jnp.tanh(query), key, value, is_causal=True, block=(4, 4))
+        return jaxmem.ops.softmax_cross_entropy(hidden, weights, labels, block=(8, 8)).mean()
+
+    def gradients(loss):
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(query, weights)
+
+    assert_close(gradients(wrap(loss)), gradients(loss))
+
+
 def test_batches_and_heads_split_over_devices():
     """In a process of its own, with four CPU devices."""
     code = """
