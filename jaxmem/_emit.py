@@ -27,11 +27,12 @@ def emit(flat: _jax.FlatJaxpr, program: Program, plan: Plan, leaves: Sequence[An
 
 
 class _Within(NamedTuple):
-    """A region that is being written, and the latest value that it reads."""
+    """A region that is being written, the latest value that it reads, and for each region around
+    it whether it would recompute more to have that."""
 
     region: Region
-    latest: int | None
-    value: Any
+    latest: Any
+    costs: list[bool]
 
 
 @dataclasses.dataclass
@@ -123,13 +124,13 @@ class _Emission:
         """
         if len(self.within) < 2:
             return saved
-        *around, (_, latest, there) = self.within
+        *around, (_, latest, costs) = self.within
         if latest is None:
             return saved
-        regions = [each.region for each in around if value in each.region.saved]
-        if any(self.costs(latest, region) for region in regions):
-            return saved
-        return _jax.after(saved, there)
+        for (region, *_), dear in zip(around, costs, strict=True):
+            if dear and value in region.saved:
+                return saved
+        return _jax.after(saved, latest)
 
     def costs(self, value: int, region: Region) -> bool:
         """Whether a region's recomputation runs a matmul or a convolution more to have a value."""
@@ -160,9 +161,12 @@ class _Emission:
             inner.update(zip(made, _jax.together([inner[v] for v in made]), strict=True))
             for value in inner.keys() & set(offloaded):
                 inner[value] = checkpoint_name(inner[value], _name(value))
-            latest = max(made, key=lambda v: self.program.made[v], default=None)
-            there = None if latest is None else inner[latest]
-            self.within.append(_Within(region, latest, there))
+            if made:
+                latest = max(made, key=lambda value: self.program.made[value])
+                costs = [self.costs(latest, each.region) for each in self.within]
+                self.within.append(_Within(region, inner[latest], costs))
+            else:
+                self.within.append(_Within(region, None, []))
             self.run(region.start, region.stop, region.regions, inner)
             self.within.pop()
             return [inner[value] for value in keeps]
