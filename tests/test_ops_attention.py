@@ -190,6 +190,24 @@ def test_it_is_jax_nn_dot_product_attention():
     np.testing.assert_allclose(alone, attention(query, key, value)[0], 1e-6, atol=1e-7)
 
 
+def test_cudnn_gets_what_attention_got(monkeypatch):
+    """NVIDIA's kernel needs its GPU; that it is asked for as JAX asks does not."""
+    seen = {}
+
+    def kernel(*given, **options):
+        seen.update(given=given, options=options)
+        return given[0]
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    query, key, value, bias, mask = arrays(8, 12, 4, 2, (1, 4, 8, 12), (2, 1, 8, 12))
+    out = attention(query, key, value, bias, mask, scale=0.3, implementation="cudnn")
+    assert out is query
+    assert seen == {
+        "given": (query, key, value, bias, mask),
+        "options": {"scale": 0.3, "is_causal": False, "implementation": "cudnn"},
+    }
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_errors_are_no_larger_than_the_plain_ones(dtype):
     seeds = jax.random.split(jax.random.key(0), 3)
