@@ -55,8 +55,12 @@ class _Emission:
 
     def __post_init__(self):
         self.saved = _saved(self.regions)
-        self.recomputed = recomputed(self.program, self.regions)
         self.within: list[_Within] = []  # the regions that are being written, outermost first
+
+    @functools.cached_property
+    def recomputed(self) -> dict[Region, frozenset[int]]:
+        """The kernels that each region runs again; asked for where regions are nested."""
+        return recomputed(self.program, self.regions)
 
     def run(self, start: int, stop: int, regions: Sequence[Region], values: dict[int, Any]) -> None:
         """Kernels ``start`` to ``stop - 1``, reading and writing ``values`` by number."""
