@@ -8,6 +8,8 @@ from _record import record
 import jaxmem
 from jaxmem.optim import half_params, small_moments
 
+OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}  # as in Plan.compiler_options
+
 
 def compile_step(loss_fn, optimizer, params, batch):
     def step(params, state, batch):
@@ -17,7 +19,7 @@ def compile_step(loss_fn, optimizer, params, batch):
 
     state = jaxmem.eval_shape(optimizer.init, params)
     step = jax.jit(step, donate_argnums=(0, 1))
-    return jaxmem.memory(step, params, state, batch, target="h200")
+    return jaxmem.memory(step, params, state, batch, target="h200", compiler_options=OPTIONS)
 
 
 def matrices():

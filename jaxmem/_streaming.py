@@ -263,15 +263,17 @@ class _Stream:
         for value in (*slicing.whole, *slicing.sliced):
             if not self.staged >> value & 1:
                 self.compute(value)
+        waits = [*self.awaited, *self.sent, self.gradient.get(at, ())]
         for place, made in group.items():
             aval = self.flat.avals[made]
             array: Any = self.origin.get(place, self.gradient.get(place))
             if (array.shape, array.dtype) != (aval.shape, aval.dtype):
-                arrays[place] = jnp.zeros(aval.shape, aval.dtype)
+                # Room for what is written; made with this update and not all at the beginning.
+                zero, *_ = jax.lax.optimization_barrier((jnp.zeros((), aval.dtype), *waits))
+                arrays[place] = jnp.broadcast_to(zero, aval.shape)
                 continue
             number = next(n for n, operand in enumerate(self.operands) if operand is array)
             if self.staged >> number & 1:
-                waits = [*self.awaited, self.gradient.get(at, ())]
                 array, *_ = jax.lax.optimization_barrier((array, *waits))
             arrays[place], written[number] = array, place
 
@@ -303,6 +305,7 @@ class _Stream:
             if size:
                 arrays = jax.lax.fori_loop(0, math.prod(outer) * count, body, arrays)
         self.results.update(arrays)
+        self.sending += [array for place, array in arrays.items() if place in self.going]
         # The next update waits for the parameter itself, which the caller is to make of this one
         # (the same sum: XLA makes it once). Waiting for less, XLA keeps all gradients.
         result, parameter = self.results[at], self.parameter.get(at)

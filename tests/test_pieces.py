@@ -162,6 +162,29 @@ def test_a_stack_of_small_moments_is_expanded_in_chunks(monkeypatch):
     assert report.temp < gradient + inputs + 3 * 8 * 2**20
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_many_matrices_take_the_room_of_few(where, monkeypatch):
+    """What one update leaves to be written is written before the next begins."""
+    monkeypatch.setattr(_streaming, "CHUNK", 3 * 2**20)  # a last piece that is not as the others
+    optimizer = half_params(small_moments(optax.adam(1e-3)))
+    optimizer = jaxmem.offload(optimizer) if where == "host" else optimizer
+
+    def step(params, state, x):
+        def loss(params):
+            y = functools.reduce(lambda y, w: jnp.tanh(y @ w), params, x)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * 16  # 4 MiB each in float32
+    state = jaxmem.eval_shape(optimizer.init, params)
+    x = jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16)
+    report = jaxmem.memory(jax.jit(step, donate_argnums=(0, 1)), params, state, x, target="h200")
+    gradients, chunk = 16 * 2 * WIDTH**2, 3 * 2**20
+    assert report.temp < gradients + 4 * chunk
+
+
 def test_gradients_are_ordered_as_the_backward_pass_makes_them():
     """Not by their names: the embedding's comes last, and is cast at the end like all others."""
     found = []
