@@ -17,7 +17,8 @@ from jaxmem.targets import LocalDevice, Target, resolve
 
 _WORTH = 0.01  # of the step's time: the price that one more compilation should be able to save
 _MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
-_ABOVE = (1.01, 1.02, 1.04)  # times the budget: what may yet fit where nothing below did
+# Times the budget: what may yet fit where nothing below did; ever closer to one another.
+_ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
 _SAME = 1.002  # projected bytes this near are one plan
 _PASS_ACTS = 0.75  # of the device's memory: XLA's own pass acts at some 80 %
 

@@ -12,7 +12,7 @@ from jaxmem.planning._rates import Rates
 from jaxmem.program import Program
 
 _GROUPS = (1, 3, 6, 12)  # regions in one
-_STATISTICS = 1 / 64  # of the largest value: what norms sum up, saved too
+_STATISTICS = 1 / 64  # of what it is made of: what norms and losses sum up, saved too
 
 
 class Dots:
@@ -25,15 +25,15 @@ class Dots:
         self.plain = self.variant.layout(())
         self.kernels = self.variant.program.kernels
         sizes = program.sizes
-        values = [value for kernel in self.kernels for value in kernel.results]
-        largest = max((sizes[value] for value in values), default=0)
-        self.saved = {
-            value
-            for kernel in self.kernels
-            for value in kernel.results
-            if (not kernel.fused or sizes[value] <= largest * _STATISTICS)
-            and value != kernel.residuals
-        }
+        self.saved = set()
+        for kernel in self.kernels:
+            read = max((sizes[value] for value in kernel.sources), default=0)
+            self.saved |= {
+                value
+                for value in kernel.results
+                if (not kernel.fused or sizes[value] <= read * _STATISTICS)
+                and value != kernel.residuals
+            }
 
     def within(self, budget: int) -> Layout | None:
         """The plain plan if it fits, else the least, or None."""
