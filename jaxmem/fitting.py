@@ -17,6 +17,7 @@ from jaxmem import _jax
 from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._checks import check_optimizer
 from jaxmem._errors import BudgetError, CompileError, JaxmemError
+from jaxmem._mean import why_no_mean
 from jaxmem.loss_scale import LossScale
 from jaxmem.memory import MemoryReport, memory
 from jaxmem.offloading import offload
@@ -33,7 +34,7 @@ from jaxmem.train import TrainState, TrainStep, train_step
 ALLOWED = {
     "precision": "compute in bfloat16, with other rounding",
     "moments": "keep the optimizer's moments in 8 bits, with other rounding",
-    "statistics": "cut a batch that the model state (batch norm) sees as a whole",
+    "statistics": "cut a batch whose loss is no mean over its examples (batch norm, a mask)",
 }
 # What does not, and is searched unless it is to be kept:
 KEPT = {
@@ -158,10 +159,6 @@ class Fitting:
                 f"budget, {len(left_out) - over} no faster"
             )
         lines += [f"not searched: {name}: {why}" for name, why in self.refused.items()]
-        if any(one.levers.microbatches > 1 for one in self.considered):
-            lines.append(
-                "microbatches assume a loss that is a mean over examples; keep='batch' if it is not"
-            )
         checked = "have not been compared with a real GPU's"
         if _time_error(self.target) is not None:
             checked = "are as far from measured ones on such a GPU as is printed (in the median)"
@@ -231,11 +228,12 @@ def fit(
             (`jaxmem.shard`) are searched too, and the budget is each GPU's.
         allow: what may be done although it changes the mathematics: ``"precision"`` (bfloat16
             compute by `jaxmem.autocast`), ``"moments"`` (`jaxmem.optim.small_moments`),
-            ``"statistics"`` (microbatches of a model with a model state: batch norm then
-            normalises each slice by its own).
-        keep: what may not be done although it does not: ``"batch"`` (no microbatches; for a loss
-            that is no mean over examples), ``"placement"`` (no transfers to host memory),
-            ``"residuals"`` (no recomputation).
+            ``"statistics"`` (microbatches where a slice's loss is not its share of the whole one:
+            with a model state or batch statistics, each slice is normalised by its own; a mean over
+            what a mask leaves becomes a mean of means). Whether a loss without model state is a
+            mean over examples is told from its program.
+        keep: what may not be done although it does not: ``"batch"`` (no microbatches),
+            ``"placement"`` (no transfers to host memory), ``"residuals"`` (no recomputation).
         compilations: how many at most.
 
     Returns:
@@ -298,6 +296,7 @@ def advise(
             key=state.key,
             precision=step.precision,
             loss_scale=step.loss_scale,
+            mesh=step.sharding.mesh if step.sharding else None,
         )
         found = search.projected()
     except JaxmemError as error:
@@ -367,7 +366,10 @@ class Search:
         self.steps: dict[Levers, TrainStep] = {}  # before they are planned
         self.states: dict[Levers, TrainState] = {}
         # Residuals of scans may wait in host memory; of partitioned programs nobody has tried it.
-        self.offload = self.devices == 1 and "placement" not in self.keep
+        self.offload = "placement" not in self.keep
+        if self.offload and self.devices > 1:
+            self.offload = False
+            self.refused["residuals in host memory"] = "not tried on several devices"
         self.plans: dict[tuple, Plan | int] = {}
         self.seen: dict[Levers, Candidate] = {}  # the last plan of each
         # compiled bytes over projected ones by precision, microbatches, stage; the last one last
@@ -378,6 +380,10 @@ class Search:
 
     def run(self, compilations: int) -> TrainStep:
         """The step that fits, after compiling so many candidates at most."""
+        if isinstance(compilations, bool) or not isinstance(compilations, int) or compilations < 1:
+            raise JaxmemError(
+                f"jaxmem.fit takes compilations=, an int of 1 or more; got {compilations!r}."
+            )
         best: Candidate | None = None
         while len(self.compiled) < compilations:
             last = len(self.compiled) == compilations - 1
@@ -427,10 +433,12 @@ class Search:
                 half = dataclasses.replace(whole, compute=jnp.dtype(jnp.bfloat16))
                 precisions.append(str(half) if self.precision else "bf16")
         stages = [0] if self.mesh is None else [1, 2, 3]
-        plain = self.state(Levers(own, 1, stage=stages[0]))
-        counts = [1]
-        if self._may("batch") and (plain.model_state is None or self._may("statistics")):
-            counts = _slices(self.batch, self.devices)
+        first = Levers(own, 1, stage=stages[0])
+        plain = self.state(first)
+        counts = _slices(self.batch, self.devices) if self._may("batch") else [1]
+        if len(counts) > 1 and not self._may_cut(first):
+            counts = [1]
+        self._may("residuals")
         state = jax.tree.leaves(plain.opt_state)
         large = [leaf for leaf in state if leaf.ndim and leaf.size]
         placed = any(_jax.memory_space(leaf) is _jax.HOST for leaf in large)
@@ -448,6 +456,18 @@ class Search:
         elif name in ALLOWED and name not in self.allow:
             self.refused[name] = f"would {ALLOWED[name]}; allow=({name!r},)"
         return name not in self.refused
+
+    def _may_cut(self, levers: Levers) -> bool:
+        """Whether the loss of the batch is the mean of its slices', or that does not matter."""
+        step, state = self.step(levers), jax.tree.map(_whole, self.state(levers))
+        if state.model_state is not None or "statistics" in self.allow:
+            return self._may("statistics")
+        args = (jax.tree.map(_whole, self.batch), state.params, state.key)
+        why = why_no_mean(lambda batch, params, key: step.loss(params, batch, None, key)[0], *args)
+        if why is not None:
+            kept = "it is to be kept" if "statistics" in self.keep else "allow=('statistics',)"
+            self.refused["statistics"] = f"the loss cannot be cut: {why}; {kept}"
+        return why is None
 
     def step(self, levers: Levers, plan: Plan | None = None) -> TrainStep:
         """The step of some levers, with a plan or before it is planned."""
@@ -761,7 +781,8 @@ class Search:
     def remedies(self) -> str:
         """What else could be done, in words."""
         lines = []
-        more = [name for name in ALLOWED if name in self.refused and name not in self.keep]
+        named = self.allow | self.keep
+        more = [name for name in ALLOWED if name in self.refused and name not in named]
         if more:
             what = "; ".join(f"allow={name!r} to {ALLOWED[name]}" for name in more)
             lines.append(f"What else could be allowed: {what}.")
@@ -797,6 +818,8 @@ def _milliseconds(candidate: Candidate, target: Target | LocalDevice) -> str:
 
 
 def _names(given: str | Collection[str], argument: str, known: dict[str, str]) -> frozenset[str]:
+    if not isinstance(given, str | Collection):
+        raise JaxmemError(f"jaxmem.fit takes {argument}=, names as text; got {given!r}.")
     names = frozenset([given] if isinstance(given, str) else given)
     unknown = sorted(names - known.keys())
     if unknown:

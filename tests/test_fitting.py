@@ -88,7 +88,7 @@ def test_each_lever_alone(options, expected):
     plain_row = next(r for r in step.fitting.considered if r.remat == "none" and r is not chosen)
     assert "not compiled: expected" in plain_row.verdict or "compiled: " in plain_row.verdict
     for name in options["keep"]:
-        assert name == "residuals" or step.fitting.refused[name] == "it is to be kept"
+        assert step.fitting.refused[name] == "it is to be kept"
 
 
 def test_residuals_of_a_scan_wait_in_host_memory_where_that_is_needed(monkeypatch):
@@ -158,12 +158,37 @@ def module_loss(model, batch):
     return jnp.mean(model(batch) ** 2)
 
 
+def normalised_loss(params, batch):
+    x = batch["x"] @ params["layers"][0]
+    return jnp.mean(((x - jnp.mean(x)) - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (
+            lambda params, batch: jnp.sum(batch["x"] @ params["layers"][0]),
+            "the loss cannot be cut: it is a sum over examples, not a mean; allow=('statistics',)",
+        ),
+        (normalised_loss, "the loss cannot be cut: its examples see one another (sub at test_fit"),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_examples_is_not_cut(loss, why):
+    search = jaxmem.fitting.Search(loss, ADAM, PARAMS, BATCH, budget="1GiB", target="h200")
+    assert {levers.microbatches for levers in search.options} == {1}
+    assert search.refused["statistics"].startswith(why)
+    search = jaxmem.fitting.Search(
+        loss, ADAM, PARAMS, BATCH, budget="1GiB", target="h200", allow="statistics"
+    )
+    assert 64 in {levers.microbatches for levers in search.options}
+
+
 def test_a_model_state_is_seen_and_its_batch_is_not_cut():
     batch = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
     model = Net(nnx.Rngs(0))
     step = jaxmem.fit(module_loss, ADAM, model, batch, budget="1GiB", target="h200")
     assert {row.levers.microbatches for row in step.fitting.considered} == {1}
-    assert "would cut a batch that the model state" in step.fitting.refused["statistics"]
+    assert "would cut a batch whose loss is no mean" in step.fitting.refused["statistics"]
     allowed = jaxmem.fit(
         module_loss, ADAM, model, batch, budget="1GiB", target="h200", allow="statistics"
     )
@@ -192,6 +217,7 @@ def test_on_a_mesh_zero_stages_are_searched():
 def test_stage_3_counts_the_parameters_that_xla_gathers():
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
     search = jaxmem.fitting.Search(loss_fn, ADAM, PARAMS, BATCH, target="h100", mesh=mesh)
+    assert search.refused["residuals in host memory"] == "not tried on several devices"
     levers = jaxmem.fitting.Levers("", 1, stage=3)
     plain = search._plan(levers, None)
     report = jaxmem.memory(
@@ -262,11 +288,31 @@ def test_wrong_input_is_told_before_compiling():
         ({"allow": "precision", "keep": "precision"}, r"to allow 'precision' and to keep it"),
         ({"target": "local"}, r"plans for a GPU whose figures it knows, and cpu is none\. Name"),
         ({"target": "h20"}, r"There is no target named 'h20'"),
+        ({"keep": None}, r"takes keep=, names as text; got None\."),
+        ({"compilations": 0}, r"takes compilations=, an int of 1 or more; got 0\."),
         ({"budget": "much"}, r"The budget 'much' does not parse"),
     ):
         given = {"budget": "1GiB"} | options
         with pytest.raises(jaxmem.JaxmemError, match=text):
             fit(**given)
+
+
+def test_a_sharded_step_is_advised_for_its_mesh():
+    fsdp = jaxmem.shard(jax.sharding.AbstractMesh((4,), ("data",)))
+    step = jaxmem.train_step(loss_fn, fsdp.optimizer(ADAM), sharding=fsdp)
+    target = jaxmem.target("rtx-2080-ti")
+    text = jaxmem.fitting.advise(step, step.abstract(PARAMS), BATCH, 40 * MIB, target)
+    assert "would take precision as it is, " in text and ", ZeRO stage " in text
+
+
+def test_remedies_name_what_was_not_asked_for_yet():
+    search = jaxmem.fitting.Search(
+        loss_fn, ADAM, PARAMS, BATCH, target="rtx-2080-ti", allow="precision", keep="residuals"
+    )
+    assert "has no bfloat16 arithmetic" in search.refused["precision"]
+    text = search.remedies()
+    assert "allow='moments'" in text and "allow='precision'" not in text
+    assert "What is kept and need not be: 'residuals'." in text
 
 
 @pytest.mark.slow
