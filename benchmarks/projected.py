@@ -1,0 +1,98 @@
+"""Projected bytes against compiled ones, over the cases that the other benchmarks plan.
+
+    python benchmarks/projected.py                 # all of them, an hour on two cores
+    python benchmarks/projected.py ViT-B/16 tanh   # these; the others' rows stay as they are
+
+For every budget dp's first plan is compiled for an H200: "off" is its compiled bytes beside the
+projected ones. Then the budget is divided by that ratio, and the plan for it compiled: "corrected"
+is its bytes beside the projected ones times the ratio ("=" where it is the same plan, which is off
+by nothing then, and "none" where nothing is projected to fit any more). Budgets are those of
+planner.py, planner_gpt.py and planner_models.py; tanh is 64 layers of tanh(x @ w), 64 MiB each.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+from _record import merge, record
+from planner import BUDGETS, GIB, OPTIONS, problem as resnet50
+from planner_gpt import problem as gpt2_medium
+from planner_models import CASES as MODELS
+
+import jaxmem
+
+TARGET = "h200"
+SCAN = (5.72, 8.704, 11.81, 17.715, 21.079)
+UNROLLED = (5.642, 8.329, 11.285, 16.927, 20.329)
+
+
+def tanh():
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 64
+    return loss, (weights, jax.ShapeDtypeStruct((16384, 1024), jnp.float32))
+
+
+def half(name):
+    """A network at half of its plain peak."""
+    loss, args = MODELS[name]()
+    return loss, args, (compiled(loss, args).device / 2 / GIB,)
+
+
+AROUND = (2 * 64 * 4 + 64) / 1024  # GiB of tanh's parameters, gradients and input
+CASES = {
+    "ResNet50": lambda: (*resnet50(200), BUDGETS),
+    "GPT-2 medium, scan": lambda: (*gpt2_medium("scan"), SCAN),
+    "GPT-2 medium, unrolled": lambda: (*gpt2_medium("unrolled"), UNROLLED),
+    "tanh": lambda: (*tanh(), (AROUND + 520 / 1024, AROUND + 1088 / 1024)),
+    **{name: lambda name=name: half(name) for name in MODELS},
+}
+
+
+def has_aux(loss, args) -> bool:
+    return isinstance(jax.eval_shape(loss, *args), tuple)
+
+
+def compiled(loss, args):
+    step = jax.jit(jax.value_and_grad(loss, has_aux=has_aux(loss, args)))
+    return jaxmem.memory(step, *args, target=TARGET, compiler_options=OPTIONS, timeline=False)
+
+
+def rows_of(name):
+    loss, args, budgets = CASES[name]()
+
+    def planned(budget: float):
+        """Projected and compiled bytes of the plan for so many GiB, or None."""
+        options = {"target": TARGET, "has_aux": has_aux(loss, args), "compilations": 0}
+        try:
+            plan = jaxmem.plan(loss, *args, budget=int(budget * GIB), **options)
+        except jaxmem.BudgetError:
+            return None
+        return plan.projected_bytes, compiled(plan.apply(loss), args).device
+
+    for budget in budgets:
+        row = {"case": name, "budget": f"{budget:.3f} GiB", "projected": "none", "compiled": ""}
+        row |= {"off": "", "corrected": ""}
+        if first := planned(budget):
+            ratio = first[1] / first[0]
+            row |= {"projected": f"{first[0] / GIB:.3f} GiB", "off": f"{ratio - 1:+.1%}"}
+            row |= {"compiled": f"{first[1] / GIB:.3f} GiB", "corrected": "none"}
+            if second := planned(budget / ratio):
+                off = second[1] / (second[0] * ratio) - 1
+                row["corrected"] = "=" if second == first else f"{off:+.1%}"
+        print(row, flush=True)
+        yield row
+
+
+def main():
+    title = "Projected bytes against compiled ones"
+    note = __doc__.split("\n\n")[2]
+    for name in sys.argv[1:] or CASES:
+        record(title, merge("case", list(CASES), list(rows_of(name))), note)
+
+
+if __name__ == "__main__":
+    main()
