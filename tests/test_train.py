@@ -453,6 +453,21 @@ def test_out_of_memory_names_bytes_and_what_fit_would_do(monkeypatch):
     assert "is not projected to fit either: What else could be allowed: allow=" in text
 
 
+def test_out_of_memory_names_the_measured_peak(monkeypatch):
+    params, batch = wide()
+    step = jaxmem.train_step(loss_fn, optax.adam(1e-3))
+    state = step.init(params)
+
+    class Device:
+        def memory_stats(self):
+            return {"peak_bytes_in_use": 12 * 2**20}
+
+    small = jaxmem.targets.LocalDevice("cpu", "a GPU", 20 * 2**20, jaxmem.target("h200"))
+    monkeypatch.setattr("jaxmem._exhausted.resolve", lambda _: small)
+    monkeypatch.setattr("jaxmem._exhausted.jax.local_devices", lambda: [Device()])
+    assert "  measured  12.00 MiB at the peak\n" in run_out(step, state, batch)
+
+
 def test_out_of_memory_of_a_step_that_was_fitted():
     params, batch = wide()
     step = jaxmem.fit(
