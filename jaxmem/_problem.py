@@ -79,6 +79,7 @@ class Allowed:
             self.reserved,
             self.budget,
             self.gpu.name if self.gpu else "",
+            self.gpu.time_error if self.gpu else None,
         )
 
     def too_small(self, program: Program, least: Layout, total: int, word: str) -> BudgetError:

@@ -12,7 +12,7 @@ from jaxmem._checks import check_call
 from jaxmem._errors import JaxmemError, OffloadError
 from jaxmem._problem import Allowed, Problem, check_function
 from jaxmem.memory import MemoryReport, memory
-from jaxmem.planning import COMPILER_OPTIONS, Layout, Plan, one_liners
+from jaxmem.planning import COMPILER_OPTIONS, Layout, Plan, checked, one_liners
 from jaxmem.targets import LocalDevice, Target, resolve
 
 _WORTH = 0.01  # of the step's time: the price that one more compilation should be able to save
@@ -234,7 +234,8 @@ class Frontier:
             axes.plot(total / 2**30, 100 * seconds / forward, "x", label=name)
         axes.set(
             xlabel="projected bytes of value_and_grad, GiB",
-            ylabel="predicted recomputation, % of the plain step",
+            ylabel="predicted recomputation, % of the plain step\n"
+            f"times {checked(self.plans[0].time_error)}",
         )
         axes.grid(alpha=0.3)
         axes.legend()
@@ -249,10 +250,14 @@ class Frontier:
         ]  # fmt: skip
         rows += [(name, total, seconds, "") for name, total, seconds in self.one_liners]
         width = max(len(row[0]) for row in rows)
-        lines = [f"{'':{width}}  {'projected':>11}  {'more time':>9}  {'GFLOP again':>11}"]
+        head = f"{'':{width}}  {'projected':>11}  {'ms more':>19}  {'of a step':>9}"
+        lines = [f"{head}  {'GFLOP again':>11}"]
         for name, total, seconds, work in sorted(rows, key=lambda row: -row[1]):
+            more = f"{seconds * 1e3:.3g} {checked(self.plans[0].time_error)}"
             share = f"{seconds / forward:.1%}" if forward else ""
-            lines.append(f"{name:{width}}  {format_bytes(total):>11}  {share:>9}  {work:>11}")
+            lines.append(
+                f"{name:{width}}  {format_bytes(total):>11}  {more:>19}  {share:>9}  {work:>11}"
+            )
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -255,6 +255,27 @@ def test_explain():
         plan.explain("Block_3")
 
 
+def test_predicted_times_are_printed_with_their_error(tmp_path):
+    plan = jaxmem.plan(tanh_chain, *SHAPES, target="h200", compilations=0)
+    assert re.search(r"about \S+ ms beside \S+ ms \(unchecked\) on h200$", str(plan), re.MULTILINE)
+    # One for making a value again, one for what is done with others instead.
+    assert plan.explain("tanh_chain").count(" per GiB (unchecked)") >= len(plan.choices)
+    assert '"time_error": null' in plan.to_json()
+
+    known = dataclasses.replace(jaxmem.target("h200"), time_error=0.2)
+    plan = jaxmem.plan(tanh_chain, *SHAPES, target=known, compilations=0)
+    assert re.search(r"about \S+ ms beside \S+ ms ±20% on h200$", str(plan), re.MULTILINE)
+    assert " per GiB ±20%. In this plan it is " in plan.explain("tanh_chain")
+    assert jaxmem.Plan.from_json(plan.to_json()).time_error == 0.2
+
+    for target, error in [("h200", "(unchecked)"), (known, "±20%")]:
+        frontier = jaxmem.pareto(tanh_chain, *SHAPES, target=target)
+        head, *rows = str(frontier).splitlines()
+        assert "ms more  of a step" in head and all(f" {error}  " in row for row in rows)
+        frontier.plot(tmp_path / "frontier.svg")
+        assert f"times {error}" in (tmp_path / "frontier.svg").read_text()
+
+
 def test_random_bits_without_a_key_are_refused():
     def noisy(x):
         return jnp.sum(x * jax.lax.rng_uniform(0.0, 1.0, (4,)))

@@ -7,6 +7,7 @@ from jaxmem.planning._plan import (
     Loop as Loop,
     Plan as Plan,
     Region as Region,
+    checked as checked,
 )
 from jaxmem.planning._planners import (
     PLANNERS as PLANNERS,

@@ -13,6 +13,11 @@ from jaxmem._errors import PlanError
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
+def checked(error: float | None) -> str:
+    """What stands beside a predicted time: how far off it may be, if that has been measured."""
+    return "(unchecked)" if error is None else f"±{error:.0%}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
     """Kernels ``start`` to ``stop - 1`` under one `jax.checkpoint`, recomputed in the backward
@@ -94,6 +99,7 @@ class Plan:
         reserved: bytes of the budget spoken for outside of the function.
         budget: bytes asked for, or None.
         target: name of the GPU that it is planned for.
+        time_error: how far its predicted times may be off (`Target.time_error`); None: unchecked.
         host_bytes: of the residuals that wait in host memory, in no other count.
         compiled_bytes, compiled_flops, compiled_moved: device bytes, FLOPs (matmuls and
             convolutions) and bytes read and written of the whole of ``value_and_grad(fun)``, by
@@ -118,6 +124,7 @@ class Plan:
     host_bytes: int = 0
     budget: int | None = None
     target: str = ""
+    time_error: float | None = None
     compiled_bytes: int | None = None
     compiled_flops: int | None = None
     compiled_moved: int | None = None
@@ -164,22 +171,22 @@ class Plan:
         made = f"{choice.operation} in {choice.path or 'the function'} ({choice.line})"
         cost = (
             f"{format_bytes(choice.bytes)}; making it again takes {choice.seconds * 1e6:.0f} us, "
-            f"{rate * 1e3:.2f} ms per GiB"
+            f"{rate * 1e3:.2f} ms per GiB {checked(self.time_error)}"
         )
         saved = [c for c in self.choices if c.action == "save"]
         again = [c for c in self.choices if c.action == "recompute"]
 
         def average(choices: list[Choice]) -> str:
-            total = sum(c.bytes for c in choices)
-            return f"{sum(c.seconds for c in choices) / total * 2**40 / 2**10 * 1e3:.2f} ms"
+            rate = sum(c.seconds for c in choices) / sum(c.bytes for c in choices) * 2**30
+            return f"{rate * 1e3:.2f} ms per GiB {checked(self.time_error)}"
 
         why = {
             "keep": "it is outside of all regions, so nothing of it is recomputed",
             "offload": "it waits in host memory for the backward pass, beside which it is fetched",
             "save": "it is saved, and what is recomputed instead averages "
-            + (f"{average(again)} per GiB" if again else "nothing"),
+            + (average(again) if again else "nothing"),
             "recompute": f"it is recomputed {choice.times} times in the backward pass, and what "
-            "is saved instead averages " + (f"{average(saved)} per GiB" if saved else "nothing"),
+            "is saved instead averages " + (average(saved) if saved else "nothing"),
         }[choice.action]
         return f"{made}: {cost}. In this plan {why}."
 
@@ -243,7 +250,8 @@ class Plan:
         lines.append(
             f"  recomputes {self.recompute_flops / 1e9:.4g} GFLOP{share}, moves "
             f"{format_bytes(self.recompute_moved)}: about {self.recompute_seconds * 1e3:.3g} ms "
-            f"beside {self.seconds * 3e3:.3g} ms on {self.target or 'the target'}"
+            f"beside {self.seconds * 3e3:.3g} ms {checked(self.time_error)} on "
+            f"{self.target or 'the target'}"
         )
         if self.rows:
             lines.append(f"  {'saves':>11}  {'keeps':>11}  {'GFLOP again':>11}  region")

@@ -40,6 +40,7 @@ def write_plan(
     reserved: int,
     budget: int | None,
     target: str,
+    time_error: float | None,
 ) -> Plan:
     """A layout as a plan: with the bytes of everything, and in words."""
     around = program.boundary_bytes + reserved
@@ -61,6 +62,7 @@ def write_plan(
         host_bytes=layout.host,
         budget=budget,
         target=target,
+        time_error=time_error,
     )
 
 
