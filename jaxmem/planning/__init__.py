@@ -4,9 +4,11 @@ from jaxmem.planning._dp import Layout as Layout
 from jaxmem.planning._one_liners import one_liners as one_liners
 from jaxmem.planning._plan import (
     COMPILER_OPTIONS as COMPILER_OPTIONS,
+    Choice as Choice,
     Loop as Loop,
     Plan as Plan,
     Region as Region,
+    Row as Row,
     checked as checked,
 )
 from jaxmem.planning._planners import (
