@@ -4,7 +4,7 @@ A step is named ``module:function``: a function without arguments, in a module t
 from the working directory, that returns ``(step, args)``: a function or jitted function, and the
 tuple of its arguments, real or `jax.ShapeDtypeStruct`. For ``max-batch`` it takes the batch size;
 for ``plan`` it returns ``(loss, args)``, and for ``fit`` what `jaxmem.fit` takes, ``(loss_fn,
-optimizer, params, batch)`` and perhaps a dict of its options.
+optimizer, params, batch)`` and perhaps a dict of its options, over which the command line wins.
 
 Exit codes: 0; 1: an error, which is printed; 2: wrong usage; 3: the step does not fit the budget.
 """
@@ -27,7 +27,7 @@ import jax
 
 from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._errors import BudgetError, JaxmemError
-from jaxmem.fitting import ALLOWED, KEPT, Search
+from jaxmem.fitting import ALLOWED, KEPT, Search, fit
 from jaxmem.max_batch import max_batch_size
 from jaxmem.memory import (
     Diff,
@@ -318,13 +318,13 @@ def _plan(options) -> int:
 def _add_fit(commands) -> None:
     about = "choose the levers that make a step fit; exit code 3 if nothing does"
     parser = _add_command(commands, "fit", _fit, about)
-    parser.add_argument("problem", help=_FIT)
-    parser.add_argument("--target", default="local", help="a GPU's name (default: local)")
+    parser.add_argument("problem", help=f"{_FIT}; options given here win")
+    parser.add_argument("--target", help="a GPU's name (default: local)")
     parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the target's)")
     for name, known in (("allow", ALLOWED), ("keep", KEPT)):
         what = "; ".join(f"{word}: {text}" for word, text in known.items())
         parser.add_argument(f"--{name}", action="append", default=[], metavar="NAME", help=what)
-    parser.add_argument("--compilations", type=int, default=6, help="at most (default: 6)")
+    parser.add_argument("--compilations", type=int, help="at most (default: 6)")
     _add_files(parser)
 
 
@@ -338,9 +338,15 @@ def _fit(options) -> int:
             f"{options.problem} must return (loss_fn, optimizer, params, batch), with a dict of "
             f"jaxmem.fit's options after it if it likes. It returned {_described(made)}."
         )
-    levers = {"allow": options.allow, "keep": options.keep}
-    given: dict[str, Any] = {"budget": options.budget, "target": options.target, **levers}
-    fitting = Search(*parts[:4], **{**given, **extra}).run(options.compilations).fitting
+    unknown = sorted(map(str, extra.keys() - inspect.signature(fit).parameters))
+    if unknown:
+        raise JaxmemError(f"{options.problem} returns options that jaxmem.fit has not: {unknown}.")
+    names = ("budget", "target", "allow", "keep", "compilations")
+    given = {name: getattr(options, name) for name in names}
+    given = {name: value for name, value in given.items() if value not in (None, [])}
+    chosen = {"compilations": 6, **extra, **given}
+    compilations = chosen.pop("compilations")
+    fitting = Search(*parts[:4], **chosen).run(compilations).fitting
     print(json.dumps(fitting.to_dict(), indent=1) if options.json else fitting)
     _write_files(fitting.report, options)
     return 0

@@ -347,6 +347,15 @@ def make_with_options():
     return (*make(), {"keep": "batch"})
 
 
+def make_with_everything():
+    options = {"budget": "1200MiB", "target": "rtx-3090", "keep": "batch", "compilations": 2}
+    return (*make(), options)
+
+
+def make_with_typo():
+    return (*make(), {"keeps": "batch"})
+
+
 def make_loss():
     return loss_fn, (PARAMS, BATCH)
 
@@ -362,6 +371,22 @@ def test_command_line_fit(capsys, tmp_path):
     about = json.loads(capsys.readouterr().out)
     assert about["chosen"]["compiled"] <= about["budget"] == 2**30
     assert about["refused"]["batch"] == "it is to be kept"
+    picture = tmp_path / "timeline.svg"
+    name = f"{__name__}:make_with_everything"
+    assert cli.main(["fit", name, "--json", "--plot", str(picture)]) == 0  # all as the module says
+    about = json.loads(capsys.readouterr().out)
+    assert about["budget"] == 1200 * MIB and about["target"].startswith("rtx-3090")
+    assert about["refused"]["batch"] == "it is to be kept"
+    assert "svg" in picture.read_text()[:300]
+    others = ["--keep", "placement", "--compilations", "1"]
+    assert cli.main([*common, "1GiB", name, *others, "--json"]) == 0  # the command line wins
+    about = json.loads(capsys.readouterr().out)
+    assert about["budget"] == 2**30 and about["target"].startswith("h200")
+    assert "batch" not in about["refused"]
+    assert about["refused"]["placement"] == "it is to be kept"
+    assert cli.main([*common, "1GiB", f"{__name__}:make_with_typo"]) == 1
+    assert "options that jaxmem.fit has not: ['keeps']" in capsys.readouterr().err
+    name = f"{__name__}:make_with_options"
     assert cli.main([*common, "20MiB", name]) == 3
     assert "jaxmem: Nothing fits the budget of 20.00 MiB" in capsys.readouterr().err
     assert cli.main([*common, "1GiB", f"{__name__}:make_loss"]) == 1
@@ -372,13 +397,15 @@ def test_command_line_plan(capsys, tmp_path):
     name, picture = f"{__name__}:make_loss", tmp_path / "frontier.svg"
     assert cli.main(["plan", name, "--budget", "70MiB", "--plot", str(picture)]) == 0
     out, err = capsys.readouterr()
+    assert "ms (unchecked) on the target\n" in out
     assert out.startswith("dp plan, ") and f"wrote {picture}" in err
     assert "svg" in picture.read_text()[:300]
     common = ["plan", name, "--target", "h200", "--budget"]
     page = tmp_path / "plan.html"
     assert cli.main([*common, "70MiB", "--json", "--html", str(page)]) == 0
-    plan = jaxmem.Plan.from_json(capsys.readouterr().out)
-    assert plan.compiled_bytes <= 70 * MIB
+    text = capsys.readouterr().out
+    plan = jaxmem.Plan.from_json(text)
+    assert plan.compiled_bytes <= 70 * MIB and '"time_error": null' in text
     assert page.read_text().startswith("<!doctype html>") and "h200" in page.read_text()
     assert cli.main(["plan", name, "--budget", "70MiB", "--html", str(page)]) == 1
     assert "name a GPU to compile for (--target)" in capsys.readouterr().err

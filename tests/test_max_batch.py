@@ -123,7 +123,10 @@ def test_command_line(capsys, tmp_path):
     assert cli.main([*common, "64MiB", name, "--html", str(page)]) == 0
     assert capsys.readouterr().out.startswith("largest batch: ")
     assert "<html" in page.read_text()[:200]
-    assert cli.main([*common, "64MiB", name, "--multiple", "48", "--json"]) == 0
+    picture = tmp_path / "timeline.svg"
+    multiple = [name, "--multiple", "48", "--json", "--plot", str(picture)]
+    assert cli.main([*common, "64MiB", *multiple]) == 0
+    assert "svg" in picture.read_text()[:300]
     about = json.loads(capsys.readouterr().out)
     assert about["size"] % 48 == 0 and about["report"]["device"] <= about["budget"] == 64 * MIB
     assert cli.main([*common, "1MiB", name]) == 3
