@@ -19,14 +19,14 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from model import CONTEXT, VOCABULARY, block, loss_fn, make_params
 
 import jaxmem
 
-WIDTH, DEPTH, HEADS, VOCABULARY, CONTEXT, BATCH = 128, 4, 4, 256, 64, 8
+BATCH = 8
 
 
 def parse():
@@ -56,47 +56,6 @@ def start(arguments) -> None:
             arguments.process,
             heartbeat_timeout_seconds=arguments.timeout,
         )
-
-
-# ---- the model
-
-
-def make_layer(key):
-    qkv, out, up, down = jax.random.split(key, 4)
-    return {
-        "qkv": jax.random.normal(qkv, (WIDTH, 3 * WIDTH)) / WIDTH**0.5,
-        "out": jax.random.normal(out, (WIDTH, WIDTH)) / WIDTH**0.5,
-        "up": jax.random.normal(up, (WIDTH, 4 * WIDTH)) / WIDTH**0.5,
-        "down": jax.random.normal(down, (4 * WIDTH, WIDTH)) / (4 * WIDTH) ** 0.5,
-    }
-
-
-def make_params(key):
-    embed, blocks, head = jax.random.split(key, 3)
-    return {
-        "embed": jax.random.normal(embed, (VOCABULARY, WIDTH)),
-        "blocks": jax.vmap(make_layer)(jax.random.split(blocks, DEPTH)),
-        "head": jax.random.normal(head, (WIDTH, VOCABULARY)) / WIDTH**0.5,
-    }
-
-
-def normalise(x):
-    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
-
-
-def block(params, x):
-    rows, length, _ = x.shape
-    q, k, v = jnp.split((normalise(x) @ params["qkv"]).reshape(rows, length, HEADS, -1), 3, -1)
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
-    x = x + mixed @ params["out"]
-    return x + jax.nn.gelu(normalise(x) @ params["up"]) @ params["down"]
-
-
-def loss_fn(block, params, tokens):
-    x = params["embed"][tokens[:, :-1]]
-    x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, params["blocks"])
-    logits = normalise(x) @ params["head"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 def batch_of(step: int) -> np.ndarray:

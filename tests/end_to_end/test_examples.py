@@ -33,6 +33,18 @@ def test_unet_for_a_gpu_that_is_absent():
     assert "  chosen: the least predicted time that fits\n" in text
 
 
+def test_characters_in_half_precision_with_every_option():
+    """The GPT, which is the model in Flax nnx as well."""
+    small = ["--batch", 4, "--length", 16, "--steps", 6, "--print-every", 1]
+    options = ["--precision", "fp16", "--microbatches", 2, "--accumulate", 2, "--remat", "sqrt"]
+    text = run("characters/train.py", *small, *options)
+    lines = re.findall(r"step +(\d+)  loss (\S+) .* loss scale \d+, (\d) skipped\n", text)
+    assert [int(number) for number, _, _ in lines] == [1, 2, 3, 4, 5, 6]
+    assert 4 < float(lines[0][1]) < 6  # about log of 95 characters, as nothing is learnt yet
+    held_out = float(re.search(r"held-out loss (\S+) nats a character\n$", text)[1])
+    assert held_out < float(lines[0][1]) - 0.5
+
+
 def test_equinox_learns_digits_within_a_budget():
     pytest.importorskip("equinox")
     text = run("equinox/train.py", "--target", "rtx-3090", "--budget", "4MiB", "--steps", 100)
