@@ -10,6 +10,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
+from jaxmem.memory._schedule import count_collectives
 
 LAYERS, BATCH, WIDTH = 32, 8192, 1024
 ACTIVATION = BATCH * WIDTH * 4
@@ -285,3 +286,32 @@ def test_totals_alone_serve_the_same_program_on_other_lines():
     assert (reports[0].device, reports[0].work) == (located.device, located.work)
     with pytest.raises(jaxmem.JaxmemError, match="or timeline=False was asked for"):
         _ = reports[0].timeline
+
+
+ASYNCHRONOUS = """HloModule step
+
+ENTRY %main (a: f32[4], b: f32[8]) -> f32[32] {
+  %a = f32[4]{0} parameter(0)
+  %b = f32[8]{0} parameter(1)
+  %g = ((f32[4]{0}, f32[8]{0}), (f32[16]{0}, f32[32]{0})) all-gather-start(%a, %b), dimensions={0}
+  %gd = (f32[16]{0}, f32[32]{0}) all-gather-done(%g)
+  %c = f32[16]{0} get-tuple-element(%gd), index=0
+  %d = f32[32]{0} get-tuple-element(%gd), index=1
+  %one = f32[64]{0} all-gather(%c), dimensions={0}
+  %r = (f32[16]{0}, f32[32]{0}) all-reduce-start(%c, %d), to_apply=%add
+  %rd = (f32[16]{0}, f32[32]{0}) all-reduce-done(%r)
+  %s = (f32[4]{0}, f32[8]{0}) reduce-scatter(%c, %d), dimensions={0}, to_apply=%add
+  %p = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%a)
+  %pd = f32[4]{0} collective-permute-done(%p)
+  ROOT %e = f32[32]{0} negate(%d)
+}
+"""
+
+
+def test_combined_collectives_count_all_their_arrays():
+    assert count_collectives(ASYNCHRONOUS).bytes == {
+        "all-gather": 4 * (16 + 32) + 4 * 64,
+        "all-reduce": 4 * (16 + 32),
+        "reduce-scatter": 4 * (16 + 32),
+        "collective-permute": 4 * 4,
+    }

@@ -97,7 +97,16 @@ def _all_bytes(found: collections.Counter[tuple[str, str]]) -> int:
 
 
 def _moved(line: str, computation: dict[str, str]) -> int:
-    shapes = [line.partition(_hlo.after_shape(line))[0]]
-    shapes += [computation[name].partition(" ")[0] for name in _hlo.operands_of(line)[:1]]
-    arrays = (match for text in shapes for match in _hlo.SHAPE.findall(text))
-    return max((_hlo.array_bytes(*match) for match in arrays), default=0)
+    """The bytes of all arrays of a collective: XLA combines several into one."""
+    operands = sum(_bytes_of(computation[name]) for name in _hlo.operands_of(line))
+    operation = _hlo.operation_of(line)
+    if not operation.startswith("all-gather"):
+        return operands
+    # An asynchronous one has its operands in its result too.
+    return _bytes_of(line) - (operands if operation.endswith("-start") else 0)
+
+
+def _bytes_of(line: str) -> int:
+    """The bytes of an instruction's results."""
+    shape = line.removesuffix(_hlo.after_shape(line))
+    return sum(_hlo.array_bytes(*match) for match in _hlo.SHAPE.findall(shape))
