@@ -304,6 +304,12 @@ class _Stream:
 
             if size:
                 arrays = jax.lax.fori_loop(0, math.prod(outer) * count, body, arrays)
+        for place, made in group.items():
+            # What lies on a mesh as the update says does so whole too, not only each piece.
+            step = self.maker.get(made)
+            constrained = step is not None and step.primitive == "sharding_constraint"
+            if constrained and not _on_host(arrays[place]):
+                (arrays[place],) = _jax.evaluate(step, [arrays[place]])
         self.results.update(arrays)
         self.sending += [array for place, array in arrays.items() if place in self.going]
         # The next update waits for the parameter itself, which the caller is to make of this one

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import jaxmem
+from jaxmem import _streaming
 
 P = PartitionSpec
 EIGHT = AbstractMesh((8,), ("data",))
@@ -154,6 +155,23 @@ def test_stages_1_and_2_spread_the_state_alone(stage):
     report = compiled(stage)
     assert report.argument == pytest.approx(8 * MATRIX * (1 + 1 / 8) + BATCH / 8, rel=0.03)
     assert report.alias == pytest.approx(8 * MATRIX * (1 + 1 / 8), rel=0.03)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_stay_whole_where_state_comes_in_pieces(stage, monkeypatch):
+    monkeypatch.setattr(_streaming, "CHUNK", 2**20)
+    fsdp = jaxmem.shard(EIGHT, stage=stage, scanned="blocks")
+
+    def loss_fn(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["blocks"])[0])
+
+    optimizer = jaxmem.offload(fsdp.optimizer(optax.adam(1e-3)))
+    step = jaxmem.train_step(loss_fn, optimizer, sharding=fsdp)
+    params = {"blocks": jax.ShapeDtypeStruct((4, 512, 512), jnp.float32)}
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    report = step.memory(step.abstract(params), x, target=jaxmem.target("h100", count=8))
+    assert report.alias >= 4 * 512 * 512 * 4
+    assert report.collectives.bytes["all-gather"] == 4 * 512 * 512 * 4
 
 
 def test_hybrid_sharding_copies_over_the_other_axis():

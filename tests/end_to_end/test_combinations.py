@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxmem
+from jaxmem import _streaming
 from jaxmem.optim import half_params, small_moments
 
 WIDTH = 128
@@ -36,17 +37,26 @@ def layer(w, x):
     return jnp.tanh(x @ w)
 
 
-def losses(layer, optimizer, dtype=jnp.float64, **levers):
+def losses(layer, optimizer, dtype=jnp.float64, scanned=False, **levers):
     def loss_fn(params, x):
         for w in params:
             x = layer(w, x)
         return jnp.mean(x.astype(jnp.float32 if "precision" in levers else x.dtype) ** 2)
 
-    step = jaxmem.train_step(loss_fn, optimizer, **levers)
-    state, found = step.init(make(dtype)), []
+    def scanned_loss(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["blocks"])[0] ** 2)
+
+    step = jaxmem.train_step(scanned_loss if scanned else loss_fn, optimizer, **levers)
+    params = {"blocks": jnp.stack(make(dtype))} if scanned else make(dtype)
+    state, found = step.init(params), []
+    before = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     for _ in range(3):
         state, metrics = step(state, jnp.cos(jnp.arange(16.0 * WIDTH)).reshape(16, WIDTH))
         found.append(float(metrics["loss"]))
+    same = jax.tree.map(
+        lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim), state.params, before
+    )
+    assert all(jax.tree.leaves(same)), (before, state.params)
     return found
 
 
@@ -57,6 +67,7 @@ def eight_bits(optimizer):
 CASES = {
     "alone": {},
     "offload": {"outer": jaxmem.offload},
+    "pieces": {"scanned": True, "outer": jaxmem.offload, "chunk": 100_000},
     "precision": {"precision": "bf16", "dtype": jnp.float32, "rtol": 1e-2},
     "microbatches": {"microbatches": 2},
     "sqrt": {"remat": "sqrt"},
@@ -82,8 +93,9 @@ for name, case in CASES.items():
     rtol = case.pop("rtol", 1e-10)
     outer = case.pop("outer", lambda optimizer: optimizer)
     adamw = case.pop("inner", lambda optimizer: optimizer)(optax.adamw(1e-2))
-    fsdp = jaxmem.shard(mesh, stage=stage)
-    plain = {key: case[key] for key in case if key in ("precision", "dtype")}
+    fsdp = jaxmem.shard(mesh, stage=stage, scanned="blocks" if case.get("scanned") else None)
+    _streaming.CHUNK = case.pop("chunk", 64 * 2**20)
+    plain = {key: case[key] for key in case if key in ("precision", "dtype", "scanned")}
     expected = losses(layer, adamw, **plain)
     got = losses(fsdp.gather(layer), outer(fsdp.optimizer(adamw)), sharding=fsdp, **case)
     off = max(abs(a / b - 1) for a, b in zip(got, expected, strict=True))
