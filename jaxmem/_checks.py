@@ -50,6 +50,67 @@ def check_same(name: tuple[str, str], expected: Any, place: str, found: Any) -> 
             )
 
 
+def check_alike(
+    name: tuple[str, str], expected: Any, place: str, found: Any, also: Callable | None = None
+) -> None:
+    """`check_same`, of what has no leaves and of dtypes too.
+
+    A leaf that differs in dtype may have that of ``also()``, another such tree.
+    """
+    check_same(name, expected, place, found)
+    if jax.tree.structure(expected) != jax.tree.structure(found):
+        path, there, here = _difference("", expected, found)
+        raise JaxmemError(
+            f"{name[0]}{path} is {here} {place} and {there} {name[1]}. Both must have one "
+            "structure."
+        )
+    others = None
+    leaves = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True)
+    for at, ((path, wanted), leaf) in enumerate(leaves):
+        given, meant = (getattr(value, "dtype", None) for value in (leaf, wanted))
+        if given == meant:
+            continue
+        if also is not None and others is None:
+            others = jax.tree.leaves(also())
+        if others is None or given != others[at].dtype:
+            raise JaxmemError(
+                f"{name[0]}{jax.tree_util.keystr(path)} is {given} {place} and {meant} {name[1]}. "
+                "Cast it, if it is to be the same."
+            )
+
+
+def check_state(
+    init: Callable, update: Callable, updates: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> None:
+    """Raises `JaxmemError` if ``state`` is not that of the optimizer of ``init`` and ``update``."""
+    like = jax.eval_shape(init, updates if params is None else params)
+
+    def after():
+        if params is None:  # nobody knows of what dtype they were at init
+            return state
+        # Gradients wider than the parameters make the state wider at the first update.
+        return jax.eval_shape(update, updates, like, params, **extra)[1]
+
+    name = ("optimizer state", "by this optimizer's init")
+    check_alike(name, like, "in this call", state, after)
+
+
 def _shapes(tree: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): str(list(jnp.shape(leaf))) for path, leaf in leaves}
+
+
+def _difference(path: str, *trees: Any) -> tuple[str, str, str]:
+    """The path of the first node in which two trees differ, and what it is in each."""
+    levels = [
+        jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node, tree=tree: node is not tree)
+        for tree in trees
+    ]
+    if type(trees[0]) is type(trees[1]):
+        for (key, one), (_, other) in zip(*levels, strict=False):
+            if jax.tree.structure(one) != jax.tree.structure(other):
+                return _difference(path + jax.tree_util.keystr(key), one, other)
+    first, second = (
+        f"{type(tree).__name__} of {len(level)}" for tree, level in zip(trees, levels, strict=True)
+    )
+    return path, first, second

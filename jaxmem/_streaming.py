@@ -307,8 +307,7 @@ class _Stream:
         for place, made in group.items():
             # What lies on a mesh as the update says does so whole too, not only each piece.
             step = self.maker.get(made)
-            constrained = step is not None and step.primitive == "sharding_constraint"
-            if constrained and not _on_host(arrays[place]):
+            if step and step.primitive == "sharding_constraint" and not _on_host(arrays[place]):
                 (arrays[place],) = _jax.evaluate(step, [arrays[place]])
         self.results.update(arrays)
         self.sending += [array for place, array in arrays.items() if place in self.going]

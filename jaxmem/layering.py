@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmem._checks import check_optimizer, check_same
+from jaxmem._checks import check_alike, check_optimizer, check_same
 from jaxmem._errors import JaxmemError
 from jaxmem._streaming import fetch, store, stream, to_device, to_host, zeros
 from jaxmem.precision import Precision, precision as parse_precision
@@ -143,12 +143,9 @@ class Layers:
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack
             )
 
-        check_same(
-            ("a layer's optimizer state", "by the init of the optimizer of these layers"),
-            jax.eval_shape(optimizer.init, one(_trainable(stack.params))),
-            "in the stack",
-            one(stack.opt_state),
-        )
+        like = jax.eval_shape(optimizer.init, one(_trainable(stack.params)))
+        name = ("a layer's optimizer state", "by the init of the optimizer of these layers")
+        check_alike(name, like, "in the stack", one(stack.opt_state))
 
         def step(gradient, state, params):
             gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)

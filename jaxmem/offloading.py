@@ -12,7 +12,7 @@ import jax
 import optax
 
 from jaxmem import _jax
-from jaxmem._checks import check_optimizer, check_same
+from jaxmem._checks import check_alike, check_optimizer, check_state
 from jaxmem._errors import JaxmemError, OffloadError
 from jaxmem._streaming import nested, offloadable, stream, to_host
 
@@ -94,8 +94,7 @@ def offload(
         )
 
     def update(updates, state, params=None, **extra_args):
-        like = jax.eval_shape(optimizer.init, updates if params is None else params)
-        check_same(("optimizer state", "by this optimizer's init"), like, "in this call", state)
+        check_state(optimizer.init, optimizer.update, updates, state, params, extra_args)
         chosen = paths_on_host(state)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             name = jax.tree_util.keystr(path)
@@ -121,7 +120,7 @@ def place(tree: Any, like: Any) -> Any:
         like: arrays of the same structure, in their places; a state from ``init``, say.
 
     Raises:
-        JaxmemError: the structures or the shapes differ.
+        JaxmemError: the structures, the shapes or the dtypes differ.
 
     >>> import jax, jax.numpy as jnp, jaxmem, optax
     >>> state = jaxmem.offload(optax.adam(1e-3)).init(jnp.ones(3))
@@ -136,7 +135,7 @@ def place(tree: Any, like: Any) -> Any:
             f"{expected}. Restore the checkpoint into the structure of a state from init."
         )
 
-    check_same(("the tree", "in the one it is placed like"), like, "in the given one", tree)
+    check_alike(("the tree", "in the one it is placed like"), like, "in the given one", tree)
 
     def put(leaf, reference):
         if not isinstance(reference, jax.Array):

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes
-from jaxmem._checks import check_optimizer, check_same
+from jaxmem._checks import check_optimizer, check_state
 from jaxmem._errors import JaxmemError
 
 _SMALL = 2**14
@@ -112,8 +112,7 @@ class Sharding:
             return self._constrain(optimizer.init(params))
 
         def update(updates, state, params=None, **extra):
-            like = jax.eval_shape(optimizer.init, updates if params is None else params)
-            check_same(("optimizer state", "by this optimizer's init"), like, "in this call", state)
+            check_state(optimizer.init, optimizer.update, updates, state, params, extra)
             if self.stage >= 2:
                 updates = self._constrain(updates)
             spread = None if params is None else self._constrain(params)

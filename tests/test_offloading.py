@@ -137,6 +137,41 @@ def test_the_state_of_another_optimizer_is_refused():
         jax.jit(adam.update)(PARAMS, other, PARAMS)
 
 
+def test_a_state_of_another_structure_or_dtype_is_refused():
+    adam, adamw = (jaxmem.offload(make(0.1)) for make in (optax.adam, optax.adamw))
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jax.jit(adam.update)(PARAMS, adamw.init(PARAMS), PARAMS)
+    assert str(caught.value) == (
+        "optimizer state is tuple of 3 in this call and tuple of 2 by this optimizer's init. Both "
+        "must have one structure."
+    )
+    masked = jaxmem.offload(optax.chain(optax.adam(0.1), optax.identity()))
+    other = masked.init(PARAMS)
+    other = (other[0], optax.MaskedNode())
+    with pytest.raises(jaxmem.JaxmemError, match=r"state\[1\] is MaskedNode of 0 in this call"):
+        masked.update(PARAMS, other, PARAMS)
+    half = jaxmem.offload(optax.adam(0.1, mu_dtype=jnp.bfloat16)).init(PARAMS)
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jax.jit(adam.update)(PARAMS, half, PARAMS)
+    assert str(caught.value) == (
+        "optimizer state[0].mu['layer0'] is bfloat16 in this call and float64 by this optimizer's "
+        "init. Cast it, if it is to be the same."
+    )
+    with pytest.raises(jaxmem.JaxmemError, match="is bfloat16 in the given one and float64 in the"):
+        jaxmem.place(half, like=adam.init(PARAMS))
+
+
+def test_gradients_may_be_wider_than_parameters():
+    adam = jaxmem.offload(optax.adam(0.1))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
+    state = adam.init(params)
+    for _ in range(2):  # optax makes the moments as wide as the gradients
+        _, state = jax.jit(adam.update)(PARAMS, state, params)
+    assert state[0].mu["layer0"].dtype == jnp.float64
+    narrow = adam.init(PARAMS)  # and without parameters nobody knows
+    adam.update(params, narrow)
+
+
 def test_empty_arrays_and_scalars_stay_on_the_device():
     optimizer = jaxmem.offload(optax.adam(0.1))
     params = {"empty": jnp.zeros((0, 3)), "scalar": jnp.ones(()), "matrix": jnp.ones((3, 4))}

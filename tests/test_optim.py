@@ -323,3 +323,12 @@ def test_training_curves_are_those_of_float32(task):
         half = "bf16" in name or name == "compensated"
         mine = mean_curve(task, wrap, half)
         assert np.max(np.abs(mine / plain - 1)) < 0.01, (name, mine / plain - 1)
+
+
+def test_state_in_another_number_of_bits_is_refused():
+    params = {"w": jnp.ones((2, 3), jnp.float32)}
+    half = jaxmem.optim.small_moments(optax.adam(0.1), "bfloat16", keep=lambda path, leaf: False)
+    whole = jaxmem.optim.small_moments(optax.adam(0.1))  # keeps arrays as small as these
+    for optimizer, other in ((half, whole), (whole, half)):
+        with pytest.raises(jaxmem.JaxmemError, match=r"\['w'\] is (bfloat16|float32) in this"):
+            optimizer.update(params, other.init(params), params)

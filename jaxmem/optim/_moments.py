@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem._checks import check_optimizer, check_same
+from jaxmem._checks import check_optimizer, check_state
 from jaxmem._errors import JaxmemError
 from jaxmem._streaming import stream
 from jaxmem.optim._quantize import Quantized, dequantize, quantize
@@ -103,14 +103,8 @@ def small_moments(
         return SmallState(jnp.zeros((), jnp.int32), state)
 
     def update(updates, state, params=None, **extra):
-        like = updates if params is None else params
-        check_same(
-            ("optimizer state", "by this optimizer's init"),
-            jax.eval_shape(init, like),
-            "in this call",
-            state,
-        )
-        shapes = jax.eval_shape(optimizer.init, like)
+        check_state(init, update, updates, state, params, extra)
+        shapes = jax.eval_shape(optimizer.init, updates if params is None else params)
 
         def expand(path, shape, leaf):
             if not compressed(path, shape):

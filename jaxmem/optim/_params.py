@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem._checks import check_optimizer, check_same
+from jaxmem._checks import check_optimizer, check_state
 from jaxmem._errors import JaxmemError
 from jaxmem._streaming import stream
 from jaxmem.optim._rounding import round_stochastically, round_to_nearest
@@ -72,8 +72,7 @@ def half_params(
                 "jaxmem.optim.half_params rounds parameters and was given none. Call "
                 "update(gradients, state, params)."
             )
-        expected = jax.eval_shape(init, params)
-        check_same(("optimizer state", "by this optimizer's init"), expected, "in this call", state)
+        check_state(init, update, updates, state, params, extra)
 
         def step(updates, state, params, **extra):
             key = jax.random.fold_in(jax.random.key(seed), state.step)
