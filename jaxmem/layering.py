@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxmem import _jax
 from jaxmem._checks import check_alike, check_optimizer, check_same
-from jaxmem._errors import JaxmemError
+from jaxmem._errors import JaxmemError, OffloadError
 from jaxmem._streaming import fetch, store, stream, to_device, to_host, zeros
 from jaxmem.precision import Precision, precision as parse_precision
 from jaxmem.updating import LayerStack, Lent
@@ -92,6 +93,7 @@ class Layers:
         Raises:
             JaxmemError: no layers, stacks of different lengths, a `LayerStack` used twice, or a
                 batch that the microbatches do not divide.
+            OffloadError: differentiated where the stack is not in host memory.
         """
         lent = layers if isinstance(layers, Lent) else None
         if lent is not None:
@@ -109,6 +111,8 @@ class Layers:
         norm: ``scale=jnp.minimum(1, limit / blocks.norm(gradients))``.
         """
         check_same(("gradients", "in the stack"), stack.params, "in this call", gradients)
+        if self.optimizer is not None:
+            _check_on_host(stack)
 
         def body(index, stack):
             layer = jax.tree.map(lambda leaf: fetch(leaf, index) * scale, _trainable(gradients))
@@ -173,6 +177,7 @@ class _Pass:
 
     def forward(self, layers: Any, x: Any, extras: tuple) -> tuple[Any, tuple]:
         params = _stack_params(layers)
+        _check_on_host(layers.stack if isinstance(layers, Lent) else _trainable(params))
         ready = self._ready(params, 0)
         if self.count == 1:
             saved = jax.tree.map(to_host, x) if self.layers.inputs == "offload" else x
@@ -221,10 +226,7 @@ class _Pass:
     def backward(self, residuals: tuple, cotangent: Any) -> tuple[Any, Any, tuple]:
         layers, extras, saved, ready = residuals
         lent = isinstance(layers, Lent)
-        if lent:
-            target = layers.stack
-        else:
-            target = jax.tree.map(lambda leaf: zeros(leaf.shape, leaf.dtype), _trainable(layers))
+        target = layers.stack if lent else jax.tree.map(_zeros_like, _trainable(layers))
         read = _stack_params if lent else lambda _: layers
         carry = (_inexact(cotangent), [jnp.zeros_like(leaf) for leaf in _inexact(extras)], target)
         if self.count == 1:
@@ -375,8 +377,11 @@ def layers(
 
     Args:
         block: ``block(params, x, *extras) -> x``, one layer on the parameters of one; for a Flax
-            module, ``lambda params, x: module.apply({"params": params}, x)`` or
-            ``lambda state, x: nnx.merge(graph, state)(x)``. Its own regions (`jax.checkpoint`,
+            module, ``lambda params, x: module.apply({"params": params}, x)``, or
+            ``lambda params, x: nnx.merge(graph, params, rest)(x)`` with ``graph, _, rest =
+            nnx.split(layer, nnx.Param, ...)`` of one of them. ``rest`` stays as it is and is the
+            same for every layer: running statistics are not updated, and a dropout key is one
+            of ``extras``. Its own regions (`jax.checkpoint`,
             `jaxmem.remat`) are kept. Integer parameters, such as the layer's number for its
             dropout key, stay as they are.
         optimizer: any optax transformation that treats layers one by one. Its state is that of
@@ -446,10 +451,28 @@ def _count(stack: Any) -> int:
     return next(iter(lengths.values()))
 
 
+def _check_on_host(stack: Any) -> None:
+    """Raises `OffloadError` at the first array of a stack that is not where `_stack_of` has it."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(stack):
+        if leaf.ndim > 1 and leaf.size and _jax.memory_space(leaf) is not _jax.HOST:
+            raise OffloadError(
+                f"jaxmem.layers keeps its stack in host memory, and stack"
+                f"{jax.tree_util.keystr(path)} is on the device. Make the stack with the init of "
+                "these layers, abstract it with jaxmem.eval_shape, and put a restored one back "
+                "with jaxmem.place."
+            )
+
+
 def _stack_of(count: int) -> Callable:
     return lambda leaf: (
         zeros((count, *leaf.shape), leaf.dtype) if leaf.ndim else jnp.zeros(count, leaf.dtype)
     )
+
+
+def _zeros_like(leaf: Any) -> Any:
+    """Room for a gradient, where its parameter is: a scalar of each layer is on the device."""
+    on_host = _jax.memory_space(leaf) is _jax.HOST
+    return (zeros if on_host else jnp.zeros)(leaf.shape, leaf.dtype)
 
 
 def _fetch(stack: Any, index: Any) -> Any:

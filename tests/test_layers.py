@@ -247,6 +247,41 @@ def test_layers_of_flax_modules(kind):
     chex.assert_trees_all_close(*map(jax.device_get, (gradient, expected)), rtol=1e-9, atol=1e-12)
 
 
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(4, param_dtype=jnp.float64, rngs=rngs)
+        self.dense = nnx.Linear(4, 4, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dense(self.norm(x, use_running_average=True))
+
+
+def test_of_an_nnx_module_only_its_parameters_are_trained():
+    graph, _, rest = nnx.split(Normed(nnx.Rngs(0)), nnx.Param, ...)
+    optimizer = optax.adamw(0.1, weight_decay=0.5)
+
+    def apply(params, x):
+        return nnx.merge(graph, params, rest)(x)
+
+    def make(key):
+        return nnx.state(Normed(nnx.Rngs(params=key)), nnx.Param)
+
+    stack = jaxmem.layers(apply, optimizer=optimizer)
+    step = jaxmem.value_and_update(lambda _, stacks, x: jnp.sum(stack(stacks, x) ** 2))
+    _, _, got = jax.jit(step, donate_argnums=1)((), stack.init(make, keys()), X)
+
+    def loss(params):
+        y, _ = jax.lax.scan(lambda x, p: (apply(p, x), None), X, params)
+        return jnp.sum(y**2)
+
+    params = jax.vmap(make)(keys())
+    state = jax.vmap(optimizer.init)(params)
+    updates, _ = jax.vmap(optimizer.update)(jax.jit(jax.grad(loss))(params), state, params)
+    expected = optax.apply_updates(params, updates)
+    assert set(got.params["norm"]) == {"scale", "bias"}
+    chex.assert_trees_all_close(*map(jax.device_get, (got.params, expected)), rtol=1e-7)
+
+
 def test_a_checkpoint_brings_the_stack_back_to_the_host(tmp_path):
     stack, step = updating_step("keep", 1, "adamw", True)
     _, _, state = step(HEAD, {"blocks": stack.init(make, keys())}, X)
@@ -363,6 +398,34 @@ def test_a_stack_of_another_optimizer_is_refused():
     stack = jaxmem.layers(lambda w, x: w * x, optimizer=optax.lion(0.1))
     with pytest.raises(jaxmem.JaxmemError, match=r"state\[0\].nu is \[2\] in the stack and"):
         stack.update(state, jnp.ones((3, 2)))
+
+
+def test_a_stack_on_the_device_is_refused():
+    stack = jaxmem.layers(lambda w, x: jnp.tanh(x @ w), optimizer=optax.adam(0.1))
+    state = stack.init(lambda key: jax.random.normal(key, (4, 4)), keys())
+    moved = jax.device_put(state, jax.memory.Space.Device)
+    step = jax.jit(jaxmem.value_and_update(lambda _, s: jnp.sum(stack(s, X))))
+    with pytest.raises(jaxmem.OffloadError) as caught:
+        step((), moved)
+    assert str(caught.value) == (
+        "jaxmem.layers keeps its stack in host memory, and stack.params is on the device. Make the "
+        "stack with the init of these layers, abstract it with jaxmem.eval_shape, and put a "
+        "restored one back with jaxmem.place."
+    )
+    step((), jaxmem.place(moved, like=state))
+    half = state._replace(opt_state=moved.opt_state)
+    with pytest.raises(jaxmem.OffloadError, match=r"and stack.opt_state\[0\].mu is on the device"):
+        step((), half)
+    with pytest.raises(jaxmem.OffloadError, match=r"and stack.opt_state\[0\].mu is on the device"):
+        stack.update(half, state.params)
+    with pytest.raises(jaxmem.OffloadError, match="and stack is on the device"):
+        jax.grad(lambda w: jnp.sum(stack(w, X)))(moved.params)
+
+
+def test_a_scalar_of_each_layer_has_a_gradient():
+    stack = jaxmem.layers(lambda p, x: x * p)
+    params = stack.init(lambda p: p, jnp.asarray([2.0, 3.0]))
+    assert jax.grad(lambda p: stack(p, jnp.ones(())))(params).tolist() == [3, 2]
 
 
 def test_a_stack_goes_to_its_layers_once():
