@@ -66,6 +66,13 @@ def test_refusals():
         fsdp.place_batch({"x": jnp.zeros(6)})
 
 
+def test_scales_that_cannot_be_spread_are_on_every_device():
+    optimizer = jaxmem.optim.small_moments(optax.adam(1e-3), keep=lambda path, leaf: False)
+    state = jax.eval_shape(optimizer.init, {"w": jnp.zeros((50257, 1024), jnp.float32)})
+    moments = jaxmem.shard(EIGHT).specs(state).inner[0].mu["w"]
+    assert (moments.codes, moments.scales) == (P(None, "data"), P())
+
+
 def test_the_report_counts_what_each_device_has():
     fsdp = jaxmem.shard(AbstractMesh((2, 8), ("replica", "data")))
     params = {"kernel": jnp.zeros((256, 1024), jnp.float32), "bias": jnp.zeros(8, jnp.float32)}
