@@ -332,3 +332,14 @@ def test_state_in_another_number_of_bits_is_refused():
     for optimizer, other in ((half, whole), (whole, half)):
         with pytest.raises(jaxmem.JaxmemError, match=r"\['w'\] is (bfloat16|float32) in this"):
             optimizer.update(params, other.init(params), params)
+
+
+def test_a_gradient_that_is_not_a_number_stays_one_in_8_bits():
+    optimizer = jaxmem.optim.small_moments(optax.adam(0.1), keep=lambda path, leaf: False)
+    params = {"w": jnp.ones((64, 128), jnp.float32)}
+    state = optimizer.init(params)
+    gradient = {"w": params["w"].at[0, 0].set(jnp.nan)}
+    _, state = jax.jit(optimizer.update)(gradient, state, params)
+    updates, _ = jax.jit(optimizer.update)(params, state, params)
+    found = jnp.isnan(updates["w"])
+    assert found[0, 0] and not found[2:].any()  # a block is two rows

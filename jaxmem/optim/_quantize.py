@@ -38,8 +38,9 @@ def quantize(x: jax.Array, *, signed: bool = True, block: int = 256) -> Quantize
 
     Where the last axis is shorter than a block, the axes before it are taken with it. A value is
     off by at most half a step of the map times the largest magnitude of its block; zeros and a
-    positive value of the largest magnitude stay exact. Without a sign, what is not zero does not
-    become zero: it is rounded up to the smallest value instead, since second moments divide.
+    positive value of the largest magnitude stay exact. A block with a NaN or an infinity in it
+    becomes NaN. Without a sign, what is not zero does not become zero: it is rounded up to the
+    smallest value instead, since second moments divide.
 
     Args:
         x: floating-point.
@@ -56,7 +57,9 @@ def quantize(x: jax.Array, *, signed: bool = True, block: int = 256) -> Quantize
     [0.0, 0.495, -0.001, 2.0]
     """
     blocks = _blocks(x.astype(jnp.float32), block)
-    scales = jnp.max(jnp.abs(blocks), axis=-1)
+    # A CPU's maximum, fused, may leave a NaN out.
+    nan = jnp.any(jnp.isnan(blocks), axis=-1)
+    scales = jnp.where(nan, jnp.nan, jnp.max(jnp.abs(blocks), axis=-1))
     scaled = blocks / jnp.where(scales > 0, scales, 1)[..., None]
     size = jnp.abs(scaled)
     power, count = jnp.full_like(size, 10.0**_DECADES), jnp.full_like(size, 1 if signed else 2)
