@@ -22,7 +22,7 @@ from jaxmem.loss_scale import LossScale
 from jaxmem.memory import MemoryReport, memory
 from jaxmem.offloading import offload
 from jaxmem.optim import small_moments
-from jaxmem.planning import COMPILER_OPTIONS, Plan
+from jaxmem.planning import COMPILER_OPTIONS, Plan, checked
 from jaxmem.plans import plan as make_plan
 from jaxmem.precision import Precision, precision as parse_precision
 from jaxmem.remat import remat
@@ -159,11 +159,11 @@ class Fitting:
                 f"budget, {len(left_out) - over} no faster"
             )
         lines += [f"not searched: {name}: {why}" for name, why in self.refused.items()]
-        checked = "have not been compared with a real GPU's"
+        known = "have not been compared with a real GPU's"
         if _time_error(self.target) is not None:
-            checked = "are as far from measured ones on such a GPU as is printed (in the median)"
+            known = "are as far from measured ones on such a GPU as is printed (in the median)"
         how = "roofline, and the host link with nothing overlapped"
-        lines.append(f"times are predicted ({how}) and {checked}")
+        lines.append(f"times are predicted ({how}) and {known}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -812,9 +812,7 @@ def _time_error(target: Target | LocalDevice) -> float | None:
 
 def _milliseconds(candidate: Candidate, target: Target | LocalDevice) -> str:
     """The predicted time, and how far off it may be."""
-    error = _time_error(target)
-    checked = "(unchecked)" if error is None else f"±{error:.0%}"
-    return f"{candidate.seconds * 1e3:.4g} {checked}"
+    return f"{candidate.seconds * 1e3:.4g} {checked(_time_error(target))}"
 
 
 def _names(given: str | Collection[str], argument: str, known: dict[str, str]) -> frozenset[str]:
