@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem._errors import JaxmemError
+from jaxmem import _jax
+from jaxmem._errors import JaxmemError, OffloadError
 
 
 def check_optimizer(optimizer: Any, name: str) -> None:
@@ -93,6 +94,16 @@ def check_state(
 
     name = ("optimizer state", "by this optimizer's init")
     check_alike(name, like, "in this call", state, after)
+
+
+def check_on_device(name: str, state: Any, at: str = "") -> None:
+    """Raises `OffloadError` if the state that ``name`` was to change is in host memory."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if _jax.memory_space(leaf) is _jax.HOST:
+            raise OffloadError(
+                f"{name} was given an optimizer whose state{at}{jax.tree_util.keystr(path)} is in "
+                f"host memory. jaxmem.offload goes outside: jaxmem.offload({name}(optimizer))."
+            )
 
 
 def _shapes(tree: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes
-from jaxmem._checks import check_optimizer, check_state
+from jaxmem._checks import check_on_device, check_optimizer, check_state
 from jaxmem._errors import JaxmemError
 
 _SMALL = 2**14
@@ -104,12 +104,17 @@ class Sharding:
 
         From stage 2 on gradients are spread too: they are summed by reduce-scatter. At stages 1
         and 2 the updates are gathered, at stage 3 they stay spread like the parameters.
+
+        Raises:
+            OffloadError: at init, ``optimizer`` is a `jaxmem.offload`, which goes outside.
         """
         check_optimizer(optimizer, "Sharding.optimizer")
         optimizer = optax.with_extra_args_support(optimizer)
 
         def init(params):
-            return self._constrain(optimizer.init(params))
+            state = optimizer.init(params)
+            check_on_device("Sharding.optimizer", state)
+            return self._constrain(state)
 
         def update(updates, state, params=None, **extra):
             check_state(optimizer.init, optimizer.update, updates, state, params, extra)

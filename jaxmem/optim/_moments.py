@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem._checks import check_optimizer, check_state
+from jaxmem._checks import check_on_device, check_optimizer, check_state
 from jaxmem._errors import JaxmemError
 from jaxmem._streaming import stream
 from jaxmem.optim._quantize import Quantized, dequantize, quantize
@@ -60,6 +60,7 @@ def small_moments(
     Raises:
         JaxmemError: not an optax transformation, no such dtype; at update, a state that is not
             of this optimizer.
+        OffloadError: at init, 8-bit moments of a `jaxmem.offload`, which goes outside.
 
     >>> import jax.numpy as jnp, jaxmem, optax
     >>> optimizer = jaxmem.optim.small_moments(optax.adamw(1e-3))
@@ -97,6 +98,7 @@ def small_moments(
                 return leaf
             if dtype == "bfloat16":
                 return leaf.astype(jnp.bfloat16)
+            check_on_device("jaxmem.optim.small_moments", leaf, jax.tree_util.keystr(path))
             return quantize(leaf, signed=not _is_second(path), block=block)
 
         state = jax.tree_util.tree_map_with_path(zero, optimizer.init(params))
