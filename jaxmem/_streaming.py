@@ -7,6 +7,7 @@ import contextvars
 import functools
 import math
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem import _jax
-from jaxmem._errors import OffloadError
+from jaxmem._bytes import format_bytes
+from jaxmem._errors import JaxmemWarning, OffloadError
 from jaxmem._slicing import Slicing, find, pieces, put, take
 
 # Bytes of state of one parameter, four at least a value, that are on the device at once: one such
@@ -105,6 +107,8 @@ def stream(
         staged = _Stream(update, gradients, state, params, extra, index, on_host)
     finally:
         _nested.reset(token)
+    if on_host and index is None:
+        staged.warn_of_what_is_taken_whole(state)
     return staged.run()
 
 
@@ -159,6 +163,28 @@ class _Stream:
         for step in flat.steps:
             parts = functools.reduce(operator.or_, (self.made_of[v] for v in step.uses), 0)
             self.made_of.update(dict.fromkeys(step.outputs, parts))
+
+    def warn_of_what_is_taken_whole(self, state: Any) -> None:
+        """A loop or a branch around the update takes the state of all parameters at once."""
+        paths = {id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+        for step in self.flat.steps:
+            if step.primitive not in ("cond", "scan", "while"):
+                continue
+            given = [self.operands[n] for n in sorted(set(step.uses)) if n < self.flat.input_count]
+            taken = [leaf for leaf in given if id(leaf) in paths and _on_host(leaf)]
+            size = sum(leaf.size * leaf.dtype.itemsize for leaf in taken)
+            if size > CHUNK:
+                first = jax.tree_util.keystr(paths[id(taken[0])])
+                warnings.warn(
+                    f"jaxmem.offload has all of {format_bytes(size)} of the optimizer's state "
+                    f"(state{first} is the first) on the device at once: a {step.primitive} around "
+                    "the update takes it. Offload inside: "
+                    "jaxmem.accumulate(jaxmem.offload(optimizer), every), which also leaves out "
+                    "gradients that are not finite.",
+                    JaxmemWarning,
+                    stacklevel=4,
+                )
+                return
 
     def run(self) -> tuple[Any, Any]:
         # In the order in which the backward pass makes the gradients: each update waits for the one

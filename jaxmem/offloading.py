@@ -58,6 +58,10 @@ def offload(
         OffloadError: the platform has no pinned host memory; at update, a state leaf is in device
             memory (restored without its memory kind; `jaxmem.eval_shape` gives the right one).
 
+    Warns:
+        JaxmemWarning: a loop or a branch around the update (`optax.apply_if_finite`,
+            `optax.MultiSteps`, `jaxmem.accumulate`) takes more than 64 MiB of state at once.
+
     >>> import jax.numpy as jnp, jaxmem, optax
     >>> optimizer = jaxmem.offload(optax.adam(1e-3))
     >>> state = optimizer.init(jnp.ones((64, 64)))

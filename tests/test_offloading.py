@@ -1,10 +1,14 @@
+import warnings
+
 import chex
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 
 import jaxmem
+from jaxmem import _streaming
 
 PARAMS = {f"layer{i}": jnp.linspace(-1, 1, 12).reshape(3, 4) * (i + 1) for i in range(4)}
 OPTIMIZERS = {
@@ -92,6 +96,47 @@ def test_state_on_the_device_is_an_error_that_names_the_leaf():
     text = str(caught.value)
     assert "The optimizer state[0].mu['layer0'] should be in host memory and is on the" in text
     assert "jaxmem.eval_shape" in text and "jaxmem.place" in text
+
+
+@pytest.mark.parametrize("name", ["accumulate", "MultiSteps", "apply_if_finite"])
+def test_what_takes_the_state_whole_is_warned_of(name, monkeypatch):
+    around = {
+        "accumulate": lambda tx: jaxmem.accumulate(tx, 2),
+        "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    }[name]
+    monkeypatch.setattr(_streaming, "CHUNK", 700)  # the state is of 768 bytes
+    optimizer = jaxmem.offload(around(optax.adam(0.1)))
+    expected = r"has all of .* B of the optimizer's state \(state.*mu\['layer0'\] is the first\) on"
+    with pytest.warns(jaxmem.JaxmemWarning, match=expected) as caught:
+        jax.eval_shape(optimizer.update, PARAMS, optimizer.init(PARAMS), PARAMS)
+    assert "Offload inside: jaxmem.accumulate(jaxmem.offload(optimizer), every)" in str(
+        caught[0].message
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(around(jaxmem.offload(optax.adam(0.1))), jitted=True, steps=1)
+        run(jaxmem.offload(optax.contrib.muon(0.1)), jitted=True, steps=1)  # loops of its own
+        monkeypatch.setattr(_streaming, "CHUNK", 2000)
+        run(optimizer, jitted=True, steps=1)
+
+
+def test_offload_inside_of_what_changes_the_state_is_refused():
+    inside = jaxmem.offload(optax.adam(0.1))
+    small = jaxmem.optim.small_moments(inside, keep=lambda path, leaf: False)
+    with pytest.raises(jaxmem.OffloadError) as caught:
+        jax.jit(small.init)(PARAMS)
+    assert str(caught.value) == (
+        "jaxmem.optim.small_moments was given an optimizer whose state[0].mu['layer0'] is in host "
+        "memory. jaxmem.offload goes outside: jaxmem.offload(jaxmem.optim.small_moments(optimizer))."
+    )
+    fsdp = jaxmem.shard(AbstractMesh((8,), ("data",)))
+    with pytest.raises(jaxmem.OffloadError) as caught:
+        fsdp.optimizer(inside).init(PARAMS)
+    assert str(caught.value) == (
+        "Sharding.optimizer was given an optimizer whose state[0].mu['layer0'] is in host memory. "
+        "jaxmem.offload goes outside: jaxmem.offload(Sharding.optimizer(optimizer))."
+    )
 
 
 def test_a_restored_state_is_put_back():
