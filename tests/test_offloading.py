@@ -127,8 +127,9 @@ def test_offload_inside_of_what_changes_the_state_is_refused():
     with pytest.raises(jaxmem.OffloadError) as caught:
         jax.jit(small.init)(PARAMS)
     assert str(caught.value) == (
-        "jaxmem.optim.small_moments was given an optimizer whose state[0].mu['layer0'] is in host "
-        "memory. jaxmem.offload goes outside: jaxmem.offload(jaxmem.optim.small_moments(optimizer))."
+        "jaxmem.optim.small_moments was given an optimizer whose state[0].mu['layer0'] is in "
+        "host memory. jaxmem.offload goes outside: "
+        "jaxmem.offload(jaxmem.optim.small_moments(optimizer))."
     )
     fsdp = jaxmem.shard(AbstractMesh((8,), ("data",)))
     with pytest.raises(jaxmem.OffloadError) as caught:
