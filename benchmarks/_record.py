@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import version
 
 RESULTS = pathlib.Path(__file__).with_name("results")
+UNCHECKED = "Predicted times are unchecked: no GPU has run these programs yet."
 
 
 def _stem() -> pathlib.Path:
@@ -36,6 +37,8 @@ def record(title: str, rows: list[dict], note: str = "") -> None:
         | {package: version(package) for package in packages},
     }
     heads = list(rows[0])
+    if any(head.startswith("predicted") for head in heads):
+        note = f"{note}\n\n{UNCHECKED}".strip()
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     lines += ["| " + " | ".join(str(row[head]) for head in heads) + " |" for row in rows]
     versions = ", ".join(f"{package} {number}" for package, number in about["versions"].items())
