@@ -66,10 +66,9 @@ class _Pair:
 
     def __init__(self, flat: _jax.FlatJaxpr, larger: _jax.FlatJaxpr):
         self.flats = flat, larger
-        self.alike = len(flat.steps) == len(larger.steps) and all(
-            step.primitive == other.primitive
-            for step, other in zip(flat.steps, larger.steps, strict=True)
-        )
+        needed, others = _needed(flat), _needed(larger)
+        self.alike = [step.primitive for step in needed] == [step.primitive for step in others]
+        self.steps = list(zip(needed, others, strict=True)) if self.alike else []
         self.numbers: tuple[dict, dict] = ({}, {})  # the scalars that are known
         for flat, numbers in zip(self.flats, self.numbers, strict=True):
             numbers.update((at, value) for at, value in enumerate(flat.consts) if _is_number(value))
@@ -80,7 +79,7 @@ class _Pair:
         if not self.alike:
             return ["its program is another with twice the batch"] * len(first.outputs)
         found = dict(enumerate(given))
-        for step, other in zip(first.steps, larger.steps, strict=True):
+        for step, other in self.steps:
             operands = [found.get(v, _FIXED) if isinstance(v, int) else _FIXED for v in step.inputs]
             if all(kind == _FIXED for kind in operands):
                 self.evaluate(step, other)
@@ -167,6 +166,17 @@ class _Pair:
         if abs(growth - 1) < 1e-6:
             return kind
         return _MEAN if kind == _SUM and abs(growth - 0.5) < 1e-6 else why
+
+
+def _needed(flat: _jax.FlatJaxpr) -> list[_jax.Step]:
+    """The steps that the results are made of: metrics beside a loss may be anything."""
+    wanted = {value for value in flat.outputs if isinstance(value, int)}
+    found = []
+    for step in reversed(flat.steps):
+        if not wanted.isdisjoint(step.outputs):
+            wanted.update(step.uses)
+            found.append(step)
+    return found[::-1]
 
 
 def _join(before: str, after: str) -> str:
