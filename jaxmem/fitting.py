@@ -47,7 +47,6 @@ _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between
 _GAIN = 0.005  # of a step's time: what is worth one more compilation
 _MOST_SLICES = 64
-_ROWS = 8  # of what was not compiled, in the printed table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,11 +136,7 @@ class Fitting:
     def __str__(self):
         lines = [f"jaxmem.fit: {format_bytes(self.budget)} on {self.target}"]
         rows: list[tuple[str, ...]] = [("", "recompute", "projected", "compiled", "ms a step", "")]
-        others = [one for one in self.considered if one.compiled is None]
-        left_out = others[_ROWS:]
         for one in self.considered:
-            if one in left_out:
-                continue
             sizes = [
                 format_bytes(n) if n is not None else "" for n in (one.projected, one.compiled)
             ]
@@ -152,12 +147,6 @@ class Fitting:
         for name, *cells, verdict in rows:
             numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
             lines.append("  ".join([name.ljust(widths[0]), *numbers, verdict]).rstrip())
-        if left_out:
-            over = sum("over the budget" in one.verdict for one in left_out)
-            lines.append(
-                f"and {len(left_out)} more that were not compiled: {over} expected over the "
-                f"budget, {len(left_out) - over} no faster"
-            )
         lines += [f"not searched: {name}: {why}" for name, why in self.refused.items()]
         known = "have not been compared with a real GPU's"
         if _time_error(self.target) is not None:
