@@ -5,6 +5,7 @@ import json
 import pathlib
 import platform
 import sys
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 
 RESULTS = pathlib.Path(__file__).with_name("results")
@@ -24,6 +25,15 @@ def merge(column: str, order: list[str], rows: list[dict]) -> list[dict]:
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = [row for row in old if row[column] in set(order) - new]
     return sorted([*kept, *rows], key=lambda row: order.index(row[column]))
+
+
+def record_parts(
+    title: str, column: str, names: list[str], rows_of: Callable[[str], Iterable[dict]], note: str
+) -> None:
+    """Records the parts that the command line names, or all, one after the other: each part's rows
+    have its name in this column, and the others' stay as they are."""
+    for name in sys.argv[1:] or names:
+        record(title, merge(column, names, list(rows_of(name))), note)
 
 
 def record(title: str, rows: list[dict], note: str = "") -> None:

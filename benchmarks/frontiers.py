@@ -11,7 +11,6 @@ that it can reach. FLOPs are those of matmuls and convolutions in the optimised 
 plain step's; "projected" bytes and the predicted time of recomputation are jaxmem's own arithmetic.
 """
 
-import sys
 import time
 
 import flax.linen as nn
@@ -28,7 +27,7 @@ from _models import (
     resnet50,
     unet,
 )
-from _record import merge, record
+from _record import record_parts
 from planner_gpt import problem as gpt2_medium
 
 import jaxmem
@@ -124,10 +123,8 @@ def rows_of(name):
 
 
 def main():
-    title = "Memory against recomputation"
-    note = __doc__.split("\n\n")[2]
-    for name in sys.argv[1:] or NETWORKS:
-        record(title, merge("network", list(NETWORKS), list(rows_of(name))), note)
+    title, note = "Memory against recomputation", __doc__.split("\n\n")[2]
+    record_parts(title, "network", list(NETWORKS), rows_of, note)
 
 
 if __name__ == "__main__":

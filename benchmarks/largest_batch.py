@@ -13,7 +13,7 @@ import sys
 
 import flax.linen as nn
 import jax
-from _record import merge, record
+from _record import record_parts
 
 import jaxmem
 
@@ -114,12 +114,14 @@ def main():
         "convolutions in the optimised program, per image, beside plain JAX's at batch 8."
     )
     names = [AT_200, *dict(CASES), FIT]
-    for name in sys.argv[1:] or names:
+
+    def rows_of(name):
         if name == AT_200:
-            found = at_200()
+            yield at_200()
         else:
-            found = fitted(LIKELY) if name == FIT else largest(name, dict(CASES)[name])
-        record(title, merge("step", names, [found]), note)
+            yield fitted(LIKELY) if name == FIT else largest(name, dict(CASES)[name])
+
+    record_parts(title, "step", names, rows_of, note)
 
 
 if __name__ == "__main__":

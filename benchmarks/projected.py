@@ -10,18 +10,16 @@ by nothing then, and "none" where nothing is projected to fit any more). Budgets
 planner.py, planner_gpt.py and planner_models.py; tanh is 64 layers of tanh(x @ w), 64 MiB each.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
-from _record import merge, record
-from planner import BUDGETS, GIB, OPTIONS, problem as resnet50
+from _record import record_parts
+from frontiers import TARGET, compiled
+from planner import BUDGETS, GIB, problem as resnet50
 from planner_gpt import problem as gpt2_medium
 from planner_models import CASES as MODELS
 
 import jaxmem
 
-TARGET = "h200"
 SCAN = (5.72, 8.704, 11.81, 17.715, 21.079)
 UNROLLED = (5.642, 8.329, 11.285, 16.927, 20.329)
 
@@ -52,21 +50,14 @@ CASES = {
 }
 
 
-def has_aux(loss, args) -> bool:
-    return isinstance(jax.eval_shape(loss, *args), tuple)
-
-
-def compiled(loss, args):
-    step = jax.jit(jax.value_and_grad(loss, has_aux=has_aux(loss, args)))
-    return jaxmem.memory(step, *args, target=TARGET, compiler_options=OPTIONS, timeline=False)
-
-
 def rows_of(name):
     loss, args, budgets = CASES[name]()
 
+    has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
+
     def planned(budget: float):
         """Projected and compiled bytes of the plan for so many GiB, or None."""
-        options = {"target": TARGET, "has_aux": has_aux(loss, args), "compilations": 0}
+        options = {"target": TARGET, "has_aux": has_aux, "compilations": 0}
         try:
             plan = jaxmem.plan(loss, *args, budget=int(budget * GIB), **options)
         except jaxmem.BudgetError:
@@ -88,10 +79,8 @@ def rows_of(name):
 
 
 def main():
-    title = "Projected bytes against compiled ones"
-    note = __doc__.split("\n\n")[2]
-    for name in sys.argv[1:] or CASES:
-        record(title, merge("case", list(CASES), list(rows_of(name))), note)
+    title, note = "Projected bytes against compiled ones", __doc__.split("\n\n")[2]
+    record_parts(title, "case", list(CASES), rows_of, note)
 
 
 if __name__ == "__main__":

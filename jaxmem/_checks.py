@@ -11,6 +11,11 @@ from jaxmem import _jax
 from jaxmem._errors import JaxmemError, OffloadError
 
 
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether it is an int, and no bool, of so many or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def check_optimizer(optimizer: Any, name: str) -> None:
     """Raises `JaxmemError` if the argument of ``name`` is not an optax transformation."""
     if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem._checks import check_optimizer, check_same
+from jaxmem._checks import check_optimizer, check_same, is_count
 from jaxmem._errors import JaxmemError
 from jaxmem._update_if import update_if
 
@@ -58,8 +58,7 @@ def accumulate(
     [-2. -2.]
     """
     check_optimizer(optimizer, "jaxmem.accumulate")
-    is_count = isinstance(every, int) and not isinstance(every, bool)
-    if not callable(every) and (not is_count or every < 1):
+    if not callable(every) and not is_count(every):
         raise JaxmemError(
             f"jaxmem.accumulate takes every=, the number of micro-gradients in a cycle, as an int "
             f"of 1 or more; got {every!r}."

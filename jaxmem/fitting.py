@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes, parse_budget
-from jaxmem._checks import check_optimizer
+from jaxmem._checks import check_optimizer, is_count
 from jaxmem._errors import BudgetError, CompileError, JaxmemError
 from jaxmem._mean import why_no_mean
 from jaxmem.loss_scale import LossScale
@@ -369,7 +369,7 @@ class Search:
 
     def run(self, compilations: int) -> TrainStep:
         """The step that fits, after compiling so many candidates at most."""
-        if isinstance(compilations, bool) or not isinstance(compilations, int) or compilations < 1:
+        if not is_count(compilations):
             raise JaxmemError(
                 f"jaxmem.fit takes compilations=, an int of 1 or more; got {compilations!r}."
             )

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from jaxmem import _jax
-from jaxmem._checks import check_alike, check_optimizer, check_same
+from jaxmem._checks import check_alike, check_optimizer, check_same, is_count
 from jaxmem._errors import JaxmemError, OffloadError
 from jaxmem._streaming import fetch, store, stream, to_device, to_host, zeros
 from jaxmem.precision import Precision, precision as parse_precision
@@ -420,7 +420,7 @@ def layers(
         check_optimizer(optimizer, "jaxmem.layers")
     if inputs not in _INPUTS:
         raise JaxmemError(f"jaxmem.layers takes inputs= as one of {_INPUTS}; got {inputs!r}.")
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+    if not is_count(microbatches):
         raise JaxmemError(
             f"jaxmem.layers takes microbatches= as an int of 1 or more; got {microbatches!r}."
         )

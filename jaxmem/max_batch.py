@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem._bytes import format_bytes, parse_budget
+from jaxmem._checks import is_count
 from jaxmem._errors import JaxmemError
 from jaxmem.memory import MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target, resolve
@@ -129,7 +130,7 @@ def max_batch_size(
     allowed = parse_budget("100%" if budget is None else budget, chosen.usable_bytes or None)
     multiple = math.lcm(_EVERY, chosen.count) if multiple is None else multiple
     for name, value, least in (("multiple", multiple, 1), ("compilations", compilations, 2)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not is_count(value, least):
             raise JaxmemError(f"{name}= takes an int of {least} or more; got {value!r}.")
     if not callable(make_args):
         raise JaxmemError(

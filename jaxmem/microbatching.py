@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmem._checks import is_count
 from jaxmem._errors import JaxmemError
 from jaxmem._loss import Results, call_loss
 
@@ -67,7 +68,7 @@ def microbatch(
     """
     if not callable(loss_fn):
         raise JaxmemError(f"jaxmem.microbatch takes a loss function; got {loss_fn!r}.")
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not is_count(count):
         raise JaxmemError(
             f"jaxmem.microbatch takes count=, the number of slices, as an int of 1 or more; got "
             f"{count!r}."

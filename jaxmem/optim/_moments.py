@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem._checks import check_on_device, check_optimizer, check_state
+from jaxmem._checks import check_on_device, check_optimizer, check_state, is_count
 from jaxmem._errors import JaxmemError
 from jaxmem._streaming import stream
 from jaxmem.optim._quantize import Quantized, dequantize, quantize
@@ -74,7 +74,7 @@ def small_moments(
         raise JaxmemError(
             f'jaxmem.optim.small_moments takes dtype= "8bit" or "bfloat16"; got {dtype!r}.'
         )
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+    if not is_count(block):
         raise JaxmemError(f"A block is an int of 1 or more values; got block={block!r}.")
     optimizer = optax.with_extra_args_support(optimizer)
 
