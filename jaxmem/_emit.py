@@ -10,16 +10,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem import _jax
+from jaxmem._pooling import POOLINGS, pool
+from jaxmem._widening import widened
 from jaxmem.planning import Loop, Plan, Region, recomputed
 from jaxmem.program import Program
-
-# The derivatives of these look for the largest places in what they read, which needs nothing that
-# the backward pass makes: XLA may do it at any time, and hold four integers for each place.
-_POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
 
 
 def emit(flat: _jax.FlatJaxpr, program: Program, plan: Plan, leaves: Sequence[Any]) -> Any:
     """The results of a traced function on ``leaves``, with the plan's regions and loops."""
+    program = program.widened if plan.widens else program
     values = dict(enumerate([*flat.consts, *leaves]))
     emission = _Emission(flat, program, {loop.kernel: loop for loop in plan.loops}, plan.regions)
     emission.run(0, len(program.kernels), plan.regions, values)
@@ -104,10 +103,12 @@ class _Emission:
                 inside |= {out: fused[out] for out in step.outputs}
             if number in self.loops:
                 self.looped(self.loops[number], last, inside)
-            elif last.primitive in _POOLS:
+            elif last.primitive in POOLINGS:
+                (operand,) = (_jax.read(inside, operand) for operand in last.inputs)
+                inside[last.outputs[0]] = pool(last, operand)
+            elif kernel.widened:
                 operands = [_jax.read(inside, operand) for operand in last.inputs]
-                pooled = jax.checkpoint(functools.partial(_jax.evaluate, last))(operands)
-                inside.update(zip(last.outputs, pooled, strict=True))
+                inside[last.outputs[0]] = widened(last, *operands)
             else:
                 self.flat.run([last], inside)
             for value in kernel.results:

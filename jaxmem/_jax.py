@@ -18,6 +18,7 @@ from jax._src import source_info_util
 from jax._src.core import NamedAxisEffect
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax.lax import _optimization_barrier_lowering_rule
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxlib.mlir.passmanager import PassManager
@@ -570,6 +571,11 @@ def varying(value: jax.Array, *others: Any) -> jax.Array:
     axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(others)))
     axes -= jax.typeof(value).mat.varying
     return jax.lax.pcast(value, tuple(sorted(axes)), to="varying") if axes else value
+
+
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent is known to be zero when the rule of a `jax.custom_jvp` is traced."""
+    return isinstance(tangent, SymbolicZero)
 
 
 def of_shape(aval, shape: tuple[int, ...]) -> Any:

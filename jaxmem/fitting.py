@@ -476,7 +476,7 @@ class Search:
         if levers.host:
             optimizer = offload(optimizer)
         transform: Callable | None = functools.partial(remat, plan=plan)
-        if plan is not None and not _recomputes(plan):
+        if plan is not None and not (_recomputes(plan) or plan.widens):
             transform = None
         step = train_step(
             self.loss_fn,
@@ -485,7 +485,7 @@ class Search:
             remat=transform,
             microbatches=levers.microbatches,
             loss_scale=self.loss_scale,
-            compiler_options=dict(COMPILER_OPTIONS),
+            compiler_options=plan.compiler_options if plan else dict(COMPILER_OPTIONS),
             sharding=sharding,
         )
         step.abstract(self.params, model_state=self.model_state, key=self.key)

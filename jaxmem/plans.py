@@ -161,7 +161,7 @@ class _Compiled:
     def compile(self, layout: Layout, compilations: int) -> Plan:
         """The plan of a layout with the compiler's bytes and FLOPs."""
         chosen = self.allowed.write(self.problem.program, layout, self.planner)
-        report = self.report(chosen, COMPILER_OPTIONS)
+        report = self.report(chosen, chosen.compiler_options)
         total = report.device + self.allowed.reserved
         # A value that goes from turn to turn may be there once for two that the plan counts.
         if 2 * report.host < chosen.host_bytes:
@@ -176,7 +176,12 @@ class _Compiled:
             "compiled_moved": report.moved,
         }
         if total > _PASS_ACTS * self.target.memory_bytes:
-            fields["xla_pass_bytes"] = self.report(chosen, {}).device + self.allowed.reserved
+            with_pass = {
+                name: value
+                for name, value in chosen.compiler_options.items()
+                if name not in COMPILER_OPTIONS
+            }
+            fields["xla_pass_bytes"] = self.report(chosen, with_pass).device + self.allowed.reserved
         self.tried[layout] = dataclasses.replace(chosen, **fields)
         print(
             f"jaxmem: compiled {len(self.tried)} of at most {compilations} plans for "
@@ -186,7 +191,7 @@ class _Compiled:
         )
         return self.tried[layout]
 
-    def report(self, plan: Plan, options: dict[str, str]) -> MemoryReport:
+    def report(self, plan: Plan, options: dict[str, Any]) -> MemoryReport:
         step = jax.jit(self.problem.step(plan))
         return memory(
             step,

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 
 def block_size(total: int, most: int) -> int:
@@ -47,11 +46,6 @@ def map_blocks(fun: Callable, total: int, block: int) -> Any:
 def accumulation_dtype(dtype: Any) -> np.dtype:
     """float32, or float64 for that."""
     return np.dtype(jnp.promote_types(np.float32, dtype))
-
-
-def is_zero(tangent: Any) -> bool:
-    """Whether a tangent is known to be zero when the rule is traced."""
-    return isinstance(tangent, SymbolicZero)
 
 
 def finite(largest: jax.Array) -> jax.Array:

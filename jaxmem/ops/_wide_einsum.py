@@ -11,7 +11,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmem import _jax
-from jaxmem.ops._blocks import is_zero
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3))
@@ -29,9 +28,9 @@ def wide_einsum(spec: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax
 def _jvp(spec, dtype, primals, tangents):
     (left, right), (d_left, d_right) = primals, tangents
     along = []
-    if not is_zero(d_left):
+    if not _jax.is_zero(d_left):
         along.append(tangent_einsum(spec, d_left, right, dtype))
-    if not is_zero(d_right):
+    if not _jax.is_zero(d_right):
         along.append(tangent_einsum(spec, left, d_right, dtype))
     out = wide_einsum(spec, left, right, dtype)
     return out, sum(along) if along else jnp.zeros_like(out)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmem import _jax
 from jaxmem._errors import JaxmemError
-from jaxmem.ops._blocks import accumulation_dtype, block_size, finite, is_zero
+from jaxmem.ops._blocks import accumulation_dtype, block_size, finite
 from jaxmem.ops._wide_einsum import tangent_einsum, wide_einsum
 
 _BLOCK = 2**25  # scores at a time: 128 MiB of float32
@@ -236,7 +236,7 @@ def _attend_jvp(how: _How, primals, tangents):
     # Cotangents add up over blocks.
     wide = accumulation_dtype(query.dtype)
     tangents = [
-        None if tangent is None or is_zero(tangent) else tangent.astype(wide)
+        None if tangent is None or _jax.is_zero(tangent) else tangent.astype(wide)
         for tangent in (*tangents[:3], *tangents[3])
     ]
 

@@ -16,7 +16,6 @@ from jaxmem.ops._blocks import (
     block_size,
     finite,
     fold,
-    is_zero,
     map_blocks,
 )
 from jaxmem.ops._wide_einsum import wide_einsum
@@ -215,7 +214,7 @@ def _statistics_jvp(how: _How, primals, tangents):
     # blocks of rows.
     summed = [wide, wide if how.block[0] < labels.size else weights.dtype, wide]
     d_hidden, *d_parameters = (
-        None if tangent is None or is_zero(tangent) else tangent.astype(dtype)
+        None if tangent is None or _jax.is_zero(tangent) else tangent.astype(dtype)
         for tangent, dtype in zip(tangents, summed, strict=True)
     )
 

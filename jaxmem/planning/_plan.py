@@ -100,6 +100,7 @@ class Plan:
         budget: bytes asked for, or None.
         target: name of the GPU that it is planned for.
         time_error: how far its predicted times may be off (`Target.time_error`); None: unchecked.
+        widens: whether the target has no bfloat16 units: it computes in float32, from copies.
         host_bytes: of the residuals that wait in host memory, in no other count.
         compiled_bytes, compiled_flops, compiled_moved: device bytes, FLOPs (matmuls and
             convolutions) and bytes read and written of the whole of ``value_and_grad(fun)``, by
@@ -125,16 +126,18 @@ class Plan:
     budget: int | None = None
     target: str = ""
     time_error: float | None = None
+    widens: bool = False
     compiled_bytes: int | None = None
     compiled_flops: int | None = None
     compiled_moved: int | None = None
     xla_pass_bytes: int | None = None
 
     @property
-    def compiler_options(self) -> dict[str, str]:
+    def compiler_options(self) -> dict[str, Any]:
         """What ``jax.jit(..., compiler_options=)`` needs to compile the program that was planned:
-        XLA's own rematerialization pass off."""
-        return dict(COMPILER_OPTIONS)
+        XLA's own rematerialization pass off and, where bfloat16 is widened to float32, its rounding
+        on (XLA leaves it out, and keeps float32 where the program has bfloat16)."""
+        return COMPILER_OPTIONS | ({"xla_allow_excess_precision": False} if self.widens else {})
 
     def check(self, fingerprint: str) -> None:
         """Raises `PlanError` if the plan was made for another program."""

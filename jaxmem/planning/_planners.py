@@ -41,6 +41,7 @@ def write_plan(
     budget: int | None,
     target: str,
     time_error: float | None,
+    widens: bool,
 ) -> Plan:
     """A layout as a plan: with the bytes of everything, and in words."""
     around = program.boundary_bytes + reserved
@@ -63,6 +64,7 @@ def write_plan(
         budget=budget,
         target=target,
         time_error=time_error,
+        widens=widens,
     )
 
 

@@ -36,6 +36,7 @@ class _Event:
     uses: list[int]
     makes: list[int]
     backward: bool
+    inside: int = 0  # bytes beside what it uses and makes
 
 
 def simulate(program: Program, regions: Sequence[Region]) -> Cost:
@@ -148,7 +149,7 @@ class _Layout:
                 fresh.append(made[value])
         if fresh:
             uses = [made[value] for value in kernel.sources]
-            self.events.append(_Event(number, uses, fresh, False))
+            self.events.append(_Event(number, uses, fresh, False, kernel.workspace))
 
     def backward(self, tape: list, cotangents: dict[int, list[int]]) -> None:
         for piece, held, *given in reversed(tape):
@@ -166,6 +167,10 @@ class _Layout:
         incoming = [i for value in kernel.results for i in cotangents.pop(value, ())]
         if not incoming:
             return
+        if kernel.widened:  # its cotangent is rounded, and in memory, before it is widened
+            rounded = self.instance(kernel.results[0])
+            self.events.append(_Event(number, incoming, [rounded], True))
+            incoming = [rounded]
         count = self.program.input_count
         fresh = []
         sizes = self.program.sizes
@@ -181,7 +186,7 @@ class _Layout:
                 if value < count:  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).append(fresh[-1])
-        self.events.append(_Event(number, [*reads, *incoming], fresh, True))
+        self.events.append(_Event(number, [*reads, *incoming], fresh, True, kernel.inside))
 
     def sweep(
         self, kept: set[int], there: Sequence[int], results: Mapping[int, int] | None = None
@@ -221,7 +226,7 @@ class _Layout:
             kernel = self.kernels[event.kernel]
             # XLA writes the result of an elementwise kernel over an operand that dies there.
             here = max(before, alive - freed) if kernel.fused else alive
-            here += kernel.inside * event.backward
+            here += event.inside
             if here > peak:
                 peak, at = here, event.kernel
             alive -= freed

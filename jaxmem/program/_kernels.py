@@ -38,6 +38,8 @@ class Kernel:
         moved: bytes read and written.
         fused: whether it is made of operations that XLA fuses, none of them dear.
         inside: bytes that its derivative takes beside sources, results and cotangents.
+        workspace: those that it takes itself beside sources and results.
+        widened: whether it is computed in float32, from copies, and its result rounded.
         residuals: the one of its results that only its own derivative reads (a scan's), or None.
     """
 
@@ -50,6 +52,8 @@ class Kernel:
     dtype: str
     fused: bool
     inside: int
+    workspace: int
+    widened: bool
     residuals: int | None
 
 
@@ -103,6 +107,13 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         moved = sum(program.sizes[value] for value in (*(sources - again), *results))
         first = operation.inputs[:1] if program.types else ()
         dtype = program.types[first[0]].partition("[")[0] if first else ""
+        workspace = 0
+        if operation.widened:
+            dtype = "float32"
+            left, right, made = (2 * program.sizes[v] for v in (*operation.inputs, *results))
+            # The wide result and its rounded one are never there with the wide operands.
+            workspace = left + right + made // 2
+            inside += left // 2 + right + made
         kernels.append(
             Kernel(
                 ordered,
@@ -114,6 +125,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 dtype,
                 operation.fused,
                 inside,
+                workspace,
+                operation.widened,
                 operation.residuals,
             )
         )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Set
 
 from jaxmem._jax import FlatJaxpr, Step, called_jaxpr, is_region, loop_of, scan_residuals
-from jaxmem.program._costs import derivative_reads, flops, is_fused
+from jaxmem.program._costs import CONTRACTIONS, derivative_reads, flops, is_fused
 from jaxmem.program._kernels import Kernel, read_kernels
 
 
@@ -22,7 +22,8 @@ class Operation:
     returns: its ``residuals``, what every iteration keeps for the backward pass; ``carry`` are
     the inputs of the body that one iteration hands to the next. A user's own
     `jax.checkpoint` has the ``body`` that its derivative runs again. ``inside`` are bytes that the
-    derivative takes beside its operands and results.
+    derivative takes beside its operands and results. A ``widened`` one is computed in float32, from
+    copies of what it reads.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Operation:
     carry: tuple[int, ...] = ()
     residuals: int | None = None
     inside: int = 0
+    widened: bool = False
 
     @property
     def is_region(self) -> bool:
@@ -150,6 +152,20 @@ class Program:
             for index, kernel in enumerate(self.kernels)
             if self.operations[kernel.operations[-1]].name == "scan"
         ]
+
+    @functools.cached_property
+    def widened(self) -> "Program":
+        """The program on a GPU without bfloat16 units."""
+        operations = []
+        for operation in self.operations:
+            if operation.name in CONTRACTIONS:
+                kinds = [self.types[value] for value in operation.inputs]
+                wide = any(kind.startswith("bfloat16") for kind in kinds)
+                operation = dataclasses.replace(operation, widened=wide and len(kinds) == 2)
+            elif operation.residuals is not None and operation.body:
+                operation = dataclasses.replace(operation, body=operation.body.widened)
+            operations.append(operation)
+        return dataclasses.replace(self, operations=tuple(operations))
 
     def with_loops(self, loops: Mapping[int, tuple[int, int]]) -> "Program":
         """The program with other bytes of residuals, and inside the derivative, of some scans, by

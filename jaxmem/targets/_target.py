@@ -67,9 +67,16 @@ class Target:
         """Major version of CUDA whose compiler knows this GPU; 13 dropped everything below 7.5."""
         return 13 if self.compute_capability >= (7, 5) else 12
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it computes in bfloat16; XLA does in float32 what it does not."""
+        return self.compute_capability >= (8, 0)
+
     def flops_per_second(self, dtype) -> float:
         """Peak rate of matmuls and convolutions whose operands have ``dtype``."""
-        return self.half_flops if dtype.itemsize <= 2 else self.fp32_flops
+        if dtype.itemsize > 2 or (dtype == "bfloat16" and not self.has_bfloat16):
+            return self.fp32_flops
+        return self.half_flops
 
     def config(self) -> str:
         """The GPU as XLA's ``GpuTargetConfigProto`` in text format."""

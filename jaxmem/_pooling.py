@@ -1,0 +1,89 @@
+"""Max and min pooling whose derivative writes nothing but the cotangent."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem import _jax
+
+POOLINGS = frozenset({"reduce_window_max", "reduce_window_min"})
+_WINDOW = 64  # elements: the derivative has a slice of the operand for each
+
+
+def pool(step: _jax.Step, operand: jax.Array) -> jax.Array:
+    """The largest (smallest) elements of all windows: a region of its own, since nothing that the
+    backward pass makes is needed to find their places, which XLA may do at any time and hold.
+
+    XLA's derivative writes four integers for the place of each, and scatters the cotangent into an
+    array of zeros, which are there from the beginning. Here a place is its number in the window,
+    and each element picks what arrives at it from the few windows that it is in: kernels that are
+    fused. Of several that are largest the first has the cotangent, as in XLA.
+    """
+    fun = _picking if _is_small(step) else _evaluate
+    return jax.checkpoint(functools.partial(fun, step))(operand)
+
+
+def _is_small(step: _jax.Step) -> bool:
+    parameters = step.equation.params
+    return (
+        math.prod(parameters["window_dimensions"]) <= _WINDOW
+        and set(parameters["base_dilation"]) == {1}
+        and jnp.issubdtype(step.equation.outvars[0].aval.dtype, jnp.floating)
+    )
+
+
+def _evaluate(step: _jax.Step, operand: jax.Array) -> jax.Array:
+    return _jax.evaluate(step, [operand])[0]
+
+
+def _picking(step: _jax.Step, operand: jax.Array) -> jax.Array:
+    parameters = step.equation.params
+    largest = step.primitive == "reduce_window_max"
+
+    @jax.custom_jvp
+    def pooled(operand):
+        return _evaluate(step, operand)
+
+    @pooled.defjvp
+    def _(primals, tangents):
+        (operand,), (tangent,) = primals, tangents
+        best, *others = _elements(operand, -np.inf if largest else np.inf, **parameters)
+        place = jnp.zeros(best.shape, np.int8)
+        for number, element in enumerate(others, 1):
+            stays = best >= element if largest else best <= element
+            best = jnp.where(stays, best, element)
+            place = jnp.where(stays, place, np.int8(number))
+        along = enumerate(_elements(tangent, 0.0, **parameters))
+        picked = [jnp.where(place == number, element, 0) for number, element in along]
+        return pooled(operand), functools.reduce(jax.lax.add, picked)
+
+    return pooled(operand)
+
+
+def _elements(
+    array: jax.Array,
+    outside: float,
+    *,
+    window_dimensions,
+    window_strides,
+    window_dilation,
+    padding,
+    **_: Any,
+) -> Iterator[jax.Array]:
+    """For each place in a window what all windows have there."""
+    fill = np.asarray(outside, array.dtype)
+    padded = jax.lax.pad(array, fill, [(low, high, 0) for low, high in padding])
+    axes = list(zip(padded.shape, window_dimensions, window_strides, window_dilation, strict=True))
+    for place in itertools.product(*map(range, window_dimensions)):
+        starts, stops = [], []
+        for at, (length, size, stride, dilation) in zip(place, axes, strict=True):
+            count = (length - dilation * (size - 1) - 1) // stride + 1
+            starts.append(at * dilation)
+            stops.append(at * dilation + (count - 1) * stride + 1)
+        yield jax.lax.slice(padded, starts, stops, window_strides)

@@ -1,0 +1,92 @@
+"""Matmuls and convolutions in bfloat16 on a GPU that computes them in float32."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxmem import _jax
+
+_barrier = jax.lax.optimization_barrier
+
+
+def widened(step: _jax.Step, left: jax.Array, right: jax.Array) -> jax.Array:
+    """A matmul or convolution, and its derivatives, whose float32 copies are there while it runs.
+
+    XLA copies the operands to float32 and the result back. Without barriers it holds a copy for
+    all that reads the same value, to the backward pass even, and computes on in float32.
+    """
+
+    @jax.custom_jvp
+    def contracted(left, right):
+        (left,) = _jax.together([left])
+        return _barrier(_evaluate(step, left, right))
+
+    def jvp(primals, tangents):
+        linear = [not _jax.is_zero(tangent) for tangent in tangents]
+        moving = [tangent for tangent, moves in zip(tangents, linear, strict=True) if moves]
+        out = contracted(*primals)
+        if not moving:
+            return out, jax.numpy.zeros_like(out)
+        return out, _tangent_p.bind(*primals, *moving, step=step, linear=tuple(linear))
+
+    contracted.defjvp(jvp, symbolic_zeros=True)
+    return contracted(left, right)
+
+
+def _evaluate(step: _jax.Step, left, right) -> jax.Array:
+    return _jax.evaluate(step, [left, right])[0]
+
+
+# ---- the derivative: a primitive, since only a primitive can say how it is transposed
+
+
+def _tangent(left, right, *tangents, step: _jax.Step, linear: tuple[bool, bool]):
+    moving = iter(tangents)
+    parts = []
+    if linear[0]:
+        parts.append(_evaluate(step, next(moving), right))
+    if linear[1]:
+        parts.append(_evaluate(step, left, next(moving)))
+    return functools.reduce(jax.lax.add, parts)
+
+
+def _transpose(cotangent, left, right, *tangents, step: _jax.Step, linear: tuple[bool, bool]):
+    """One after the other, the gradient of a parameter first: it is what XLA puts off, to hold the
+    copies of both of its operands until the end of the program."""
+    if type(cotangent) is ad.Zero:
+        return [None] * (2 + len(tangents))
+    found: list[jax.Array] = []
+    if linear[1]:
+        left, cotangent = _barrier((left, cotangent))
+        by_right = jax.linear_transpose(functools.partial(_evaluate, step, left), right)
+        gradient, cotangent, right = _barrier((*by_right(cotangent), cotangent, right))
+        found.append(gradient)
+    if linear[0]:
+        by_left = jax.linear_transpose(lambda left: _evaluate(step, left, right), left)
+        found.insert(0, _barrier(by_left(cotangent)[0]))
+    return [None, None, *found]
+
+
+def _jvp(primals: Sequence, tangents: Sequence, **parameters):
+    tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    return jax.jvp(functools.partial(_tangent, **parameters), tuple(primals), tuple(tangents))
+
+
+def _batch(operands: Sequence, axes: Sequence, **parameters):
+    return jax.vmap(functools.partial(_tangent, **parameters), axes)(*operands), 0
+
+
+_tangent_p = Primitive("widened_tangent")
+_tangent_p.def_impl(jax.jit(_tangent, static_argnames=("step", "linear")))
+_tangent_p.def_abstract_eval(
+    lambda left, right, *_, step, linear: _jax.result_of(
+        step.equation.primitive, [left, right], step.equation.params
+    )
+)
+ad.primitive_jvps[_tangent_p] = _jvp
+ad.primitive_transposes[_tangent_p] = _transpose
+batching.primitive_batchers[_tangent_p] = _batch
+mlir.register_lowering(_tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
