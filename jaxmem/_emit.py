@@ -1,5 +1,6 @@
 """A plan onto a program: its kernels evaluated in order, regions as nested `jax.checkpoint`."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -61,6 +62,11 @@ class _Emission:
         """The kernels that each region runs again; asked for where regions are nested."""
         return recomputed(self.program, self.regions)
 
+    @functools.cached_property
+    def readers(self) -> collections.Counter[int]:
+        """How many operations read each value."""
+        return collections.Counter(value for step in self.flat.steps for value in step.uses)
+
     def run(self, start: int, stop: int, regions: Sequence[Region], values: dict[int, Any]) -> None:
         """Kernels ``start`` to ``stop - 1``, reading and writing ``values`` by number."""
         for region in regions:
@@ -104,8 +110,9 @@ class _Emission:
             if number in self.loops:
                 self.looped(self.loops[number], last, inside)
             elif last.primitive in POOLINGS:
-                (operand,) = (_jax.read(inside, operand) for operand in last.inputs)
-                inside[last.outputs[0]] = pool(last, operand)
+                alone = all(self.readers[value] == 1 for value in last.uses)
+                operands = [_jax.read(inside, operand) for operand in last.inputs]
+                inside[last.outputs[0]] = pool(last, *operands, alone)
             elif kernel.widened:
                 operands = [_jax.read(inside, operand) for operand in last.inputs]
                 inside[last.outputs[0]] = widened(last, *operands)

@@ -16,7 +16,7 @@ POOLINGS = frozenset({"reduce_window_max", "reduce_window_min"})
 _WINDOW = 64  # elements: the derivative has a slice of the operand for each
 
 
-def pool(step: _jax.Step, operand: jax.Array) -> jax.Array:
+def pool(step: _jax.Step, operand: jax.Array, alone: bool) -> jax.Array:
     """The largest (smallest) elements of all windows: a region of its own, since nothing that the
     backward pass makes is needed to find their places, which XLA may do at any time and hold.
 
@@ -24,8 +24,11 @@ def pool(step: _jax.Step, operand: jax.Array) -> jax.Array:
     array of zeros, which are there from the beginning. Here a place is its number in the window,
     and each element picks what arrives at it from the few windows that it is in: kernels that are
     fused. Of several that are largest the first has the cotangent, as in XLA.
+
+    Unless something else reads the operand too: then XLA scatters into the cotangent that this
+    leaves, and needs no zeros.
     """
-    fun = _picking if _is_small(step) else _evaluate
+    fun = _picking if alone and _is_small(step) else _evaluate
     return jax.checkpoint(functools.partial(fun, step))(operand)
 
 

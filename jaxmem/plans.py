@@ -113,7 +113,7 @@ class _Compiled:
         best: Layout | None = None
         while len(self.tried) < compilations and fits * _SAME < fails:
             layout = planner.within(int(goal) - self.around)
-            if layout is None or (len(self.tried) == compilations - 1 and not best):
+            if layout is None or (0 < len(self.tried) == compilations - 1 and not best):
                 layout = planner.least()
             found = self.tried.get(layout)
             if not found:

@@ -1,0 +1,134 @@
+"""bfloat16 on a GPU without its units: the same values, and copies that do not stay."""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+
+PASS = "xla_disable_hlo_passes"
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = nn.Conv(8, (3, 3), dtype=jnp.bfloat16)(x)
+            x = nn.relu(nn.GroupNorm(4, dtype=jnp.bfloat16)(x))
+        return nn.Dense(3, dtype=jnp.bfloat16)(x.mean((1, 2))).astype(jnp.float32)
+
+
+def convnet():
+    x = jax.random.normal(jax.random.key(0), (4, 8, 8, 3), jnp.float32)
+    params = ConvNet().init(jax.random.key(1), x)
+    return lambda params, x: jnp.sum(ConvNet().apply(params, x) ** 2), (params, x)
+
+
+def loop():
+    keys = jax.random.split(jax.random.key(2))
+    weights = jax.random.normal(keys[0], (6, 16, 16), jnp.bfloat16) / 4
+    x = jax.random.normal(keys[1], (4, 16), jnp.bfloat16)
+
+    def loss(weights, x):
+        out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
+        return jnp.sum(out.astype(jnp.float32))
+
+    return loss, (weights, x)
+
+
+CASES = pytest.mark.parametrize("case", [convnet, loop])
+
+
+def planned_for(target, loss, args):
+    return jaxmem.plan(loss, *args, target=target, compilations=0)
+
+
+@CASES
+def test_values_and_derivatives_are_those_of_the_plain_function(case):
+    loss, args = case()
+    planned = planned_for("t4", loss, args).apply(loss)
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, -leaf]), args)
+    for transform, values in [
+        (lambda f: jax.value_and_grad(f, (0, 1)), args),
+        (lambda f: lambda *args: jax.jvp(f, args, args), args),
+        (lambda f: jax.vmap(jax.grad(f, (0, 1))), many),
+        (lambda f: lambda *args: jax.jvp(jax.grad(f, (0, 1)), args, args), args),
+        (lambda f: lambda *a: jax.grad(lambda x: jnp.sum(jax.grad(f, 1)(a[0], x)))(a[1]), args),
+    ]:
+        expected, found = jax.jit(transform(loss))(*values), jax.jit(transform(planned))(*values)
+        chex.assert_trees_all_close(found, expected, rtol=0.02, atol=0.02)
+        chex.assert_trees_all_equal_dtypes(found, expected)
+
+
+def test_gradients_of_the_mean_over_a_mapped_function():
+    loss, (params, x) = convnet()
+    planned = planned_for("t4", loss, (params, x)).apply(loss)
+    many = jnp.stack([x, x + 1])
+
+    def mean(fun):
+        total = jax.jit(lambda params: jnp.mean(jax.vmap(fun, (None, 0))(params, many)))
+        return jax.grad(total)(params)
+
+    chex.assert_trees_all_close(mean(planned), mean(loss), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("target", ["v100-16gb", "t4", "rtx-2080-ti"])
+def test_a_plan_says_what_its_program_is_compiled_with(target):
+    loss, args = convnet()
+    plan = planned_for(target, loss, args)
+    assert plan.widens
+    assert plan.compiler_options == {PASS: "rematerialization", "xla_allow_excess_precision": False}
+    assert jaxmem.Plan.from_json(plan.to_json()) == plan
+
+
+def test_where_there_are_units_nothing_changes():
+    loss, args = convnet()
+    plan = planned_for("a100-40gb", loss, args)
+    assert not plan.widens
+    assert plan.compiler_options == {PASS: "rematerialization"}
+    jaxpr = str(jax.make_jaxpr(jax.grad(plan.apply(loss)))(*args))
+    assert "widened" not in jaxpr
+
+
+def test_copies_are_counted_and_predicted_at_the_rate_of_float32():
+    loss, args = loop()
+    seconds = {name: planned_for(name, loss, args).seconds for name in ("a100-40gb", "t4")}
+    t4 = jaxmem.target("t4")
+    assert t4.flops_per_second(np.dtype(jnp.bfloat16)) == t4.fp32_flops
+    assert t4.flops_per_second(np.dtype(np.float16)) == t4.half_flops
+    assert seconds["t4"] > seconds["a100-40gb"]
+
+
+def test_float32_copies_do_not_stay():
+    """Convolutions of 128 MiB in bfloat16, which XLA computes in float32, on a T4."""
+
+    def loss(weights, x):
+        for w in weights:
+            y = jax.lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            x = nn.relu(y - y.mean((0, 1, 2), keepdims=True))
+        return jnp.sum(x.astype(jnp.float32))
+
+    args = (
+        [jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)] * 6,
+        jax.ShapeDtypeStruct((64, 128, 128, 64), jnp.bfloat16),
+    )
+    plan = jaxmem.plan(loss, *args, target="t4", budget="100%", compilations=1)
+
+    def device(fun, **options):
+        return jaxmem.memory(
+            jax.jit(jax.value_and_grad(fun)), *args, target="t4",
+            compiler_options={PASS: "rematerialization", **options}, timeline=False,
+        ).device  # fmt: skip
+
+    plain = device(loss)
+    rounded = device(loss, xla_allow_excess_precision=False)
+    assert plan.recompute_flops == 0
+    assert plan.compiled_bytes is not None
+    assert rounded < 0.85 * plain  # 2689 of 3266 MiB
+    assert plan.compiled_bytes < 0.65 * plain  # 2049
+    assert plan.compiled_bytes == pytest.approx(plan.projected_bytes, rel=0.05)
