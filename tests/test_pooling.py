@@ -45,10 +45,10 @@ def lax_min_pool(x, window, strides, padding):
 def test_gradients_are_those_of_plain_pooling(pool, case):
     loss, x = pooled(pool, *case), many_ties(0)
     planned, many = jaxmem.remat(loss), jnp.stack([x, many_ties(1)])
-    for transform, x in (jax.value_and_grad, x), (lambda f: jax.vmap(jax.grad(f)), many):
-        expected = jax.jit(transform(loss))(x)
+    for transform, of in (jax.value_and_grad, x), (lambda f: jax.vmap(jax.grad(f)), many):
+        expected = jax.jit(transform(loss))(of)
         chex.assert_trees_all_close(
-            jax.jit(transform(planned))(x), expected, rtol=1e-13, atol=1e-15
+            jax.jit(transform(planned))(of), expected, rtol=1e-13, atol=1e-15
         )
 
 
