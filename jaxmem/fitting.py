@@ -411,7 +411,7 @@ class Search:
         own = "" if self.precision is None else str(self.precision)
         precisions = [own]
         if self.precision is None or self.precision.compute.itemsize > 2:
-            if self._may("precision") and self.gpu.compute_capability < (8, 0):
+            if self._may("precision") and not self.gpu.has_bfloat16:
                 major, minor = self.gpu.compute_capability
                 self.refused["precision"] = (
                     f"a GPU of compute capability {major}.{minor} has no bfloat16 arithmetic; "
