@@ -111,8 +111,8 @@ class _Emission:
                 self.looped(self.loops[number], last, inside)
             elif last.primitive in POOLINGS:
                 alone = all(self.readers[value] == 1 for value in last.uses)
-                operands = [_jax.read(inside, operand) for operand in last.inputs]
-                inside[last.outputs[0]] = pool(last, *operands, alone)
+                (operand,) = (_jax.read(inside, operand) for operand in last.inputs)
+                inside[last.outputs[0]] = pool(last, operand, alone)
             elif kernel.widened:
                 operands = [_jax.read(inside, operand) for operand in last.inputs]
                 inside[last.outputs[0]] = widened(last, *operands)
