@@ -50,18 +50,13 @@ class Allowed:
             offload,
         )
 
-    @property
-    def widens(self) -> bool:
-        """Whether the GPU computes in float32 what is in bfloat16."""
-        return self.gpu is not None and not self.gpu.has_bfloat16
-
-    def on_gpu(self, program: Program) -> Program:
+    def _on_gpu(self, program: Program) -> Program:
         """A program as the GPU runs it."""
-        return program.widened if self.widens else program
+        return program if self.gpu is None or self.gpu.has_bfloat16 else program.widened
 
     def planner(self, program: Program) -> Planner:
         """The plans that there are for a program."""
-        return PLANNERS[self.name](self.on_gpu(program), self.rates)
+        return PLANNERS[self.name](self._on_gpu(program), self.rates)
 
     def plan(self, program: Program) -> Plan:
         """The plan of a program by projected bytes.
@@ -81,7 +76,7 @@ class Allowed:
         """A layout as a plan."""
         return write_plan(
             self.name,
-            self.on_gpu(program),
+            self._on_gpu(program),
             self.rates,
             layout,
             planner.plain,
@@ -89,7 +84,6 @@ class Allowed:
             self.budget,
             self.gpu.name if self.gpu else "",
             self.gpu.time_error if self.gpu else None,
-            self.widens,
         )
 
     def too_small(self, program: Program, least: Layout, total: int, word: str) -> BudgetError:

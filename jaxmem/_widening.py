@@ -21,8 +21,7 @@ def widened(step: _jax.Step, left: jax.Array, right: jax.Array) -> jax.Array:
 
     @jax.custom_jvp
     def contracted(left, right):
-        (left,) = _jax.together([left])
-        return _barrier(_evaluate(step, left, right))
+        return _barrier(_evaluate(step, *_jax.together([left, right])))
 
     def jvp(primals, tangents):
         linear = [not _jax.is_zero(tangent) for tangent in tangents]
@@ -36,8 +35,8 @@ def widened(step: _jax.Step, left: jax.Array, right: jax.Array) -> jax.Array:
     return contracted(left, right)
 
 
-def _evaluate(step: _jax.Step, left, right) -> jax.Array:
-    return _jax.evaluate(step, [left, right])[0]
+def _evaluate(step: _jax.Step, *operands) -> jax.Array:
+    return _jax.evaluate(step, operands)[0]
 
 
 # ---- the derivative: a primitive, since only a primitive can say how it is transposed
@@ -54,20 +53,20 @@ def _tangent(left, right, *tangents, step: _jax.Step, linear: tuple[bool, bool])
 
 
 def _transpose(cotangent, left, right, *tangents, step: _jax.Step, linear: tuple[bool, bool]):
-    """One after the other, the gradient of a parameter first: it is what XLA puts off, to hold the
-    copies of both of its operands until the end of the program."""
+    """One after the other, and none without the other: XLA puts off the gradients of parameters,
+    and holds copies of what they are made from until the end of the program."""
     if type(cotangent) is ad.Zero:
         return [None] * (2 + len(tangents))
     found: list[jax.Array] = []
     if linear[1]:
         left, cotangent = _barrier((left, cotangent))
         by_right = jax.linear_transpose(functools.partial(_evaluate, step, left), right)
-        gradient, cotangent, right = _barrier((*by_right(cotangent), cotangent, right))
-        found.append(gradient)
+        found = by_right(cotangent)
     if linear[0]:
+        right, cotangent, *found = _barrier((right, cotangent, *found))
         by_left = jax.linear_transpose(lambda left: _evaluate(step, left, right), left)
-        found.insert(0, _barrier(by_left(cotangent)[0]))
-    return [None, None, *found]
+        found = [*by_left(cotangent), *found]
+    return [None, None, *_barrier(found)]
 
 
 def _jvp(primals: Sequence, tangents: Sequence, **parameters):

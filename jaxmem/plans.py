@@ -176,11 +176,8 @@ class _Compiled:
             "compiled_moved": report.moved,
         }
         if total > _PASS_ACTS * self.target.memory_bytes:
-            with_pass = {
-                name: value
-                for name, value in chosen.compiler_options.items()
-                if name not in COMPILER_OPTIONS
-            }
+            options = chosen.compiler_options.items()
+            with_pass = {name: value for name, value in options if name not in COMPILER_OPTIONS}
             fields["xla_pass_bytes"] = self.report(chosen, with_pass).device + self.allowed.reserved
         self.tried[layout] = dataclasses.replace(chosen, **fields)
         print(

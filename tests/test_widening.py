@@ -83,10 +83,16 @@ def test_a_plan_says_what_its_program_is_compiled_with(target):
     assert plan.compiler_options == {PASS: "rematerialization", "xla_allow_excess_precision": False}
     assert jaxmem.Plan.from_json(plan.to_json()) == plan
 
+    assert f"{target} computes bfloat16 in float32, from copies" in str(plan)
 
-def test_where_there_are_units_nothing_changes():
-    loss, args = convnet()
-    plan = planned_for("a100-40gb", loss, args)
+
+@pytest.mark.parametrize(("target", "dtype"), [("a100-40gb", "bfloat16"), ("t4", "float16")])
+def test_where_there_are_units_nothing_changes(target, dtype):
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w).astype(jnp.float32))
+
+    args = [jax.ShapeDtypeStruct((8, 8), dtype)] * 2
+    plan = planned_for(target, loss, args)
     assert not plan.widens
     assert plan.compiler_options == {PASS: "rematerialization"}
     jaxpr = str(jax.make_jaxpr(jax.grad(plan.apply(loss)))(*args))
@@ -132,3 +138,22 @@ def test_float32_copies_do_not_stay():
     assert rounded < 0.85 * plain  # 2689 of 3266 MiB
     assert plan.compiled_bytes < 0.65 * plain  # 2049
     assert plan.compiled_bytes == pytest.approx(plan.projected_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("spec", ["bm,mn->bn", "nm,bm->nb"])
+def test_either_operand_may_be_the_parameter(spec):
+    def loss(weights, x):
+        for w in weights:
+            operands = (x, w) if spec.startswith("b") else (w, x)
+            y = jnp.einsum(spec, *operands)
+            y = y if spec.startswith("b") else y.T
+            x = jnp.tanh(y - y.mean(0, keepdims=True))
+        return jnp.sum(x.astype(jnp.float32))
+
+    args = (
+        [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 6,
+        jax.ShapeDtypeStruct((32768, 1024), jnp.bfloat16),
+    )
+    plan = jaxmem.plan(loss, *args, target="t4", budget="100%", compilations=1)
+    assert plan.recompute_flops == 0
+    assert plan.compiled_bytes == pytest.approx(plan.projected_bytes, rel=0.02)

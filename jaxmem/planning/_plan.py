@@ -100,7 +100,8 @@ class Plan:
         budget: bytes asked for, or None.
         target: name of the GPU that it is planned for.
         time_error: how far its predicted times may be off (`Target.time_error`); None: unchecked.
-        widens: whether the target has no bfloat16 units: it computes in float32, from copies.
+        widens: whether the target has no bfloat16 units and the program has matmuls or convolutions
+            in bfloat16: computed in float32, from copies.
         host_bytes: of the residuals that wait in host memory, in no other count.
         compiled_bytes, compiled_flops, compiled_moved: device bytes, FLOPs (matmuls and
             convolutions) and bytes read and written of the whole of ``value_and_grad(fun)``, by
@@ -238,6 +239,8 @@ class Plan:
                 work = f": {self.compiled_flops / 1e9:.4g} GFLOP, moves "
                 work += format_bytes(self.compiled_moved)
             lines.append(f"  compiled  {format_bytes(self.compiled_bytes)} for {self.target}{work}")
+        if self.widens:
+            lines.append(f"  {self.target} computes bfloat16 in float32, from copies")
         if self.host_bytes:
             lines.append(f"  in host memory {format_bytes(self.host_bytes)}")
         if self.xla_pass_bytes is not None:

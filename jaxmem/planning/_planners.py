@@ -41,7 +41,6 @@ def write_plan(
     budget: int | None,
     target: str,
     time_error: float | None,
-    widens: bool,
 ) -> Plan:
     """A layout as a plan: with the bytes of everything, and in words."""
     around = program.boundary_bytes + reserved
@@ -64,7 +63,7 @@ def write_plan(
         budget=budget,
         target=target,
         time_error=time_error,
-        widens=widens,
+        widens=program.widens,
     )
 
 

@@ -110,8 +110,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         workspace = 0
         if operation.widened:
             dtype = "float32"
-            left, right, made = (2 * program.sizes[v] for v in (*operation.inputs, *results))
-            # The wide result and its rounded one are never there with the wide operands.
+            left, right, made = (_copy(program, v) for v in (*operation.inputs, *results))
+            # What is rounded is made, in the place of what was wide, once the operands are gone.
             workspace = left + right + made // 2
             inside += left // 2 + right + made
         kernels.append(
@@ -131,6 +131,11 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             )
         )
     return tuple(kernels)
+
+
+def _copy(program, value: int) -> int:
+    """Bytes of a value in float32, where it is a copy."""
+    return 2 * program.sizes[value] * program.types[value].startswith("bfloat16")
 
 
 def _stored(program) -> list[bool]:

@@ -154,6 +154,14 @@ class Program:
         ]
 
     @functools.cached_property
+    def widens(self) -> bool:
+        """Whether any operation is widened."""
+        return any(
+            operation.widened or (operation.body is not None and operation.body.widens)
+            for operation in self.operations
+        )
+
+    @functools.cached_property
     def widened(self) -> "Program":
         """The program on a GPU without bfloat16 units."""
         operations = []
