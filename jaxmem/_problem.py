@@ -50,13 +50,13 @@ class Allowed:
             offload,
         )
 
-    def _on_gpu(self, program: Program) -> Program:
+    def on_gpu(self, program: Program) -> Program:
         """A program as the GPU runs it."""
         return program if self.gpu is None or self.gpu.has_bfloat16 else program.widened
 
     def planner(self, program: Program) -> Planner:
         """The plans that there are for a program."""
-        return PLANNERS[self.name](self._on_gpu(program), self.rates)
+        return PLANNERS[self.name](self.on_gpu(program), self.rates)
 
     def plan(self, program: Program) -> Plan:
         """The plan of a program by projected bytes.
@@ -76,7 +76,7 @@ class Allowed:
         """A layout as a plan."""
         return write_plan(
             self.name,
-            self._on_gpu(program),
+            self.on_gpu(program),
             self.rates,
             layout,
             planner.plain,

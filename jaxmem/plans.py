@@ -316,6 +316,6 @@ def pareto(
         tuple(allowed.write(program, layout, found) for layout in reversed(best)),
         tuple(
             (name, layout.peak + around, layout.seconds)
-            for name, layout in one_liners(program, allowed.rates).items()
+            for name, layout in one_liners(allowed.on_gpu(program), allowed.rates).items()
         ),
     )
