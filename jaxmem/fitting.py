@@ -45,6 +45,7 @@ KEPT = {
 
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between
+_ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less
 _GAIN = 0.005  # of a step's time: what is worth one more compilation
 _MOST_SLICES = 64
 
@@ -562,13 +563,15 @@ class Search:
         return None if hopeless else least
 
     def _between(self) -> Candidate | None:
-        """A plan between two that were compiled, of the levers that came nearest to the budget:
-        bytes do not fall evenly with what is recomputed. None: it is too far off."""
+        """A plan between two that were compiled, or a little above them, of the levers that came
+        nearest to the budget: bytes do not fall evenly with what is recomputed. None: it is too
+        far off."""
         known = [one for one in self.compiled.values() if one.compiled and one.projected]
         nearest = min(known, key=lambda one: one.compiled or 0, default=None)
         if nearest is None or (nearest.compiled or 0) > _NEAR * self.budget:
             return None
         sizes = sorted(one.projected or 0 for one in known if one.levers == nearest.levers)
+        sizes.append(int(_ABOVE * sizes[-1]))
         gaps = sorted(itertools.pairwise(sizes), key=lambda gap: gap[0] - gap[1])
         for low, high in gaps:
             found = self._plan(nearest.levers, (low + high) // 2)
