@@ -573,8 +573,8 @@ class Search:
         sizes = sorted(one.projected or 0 for one in known if one.levers == nearest.levers)
         sizes.append(int(_ABOVE * sizes[-1]))
         gaps = sorted(itertools.pairwise(sizes), key=lambda gap: gap[0] - gap[1])
-        for low, high in gaps:
-            found = self._plan(nearest.levers, (low + high) // 2)
+        for budget in (budget for low, high in gaps for budget in ((low + high) // 2, high)):
+            found = self._plan(nearest.levers, budget)
             if isinstance(found, Plan):
                 candidate = self._priced(nearest.levers, found)
                 if _key(candidate) not in self.compiled:
