@@ -281,6 +281,28 @@ def test_plans_between_two_that_do_not_fit_are_tried(monkeypatch):
     assert len(projected) == 3 and projected[1] == chosen.projected
 
 
+def test_plans_above_those_that_do_not_fit_are_tried(monkeypatch):
+    """The same where the least is all that is projected to fit: what is projected to take a little
+    more may compile to less."""
+    params = {"layers": [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 32}
+    budget, sizes = 45 * MIB, iter([1.02, 0.9, 1.1, 1.1, 1.1, 1.1])
+
+    class Report:
+        has_timeline = False
+
+        def __init__(self):
+            self.device = int(next(sizes) * budget)
+
+    monkeypatch.setattr(jaxmem.fitting, "memory", lambda *args, **_: Report())
+    batch = {name: jax.ShapeDtypeStruct((2048, 256), jnp.float32) for name in "xy"}
+    step = jaxmem.fit(
+        loss_fn, ADAM, params, batch, budget=budget, target="h200", keep=("batch", "placement")
+    )
+    chosen = step.fitting.chosen
+    assert chosen.compiled == int(0.9 * budget)
+    assert chosen.projected > budget
+
+
 def test_wrong_input_is_told_before_compiling():
     for options, text in (
         ({"allow": "bf16"}, r"knows no allow='bf16'; the names are 'precision', 'moments', 'stat"),
