@@ -109,6 +109,12 @@ def evaluate(step: Step, operands: Sequence[Any], **changed: Any) -> list[Any]:
     return list(results) if equation.primitive.multiple_results else [results]
 
 
+def apply(step: Step, *operands: Any) -> Any:
+    """The only result of one equation on other operands."""
+    (result,) = evaluate(step, operands)
+    return result
+
+
 @contextlib.contextmanager
 def context(step: Step) -> Iterator[None]:
     """What is bound inside belongs to the line and the module of the step."""

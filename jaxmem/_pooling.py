@@ -28,7 +28,7 @@ def pool(step: _jax.Step, operand: jax.Array, alone: bool) -> jax.Array:
     Unless something else reads the operand too: then XLA scatters into the cotangent that this
     leaves, and needs no zeros.
     """
-    fun = _picking if alone and _is_small(step) else _evaluate
+    fun = _picking if alone and _is_small(step) else _jax.apply
     return jax.checkpoint(functools.partial(fun, step))(operand)
 
 
@@ -41,17 +41,13 @@ def _is_small(step: _jax.Step) -> bool:
     )
 
 
-def _evaluate(step: _jax.Step, operand: jax.Array) -> jax.Array:
-    return _jax.evaluate(step, [operand])[0]
-
-
 def _picking(step: _jax.Step, operand: jax.Array) -> jax.Array:
     parameters = step.equation.params
     largest = step.primitive == "reduce_window_max"
 
     @jax.custom_jvp
     def pooled(operand):
-        return _evaluate(step, operand)
+        return _jax.apply(step, operand)
 
     @pooled.defjvp
     def _(primals, tangents):

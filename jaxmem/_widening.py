@@ -21,7 +21,7 @@ def widened(step: _jax.Step, left: jax.Array, right: jax.Array) -> jax.Array:
 
     @jax.custom_jvp
     def contracted(left, right):
-        return _barrier(_evaluate(step, *_jax.together([left, right])))
+        return _barrier(_jax.apply(step, *_jax.together([left, right])))
 
     def jvp(primals, tangents):
         linear = [not _jax.is_zero(tangent) for tangent in tangents]
@@ -35,10 +35,6 @@ def widened(step: _jax.Step, left: jax.Array, right: jax.Array) -> jax.Array:
     return contracted(left, right)
 
 
-def _evaluate(step: _jax.Step, *operands) -> jax.Array:
-    return _jax.evaluate(step, operands)[0]
-
-
 # ---- the derivative: a primitive, since only a primitive can say how it is transposed
 
 
@@ -46,9 +42,9 @@ def _tangent(left, right, *tangents, step: _jax.Step, linear: tuple[bool, bool])
     moving = iter(tangents)
     parts = []
     if linear[0]:
-        parts.append(_evaluate(step, next(moving), right))
+        parts.append(_jax.apply(step, next(moving), right))
     if linear[1]:
-        parts.append(_evaluate(step, left, next(moving)))
+        parts.append(_jax.apply(step, left, next(moving)))
     return functools.reduce(jax.lax.add, parts)
 
 
@@ -60,11 +56,11 @@ def _transpose(cotangent, left, right, *tangents, step: _jax.Step, linear: tuple
     found: list[jax.Array] = []
     if linear[1]:
         left, cotangent = _barrier((left, cotangent))
-        by_right = jax.linear_transpose(functools.partial(_evaluate, step, left), right)
+        by_right = jax.linear_transpose(functools.partial(_jax.apply, step, left), right)
         found = by_right(cotangent)
     if linear[0]:
         right, cotangent, *found = _barrier((right, cotangent, *found))
-        by_left = jax.linear_transpose(lambda left: _evaluate(step, left, right), left)
+        by_left = jax.linear_transpose(lambda left: _jax.apply(step, left, right), left)
         found = [*by_left(cotangent), *found]
     return [None, None, *_barrier(found)]
 
@@ -79,7 +75,7 @@ def _batch(operands: Sequence, axes: Sequence, **parameters):
 
 
 _tangent_p = Primitive("widened_tangent")
-_tangent_p.def_impl(jax.jit(_tangent, static_argnames=("step", "linear")))
+_tangent_p.def_impl(_tangent)
 _tangent_p.def_abstract_eval(
     lambda left, right, *_, step, linear: _jax.result_of(
         step.equation.primitive, [left, right], step.equation.params

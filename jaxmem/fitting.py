@@ -573,8 +573,9 @@ class Search:
         sizes = sorted(one.projected or 0 for one in known if one.levers == nearest.levers)
         sizes.append(int(_ABOVE * sizes[-1]))
         gaps = sorted(itertools.pairwise(sizes), key=lambda gap: gap[0] - gap[1])
-        for budget in (budget for low, high in gaps for budget in ((low + high) // 2, high)):
-            found = self._plan(nearest.levers, budget)
+        goals = [goal for low, high in gaps for goal in ((low + high) // 2, high)]
+        for goal in goals:
+            found = self._plan(nearest.levers, goal)
             if isinstance(found, Plan):
                 candidate = self._priced(nearest.levers, found)
                 if _key(candidate) not in self.compiled:

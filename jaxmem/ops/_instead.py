@@ -275,7 +275,7 @@ class AttentionInstead:
             dtype = step.equation.outvars[0].aval.dtype
             if step.primitive == "convert_element_type" and jnp.issubdtype(dtype, jnp.floating):
                 return operands[0].astype(wide)
-            return _jax.evaluate(step, operands)[0]
+            return _jax.apply(step, *operands)
 
         root = self.graph.flat.steps[self.match.root]
         known = {root.outputs[0]: scores}

@@ -163,7 +163,7 @@ class Program:
 
     @functools.cached_property
     def widened(self) -> "Program":
-        """The program on a GPU without bfloat16 units."""
+        """The program on a GPU without bfloat16 units; itself, where it needs none."""
         operations = []
         for operation in self.operations:
             if operation.name in CONTRACTIONS:
@@ -173,7 +173,8 @@ class Program:
             elif operation.residuals is not None and operation.body:
                 operation = dataclasses.replace(operation, body=operation.body.widened)
             operations.append(operation)
-        return dataclasses.replace(self, operations=tuple(operations))
+        program = dataclasses.replace(self, operations=tuple(operations))
+        return program if program.widens else self
 
     def with_loops(self, loops: Mapping[int, tuple[int, int]]) -> "Program":
         """The program with other bytes of residuals, and inside the derivative, of some scans, by
