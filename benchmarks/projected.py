@@ -5,9 +5,10 @@
 
 For every budget dp's first plan is compiled for an H200: "off" is its compiled bytes beside the
 projected ones. Then the budget is divided by that ratio, and the plan for it compiled: "corrected"
-is its bytes beside the projected ones times the ratio ("=" where it is the same plan, which is off
-by nothing then, and "none" where nothing is projected to fit any more). Budgets are those of
-planner.py, planner_gpt.py and planner_models.py; tanh is 64 layers of tanh(x @ w), 64 MiB each.
+is its bytes beside the projected ones, which count times the ratio where both plans peak at the
+same kernel, as they do in `jaxmem.plan` ("=" where it is the same plan, which is off by nothing
+then, and "none" where nothing is projected to fit any more). Budgets are those of planner.py,
+planner_gpt.py and planner_models.py; tanh is 64 layers of tanh(x @ w), 64 MiB each.
 """
 
 import jax
@@ -18,7 +19,7 @@ from planner import BUDGETS, GIB, problem as resnet50
 from planner_gpt import problem as gpt2_medium
 from planner_models import CASES as MODELS
 
-import jaxmem
+from jaxmem._problem import Allowed, Problem
 
 SCAN = (5.72, 8.704, 11.81, 17.715, 21.079)
 UNROLLED = (5.642, 8.329, 11.285, 16.927, 20.329)
@@ -52,27 +53,32 @@ CASES = {
 
 def rows_of(name):
     loss, args, budgets = CASES[name]()
-
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
-
-    def planned(budget: float):
-        """Projected and compiled bytes of the plan for so many GiB, or None."""
-        options = {"target": TARGET, "has_aux": has_aux, "compilations": 0}
-        try:
-            plan = jaxmem.plan(loss, *args, budget=int(budget * GIB), **options)
-        except jaxmem.BudgetError:
-            return None
-        return plan.projected_bytes, compiled(plan.apply(loss), args).device
-
+    allowed = Allowed.parse(None, 0, TARGET, "dp")
+    program = Problem(loss, args, {}, 0, has_aux).program
+    around = program.boundary_bytes
     for budget in budgets:
+        planner = allowed.planner(program)
+
+        def planned(goal: float, planner=planner):
+            """The kernel where the plan for so many GiB peaks, its projected and compiled bytes;
+            None: nothing is projected to fit."""
+            layout = planner.within(int(goal * GIB) - around)
+            if layout is None:
+                return None
+            plan = allowed.write(program, layout, planner)
+            return layout.at, layout.peak + around, compiled(plan.apply(loss), args).device
+
         row = {"case": name, "budget": f"{budget:.3f} GiB", "projected": "none", "compiled": ""}
         row |= {"off": "", "corrected": ""}
         if first := planned(budget):
-            ratio = first[1] / first[0]
-            row |= {"projected": f"{first[0] / GIB:.3f} GiB", "off": f"{ratio - 1:+.1%}"}
-            row |= {"compiled": f"{first[1] / GIB:.3f} GiB", "corrected": "none"}
+            at, projected, device = first
+            ratio = device / projected
+            row |= {"projected": f"{projected / GIB:.3f} GiB", "off": f"{ratio - 1:+.1%}"}
+            row |= {"compiled": f"{device / GIB:.3f} GiB", "corrected": "none"}
             if second := planned(budget / ratio):
-                off = second[1] / (second[0] * ratio) - 1
+                expected = second[1] * (ratio if second[0] == at else 1)
+                off = second[2] / expected - 1
                 row["corrected"] = "=" if second == first else f"{off:+.1%}"
         print(row, flush=True)
         yield row

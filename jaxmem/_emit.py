@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem import _jax
+from jaxmem._picking import pick
 from jaxmem._pooling import POOLINGS, pool
 from jaxmem._widening import widened
 from jaxmem.planning import Loop, Plan, Region, recomputed
@@ -109,6 +110,9 @@ class _Emission:
                 inside |= {out: fused[out] for out in step.outputs}
             if number in self.loops:
                 self.looped(self.loops[number], last, inside)
+            elif last.primitive == "gather" and kernel.fused:
+                operands = [_jax.read(inside, operand) for operand in last.inputs]
+                inside[last.outputs[0]] = pick(last, *operands)
             elif last.primitive in POOLINGS:
                 alone = all(self.readers[value] == 1 for value in last.uses)
                 (operand,) = (_jax.read(inside, operand) for operand in last.inputs)

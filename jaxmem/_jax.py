@@ -329,6 +329,23 @@ def called_jaxpr(equation: JaxprEqn) -> FlatJaxpr:
     raise NotImplementedError(equation.primitive.name)
 
 
+def picked_axis(equation: JaxprEqn) -> int | None:
+    """The axis along which a gather takes one element of every row, as `jnp.take_along_axis` does;
+    None: it takes something else."""
+    operand, indices = (variable.aval for variable in equation.invars)
+    numbers, shape = equation.params["dimension_numbers"], operand.shape
+    if len(numbers.start_index_map) != 1 or set(equation.params["slice_sizes"]) != {1}:
+        return None
+    axis = int(numbers.start_index_map[0])
+    rows = [int(numbers) for numbers in numbers.operand_batching_dims]
+    alone = {at for at, size in enumerate(shape) if size == 1}
+    in_order = all(
+        list(dims) == sorted(dims) for dims in (rows, numbers.start_indices_batching_dims)
+    )
+    every = alone.union(rows, [axis]) == set(range(len(shape)))
+    return axis if in_order and every and indices.size * shape[axis] == operand.size else None
+
+
 def checkpoint_like(step: Step, fun: Callable, operands: Sequence[Any]) -> list[Any]:
     """``fun(*operands)`` under the same `jax.checkpoint` as a step's."""
     closed = jax.make_jaxpr(fun)(*operands)

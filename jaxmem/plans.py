@@ -20,6 +20,7 @@ _MORE = 1.06  # times the projected bytes that fit: how far projections of two p
 # Times the budget: what may yet fit where nothing below did; ever closer to one another.
 _ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
 _SAME = 1.002  # projected bytes this near are one plan
+_MARGIN = 1.003  # between what is expected of a plan and its budget
 _PASS_ACTS = 0.75  # of the device's memory: XLA's own pass acts at some 80 %
 
 
@@ -101,14 +102,14 @@ class _Compiled:
         self.planner = allowed.planner(problem.program)
         self.around = problem.program.boundary_bytes + self.allowed.reserved
         self.tried: dict[Layout, Plan] = {}
+        # Compiled bytes over projected ones, by the kernel where the plan peaks.
+        self.ratios: dict[int, float] = {}
 
     def plan(self, compilations: int) -> Plan:
         planner, budget = self.planner, self.allowed.budget
         if budget is None:
             return self.compile(planner.frugal(), compilations)
-        # compiled bytes over projected ones; of a partitioned program every GPU has its share
-        ratio = 1 / self.target.count
-        goal = budget / ratio
+        goal: float = budget * self.target.count
         fits, fails = 0.0, float("inf")  # projected bytes that did, and did not
         best: Layout | None = None
         while len(self.tried) < compilations and fits * _SAME < fails:
@@ -128,7 +129,7 @@ class _Compiled:
             ratio = found.compiled_bytes / found.projected_bytes
             if found.compiled_bytes > budget:
                 fails = min(fails, goal)
-                goal = budget / ratio / 1.003
+                goal = self.aim(budget / ratio / _MARGIN, fails)
             else:
                 fits = max(fits, goal)
                 if best is None or layout.price < best.price:
@@ -145,6 +146,22 @@ class _Compiled:
         raise self.allowed.too_small(
             self.problem.program, lowest, self.tried[lowest].compiled_bytes or 0, "compiled"
         )
+
+    def expected(self, layout: Layout) -> float:
+        """Projected bytes, corrected where another plan was compiled that peaks at the same kernel:
+        how far a projection is off depends on what is there. Of a partitioned program every GPU has
+        its share."""
+        return (layout.peak + self.around) * self.ratios.get(layout.at, 1 / self.target.count)
+
+    def aim(self, low: float, high: float) -> float:
+        """Projected bytes to plan for next, where a plan for ``high`` did not fit and ``low`` would
+        do if all plans peaked at the same kernel: half way, if that is expected to fit."""
+        assert self.allowed.budget is not None
+        middle = max((low + high) / 2, low)
+        layout = self.planner.within(int(middle) - self.around)
+        if layout is None or layout in self.tried:
+            return low
+        return middle if self.expected(layout) <= self.allowed.budget / _MARGIN else low
 
     def above(self, compilations: int) -> Layout | None:
         """A plan that is projected not to fit, by little, and does."""
@@ -180,6 +197,7 @@ class _Compiled:
             with_pass = {name: value for name, value in options if name not in COMPILER_OPTIONS}
             fields["xla_pass_bytes"] = self.report(chosen, with_pass).device + self.allowed.reserved
         self.tried[layout] = dataclasses.replace(chosen, **fields)
+        self.ratios[layout.at] = total / chosen.projected_bytes
         print(
             f"jaxmem: compiled {len(self.tried)} of at most {compilations} plans for "
             f"{self.target.name}: {format_bytes(total)} (projected "

@@ -46,6 +46,17 @@ def by_log_softmax(logits):
     return -chosen.mean()
 
 
+def test_two_labels_of_a_row_are_left_alone(arrays, capfd):
+    hidden, weights, _ = arrays
+
+    def loss(weights):
+        logits = hidden @ weights
+        chosen = jnp.take_along_axis(logits, jnp.stack([LABELS, LABELS // 2], -1), -1)
+        return (jax.nn.logsumexp(logits, -1) - chosen.mean(-1)).mean()
+
+    assert_equal_gradients(loss, [weights], capfd, [])
+
+
 @pytest.fixture
 def arrays(key):
     keys = jax.random.split(key, 3)

@@ -152,7 +152,8 @@ class Graph:
             return Kind("log share", first.axes)
         if own in ({"scores"}, {"log share"}):
             suffix = " share" if own == {"log share"} else ""
-            if name == "gather" and names[0] and self._is_pick(step):
+            last = len(first.axes) - 1
+            if name == "gather" and names[0] and _jax.picked_axis(step.equation) == last:
                 return Kind("chosen" + suffix, first.axes)
             if name == "mul" and self.one_hot(step, kinds) is not None:
                 return Kind("masked" + suffix, first.axes)
@@ -182,17 +183,6 @@ class Graph:
     def _of_row(self, step: _jax.Step, kind: Kind) -> bool:
         """Whether a reduction is over the last axis."""
         return tuple(step.equation.params["axes"]) == (len(kind.axes) - 1,)
-
-    def _is_pick(self, step: _jax.Step) -> bool:
-        """Whether a gather takes one element of each row, as `jnp.take_along_axis` does."""
-        operand = step.equation.invars[0].aval
-        last = operand.ndim - 1
-        numbers = step.equation.params["dimension_numbers"]
-        return (
-            numbers.start_index_map == (last,)
-            and numbers.operand_batching_dims == tuple(range(last))
-            and set(step.equation.params["slice_sizes"]) == {1}
-        )
 
     def one_hot(self, step: _jax.Step, kinds: dict[int, Kind]) -> int | None:
         """The labels, if the other operand of a product is a one-hot matrix of them."""

@@ -2,7 +2,7 @@
 
 import math
 
-from jaxmem._jax import inner_jaxprs
+from jaxmem._jax import inner_jaxprs, picked_axis
 
 # XLA fuses these into their consumers or producers: recomputing one costs no FLOPs worth counting
 # and no trip to memory of its own. What is not listed here (matmul, convolution, gather, sort,
@@ -30,6 +30,7 @@ _LINEAR = frozenset(
 # The derivative of these reads their result alone.
 _BY_RESULT = frozenset("cbrt exp exp2 logistic rsqrt sqrt tanh".split())
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
+_ROW = 16  # elements, at least, for `jaxmem._picking` to take one of them
 _DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -38,7 +39,15 @@ def is_fused(equation) -> bool:
     name = equation.primitive.name
     if name in (*_DIFFERENTIATED_CALLS, "jit", "pjit"):
         return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
-    return name in _FUSED
+    return name in _FUSED or is_pick(equation)
+
+
+def is_pick(equation) -> bool:
+    """Whether it takes one element of each of some long rows."""
+    if equation.primitive.name != "gather":
+        return False
+    axis = picked_axis(equation)
+    return axis is not None and equation.invars[0].aval.shape[axis] >= _ROW
 
 
 def contraction_flops(name: str, operands, result, parameters) -> int:
@@ -54,9 +63,11 @@ def contraction_flops(name: str, operands, result, parameters) -> int:
 
 
 def derivative_reads(equation) -> str:
-    """What the operation's derivative reads: ``"nothing"``, its ``"result"`` or its
-    ``"operands"``."""
+    """What the operation's derivative reads: ``"nothing"``, its ``"result"``, its ``"operands"``,
+    or those of them that are ``"indices"``: all but the first."""
     name = equation.primitive.name
+    if name in ("gather", "dynamic_slice"):
+        return "indices"
     return "nothing" if name in _LINEAR else "result" if name in _BY_RESULT else "operands"
 
 

@@ -90,17 +90,19 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             under = frozenset().union(*(made_of.get(v, frozenset([v])) for v in member.inputs))
             if member.derivative_reads == "operands":
                 reads |= under
+            elif member.derivative_reads == "indices":
+                reads |= frozenset().union(*(made_of.get(v, {v}) for v in member.inputs[1:]))
             elif member.derivative_reads == "result":
                 reads |= set(results) if number == index else under
             made_of.update(dict.fromkeys(member.outputs, under))
         if operation.residuals is not None:
             reads.add(operation.residuals)
         inside = operation.inside
-        if _picks(operation, program.sizes) and not stored[operation.inputs[0]]:
+        if _takes_few(operation, program.sizes) and not stored[operation.inputs[0]]:
             # Its derivative scatters into a cotangent of the operand, which it has to write.
             made = sum(program.sizes[v] for v in made_of[operation.inputs[0]])
             inside += max(program.sizes[operation.inputs[0]] - made, 0)
-        reduces = operation.name in _REDUCTIONS
+        reduces = _reduces(operation)
         # Reductions of the same values are one kernel of several results: it reads them once.
         again = set(kernels[-1].sources) if reduces and reduced else set()
         reduced = reduces
@@ -147,7 +149,7 @@ def _stored(program) -> list[bool]:
     for operation in program.operations:
         for value in set(operation.inputs):
             readers[value] += 1
-            wanted[value] |= not (operation.fused or _picks(operation, sizes))
+            wanted[value] |= not (operation.fused or _takes_few(operation, sizes))
     for value in program.outputs:
         wanted[value] = True
     # A view is where what it shows is.
@@ -181,7 +183,7 @@ def _stored(program) -> list[bool]:
             else:
                 shared = readers[value] > 1
                 write = readers[value] > 0 and (
-                    (operation.name in _REDUCTIONS and bool(sources))
+                    (_reduces(operation) and bool(sources))
                     or large > _LARGE_SOURCES
                     or len(sources) > _SOURCES
                     or (shared and (large > 1 or chain > _CHAIN))
@@ -193,9 +195,16 @@ def _stored(program) -> list[bool]:
     return stored
 
 
-def _picks(operation, sizes) -> bool:
-    """Whether it takes few elements of its operand: those alone are computed for it."""
-    if operation.name != "gather":
+def _reduces(operation) -> bool:
+    """Whether it makes little of much, in a kernel with what it reads; a gather that is fused takes
+    one element of each row."""
+    return operation.name in _REDUCTIONS or (operation.name == "gather" and operation.fused)
+
+
+def _takes_few(operation, sizes) -> bool:
+    """Whether it scatters in its derivative, and takes few elements of its operand: those alone are
+    computed for it."""
+    if operation.name != "gather" or operation.fused:
         return False
     return sizes[operation.outputs[0]] * _SMALL < sizes[operation.inputs[0]]
 

@@ -14,9 +14,9 @@ from jaxmem.program._kernels import Kernel, read_kernels
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
     """One operation: the values it reads and makes (by number), its FLOPs, whether XLA fuses it
-    with its neighbours, what its derivative reads (``"nothing"``, its ``"result"`` or its
-    ``"operands"``), and where it came from: the module path (``ResNet/Block_3/Conv_1``) and the
-    user's source line.
+    with its neighbours, what its derivative reads (``"nothing"``, its ``"result"``, its
+    ``"operands"`` or its ``"indices"``: the operands after the first), and where it came from: the
+    module path (``ResNet/Block_3/Conv_1``) and the user's source line.
 
     A `scan` also has ``body``, what it repeats ``length`` times, and makes one value more than it
     returns: its ``residuals``, what every iteration keeps for the backward pass; ``carry`` are
