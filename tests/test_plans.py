@@ -17,6 +17,7 @@ from jaxmem import _jax
 from jaxmem._problem import Problem
 from jaxmem.memory._hlo import Work
 from jaxmem.planning import Rates
+from jaxmem.planning._dp import Variant
 from jaxmem.planning._loops import loop_options
 from jaxmem.plans import _Compiled
 
@@ -69,6 +70,31 @@ def test_what_is_projected_a_little_too_large_is_tried_last(monkeypatch):
     monkeypatch.setattr(_Compiled, "report", report)
     plan = jaxmem.plan(tanh_chain, *SHAPES, budget=budget, target="h200", compilations=20)
     assert plan.compiled_bytes <= budget < plan.projected_bytes
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_ratio_is_believed_of_plans_that_peak_at_the_same_kernel(monkeypatch, elsewhere):
+    """Where the first plan compiles to 1.3 times its projected bytes."""
+    projected = []
+
+    def report(self, plan, options):
+        projected.append(plan.projected_bytes)
+        device = int(plan.projected_bytes * (1.3 if len(projected) == 1 else 1))
+        return types.SimpleNamespace(device=device, host=0, moved=0, work=Work(0, 0, 0))
+
+    original = Variant.layout
+
+    def layout(self, regions):
+        """All plans peak at one kernel, or each at one of its own."""
+        at = hash(regions) % len(self.program.kernels) if elsewhere else 0
+        return dataclasses.replace(original(self, regions), at=at)
+
+    monkeypatch.setattr(_Compiled, "report", report)
+    monkeypatch.setattr(Variant, "layout", layout)
+    budget = 14 * ACTIVATION
+    plan = jaxmem.plan(tanh_chain, *SHAPES, budget=budget, target="h200", compilations=3)
+    assert plan.compiled_bytes <= budget
+    assert (projected[1] > budget / 1.3) == elsewhere
 
 
 def test_the_lowest_budget_is_named_and_works():
