@@ -21,8 +21,8 @@ from planner_models import CASES as MODELS
 
 from jaxmem._problem import Allowed, Problem
 
-SCAN = (4.830, 5.720, 8.704, 9.659, 14.489, 21.079)
-UNROLLED = (4.355, 5.345, 8.329, 8.709, 13.064, 20.329)
+SCAN = (5.720, 8.704, 9.659, 14.489, 21.079)
+UNROLLED = (5.345, 8.329, 8.709, 13.064, 20.329)
 
 
 def tanh():
