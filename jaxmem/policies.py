@@ -83,7 +83,7 @@ def remat_policy(
 
 
 def _within(problem: Problem, allowed: Allowed) -> Callable[..., bool]:
-    program, flat = problem.program, problem.flat
+    program, flat = problem.program.as_written, problem.flat
     if not flat.regions:
         raise PlanError(
             "The function has no regions for a policy to act in. Put its blocks under "

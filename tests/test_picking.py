@@ -155,3 +155,26 @@ def test_no_zeros_are_in_memory():
     assert device(loss) > 200 * 2**20
     assert device(plan.apply(loss)) < 75 * 2**20
     assert abs(device(plan.apply(loss)) / plan.projected_bytes - 1) < 0.01
+
+
+def test_a_policy_knows_that_users_regions_scatter():
+    """The derivative of a loss under `jax.checkpoint` is JAX's own."""
+
+    def loss(params, x, at):
+        w, head = params
+        x = jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w.T))(w, x)
+        logits = (x @ head).astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, at[:, None], -1)
+        return jnp.mean(jax.nn.logsumexp(logits, -1, keepdims=True) - chosen)
+
+    args = (
+        tuple(jax.ShapeDtypeStruct((256, size), "bfloat16") for size in (1024, 8192)),
+        jax.ShapeDtypeStruct((4096, 256), "bfloat16"),
+        jax.ShapeDtypeStruct((4096,), "int32"),
+    )
+    step = jax.jit(jax.value_and_grad(loss))
+    device = jaxmem.memory(step, *args, target="h200", timeline=False).device
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        jaxmem.remat_policy(loss, *args, budget="1MiB")
+    lowest = int(re.search(r"\((\d+) bytes projected", str(caught.value))[1])
+    assert abs(lowest / device - 1) < 0.1, (lowest, device)

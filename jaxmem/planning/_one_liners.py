@@ -13,6 +13,7 @@ def one_liners(program: Program, rates: Rates) -> dict[str, Layout]:
     """The layouts of everything saved, and of nothing and of matmuls and convolutions saved on
     every block. A block is a stretch of kernels whose module path starts with the same two parts
     (``ResNet/Block_3``); a program without module paths has none."""
+    program = program.as_written
     plain = [loop_options(program, scan, rates)[0] for scan in program.scans]
     variant = Variant(program, rates, plain)
     kernels = variant.program.kernels

@@ -176,6 +176,19 @@ class Program:
         program = dataclasses.replace(self, operations=tuple(operations))
         return program if program.widens else self
 
+    @functools.cached_property
+    def as_written(self) -> "Program":
+        """The program as JAX differentiates it, without derivatives of our own: what a user's own
+        regions act on. Its gathers scatter."""
+        operations = []
+        for operation in self.operations:
+            if operation.name == "gather":
+                operation = dataclasses.replace(operation, fused=False)
+            elif operation.body:
+                operation = dataclasses.replace(operation, body=operation.body.as_written)
+            operations.append(operation)
+        return dataclasses.replace(self, operations=tuple(operations))
+
     def with_loops(self, loops: Mapping[int, tuple[int, int]]) -> "Program":
         """The program with other bytes of residuals, and inside the derivative, of some scans, by
         the numbers of their kernels."""
