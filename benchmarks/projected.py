@@ -5,9 +5,9 @@
 
 For every budget dp's first plan is compiled for an H200: "off" is its compiled bytes beside the
 projected ones. Then the budget is divided by that ratio, and the plan for it compiled: "corrected"
-is its bytes beside the projected ones, which count times the ratio where both plans peak at the
-same kernel, as they do in `jaxmem.plan` ("=" where it is the same plan, which is off by nothing
-then, and "none" where nothing is projected to fit any more). Budgets are those of planner.py,
+is its bytes beside the projected ones, times the ratio where both plans peak at the same kernel in
+the same region, as in `jaxmem.plan` ("=" where it is the same plan, which is off by nothing then,
+and "none" where nothing is projected to fit any more). Budgets are those of planner.py,
 planner_gpt.py and planner_models.py; tanh is 64 layers of tanh(x @ w), 64 MiB each.
 """
 
@@ -61,23 +61,23 @@ def rows_of(name):
         planner = allowed.planner(program)
 
         def planned(goal: float, planner=planner):
-            """The kernel where the plan for so many GiB peaks, its projected and compiled bytes;
+            """The place where the plan for so many GiB peaks, its projected and compiled bytes;
             None: nothing is projected to fit."""
             layout = planner.within(int(goal * GIB) - around)
             if layout is None:
                 return None
             plan = allowed.write(program, layout, planner)
-            return layout.at, layout.peak + around, compiled(plan.apply(loss), args).device
+            return layout.place, layout.peak + around, compiled(plan.apply(loss), args).device
 
         row = {"case": name, "budget": f"{budget:.3f} GiB", "projected": "none", "compiled": ""}
         row |= {"off": "", "corrected": ""}
         if first := planned(budget):
-            at, projected, device = first
+            place, projected, device = first
             ratio = device / projected
             row |= {"projected": f"{projected / GIB:.3f} GiB", "off": f"{ratio - 1:+.1%}"}
             row |= {"compiled": f"{device / GIB:.3f} GiB", "corrected": "none"}
             if second := planned(budget / ratio):
-                expected = second[1] * (ratio if second[0] == at else 1)
+                expected = second[1] * (ratio if second[0] == place else 1)
                 off = second[2] / expected - 1
                 row["corrected"] = "=" if second == first else f"{off:+.1%}"
         print(row, flush=True)

@@ -102,8 +102,8 @@ class _Compiled:
         self.planner = allowed.planner(problem.program)
         self.around = problem.program.boundary_bytes + self.allowed.reserved
         self.tried: dict[Layout, Plan] = {}
-        # Compiled bytes over projected ones, by the kernel where the plan peaks.
-        self.ratios: dict[int, float] = {}
+        # Compiled bytes over projected ones, by the place where the plan peaks.
+        self.ratios: dict[tuple[int, ...], float] = {}
 
     def plan(self, compilations: int) -> Plan:
         planner, budget = self.planner, self.allowed.budget
@@ -148,14 +148,14 @@ class _Compiled:
         )
 
     def expected(self, layout: Layout) -> float:
-        """Projected bytes, corrected where another plan was compiled that peaks at the same kernel:
+        """Projected bytes, corrected where another plan was compiled that peaks at the same place:
         how far a projection is off depends on what is there. Of a partitioned program every GPU has
         its share."""
-        return (layout.peak + self.around) * self.ratios.get(layout.at, 1 / self.target.count)
+        return (layout.peak + self.around) * self.ratios.get(layout.place, 1 / self.target.count)
 
     def aim(self, low: float, high: float) -> float:
         """Projected bytes to plan for next, where a plan for ``high`` did not fit and ``low`` would
-        do if all plans peaked at the same kernel: half way, if that is expected to fit."""
+        do if all plans peaked at the same place: half way, if that is expected to fit."""
         assert self.allowed.budget is not None
         middle = max((low + high) / 2, low)
         layout = self.planner.within(int(middle) - self.around)
@@ -197,7 +197,7 @@ class _Compiled:
             with_pass = {name: value for name, value in options if name not in COMPILER_OPTIONS}
             fields["xla_pass_bytes"] = self.report(chosen, with_pass).device + self.allowed.reserved
         self.tried[layout] = dataclasses.replace(chosen, **fields)
-        self.ratios[layout.at] = total / chosen.projected_bytes
+        self.ratios[layout.place] = total / chosen.projected_bytes
         print(
             f"jaxmem: compiled {len(self.tried)} of at most {compilations} plans for "
             f"{self.target.name}: {format_bytes(total)} (projected "

@@ -73,7 +73,7 @@ def test_what_is_projected_a_little_too_large_is_tried_last(monkeypatch):
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_a_ratio_is_believed_of_plans_that_peak_at_the_same_kernel(monkeypatch, elsewhere):
+def test_a_ratio_is_believed_of_plans_that_peak_at_the_same_place(monkeypatch, elsewhere):
     """Where the first plan compiles to 1.3 times its projected bytes."""
     projected = []
 
@@ -85,9 +85,9 @@ def test_a_ratio_is_believed_of_plans_that_peak_at_the_same_kernel(monkeypatch, 
     original = Variant.layout
 
     def layout(self, regions):
-        """All plans peak at one kernel, or each at one of its own."""
-        at = hash(regions) % len(self.program.kernels) if elsewhere else 0
-        return dataclasses.replace(original(self, regions), at=at)
+        """All plans peak at one place, or each at one of its own."""
+        kernel = hash(regions) % len(self.program.kernels) if elsewhere else 0
+        return dataclasses.replace(original(self, regions), place=(kernel,))
 
     monkeypatch.setattr(_Compiled, "report", report)
     monkeypatch.setattr(Variant, "layout", layout)

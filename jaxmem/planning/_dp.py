@@ -12,7 +12,7 @@ from collections.abc import Callable
 from jaxmem.planning._blocks import Blocks
 from jaxmem.planning._chain import Solution
 from jaxmem.planning._loops import LoopOption, loop_options
-from jaxmem.planning._plan import Loop, Region
+from jaxmem.planning._plan import Loop, Region, place_of
 from jaxmem.planning._rates import Rates
 from jaxmem.planning._simulate import simulate
 from jaxmem.program import Kernel, Program
@@ -28,14 +28,15 @@ _NEAR = 1.02  # times the least peak: as good, for a lower price
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Regions and loops, their projected peak beyond the program's inputs and the kernel that sets
-    it, how often each kernel runs forward, and what all that adds to one plain forward pass: FLOPs,
-    bytes moved, seconds, and the price by which plans are compared (`Rates.price`)."""
+    """Regions and loops, their projected peak beyond the program's inputs and the place that sets
+    it (a kernel and the innermost region round it; of a scan, also those of its body), how often
+    each kernel runs forward, and what all that adds to one plain forward pass: FLOPs, bytes moved,
+    seconds, and the price by which plans are compared (`Rates.price`)."""
 
     regions: tuple[Region, ...]
     loops: tuple[Loop, ...]
     peak: int
-    at: int
+    place: tuple[int, ...]
     runs: dict[int, int] = dataclasses.field(compare=False)
     flops: int
     moved: int
@@ -131,11 +132,13 @@ class Variant:
         cost = simulate(self.program, regions)
         kernels = self.program.kernels
         again = {number: times - 1 for number, times in cost.runs.items() if times > 1}
+        options = dict(zip(self.program.scans, self.options, strict=True))
+        inside = options[cost.at].place if cost.at in options else ()
         return Layout(
             regions,
             tuple(option.loop for option in self.options if option.loop),
             cost.peak,
-            cost.at,
+            (*place_of(regions, cost.at), *inside),
             dict(cost.runs),
             sum(kernels[k].flops * n for k, n in again.items())
             + sum(option.flops for option in self.options),

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmem.planning._blocks import Blocks
 from jaxmem.planning._chain import Solution
-from jaxmem.planning._plan import Loop
+from jaxmem.planning._plan import Loop, place_of
 from jaxmem.planning._rates import DEAR, Rates
 from jaxmem.planning._simulate import simulate_block
 from jaxmem.program import Operation, Program
@@ -26,12 +26,13 @@ _OVERLAP = 0.5  # of the time of a body: how much of it copies to and from the h
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopOption:
     """One way to run a scan: bytes of its residuals, on the device and on the host, and inside its
-    derivative, and what its backward pass runs again in all iterations, with its price
-    (`Rates.price`)."""
+    derivative, the place where those peak, and what its backward pass runs again in all
+    iterations, with its price (`Rates.price`)."""
 
     loop: Loop | None
     residuals: int
     inside: int
+    place: tuple[int, ...]
     flops: int = 0
     moved: int = 0
     seconds: float = 0.0
@@ -71,6 +72,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
                     loop,
                     each * stacked + segments * carry * (segments > 1),
                     cost.peak,
+                    place_of(regions, cost.at),
                     operation.length * sum(body.kernels[k].flops * n for k, n in again),
                     operation.length * sum(body.kernels[k].moved * n for k, n in again),
                     operation.length * sum(seconds[k] * n for k, n in again),
@@ -108,8 +110,8 @@ def _offloaded(
 
 def _plain(body: Program, residuals: int) -> LoopOption:
     """A scan as JAX differentiates it, and stacks what its derivative reads."""
-    peak = simulate_block(body, 0, len(body.kernels), frozenset()).peak
-    return LoopOption(None, residuals, peak)
+    cost = simulate_block(body, 0, len(body.kernels), frozenset())
+    return LoopOption(None, residuals, cost.peak, (cost.at,))
 
 
 def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:

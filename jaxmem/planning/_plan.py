@@ -29,6 +29,15 @@ class Region:
     regions: "tuple[Region, ...]" = ()
 
 
+def place_of(regions: tuple[Region, ...], kernel: int) -> tuple[int, ...]:
+    """A kernel's number, and the first and the last of the innermost region that it is in."""
+    for region in regions:
+        if region.start <= kernel < region.stop:
+            inside = place_of(region.regions, kernel)
+            return inside if len(inside) > 1 else (kernel, region.start, region.stop - 1)
+    return (kernel,)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
     """A `scan`, whose body is recomputed in the backward pass but for the values ``saved`` of it;
