@@ -30,10 +30,10 @@ def _picked(step: _jax.Step, operand: jax.Array, indices: jax.Array) -> jax.Arra
         operand, indices = primals
         axis = _jax.picked_axis(step.equation)
         assert axis is not None
-        if step.equation.params["mode"] == jax.lax.GatherScatterMode.CLIP:
-            indices = jnp.clip(indices, 0, operand.shape[axis] - 1)
         # Wide enough for the numbers of all elements.
         indices = indices.astype(jnp.promote_types(indices.dtype, np.int32))
+        if step.equation.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+            indices = jnp.clip(indices, 0, operand.shape[axis] - 1)
         numbers = jax.lax.broadcasted_iota(indices.dtype, operand.shape, axis)
         rows = (*operand.shape[:axis], 1, *operand.shape[axis + 1 :])
         here = numbers == indices.reshape(rows)

@@ -29,7 +29,9 @@ def by_first_axis(x, at):
 
 
 def by_clipping(x, at):
-    return jnp.take_along_axis(x, 3 * at[:, None], -1, mode="clip")[:, 0]
+    return jnp.take_along_axis(x, at[:, None], -1, mode="clip")[:, 0] + jnp.take_along_axis(
+        x, 3 * at[:, None], -1, mode="clip"
+    ).sum(-1)
 
 
 def out_of_range(x, at):
@@ -128,6 +130,18 @@ def test_other_gathers_are_xlas(form):
 def test_integers_are_picked():
     x = jnp.arange(ROWS * LENGTH).reshape(ROWS, LENGTH)
     np.testing.assert_array_equal(jaxmem.remat(by_take)(x, labels()), by_take(x, labels()))
+
+    def loss(x, at):
+        return jnp.sum(jnp.sin(x) * by_take(jnp.argsort(x * x), at)[:, None])
+
+    x, at = x_of(5), labels(6)
+    np.testing.assert_allclose(jax.grad(jaxmem.remat(loss))(x, at), jax.grad(loss)(x, at))
+
+
+def test_narrow_integers_are_clipped():
+    x = jax.random.normal(jax.random.key(7), (ROWS, 300))
+    loss, at = loss_of(by_clipping), jnp.array([-100, 3, 40, 100, 127, -1], jnp.int8)
+    np.testing.assert_allclose(jax.grad(jaxmem.remat(loss))(x, at), jax.grad(loss)(x, at))
 
 
 def test_no_zeros_are_in_memory():
