@@ -159,6 +159,23 @@ class _Emission:
                 wanted.update(kernel.sources)
         return False
 
+    def tied(self, region: Region, reads: Sequence[int]) -> list[int]:
+        """The parameters that a region's matmuls read, and the latest value that it reads: the
+        backward pass goes on from their cotangents once all are there. Without that, XLA may leave
+        gradients of parameters for later, and hold what they are made from.
+
+        Not where there are convolutions: a barrier among their cotangents costs copies, since XLA
+        chooses the layouts on both sides of it apart, and more than it spares.
+        """
+        kernels = self.program.kernels[region.start : region.stop]
+        names = {self.flat.steps[index].primitive for k in kernels for index in k.operations}
+        if "dot_general" not in names or "conv_general_dilated" in names:
+            return []
+        active = [value for value in reads if self.program.active[value]]
+        parameters = [value for value in active if value < self.program.input_count]
+        latest = max(active, key=lambda value: self.program.made[value], default=-1)
+        return [*parameters, latest] if parameters and latest not in parameters else []
+
     def checkpointed(
         self,
         region: Region,
@@ -173,6 +190,8 @@ class _Emission:
 
         def run(*operands):
             inner = dict(zip(reads, operands, strict=True))
+            tied = self.tied(region, reads)
+            inner.update(zip(tied, _jax.back_together([inner[v] for v in tied]), strict=True))
             made = [v for v in reads if v >= self.program.input_count and self.program.active[v]]
             inner.update(zip(made, _jax.together([inner[v] for v in made]), strict=True))
             for value in inner.keys() & set(offloaded):

@@ -360,6 +360,11 @@ def together(values: Sequence[Any]) -> list[Any]:
     return _together.bind(*values) if values else []
 
 
+def back_together(values: Sequence[Any]) -> list[Any]:
+    """The values as they are; of their cotangents none is there before all are."""
+    return _back_together.bind(*values)
+
+
 def after(value: Any, other: Any) -> Any:
     """The value, which is not there before ``other`` is; cotangents are none of it."""
     return _after.bind(value, other)[0]
@@ -389,6 +394,30 @@ def _needed_together(used: list[bool], *rest):
 
 _together, _after = _barrier("together"), _barrier("after")
 partial_eval.dce_rules[_together] = _needed_together
+
+
+def _transpose_together(cotangents: Sequence, *_):
+    there = [cotangent for cotangent in cotangents if type(cotangent) is not ad.Zero]
+    made = iter(together(there))
+    return [c if type(c) is ad.Zero else next(made) for c in cotangents]
+
+
+# A primitive, since only a primitive can say how it is transposed.
+_back_together = Primitive("back_together")
+_back_together.multiple_results = True
+_back_together.def_impl(lambda *values: list(values))
+_back_together.def_abstract_eval(lambda *values: values)
+ad.primitive_jvps[_back_together] = lambda values, tangents: (
+    list(values),
+    _back_together.bind(*map(ad.instantiate_zeros, tangents)),
+)
+ad.primitive_transposes[_back_together] = _transpose_together
+batching.primitive_batchers[_back_together] = lambda values, axes: (
+    _back_together.bind(*values),
+    axes,
+)
+mlir.register_lowering(_back_together, lambda _, *values: list(values))
+partial_eval.dce_rules[_back_together] = _needed_together
 
 
 def result_of(primitive, avals: Sequence[Any], parameters: dict) -> Any:
