@@ -14,6 +14,7 @@ import pytest
 
 import jaxmem
 from jaxmem import _jax
+from jaxmem._emit import _Emission
 from jaxmem._problem import Problem
 from jaxmem.memory._hlo import Work
 from jaxmem.planning import Rates
@@ -70,6 +71,64 @@ def test_what_is_projected_a_little_too_large_is_tried_last(monkeypatch):
     monkeypatch.setattr(_Compiled, "report", report)
     plan = jaxmem.plan(tanh_chain, *SHAPES, budget=budget, target="h200", compilations=20)
     assert plan.compiled_bytes <= budget < plan.projected_bytes
+
+
+def test_gradients_of_parameters_are_made_in_their_regions_turn(monkeypatch):
+    """XLA would make some of them later, and hold hidden layers until then."""
+    batch, length, width, heads = 8, 512, 256, 4
+
+    def normalized(x):
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)).astype(x.dtype)
+
+    def loss(layers, x):
+        for weights in layers:
+            qkv, out, up, down = (leaf.astype(x.dtype) for leaf in weights)
+            parts = (normalized(x) @ qkv).reshape(batch, length, 3, heads, -1)
+            mixed = jax.nn.dot_product_attention(*jnp.moveaxis(parts, 2, 0))
+            x = x + mixed.reshape(x.shape) @ out
+            x = x + jax.nn.gelu(normalized(x) @ up) @ down
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    layer = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    args = [layer] * 8, jax.ShapeDtypeStruct((batch, length, width), "bfloat16")
+    plain = jaxmem.plan(loss, *args, compilations=0).plain_bytes
+    plans = [
+        jaxmem.plan(loss, *args, budget=int(share * plain), target="h200", compilations=0)
+        for share in (0.33, 0.36)
+    ]
+
+    def reports():
+        for plan in plans:
+            options = plan.compiler_options
+            yield compiled(plan.apply(loss), *args, compiler_options=options, timeline=False)
+
+    in_turn = list(reports())
+    monkeypatch.setattr(_Emission, "tied", lambda self, region, reads: [])
+    later = list(reports())
+    for one, other in zip(in_turn, later, strict=True):
+        assert one.device < other.device  # 242 and 259, 259 and 264 MiB
+        assert one.moved < 1.005 * other.moved
+
+
+def test_gradients_of_convolutions_are_not_tied():
+    """A barrier there costs copies: XLA chooses layouts apart on both sides of it."""
+
+    def loss(make, params, x):
+        for w in params:
+            x = jnp.tanh(make(x, w))
+        return jnp.sum(x)
+
+    def convolve(x, w):
+        return jax.lax.conv_general_dilated(x, w[:, :, None], (1,), "SAME")
+
+    def tied(make):
+        fun = jaxmem.remat(functools.partial(loss, make))
+        jaxpr = jax.make_jaxpr(fun)([jnp.ones((1, 1))] * 6, jnp.ones((1, 1, 1)))
+        return "back_together" in str(jaxpr)
+
+    assert tied(jnp.matmul) and not tied(convolve)
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
