@@ -362,7 +362,7 @@ def together(values: Sequence[Any]) -> list[Any]:
 
 def back_together(values: Sequence[Any]) -> list[Any]:
     """The values as they are; of their cotangents none is there before all are."""
-    return _back_together.bind(*values)
+    return _back_together.bind(*values) if values else []
 
 
 def after(value: Any, other: Any) -> Any:
