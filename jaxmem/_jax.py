@@ -337,13 +337,11 @@ def picked_axis(equation: JaxprEqn) -> int | None:
     if len(numbers.start_index_map) != 1 or set(equation.params["slice_sizes"]) != {1}:
         return None
     axis = int(numbers.start_index_map[0])
-    rows = [int(numbers) for numbers in numbers.operand_batching_dims]
-    alone = {at for at, size in enumerate(shape) if size == 1}
-    in_order = all(
-        list(dims) == sorted(dims) for dims in (rows, numbers.start_indices_batching_dims)
-    )
-    every = alone.union(rows, [axis]) == set(range(len(shape)))
-    return axis if in_order and every and indices.size * shape[axis] == operand.size else None
+    rows, of_rows = map(list, (numbers.operand_batching_dims, numbers.start_indices_batching_dims))
+    in_order = rows == sorted(rows) and of_rows == sorted(of_rows)
+    others = {at for at, size in enumerate(shape) if size > 1} - {axis}
+    one_each = others <= set(rows) and indices.size * shape[axis] == operand.size
+    return axis if in_order and one_each else None
 
 
 def checkpoint_like(step: Step, fun: Callable, operands: Sequence[Any]) -> list[Any]:
