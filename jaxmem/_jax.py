@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -269,6 +270,50 @@ def scan_residuals(equation: JaxprEqn) -> list[Any]:
 def is_region(equation: JaxprEqn) -> bool:
     """Whether it is a `jax.checkpoint` of the user's own."""
     return equation.primitive.name in _REGIONS
+
+
+# Primitives of JAX whose transpose is the user's own function.
+_OWN_TRANSPOSES = frozenset({"custom_lin", "custom_transpose_call", "linear_call"})
+_linear_rules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def has_linear_rule(equation: JaxprEqn) -> bool:
+    """Whether the rule of a `jax.custom_jvp` equation is transposed by rules of JAX's own alone,
+    which are linear in the cotangent. Rules of the user's own (`linear_call`, primitives that come
+    from elsewhere) need not be."""
+    key = getattr(equation.params["call_jaxpr"], "jaxpr", equation.params["call_jaxpr"])
+    if key not in _linear_rules:
+        avals = [variable.aval for variable in equation.invars]
+        moving = [at for at, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+        def along(*operands):
+            def moved(*chosen):
+                filled = list(operands)
+                for at, value in zip(moving, chosen, strict=True):
+                    filled[at] = value
+                parameters = equation.primitive.get_bind_params(equation.params)
+                return equation.primitive.bind(*filled, **parameters)
+
+            chosen = tuple(operands[at] for at in moving)
+            return jax.jvp(moved, chosen, chosen)
+
+        structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        with equation.ctx.manager:
+            _linear_rules[key] = _transposed_by_jax(jax.make_jaxpr(along)(*structs).jaxpr)
+    return _linear_rules[key]
+
+
+def _transposed_by_jax(jaxpr) -> bool:
+    for equation in jaxpr.eqns:
+        transpose = ad.primitive_transposes.get(equation.primitive)
+        while isinstance(transpose, functools.partial):
+            transpose = transpose.func
+        own = transpose is None or transpose.__module__.partition(".")[0] == "jax"
+        if not own or equation.primitive.name in _OWN_TRANSPOSES:
+            return False
+        if not all(map(_transposed_by_jax, inner_jaxprs(equation))):
+            return False
+    return True
 
 
 def _closed(jaxpr):

@@ -2,7 +2,7 @@
 
 import math
 
-from jaxmem._jax import inner_jaxprs, picked_axis
+from jaxmem._jax import has_linear_rule, inner_jaxprs, picked_axis
 
 # XLA fuses these into their consumers or producers: recomputing one costs no FLOPs worth counting
 # and no trip to memory of its own. What is not listed here (matmul, convolution, gather, sort,
@@ -35,9 +35,17 @@ _DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_
 
 
 def is_fused(equation) -> bool:
-    """Whether XLA computes the operation inside its neighbours' kernels."""
+    """Whether XLA computes the operation inside its neighbours' kernels, and a plan may do so too.
+
+    A fused operation is copied into every kernel that reads it, and each copy is differentiated
+    with its part of the cotangent. The parts add up to what plain JAX has only where the rule of
+    the derivative is linear in the cotangent. A `jax.custom_vjp` need not be (gradient clipping,
+    quantisation), so none of them is ever copied.
+    """
     name = equation.primitive.name
-    if name in (*_DIFFERENTIATED_CALLS, "jit", "pjit"):
+    if name == "custom_jvp_call" and not has_linear_rule(equation):
+        return False
+    if name in ("custom_jvp_call", "jit", "pjit"):
         return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
     return name in _FUSED or is_pick(equation)
 
