@@ -55,13 +55,9 @@ def _picking(step: _jax.Step, operand: jax.Array) -> jax.Array:
 
     def picking(operand, tangent):
         best, *others = _elements(operand, -np.inf if largest else np.inf, **parameters)
-        seen, *others_inside = _inside(operand.shape, **parameters)
         place = jnp.zeros(best.shape, np.int8)
-        for number, (element, inside) in enumerate(zip(others, others_inside, strict=True), 1):
+        for number, element in enumerate(others, 1):
             stays = best >= element if largest else best <= element
-            if not seen.all():
-                stays &= seen  # what pads the operand has no cotangent
-            seen = seen | inside
             best = jnp.where(stays, best, element)
             place = jnp.where(stays, place, np.int8(number))
         along = enumerate(_elements(tangent, 0.0, **parameters))
@@ -77,21 +73,6 @@ def _picking(step: _jax.Step, operand: jax.Array) -> jax.Array:
         return pooled(*primals), along
 
     return pooled(operand)
-
-
-def _inside(shape, *, window_dimensions, window_strides, padding, **_: Any) -> Iterator[np.ndarray]:
-    """For each place in a window whether all windows have it in the operand, not in what pads it;
-    of length 1 along axes that are not padded."""
-    axes: list[list[np.ndarray]] = []
-    for axis, (length, size, stride) in enumerate(
-        zip(shape, window_dimensions, window_strides, strict=True)
-    ):
-        low, high = padding[axis]
-        starts = np.arange(0, low + length + high - size + 1, stride) if low or high else low
-        along = np.reshape(starts, [-1 if at == axis else 1 for at in range(len(shape))])
-        axes.append([(low <= along + at) & (along + at < low + length) for at in range(size)])
-    for place in itertools.product(*axes):
-        yield functools.reduce(np.logical_and, place)
 
 
 def _elements(

@@ -6,7 +6,6 @@ may be one buffer, one of them through a bitcast: such a program computes other 
 """
 
 import re
-from collections.abc import Iterator
 
 from jaxmem.memory._hlo import CALLED, SHAPE, computations_of, operands_of, operation_of
 
