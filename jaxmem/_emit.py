@@ -92,7 +92,8 @@ class _Emission:
             v for v in values
             if program.active[v] and program.made[v] <= stop < program.last_used[v]
         ]  # fmt: skip
-        passed = jax.lax.optimization_barrier([_array(values[value]) for value in parted])
+        passed = _jax.together([_array(values[value]) for value in parted])
+        passed = _jax.back_together(passed)
         values.update(zip(parted, passed, strict=True))
 
     def outputs(self, values: dict[int, Any]) -> list[Any]:
@@ -215,15 +216,8 @@ class _Emission:
             self.within.pop()
             return [inner[value] for value in keeps]
 
-        policies, saved = jax.checkpoint_policies, list(map(self.name, region.saved))
-        policy = policies.save_only_these_names(*saved)
-        if offloaded:
-            policy = policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=saved,
-                names_which_can_be_offloaded=list(map(self.name, offloaded)),
-                offload_src="device",
-                offload_dst="pinned_host",
-            )
+        names = (frozenset(map(self.name, values)) for values in (region.saved, offloaded))
+        policy = _jax.NamePolicy(*names)
         wrapped = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
         values.update(zip(keeps, wrapped(*[values[value] for value in reads]), strict=True))
 

@@ -66,7 +66,7 @@ def remat_policy(
         allowed = Allowed.parse(budget, reserved, target, "dp")
         return _within(Problem(fun, args, kwargs, argnums, open_regions=True), allowed)
 
-    def policy(primitive, *avals, **parameters) -> bool:
+    def policy(primitive, /, *avals, **parameters) -> bool:
         if primitive.name not in CONTRACTIONS:
             return False
         gpu = _gpu(
@@ -79,7 +79,7 @@ def remat_policy(
         seconds = max(work / gpu.flops_per_second(avals[0].dtype), moved / gpu.memory_bandwidth)
         return seconds >= _DEAR * written / gpu.memory_bandwidth
 
-    return policy
+    return _jax.OperationPolicy(policy)
 
 
 def _within(problem: Problem, allowed: Allowed) -> Callable[..., bool]:
@@ -134,10 +134,10 @@ def _within(problem: Problem, allowed: Allowed) -> Callable[..., bool]:
         )
     chosen = frozenset(ranked[:count])
 
-    def policy(primitive, *avals, **_) -> bool:
+    def policy(primitive, /, *avals, **_) -> bool:
         return (primitive.name, *map(type_of, avals)) in chosen
 
-    return policy
+    return _jax.OperationPolicy(policy)
 
 
 def _kind(step: _jax.Step) -> tuple:

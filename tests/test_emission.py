@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 import jaxmem
 from jaxmem import _jax
@@ -198,3 +200,149 @@ def test_a_loop_does_not_keep_what_the_program_around_it_saves():
     region = Region(0, len(program.kernels), tuple(values - {program.kernels[scan].residuals}))
     plan = plan_of(loss, (w, x), region, loops=[Loop(scan)])
     assert (5, 16, 8) not in kept(plan.apply(loss), w, x)
+
+
+# ---- cotangents that are not there
+
+
+def test_values_whose_cotangents_are_absent():
+    """A region's matmul reads parameters that are not differentiated, or whose result is dead."""
+
+    def loss(w, frozen, x):
+        h = jnp.tanh(x @ w)
+        dead = jnp.mean(jnp.argmax(h @ frozen, -1) == 0)
+        side = jnp.sin(jax.lax.stop_gradient(h) @ frozen)
+        return jnp.sum(jnp.tanh(h @ w) * side), (dead, side @ w)
+
+    w, frozen, x = (jax.random.normal(jax.random.key(i), (4, 4)) for i in range(3))
+    count = len(read_program(_jax.flatten(loss, [w, frozen, x])).kernels)
+    for first in range(count):
+        for last in range(first + 1, count + 1, 3):
+            planned = plan_of(loss, (w, frozen, x), Region(first, last)).apply(loss)
+            for fun in (lambda f: jax.grad(f, has_aux=True)(w, frozen, x)[0],
+                        lambda f: jax.grad(lambda w: f(w, frozen, x)[0])(w)):  # fmt: skip
+                np.testing.assert_allclose(fun(planned), fun(loss), rtol=1e-10, atol=1e-12)
+
+
+def test_cotangents_that_pass_together_may_be_absent():
+    def fun(a, b, c):
+        a, b, c = _jax.back_together([a, b * 2, c])
+        return jnp.sum(a), b, c
+
+    x, whole = jnp.arange(3.0), jnp.arange(3)
+    for wrapped in (fun, jax.checkpoint(fun), jax.jit(fun)):
+        gradient = jax.grad(lambda *args: wrapped(*args)[0], (0, 1))(x, x, whole)  # noqa: B023
+        np.testing.assert_array_equal(gradient[0], 1.0)
+        np.testing.assert_array_equal(gradient[1], 0.0)
+
+
+# ---- inside shard_map
+
+
+def scanned(w, x):
+    def body(h, _):
+        return jnp.tanh(h @ w), jnp.sum(jax.nn.relu(h))
+
+    h, sums = jax.lax.scan(body, x, length=4)
+    return jnp.sum(h**2) + jnp.sum(sums)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_scan_inside_shard_map(planner, check):
+    """One device is enough: values vary over its axis all the same."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def sharded(fun):
+        def local(w, x):
+            return jax.lax.psum(fun(w, x), "data")
+
+        specs = {"in_specs": (spec(), spec("data")), "out_specs": spec(), "check_vma": check}
+        return jax.jit(jax.grad(jax.shard_map(local, mesh=mesh, **specs)))
+
+    w, x = jax.random.normal(jax.random.key(0), (8, 8)), jnp.ones((4, 8))
+    planned = sharded(jaxmem.remat(scanned, planner=planner))
+    np.testing.assert_allclose(planned(w, x), sharded(scanned)(w, x), rtol=1e-12)
+
+
+# ---- JAX's newer jax.checkpoint, and operations with parameters of any name
+
+
+@pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
+def flag(request):
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", request.param)
+    yield request.param
+    jax.config.update("jax_remat3", before)
+
+
+def test_our_policy_saves_matmuls_and_convolutions(flag):
+    policy = jaxmem.remat_policy(target="h200")
+
+    def plain(w, k, x):
+        x = jnp.sin(x @ w)
+        return jnp.sin(jax.lax.conv(x.reshape(2, 64, 16, 16), k, (1, 1), "SAME")).sum()
+
+    args = jnp.ones((256, 256)) / 256, jnp.ones((64, 64, 3, 3)) / 576, jnp.ones((128, 256))
+    block = jax.checkpoint(plain, policy=policy)
+    assert kept(block, *args) == [(2, 64, 16, 16), (128, 256)]
+    gradients = (jax.grad(fun, (0, 1))(*args) for fun in (plain, block))
+    for one, other in zip(*gradients, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+def test_plans_keep_what_they_save(flag):
+    w, x = jnp.eye(8), jnp.ones((16, 8))
+    program = read_program(_jax.flatten(layers, [w, x]))
+    values = [value for kernel in program.kernels for value in kernel.results]
+    nothing = plan_of(layers, (w, x), Region(0, len(program.kernels)))
+    some = plan_of(layers, (w, x), Region(0, len(program.kernels), tuple(values[:3])))
+    assert len(kept(nothing.apply(layers), w, x)) == 0
+    assert 1 <= len(kept(some.apply(layers), w, x)) <= 3
+    np.testing.assert_allclose(
+        jax.grad(lambda w: some.apply(layers)(w, x).sum())(w),
+        jax.grad(lambda w: layers(w, x).sum())(w), rtol=1e-12,
+    )  # fmt: skip
+
+
+def test_the_users_own_regions_are_known(flag):
+    """To a policy for a loss, and to autocast."""
+
+    def loss(w, x):
+        for _ in range(4):
+            x = jax.checkpoint(lambda w, x: jnp.tanh(jnp.sin(x @ w) @ w))(w, x)
+        return jnp.sum(x**2)
+
+    w, x = jnp.eye(256) / 2, jnp.ones((512, 256))
+    policy = jaxmem.remat_policy(loss, w, x, budget="80MiB")
+    assert policy(jax.lax.dot_general_p, *[jax.typeof(value) for value in (x, w)])
+    np.testing.assert_allclose(
+        jax.grad(jaxmem.remat(loss))(w, x), jax.grad(loss)(w, x), rtol=1e-9, atol=1e-12
+    )
+    low = jax.grad(jaxmem.autocast(loss, "bf16"))(w, x)
+    np.testing.assert_allclose(low, jax.grad(loss)(w, x), rtol=0.1, atol=1.0)
+
+
+def test_parameters_of_an_operation_may_have_any_name():
+    """Equinox's operations have one that is called ``prim``."""
+    add = Primitive("add_with_prim")
+    add.def_impl(lambda x, *, prim: x + 1)
+    add.def_abstract_eval(lambda x, *, prim: x)
+    ad.deflinear2(add, lambda cotangent, x, **_: [cotangent])
+    mlir.register_lowering(add, lambda ctx, x, **_: [x])
+
+    def loss(w, x):
+        for _ in range(4):
+            x = add.bind(jnp.tanh(x @ w), prim=1)
+        return jnp.sum(x)
+
+    w, x = jnp.eye(8), jnp.ones((16, 8))
+    for planner in PLANNERS:
+        planned = jax.grad(jaxmem.remat(loss, planner=planner))
+        np.testing.assert_allclose(planned(w, x), jax.grad(loss)(w, x), rtol=1e-12)
+    count = len(read_program(_jax.flatten(loss, [w, x])).kernels)
+    planned = jax.grad(plan_of(loss, (w, x), Region(0, count)).apply(loss))
+    np.testing.assert_allclose(planned(w, x), jax.grad(loss)(w, x), rtol=1e-12)
+    policy = jax.checkpoint(loss, policy=jaxmem.remat_policy(target="h200"))
+    np.testing.assert_allclose(jax.grad(policy)(w, x), jax.grad(loss)(w, x), rtol=1e-12)
