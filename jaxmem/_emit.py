@@ -134,7 +134,7 @@ class _Emission:
                 self.flat.run([last], inside)
             for value in kernel.results:
                 if value in self.saved:
-                    named = checkpoint_name(inside[value], self.name(value))
+                    named = _named(inside[value], self.name(value))
                     values[value] = self.in_turn(value, named)
                 elif value != kernel.residuals:
                     values[value] = inside[value]
@@ -205,7 +205,7 @@ class _Emission:
             made = [v for v in reads if v >= self.program.input_count and self.program.active[v]]
             inner.update(zip(made, _jax.together([inner[v] for v in made]), strict=True))
             for value in inner.keys() & set(offloaded):
-                inner[value] = checkpoint_name(inner[value], self.name(value))
+                inner[value] = _named(inner[value], self.name(value))
             if made:
                 latest = max(made, key=lambda value: self.program.made[value])
                 costs = [self.costs(latest, each.region) for each in self.within]
@@ -258,6 +258,15 @@ class _Emission:
                 carry, stacked = jax.lax.scan(region, carry, pieces, loop.segments, reverse=reverse)
                 stacked = [x.reshape(length, *x.shape[2:]) for x in stacked]
         values.update(zip(step.outputs, [*carry, *stacked], strict=True))
+
+
+def _named(value: Any, name: str) -> Any:
+    """A value that policies know by a name. A complex one by its parts: JAX rounds what a region
+    saves to its own precision, which it cannot do to complex numbers."""
+    if not jnp.iscomplexobj(value):
+        return checkpoint_name(value, name)
+    parts = jnp.real(value), jnp.imag(value)
+    return jax.lax.complex(*(checkpoint_name(part, name) for part in parts))
 
 
 def _array(value: Any) -> Any:

@@ -236,6 +236,39 @@ def test_cotangents_that_pass_together_may_be_absent():
         np.testing.assert_array_equal(gradient[1], 0.0)
 
 
+def test_arrays_that_a_custom_rule_closes_over():
+    """They are constants of the program, and no region may take them for differentiated."""
+    table = jnp.arange(64.0).reshape(16, 4) / 64
+    rule = jax.custom_vjp(lambda x: x * table)
+    rule.defvjp(lambda x: (x * table, None), lambda _, g: (g * table,))
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + rule(x @ w)
+        return jnp.sum(x**2)
+
+    ws, x = [jnp.eye(4)] * 4, jnp.ones((16, 4))
+    for planner in PLANNERS:
+        actual = jax.grad(jaxmem.remat(loss, planner=planner))(ws, x)
+        for one, other in zip(actual, jax.grad(loss)(ws, x), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10)
+
+
+def test_complex_values_are_saved():
+    def loss(w, x):
+        for _ in range(4):
+            z = jnp.exp(1j * (x @ w))
+            z = z * jnp.conj(z) + jnp.fft.fft(z) ** 2
+            x = jnp.abs(z + 3)
+        return jnp.sum(x)
+
+    w, x = jnp.eye(4), jnp.ones((32, 4))
+    program = read_program(_jax.flatten(loss, [w, x]))
+    values = tuple(value for kernel in program.kernels for value in kernel.results)
+    plan = plan_of(loss, (w, x), Region(0, len(program.kernels), values))
+    np.testing.assert_allclose(jax.grad(plan.apply(loss))(w, x), jax.grad(loss)(w, x), rtol=1e-10)
+
+
 # ---- inside shard_map
 
 

@@ -7,6 +7,7 @@ for a peak P, a shortest path over the candidate cuts finds the least bytes to k
 region fits beside what is kept before it; a bisection finds the least P.
 """
 
+import functools
 import itertools
 
 import numpy as np
@@ -32,17 +33,21 @@ class Sqrt:
 
     def within(self, budget: int) -> Layout | None:
         """The least recompute whose projected peak is at most ``budget`` bytes, or None."""
+        if self.plain.peak <= budget:
+            return self.plain
         limit: float = budget
         for _ in range(_TRIES):
             ends = self.chain.least_recompute(limit)
             if ends is None:
-                return None
+                break
             layout = self.variant.layout(self.chain.regions(ends))
             if layout.peak <= budget:
                 return layout
             limit *= 0.99 * budget / layout.peak
-        return None
+        least = self.least()  # the chain's bytes are not the layout's: it may fit all the same
+        return least if least.peak <= budget else None
 
+    @functools.cache  # noqa: B019 (as long as the planner)
     def least(self) -> Layout:
         """The least projected peak."""
         ends = self.chain.least_recompute(self.chain.least_peak()) or []
