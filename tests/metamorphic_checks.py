@@ -5,6 +5,7 @@ one that is wrong, to see that the checks find it.
 """
 
 import dataclasses
+import functools
 import random
 import re
 import traceback
@@ -13,12 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import metamorphic_numpy
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from metamorphic import Program, program, smallest
 
 import jaxmem
-import metamorphic_numpy
-from metamorphic import Program, program, smallest
 
 PLANNERS = ("dp", "dots", "sqrt")
 # How far a gradient may be off, relative to its largest element. float64 is tight; the others
@@ -137,7 +138,7 @@ def same(p, expected, found, what, loose=1.0):
 
 def plain_result(p, fun=None):
     try:
-        result = by_numpy(fun or p, p)
+        result = by_numpy(fun, p) if fun else _plain_gradients(p)
     except Exception as error:
         raise Unusable(f"plain: {type(error).__name__}: {str(error)[:200]}") from error
     if not finite(result):
@@ -212,8 +213,8 @@ def kept_bytes(case, rng):
     plain_result(p)
 
     def kept(fun):
-        fun, arrays = metamorphic_numpy.on_arrays(lambda *a, **k: fun(*a, **k)[0], *args, **kwargs)
-        return jaxmem.residuals(fun, *arrays).total
+        loss, arrays = metamorphic_numpy.on_arrays(lambda *a, **k: fun(*a, **k)[0], *args, **kwargs)
+        return jaxmem.residuals(loss, *arrays).total
 
     plain, planned = kept(p), kept(case.planned())
     if planned > plain * 1.25 + 256:
@@ -279,7 +280,9 @@ def through_scan(case, rng):
             args, kwargs = p.arguments(params)
             return sum_ + planned(*args, **kwargs)[0], None
 
-        zero = jnp.zeros((), jax.eval_shape(lambda: p(*p.arguments()[0], **p.arguments()[1])[0]).dtype)
+        zero = jnp.zeros(
+            (), jax.eval_shape(lambda: p(*p.arguments()[0], **p.arguments()[1])[0]).dtype
+        )
         return jax.lax.scan(body, zero, stacked)[0]
 
     found = metamorphic_numpy.run(jax.grad(total), stacked)
@@ -323,7 +326,9 @@ def sharded(case, rng):
 
     def over(fun):
         def body(stacked):
-            return jax.tree.map(lambda x: x[None], _over_params(fun, p)(jax.tree.map(lambda x: x[0], stacked)))
+            return jax.tree.map(
+                lambda x: x[None], _over_params(fun, p)(jax.tree.map(lambda x: x[0], stacked))
+            )
 
         return jax.jit(
             jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check),
@@ -331,7 +336,9 @@ def sharded(case, rng):
         )
 
     expected = _or_unusable(lambda: over(p)(stacked))
-    same(p, expected, over(planned)(stacked), f"in shard_map (check_vma={check}, split={split})", 10)
+    same(
+        p, expected, over(planned)(stacked), f"in shard_map (check_vma={check}, split={split})", 10
+    )
 
 
 def of_jit(case, rng):
@@ -339,8 +346,11 @@ def of_jit(case, rng):
     p = case.program
     plain_result(p)
     one, two = (make_plan(p, case.planner, case.tightness, f) for f in (p, jax.jit(p)))
-    facts = [(q.plain_bytes, q.projected_bytes, len(q.regions), q.flops, q.recompute_flops) for q in (one, two)]
-    if facts[0] != facts[1]:
+    # Bytes of arrays that the function closes over are in one and not in the other.
+    facts = [
+        (len(q.regions), q.plain_bytes - q.projected_bytes, q.recompute_flops) for q in (one, two)
+    ]
+    if facts[0] != facts[1] and case.tightness is None:
         raise Mismatch(f"plans of f and jit(f): {facts[0]}, {facts[1]}")
     same(p, plain_result(p), by_numpy(one.apply(p), p), "plan of f")
     same(p, plain_result(p), by_numpy(two.apply(jax.jit(p)), p), "plan of jit(f)")
@@ -367,7 +377,6 @@ def with_identities(case, rng):
 def of_sums(case, rng):
     """The gradient of a planned sum is the sum of planned gradients."""
     p = case.program
-    expected = plain_result(p)
     halves = [p.replace(terms=p.terms[n::2] or p.terms[:1]) for n in range(2)]
 
     def total(*args, **kwargs):
@@ -375,7 +384,6 @@ def of_sums(case, rng):
         return sum(loss for loss, _ in results), results[0][1]
 
     plain = lambda *a, **k: (sum(q(*a, **k)[0] for q in halves), p(*a, **k)[1])  # noqa: E731
-    del expected
     # Rules that are not linear see the cotangents of each half alone, in both.
     planned = lambda *a, **k: case_sum(case, plain, p)(*a, **k)  # noqa: E731
     same(p, plain_result(p, plain), by_numpy(planned, p), "planned sum")
@@ -396,10 +404,13 @@ def nested(case, rng):
     expected = plain_result(p)
     inner = case.planned()
     other = rng.choice(PLANNERS)
-    for what, fun in (
-        ("remat of planned", jaxmem.remat(lambda *a, **k: inner(*a, **k), planner=other)),
-        ("checkpoint of planned", lambda *a, **k: jax.checkpoint(lambda *b: inner(*b, **k))(*a)),
-    ):
+
+    def in_region(*args, **kwargs):
+        fun, arrays = metamorphic_numpy.on_arrays(inner, *args, **kwargs)
+        return jax.checkpoint(fun)(*arrays)
+
+    remat = jaxmem.remat(lambda *a, **k: inner(*a, **k), planner=other)
+    for what, fun in (("remat of planned", remat), ("checkpoint of planned", in_region)):
         same(p, expected, by_numpy(fun, p), what)
 
 
@@ -434,10 +445,10 @@ def second(case, rng):
 
 
 CHECKS = [  # (share of programs, check)
-    (1.0, gradients), (0.25, types), (0.04, forward), (0.06, jitted), (0.06, kept_bytes),
-    (0.06, vmapped), (0.04, scanned), (0.04, through_scan), (0.06, linearized), (0.02, sharded),
-    (0.06, of_jit), (0.06, permuted), (0.06, with_dead_code), (0.06, with_identities),
-    (0.04, of_sums), (0.06, nested), (0.04, budgets), (0.03, second),
+    (1.0, gradients), (0.1, types), (0.02, forward), (0.04, jitted), (0.04, kept_bytes),
+    (0.02, vmapped), (0.02, scanned), (0.02, through_scan), (0.03, linearized), (0.01, sharded),
+    (0.03, of_jit), (0.03, permuted), (0.03, with_dead_code), (0.03, with_identities),
+    (0.02, of_sums), (0.03, nested), (0.015, budgets), (0.015, second),
 ]  # fmt: skip
 
 
@@ -512,6 +523,11 @@ def failure(check, case, seed, wrong, shrink=True):
 def checks_of(seed):
     rng = random.Random(f"checks {seed}")
     return [check for share, check in CHECKS if rng.random() < share]
+
+
+@functools.lru_cache(maxsize=1)
+def _plain_gradients(p):
+    return by_numpy(p, p)
 
 
 def run_seed(seed, apply=None, shrink=True, checks=None):

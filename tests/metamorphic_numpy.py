@@ -101,9 +101,7 @@ def _dot_general(x, y, *, dimension_numbers, preferred_element_type=None, **_):
     wide = np.result_type(preferred_element_type or x.dtype, np.float32)
     if np.issubdtype(x.dtype, np.integer) or x.dtype == bool:
         wide = np.int64
-    return np.einsum(
-        f"{''.join(ix)},{''.join(iy)}->{''.join(out)}", x.astype(wide), y.astype(wide)
-    )
+    return np.einsum(f"{''.join(ix)},{''.join(iy)}->{''.join(out)}", x.astype(wide), y.astype(wide))
 
 
 def _broadcast_in_dim(x, *_, shape, broadcast_dimensions, **__):
@@ -121,7 +119,9 @@ def _slice(x, *, start_indices, limit_indices, strides):
 def _pad(x, value, *, padding_config):
     shape = [lo + hi + n + max(n - 1, 0) * inner for n, (lo, hi, inner) in zip(x.shape, padding_config, strict=True)]  # fmt: skip
     # Written into an array wide enough for what negative padding cuts off.
-    wide = [n + max(-lo, 0) + max(-hi, 0) for n, (lo, hi, _) in zip(shape, padding_config, strict=True)]
+    wide = [
+        n + max(-lo, 0) + max(-hi, 0) for n, (lo, hi, _) in zip(shape, padding_config, strict=True)
+    ]
     out = np.full(wide, value, x.dtype)
     inside = tuple(
         slice(max(lo, 0), max(lo, 0) + max((n - 1) * (inner + 1) + 1, 0), inner + 1)
@@ -294,7 +294,9 @@ def _equation(eqn, args):
 
 
 def _array(x):
-    return x if jnp.issubdtype(getattr(x, "dtype", np.bool_), jax.dtypes.extended) else np.asarray(x)
+    return (
+        x if jnp.issubdtype(getattr(x, "dtype", np.bool_), jax.dtypes.extended) else np.asarray(x)
+    )
 
 
 def evaluate(jaxpr, consts, args):

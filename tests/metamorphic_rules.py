@@ -39,7 +39,9 @@ COTANGENTS = {  # what a rule makes of a cotangent; none of these is linear
     "fp8": lambda g: g.astype(jnp.float8_e5m2).astype(g.dtype),
     "threshold": lambda g: jnp.where(jnp.abs(g) > 0.01, g, 0),
     "square": lambda g: g * jnp.abs(g),
-    "clip_norm": lambda g: g * jnp.minimum(1, 0.05 / jnp.sqrt(jnp.sum(g * g) + 1e-6)).astype(g.dtype),
+    "clip_norm": lambda g: (
+        g * jnp.minimum(1, 0.05 / jnp.sqrt(jnp.sum(g * g) + 1e-6)).astype(g.dtype)
+    ),
 }
 
 BODIES = {
@@ -126,7 +128,9 @@ def symbolic_zeros(rng):
     fun.defvjp(fwd, bwd, symbolic_zeros=True)
     both = rng.random() < 0.5
     return f"custom_vjp[symbolic_zeros, both={both}]", (
-        lambda x: sum(fun(x, jnp.ones_like(x))) if both else fun(x, jnp.cos(lax.stop_gradient(x)))[0]
+        lambda x: (
+            sum(fun(x, jnp.ones_like(x))) if both else fun(x, jnp.cos(lax.stop_gradient(x)))[0]
+        )
     )
 
 
