@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (tables, one entry a line)
 """Random differentiable programs of the widest variety, for `test_metamorphic`.
 
 `program(seed)` is a `Program`: a list of statements over numbered values, so that it can be listed,
@@ -944,9 +945,10 @@ def do_pick(b):
         return lambda *args: jnp.where(jnp.isnan(y := fun(*args)), 0.5, y)
 
     if kind == 0:
-        fun = lambda x, y: (
-            -jnp.take_along_axis(jax.nn.log_softmax(x, -1), y[:, None], -1, mode=mode)[:, 0]
-        )
+
+        def fun(x, y):
+            return -jnp.take_along_axis(jax.nn.log_softmax(x, -1), y[:, None], -1, mode=mode)[:, 0]
+
         return b.emit(f"cross_entropy[{mode}]", finite(fun), i, labels)
     if kind == 1:
         return b.emit("x[arange, labels]", lambda x, y: x[jnp.arange(x.shape[0]), y], i, labels)

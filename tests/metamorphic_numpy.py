@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (tables, one entry a line)
 """Evaluates a jaxpr with NumPy, equation by equation.
 
 Compiling a random program takes a second, and its gradient op by op as long; this takes

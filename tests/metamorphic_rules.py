@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (tables, one entry a line)
 """Custom differentiation rules of every kind, as functions of one array that keep its shape.
 
 Each entry of `RULES` takes a `random.Random` and returns ``(text, function)``. A rule is *linear* if
