@@ -20,8 +20,9 @@ lint: $(VENV)/.ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-fuzz: $(VENV)/.ready  ## fifty times as many random programs under random plans
-	JAXMEM_FUZZ=20000 $(RUN) -m pytest -n 2 --dist worksteal tests/test_fuzz.py
+fuzz: $(VENV)/.ready  ## many more random programs under random plans, with seeds of the day
+	JAXMEM_FUZZ=20000 JAXMEM_DAY=$$(date +%Y%m%d) $(RUN) -m pytest -n 2 --dist worksteal \
+		tests/test_fuzz.py tests/test_aliasing.py tests/test_metamorphic.py
 
 bench: $(VENV)/.ready  ## every figure of the README, into benchmarks/results
 	for script in benchmarks/[a-z]*.py; do $(RUN) $$script || exit 1; done
