@@ -623,6 +623,22 @@ def varying(value: jax.Array, *others: Any) -> jax.Array:
     return jax.lax.pcast(value, tuple(sorted(axes)), to="varying") if axes else value
 
 
+def is_opaque(value) -> bool:
+    """Whether the elements of a constant cannot be looked at: a tracer, or random keys."""
+    return isinstance(value, jax.core.Tracer) or jnp.issubdtype(
+        getattr(value, "dtype", None) or np.result_type(value), jax.dtypes.extended
+    )
+
+
+def custom_function(equation: JaxprEqn) -> str:
+    """``name at file:line`` of the function that a custom_jvp or custom_vjp equation calls."""
+    for name in ("call_jaxpr", "fun_jaxpr"):
+        if name in equation.params:
+            inner = equation.params[name]
+            return str(getattr(inner, "jaxpr", inner).debug_info.func_src_info)
+    return ""
+
+
 def is_zero(tangent: Any) -> bool:
     """Whether a tangent is known to be zero when the rule of a `jax.custom_jvp` is traced."""
     return isinstance(tangent, SymbolicZero)
