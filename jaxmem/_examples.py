@@ -62,6 +62,16 @@ class Each:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Flat:
+    """As `Each`, of all elements in row-major order, whatever the shapes: in a slice of one example
+    the axis of the examples may be gone."""
+
+    outer: int
+    inner: int
+    growth: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Index:
     """The number of each example, from 0, along ``axis``: good for picking its own part only."""
 
@@ -90,7 +100,7 @@ class Unproved:
     why: str
 
 
-Kind = Free | Each | Index | Columns | Total | Unproved
+Kind = Free | Each | Flat | Index | Columns | Total | Unproved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +178,36 @@ def lies(kind: Each, shapes: tuple[Shape, Shape], sizes: tuple[int, int]) -> boo
     return here == tuple(kind.outer * size * kind.inner for size in sizes)
 
 
+def flat(kind: Kind, shapes: tuple[Shape, Shape], sizes: tuple[int, int]) -> Flat | None:
+    """A value by its elements in row-major order; None: it has no examples in order."""
+    if isinstance(kind, Flat):
+        return kind
+    if not isinstance(kind, Each):
+        return None
+    shape, outer, inner = shapes[0], kind.outer, kind.inner
+    if inner is None:
+        outer, (inner, rest) = 1, divmod(shape[kind.axis], sizes[0])
+        if rest:
+            return None
+    before, behind = math.prod(shape[: kind.axis]), math.prod(shape[kind.axis + 1 :])
+    return Flat(before * outer, inner * behind, kind.growth)
+
+
+def shaped(kind: Flat, shapes: tuple[Shape, Shape], sizes: tuple[int, int]) -> Kind | None:
+    """The kind of elements in row-major order in these shapes; None: one axis is not enough."""
+    one, two = shapes
+    if len(one) != len(two):
+        return kind
+    axes = [axis for axis, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
+    if len(axes) != 1:
+        return None
+    (axis,) = axes
+    inner, rest = divmod(kind.inner, math.prod(one[axis + 1 :]) or 1)
+    outer, more = divmod(one[axis], inner * sizes[0]) if inner else (0, 1)
+    found = Each(axis, outer, inner, kind.growth)
+    return found if not rest and not more and lies(found, shapes, sizes) else None
+
+
 def mean_growth(sizes: tuple[int, int]) -> float:
     """How many times larger ``1 / examples`` is for the batch."""
     return sizes[1] / sizes[0]
@@ -214,7 +254,13 @@ def results(operation: Operation) -> list[Kind]:
                 Unproved(f"it uses the place of an example in the batch ({operation.where})")
             ] * count
     if all(isinstance(kind, Free) for kind in operation.kinds):
-        return _of_free(operation)
+        number = _calculated(operation)
+        if number is not None:
+            return [number]
+        if all(one == two for one, two in operation.shapes):
+            return _of_free(operation)
+        kinds: list[Kind] = [_spread_out(operation, at) for at in range(len(operation.kinds))]
+        operation = dataclasses.replace(operation, kinds=kinds)
     moved = any(isinstance(kind, Free) and kind.moved for kind in operation.kinds)
     if moved and operation.name not in _RANDOM:
         why = "it uses a model state that each slice changes"
@@ -233,6 +279,9 @@ def results(operation: Operation) -> list[Kind]:
         *_SIZES.get(operation.name, ())
     ):
         return [operation.sized] * count
+    flats = any(isinstance(kind, Flat) for kind in operation.kinds)
+    if flats and operation.name not in ("gather", "reshape"):
+        return [operation.unknown] * count
     found = rule(operation)
     return found if isinstance(found, list) else [found] * count
 
@@ -245,9 +294,6 @@ def _of_free(op: Operation) -> list[Kind]:
     drawn = any(kind.drawn for kind in kinds)
     moved = any(kind.moved for kind in kinds) and op.name not in _RANDOM
     drawn = drawn or (op.name in _RANDOM and any(kind.moved for kind in kinds))
-    number = _calculated(op)
-    if number is not None:
-        return [number]
     if any(one != two for one, two in op.results):
         return [_spread(op, at, drawn) for at in range(len(op.results))]
     growths = [kind.growth for kind in kinds]
@@ -482,28 +528,17 @@ def _broadcast(op: Operation) -> Kind:
 
 def _reshape(op: Operation) -> Kind:
     """The axis of the result in which examples lie apart by as many elements as before."""
-    kind, (shape, _) = op.kinds[0], op.shapes[0]
+    kind = op.kinds[0]
     if op.params.get("dimensions") is not None:
         return op.unknown
-    inner = kind.inner
-    if inner is None:
-        inner, rest = divmod(shape[kind.axis], op.sizes[0])
-        if rest:
-            return op.mixes
-    apart = inner * math.prod(shape[kind.axis + 1 :])
-    one, two = op.results[0]
-    axes = [axis for axis, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
-    if len(one) != len(two) or len(axes) != 1:
+    elements = flat(kind, op.shapes[0], op.sizes)
+    found = None if elements is None else shaped(elements, op.results[0], op.sizes)
+    if found is None:
         return op.mixes
-    (axis,) = axes
-    behind = math.prod(one[axis + 1 :])
-    if apart == 0 or apart % behind or one[axis] % (apart // behind * op.sizes[0]):
-        return op.mixes
-    new = apart // behind
-    outer = one[axis] // (new * op.sizes[0])
-    if kind.inner is None and inner == new == outer == 1:
-        return op.each(axis, kind)
-    return op.each(axis, dataclasses.replace(kind, outer=outer, inner=new))
+    uniform = isinstance(kind, Each) and kind.inner is None and isinstance(found, Each)
+    if uniform and found.outer == found.inner == 1:
+        return dataclasses.replace(found, inner=None)
+    return found
 
 
 def _transpose(op: Operation) -> Kind:
@@ -694,6 +729,10 @@ def _windows(op: Operation) -> Kind:
 
 def _gather(op: Operation) -> Kind:
     (operand, indices), numbers = op.kinds, op.params["dimension_numbers"]
+    if not op.alike("slice_sizes"):
+        return _taken(op) or op.sized
+    if isinstance(indices, Flat):
+        return _taken(op) or op.mixes
     sizes = [step.equation.params["slice_sizes"] for step in op.steps]
     rank = len(op.results[0][0])
     rows = [axis for axis in range(rank) if axis not in numbers.offset_dims]  # those of indices
@@ -727,6 +766,46 @@ def _gather(op: Operation) -> Kind:
         return op.mixes
     windows = [at for at in range(len(op.shapes[0][0])) if at not in taken]
     return op.each(numbers.offset_dims[windows.index(operand.axis)], operand)
+
+
+def _taken(op: Operation) -> Kind | None:
+    """Of `jnp.take_along_axis` with one index a row: for one example it is another gather."""
+    operand, indices = op.kinds
+    axes = {_taken_axis(op, which) for which in (0, 1)}
+    if len(axes) != 1 or not op.alike("slice_sizes", "dimension_numbers"):
+        return None
+    (axis,) = axes
+    if axis is None or not isinstance(operand, Each) or operand.axis == axis:
+        return None
+    rows = flat(operand, op.results[0], op.sizes)
+    same = rows is not None and rows == flat(indices, op.shapes[1], op.sizes)
+    return op.each(operand.axis, operand) if same else None
+
+
+def _taken_axis(op: Operation, which: int) -> int | None:
+    """The axis along which a gather takes elements of each row, the indices being in the order of
+    the result; None: it takes something else."""
+    params = op.steps[which].equation.params
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    shape, of_indices = op.shapes[0][which], op.shapes[1][which]
+    result = op.results[0][which]
+    if len(numbers.start_index_map) != 1 or set(sizes) != {1} or len(result) != len(shape):
+        return None
+    axis = int(numbers.start_index_map[0])
+    rows = list(numbers.operand_batching_dims)
+    of_rows = list(numbers.start_indices_batching_dims)
+    rest = [at for at in range(len(of_indices) - 1) if at not in of_rows]
+    places = [at for at in range(len(result)) if at not in numbers.offset_dims]
+    fits = (
+        tuple(numbers.collapsed_slice_dims) == (axis,)
+        and rows == sorted(rows)
+        and of_rows == sorted(of_rows)
+        and all(shape[at] == 1 for at in range(len(shape)) if at != axis and at not in rows)
+        and [places[at] for at in rest] == [axis]
+        and all(result[at] == shape[at] for at in range(len(shape)) if at != axis)
+        and math.prod(of_indices) == math.prod(result)
+    )
+    return axis if fits else None
 
 
 def _picked(op: Operation) -> Kind | None:
@@ -768,6 +847,14 @@ def _dynamic_update_slice(op: Operation) -> Kind:
     if any(isinstance(kind, Free) and kind.value is None for kind in op.kinds[:2]):
         return op.mixes
     return op.each(common.axis, common)
+
+
+def _tile(op: Operation) -> Kind:
+    kind = op.kinds[0]
+    rank, reps = len(op.shapes[0][0]), tuple(op.params["reps"])
+    if len(reps) != rank:
+        return op.unknown
+    return op.each(kind.axis, dataclasses.replace(kind, outer=kind.outer * reps[kind.axis]))
 
 
 def _scatter(op: Operation) -> Kind:
@@ -860,6 +947,9 @@ def _special(op: Operation) -> Kind | None:
     return None
 
 
+_SCATTERS = ("scatter", *_SCATTER_ADD) + tuple(
+    f"scatter{dash}{name}" for dash in "-_" for name in ("max", "min", "mul", "sub")
+)
 _RANDOM = frozenset("random_bits random_fold_in random_seed random_split random_wrap".split())
 _PASSED = frozenset({"optimization_barrier", "device_put"})
 _MATRICES = frozenset("cholesky eigh householder_product lu qr svd triangular_solve".split())
@@ -869,13 +959,10 @@ _CODE = ("update_jaxpr",)
 _SIZES = {
     "broadcast_in_dim": ("shape", "sharding"),
     "dynamic_slice": ("slice_sizes",),
-    "gather": ("slice_sizes",),
     "reshape": ("new_sizes", "sharding"),
-    "scatter": ("update_jaxpr",),
-    "scatter-add": ("update_jaxpr",),
-    "scatter_add": ("update_jaxpr",),
+    **dict.fromkeys(_SCATTERS, ("update_jaxpr",)),
 }
-_OWN_PARAMETERS = frozenset({"slice", "split"})
+_OWN_PARAMETERS = frozenset({"gather", "slice", "split"})
 
 _RULES: dict[str, Callable[[Operation], Any]] = {
     **dict.fromkeys(
@@ -901,6 +988,7 @@ _RULES: dict[str, Callable[[Operation], Any]] = {
     "slice": _slice,
     "split": _split,
     "pad": _pad,
+    "tile": _tile,
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
     **dict.fromkeys(
@@ -909,7 +997,7 @@ _RULES: dict[str, Callable[[Operation], Any]] = {
     "gather": _gather,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
-    **dict.fromkeys(("scatter", *_SCATTER_ADD), _scatter),
+    **dict.fromkeys(_SCATTERS, _scatter),
     **dict.fromkeys(("random_bits", "random_split", "random_wrap", "random_unwrap"), _keyed),
 }  # fmt: skip
 

@@ -39,12 +39,14 @@ _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One equation of a flat jaxpr: operands are value numbers or literals."""
+    """One equation of a flat jaxpr: operands are value numbers or literals; ``callers`` are the
+    calls that it was inlined from, the innermost first."""
 
     equation: JaxprEqn
     inputs: tuple[int | Literal, ...]
     outputs: tuple[int, ...]
     name_stack: Any
+    callers: tuple[JaxprEqn, ...] = ()
 
     @property
     def uses(self) -> Iterator[int]:
@@ -58,7 +60,8 @@ class Step:
     @property
     def line(self) -> str:
         """``file:line (function)`` of the user's frame that made it."""
-        return _line(self.equation)
+        lines = map(_line, (self.equation, *self.callers))
+        return next((line for line in lines if line != "unknown"), "unknown")
 
 
 def _line(equation: JaxprEqn) -> str:
@@ -174,7 +177,7 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
         avals.append(variable.aval)
         return len(avals) - 1
 
-    def walk(jaxpr, numbers: dict, stack) -> list[int | Literal]:
+    def walk(jaxpr, numbers: dict, stack, callers=()) -> list[int | Literal]:
         def number(atom):
             return atom if isinstance(atom, Literal) else numbers[atom]
 
@@ -187,15 +190,14 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
             names = stack + equation.source_info.name_stack
             if inner is None:
                 made = tuple(map(new, equation.outvars))
-                steps.append(Step(equation, inputs, made, names))
+                steps.append(Step(equation, inputs, made, names, callers))
                 numbers.update(zip(equation.outvars, made, strict=True))
             else:
                 variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
                 constants = [new_const(value) for value in inner.consts]
                 start = len(steps)
-                results = walk(
-                    inner.jaxpr, dict(zip(variables, [*constants, *inputs], strict=True)), names
-                )
+                values = dict(zip(variables, [*constants, *inputs], strict=True))
+                results = walk(inner.jaxpr, values, names, (equation, *callers))
                 if opened:
                     regions.append((start, len(steps)))
                 numbers.update(zip(equation.outvars, results, strict=True))

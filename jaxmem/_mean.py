@@ -29,6 +29,7 @@ from jaxmem._examples import (
     agreed,
     close,
     constant,
+    flat,
     lies,
     mean_growth,
     results as plain_results,
@@ -154,40 +155,62 @@ class Walk:
 
     def kinds(self, given: Sequence[Kind]) -> list[Kind]:
         """Of its results, for those of its inputs."""
-        different = self.difference()
-        if different is not None:
-            return [different] * len(self.flats[0].outputs)
-        found: dict[int, Kind] = dict(enumerate([*self.consts, *given]))
-        names = {number: number for number in found}  # the slice's values by the batch's numbers
-        for steps in zip(*self.steps, strict=True):
-            kinds = [_read(found, names, *pair) for pair in _pairs(steps, "inputs")]
-            operation = Operation(
-                steps, kinds, self.shapes(steps, "inputs"), self.shapes(steps, "outputs"), self.sizes
-            )
-            made = self.results(operation)
-            found.update(zip(steps[0].outputs, made, strict=True))
-            names.update(zip(steps[1].outputs, steps[0].outputs, strict=True))
-        pairs = zip(*(flat.outputs for flat in self.flats), strict=True)
-        return [_read(found, names, *pair) for pair in pairs]
-
-    def difference(self) -> Unproved | None:
-        """Where the slice has another program."""
         whole, sliced = self.flats
-        same = len(whole.consts) == len(sliced.consts)
-        same = same and len(whole.outputs) == len(sliced.outputs)
-        for steps in zip(*self.steps, strict=False):
-            one, two = steps
-            if one.primitive != two.primitive or not _aligned(one, two):
-                return Unproved(f"its program is another for a slice ({one.primitive} at {one.line})")
-        same = same and len(self.steps[0]) == len(self.steps[1])
-        return None if same else Unproved("its program is another for a slice")
+        outputs = len(whole.outputs)
+        if len(whole.consts) != len(sliced.consts) or outputs != len(sliced.outputs):
+            return [_ANOTHER] * outputs
+        inputs = enumerate([*self.consts, *given])
+        found: dict[tuple[int, int], Kind] = {(number, number): kind for number, kind in inputs}
+        ones, twos = self.steps[0][::-1], self.steps[1][::-1]
+        while ones or twos:
+            same = bool(ones and twos) and _same_form(ones[-1], twos[-1])
+            if same and _is_known(found, ones[-1], twos[-1]):
+                self.step(found, ones.pop(), twos.pop())
+            elif ones and ones[-1].primitive in _SHAPES:
+                self.shape_alone(found, ones.pop(), 0)
+            elif twos and twos[-1].primitive in _SHAPES:
+                self.shape_alone(found, twos.pop(), 1)
+            else:
+                step = (ones or twos)[-1]
+                return [Unproved(f"{_ANOTHER.why} ({step.primitive} at {step.line})")] * outputs
+        pairs = zip(whole.outputs, sliced.outputs, strict=True)
+        return [_read(found, *pair) for pair in pairs]
 
-    def shapes(self, steps, which: str):
+    def step(self, found: dict, *steps: _jax.Step) -> None:
+        """One equation of both programs."""
+        kinds = [_read(found, *pair) for pair in _pairs(steps, "inputs")]
+        shapes, results = self.shapes(steps, "inputs"), self.shapes(steps, "outputs")
+        operation = Operation(steps, kinds, shapes, results, self.sizes)
+        found.update(zip(_pairs(steps, "outputs"), self.results(operation), strict=True))
+
+    def shape_alone(self, found: dict, step: _jax.Step, side: int) -> None:
+        """A change of shape that only one of the programs has: for one example it may be none."""
+        for pair, kind in list(found.items()):
+            if pair[side] != step.inputs[0]:
+                continue
+            (shapes,) = self.shapes(([pair[0]], [pair[1]]))
+            if step.primitive == "broadcast_in_dim" and side == 0:
+                after = tuple(self.flats[0].avals[step.outputs[0]].shape)
+                operation = Operation(
+                    (step, step), [kind], [shapes], [(after, shapes[1])], self.sizes
+                )
+                (made,) = plain_results(operation)
+            else:
+                made = flat(kind, shapes, self.sizes) or _ANOTHER
+            if not isinstance(made, Unproved):
+                found[step.outputs[0], pair[1]] = made
+                if side == 1:
+                    found[pair[0], step.outputs[0]] = found.pop((step.outputs[0], pair[1]))
+
+    def shapes(self, steps, which: str = ""):
+        """Of the operands or results of two steps, or of two lists of values."""
+
         def shape(flat, value):
             return tuple(flat.avals[value].shape if isinstance(value, int) else value.aval.shape)
 
         whole, sliced = self.flats
-        return [(shape(whole, one), shape(sliced, two)) for one, two in _pairs(steps, which)]
+        pairs = _pairs(steps, which) if which else zip(*steps, strict=True)
+        return [(shape(whole, one), shape(sliced, two)) for one, two in pairs]
 
     # ---- programs inside
 
@@ -323,7 +346,7 @@ class Walk:
         def trace(which: int) -> _jax.FlatJaxpr:
             def pushed(*values):
                 call, chosen = _call(operation, which, values, at)
-                tangents = jax.jvp(call, chosen, values[len(operation.kinds) :])[1]
+                tangents = jax.jvp(call, tuple(chosen), values[len(operation.kinds) :])[1]
                 return [tangents[index] for index in outputs]
 
             avals = _avals(operation, which)
@@ -504,16 +527,32 @@ def _pairs(steps, which: str):
     return zip(*(getattr(step, which) for step in steps), strict=True)
 
 
-def _aligned(one: _jax.Step, two: _jax.Step) -> bool:
-    return (len(one.inputs), len(one.outputs)) == (len(two.inputs), len(two.outputs))
+_ANOTHER = Unproved("its program is another for a slice")
 
 
-def _read(found: dict[int, Kind], names: dict[int, int], one: Any, two: Any) -> Kind:
+# Which for one example may be missing, or be there besides.
+_SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
+
+
+def _same_form(one: _jax.Step, two: _jax.Step) -> bool:
+    sizes = (len(one.inputs), len(one.outputs)), (len(two.inputs), len(two.outputs))
+    return one.primitive == two.primitive and sizes[0] == sizes[1]
+
+
+def _is_known(found: dict, one: _jax.Step, two: _jax.Step) -> bool:
+    """Whether the operands of two steps are the same values in both programs."""
+    return all(
+        pair in found if isinstance(pair[0], int) else not isinstance(pair[1], int)
+        for pair in zip(one.inputs, two.inputs, strict=True)
+    )
+
+
+def _read(found: dict[tuple[int, int], Kind], one: Any, two: Any) -> Kind:
     """The kind of an operand, which is the same value in both programs."""
-    if isinstance(one, int) and isinstance(two, int) and names.get(two) == one:
-        return found[one]
+    if isinstance(one, int) and isinstance(two, int):
+        return found.get((one, two), _ANOTHER)
     if isinstance(one, int) or isinstance(two, int):
-        return Unproved("its program is another for a slice")
+        return _ANOTHER
     return constant(one.val, two.val)
 
 
