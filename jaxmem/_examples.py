@@ -280,7 +280,7 @@ def results(operation: Operation) -> list[Kind]:
     ):
         return [operation.sized] * count
     flats = any(isinstance(kind, Flat) for kind in operation.kinds)
-    if flats and operation.name not in ("gather", "reshape"):
+    if flats and operation.name not in ("dot_general", "gather", "reshape"):
         return [operation.unknown] * count
     found = rule(operation)
     return found if isinstance(found, list) else [found] * count
@@ -675,6 +675,8 @@ def _pad(op: Operation) -> Kind:
 
 
 def _dot_general(op: Operation) -> Kind:
+    if any(isinstance(kind, Flat) for kind in op.kinds) or not op.alike():
+        return _dot_of_one(op) or op.sized
     contracted, batched = op.params["dimension_numbers"]
     growth = math.prod(kind.growth for kind in op.kinds)
     places: list[tuple[str, int] | None] = []
@@ -705,6 +707,30 @@ def _dot_general(op: Operation) -> Kind:
     if common is None or places[0] != places[1] or found[0][0] == "free":
         return op.mixes
     return Total(growth) if found[0][0] == "sum" else op.each(found[0][1], common)
+
+
+def _dot_of_one(op: Operation) -> Kind | None:
+    """Of a matmul whose first axis, that of the batch, is gone for one example."""
+    left, right = (flat(kind, shapes, op.sizes) for kind, shapes in zip(op.kinds, op.shapes, strict=True))
+    if left is None or right is None or not op.alike("dimension_numbers"):
+        return None
+    (contracted, batched), (of_one, batched_of_one) = (
+        step.equation.params["dimension_numbers"] for step in op.steps
+    )
+    growth = left.growth * right.growth
+    for at, kind in enumerate((left, right)):
+        (size, *rest), alone = op.shapes[at]
+        fits = (
+            kind.outer == 1
+            and size == op.sizes[0]
+            and tuple(rest) == alone
+            and batched[at][:1] == (0,)
+            and tuple(batched[at][1:]) == tuple(axis + 1 for axis in batched_of_one[at])
+            and tuple(contracted[at]) == tuple(axis + 1 for axis in of_one[at])
+        )
+        if not fits:
+            return None
+    return Flat(1, math.prod(op.results[0][1]), growth)
 
 
 def _convolution(op: Operation) -> Kind:
@@ -962,7 +988,7 @@ _SIZES = {
     "reshape": ("new_sizes", "sharding"),
     **dict.fromkeys(_SCATTERS, ("update_jaxpr",)),
 }
-_OWN_PARAMETERS = frozenset({"gather", "slice", "split"})
+_OWN_PARAMETERS = frozenset({"dot_general", "gather", "slice", "split"})
 
 _RULES: dict[str, Callable[[Operation], Any]] = {
     **dict.fromkeys(

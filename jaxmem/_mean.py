@@ -11,6 +11,7 @@ walked too.
 """
 
 import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from jaxmem._examples import (
     lies,
     mean_growth,
     results as plain_results,
+    shaped,
 )
 
 
@@ -189,18 +191,17 @@ class Walk:
             if pair[side] != step.inputs[0]:
                 continue
             (shapes,) = self.shapes(([pair[0]], [pair[1]]))
-            if step.primitive == "broadcast_in_dim" and side == 0:
-                after = tuple(self.flats[0].avals[step.outputs[0]].shape)
-                operation = Operation(
-                    (step, step), [kind], [shapes], [(after, shapes[1])], self.sizes
-                )
-                (made,) = plain_results(operation)
-            else:
-                made = flat(kind, shapes, self.sizes) or _ANOTHER
-            if not isinstance(made, Unproved):
-                found[step.outputs[0], pair[1]] = made
-                if side == 1:
-                    found[pair[0], step.outputs[0]] = found.pop((step.outputs[0], pair[1]))
+            after = tuple(self.flats[side].avals[step.outputs[0]].shape)
+            new = (after, shapes[1]) if side == 0 else (shapes[0], after)
+            made: Kind | None = None
+            if math.prod(after) == math.prod(shapes[side]) and _keeps_order(step):
+                elements = flat(kind, shapes, self.sizes)
+                made = elements and shaped(elements, new, self.sizes)
+            elif side == 0 and len(after) == len(shapes[1]):  # what widens nothing for one example
+                (made,) = plain_results(Operation((step, step), [kind], [shapes], [new], self.sizes))
+            if made is not None and not isinstance(made, Unproved):
+                number = step.outputs[0]
+                found[(number, pair[1]) if side == 0 else (pair[0], number)] = made
 
     def shapes(self, steps, which: str = ""):
         """Of the operands or results of two steps, or of two lists of values."""
@@ -532,6 +533,17 @@ _ANOTHER = Unproved("its program is another for a slice")
 
 # Which for one example may be missing, or be there besides.
 _SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
+
+
+def _keeps_order(step: _jax.Step) -> bool:
+    """Whether a change of shape leaves the elements in row-major order."""
+    params = step.equation.params
+    axes = list(params.get("broadcast_dimensions", ()))
+    return axes == sorted(axes) and params.get("dimensions") in (None, *_squeezed(step))
+
+
+def _squeezed(step: _jax.Step) -> list[Any]:
+    return [step.equation.params["dimensions"]] if step.primitive == "squeeze" else []
 
 
 def _same_form(one: _jax.Step, two: _jax.Step) -> bool:
