@@ -328,9 +328,7 @@ def _spread(op: Operation, at: int, drawn: bool) -> Kind:
         alone = one[axis] == op.sizes[0] and two[axis] == op.sizes[1]
         numbers = Index(axis) if alone else None
         return numbers or Unproved(f"it uses the place of an example in the batch ({op.where})")
-    if op.name == "iota" or (
-        op.name == "broadcast_in_dim" and op.alike("shape", "sharding")
-    ):
+    if op.name == "iota" or (op.name == "broadcast_in_dim" and op.alike("shape", "sharding")):
         return op.each(axis, Each(axis, 1, None), at)
     return op.sized
 
@@ -374,7 +372,7 @@ def _calculated(op: Operation) -> Free | None:
         elif op.name == "div" and given[1] != 0:
             exact = jnp.issubdtype(dtype, jnp.integer)
             number = int(given[0] / given[1]) if exact else given[0] / given[1]
-        elif op.name in _ARITHMETIC and not (op.name in ("and", "or", "not") and dtype != bool):
+        elif op.name in _ARITHMETIC and not (op.name in ("and", "or", "not") and dtype != np.bool_):
             with np.errstate(all="ignore"):
                 number = _ARITHMETIC[op.name](*given).item()
         else:
@@ -490,7 +488,7 @@ def _linear(op: Operation) -> Kind:
         if beside and not (mean and all(close(kind.growth, 1) for kind in beside)):
             return op.bends
         return Total(growth)
-    if len(totals) != 1 or not isinstance(kinds[0], Total) and name not in ("mul", "dot_general"):
+    if len(totals) != 1 or (not isinstance(kinds[0], Total) and name not in ("mul", "dot_general")):
         return op.bends
     growths = [kind.growth for kind in kinds]
     if any(map(math.isnan, growths)) or (name == "div" and not op.inexact()):
@@ -535,9 +533,9 @@ def _reshape(op: Operation) -> Kind:
     found = None if elements is None else shaped(elements, op.results[0], op.sizes)
     if found is None:
         return op.mixes
-    uniform = isinstance(kind, Each) and kind.inner is None and isinstance(found, Each)
-    if uniform and found.outer == found.inner == 1:
-        return dataclasses.replace(found, inner=None)
+    uniform = isinstance(kind, Each) and kind.inner is None
+    if uniform and isinstance(found, Each) and found.outer == found.inner == 1:
+        return Each(found.axis, 1, None, found.growth)
     return found
 
 
@@ -696,9 +694,7 @@ def _dot_general(op: Operation) -> Kind:
             before = len(op.shapes[0][0]) - len(contracted[0]) - count if side else 0
             places.append(("free", count + before + free))
     own = [
-        dataclasses.replace(kind, axis=0, growth=growth)
-        for kind in kinds
-        if isinstance(kind, Each)
+        dataclasses.replace(kind, axis=0, growth=growth) for kind in kinds if isinstance(kind, Each)
     ]
     found = [place for place in places if place is not None]
     if len(found) == 1:
@@ -711,7 +707,9 @@ def _dot_general(op: Operation) -> Kind:
 
 def _dot_of_one(op: Operation) -> Kind | None:
     """Of a matmul whose first axis, that of the batch, is gone for one example."""
-    left, right = (flat(kind, shapes, op.sizes) for kind, shapes in zip(op.kinds, op.shapes, strict=True))
+    left, right = (
+        flat(kind, shapes, op.sizes) for kind, shapes in zip(op.kinds, op.shapes, strict=True)
+    )
     if left is None or right is None or not op.alike("dimension_numbers"):
         return None
     (contracted, batched), (of_one, batched_of_one) = (
@@ -764,9 +762,7 @@ def _gather(op: Operation) -> Kind:
     rows = [axis for axis in range(rank) if axis not in numbers.offset_dims]  # those of indices
     taken = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     axis = operand.axis if isinstance(operand, Each) else None
-    others = [
-        (a, b) for at, (a, b) in enumerate(zip(*sizes, strict=True)) if at != axis
-    ]
+    others = [(a, b) for at, (a, b) in enumerate(zip(*sizes, strict=True)) if at != axis]
     if any(a != b for a, b in others) or len(rows) != len(op.shapes[1][0]) - 1:
         return op.sized
     if isinstance(operand, Free):
@@ -840,7 +836,11 @@ def _picked(op: Operation) -> Kind | None:
     numbers = op.params["dimension_numbers"]
     if not isinstance(operand, Each) or (operand.outer, operand.inner) != (1, 1):
         return None
-    if not close(operand.growth, 1) or not op.alike() or operand.axis not in numbers.start_index_map:
+    if (
+        not close(operand.growth, 1)
+        or not op.alike()
+        or operand.axis not in numbers.start_index_map
+    ):
         return None
     at = numbers.start_index_map.index(operand.axis)
     own, rest = columns.parts[at], columns.parts[:at] + columns.parts[at + 1 :]
@@ -973,8 +973,9 @@ def _special(op: Operation) -> Kind | None:
     return None
 
 
-_SCATTERS = ("scatter", *_SCATTER_ADD) + tuple(
-    f"scatter{dash}{name}" for dash in "-_" for name in ("max", "min", "mul", "sub")
+_SCATTERS = (
+    *("scatter", *_SCATTER_ADD, "scatter-max", "scatter-min", "scatter-mul"),
+    *("scatter_max", "scatter_min", "scatter_mul"),
 )
 _RANDOM = frozenset("random_bits random_fold_in random_seed random_split random_wrap".split())
 _PASSED = frozenset({"optimization_barrier", "device_put"})

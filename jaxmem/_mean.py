@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxmem import _jax
 from jaxmem._examples import (
     Each,
+    Flat,
     Free,
     Index,
     Kind,
@@ -103,7 +104,7 @@ def _compared(whole, sliced, sizes: tuple[int, int], arguments: tuple) -> Proof:
     start = first + count
     state_numbers = range(start, start + len(state))
     new_state = whole.outputs[1 : 1 + len(state)]
-    given: list[Kind] = [Each(0)] * len(batch) + [Free()] * len(params)
+    given: list[Kind] = [*[Each(0)] * len(batch), *[Free()] * len(params)]
     for number, new in zip(state_numbers, new_state, strict=True):
         given.append(_of_state(whole.avals[number], changed=new != number))
     given += [Free(drawn=True)] * len(key)
@@ -178,8 +179,9 @@ class Walk:
         pairs = zip(whole.outputs, sliced.outputs, strict=True)
         return [_read(found, *pair) for pair in pairs]
 
-    def step(self, found: dict, *steps: _jax.Step) -> None:
+    def step(self, found: dict, one: _jax.Step, two: _jax.Step) -> None:
         """One equation of both programs."""
+        steps = one, two
         kinds = [_read(found, *pair) for pair in _pairs(steps, "inputs")]
         shapes, results = self.shapes(steps, "inputs"), self.shapes(steps, "outputs")
         operation = Operation(steps, kinds, shapes, results, self.sizes)
@@ -198,7 +200,9 @@ class Walk:
                 elements = flat(kind, shapes, self.sizes)
                 made = elements and shaped(elements, new, self.sizes)
             elif side == 0 and len(after) == len(shapes[1]):  # what widens nothing for one example
-                (made,) = plain_results(Operation((step, step), [kind], [shapes], [new], self.sizes))
+                (made,) = plain_results(
+                    Operation((step, step), [kind], [shapes], [new], self.sizes)
+                )
             if made is not None and not isinstance(made, Unproved):
                 number = step.outputs[0]
                 found[(number, pair[1]) if side == 0 else (pair[0], number)] = made
@@ -232,8 +236,9 @@ class Walk:
                 found[at] = operation.mixes
         return found
 
-    def inner(self, flats: Sequence[_jax.FlatJaxpr]) -> "Walk":
-        return Walk(*flats, self.sizes, self.differentiated)
+    def inner(self, flats: Sequence[Any]) -> "Walk":
+        whole, sliced = flats
+        return Walk(whole, sliced, self.sizes, self.differentiated)
 
     def called(self, operation: Operation) -> list[Kind]:
         """Of a program that is called as it is."""
@@ -301,9 +306,11 @@ class Walk:
         own = [kind for kind in kinds[one.carry.stop :] if isinstance(kind, Each)]
         common = agreed(own) if own else None
         rest = [*consts, *(kind for kind in kinds[one.carry.stop :] if kind not in own)]
-        alone = one.carry.start == one.carry.stop and common is not None and common.axis == 0
-        same = {**one.options, "length": 0} == {**two.options, "length": 0}
-        if not (alone and same and close(common.growth, 1)) or any(
+        alone = one.carry.start == one.carry.stop
+        alone = alone and {**one.options, "length": 0} == {**two.options, "length": 0}
+        if common is None or common.axis or not close(common.growth, 1):
+            return [operation.mixes] * len(operation.results)
+        if not alone or any(
             not isinstance(kind, Free) or not close(kind.growth, 1) or kind.moved for kind in rest
         ):
             return [operation.mixes] * len(operation.results)
@@ -410,33 +417,38 @@ def join(before: Kind, after: Kind, *, sizes: tuple[int, int]) -> Kind:
         before, after = after, before
     if isinstance(before, Free) and isinstance(after, Each | Total):
         mean = isinstance(after, Total) and close(after.growth, mean_growth(sizes))
-        fits = mean or isinstance(after, Each) and close(after.growth, 1)
+        fits = mean or (isinstance(after, Each) and close(after.growth, 1))
         if before.is_zero or (fits and close(before.growth, 1) and not before.moved):
             return after
     if isinstance(before, Each) and isinstance(after, Each):
         common = agreed([before, after])
         if common is not None and close(before.growth, after.growth):
             return common
-    if isinstance(before, Total) and isinstance(after, Total) and close(before.growth, after.growth):
+    if (
+        isinstance(before, Total)
+        and isinstance(after, Total)
+        and close(before.growth, after.growth)
+    ):
         return before
     return Unproved("a loop or a branch makes other things of its examples each time")
 
 
 def _of_slice(kind: Kind) -> Kind:
     """Of one slice along the first axis, which is not that of the examples."""
-    if isinstance(kind, Each | Index):
-        return type(kind)(kind.axis - 1) if isinstance(kind, Index) else _moved(kind, -1)
-    return kind
+    return _moved(kind, -1)
 
 
 def _stacked(kind: Kind) -> Kind:
+    return _moved(kind, 1)
+
+
+def _moved(kind: Kind, by: int) -> Kind:
+    """With the axis of the examples elsewhere."""
     if isinstance(kind, Each):
-        return _moved(kind, 1)
-    return Index(kind.axis + 1) if isinstance(kind, Index) else kind
-
-
-def _moved(kind: Each, by: int) -> Each:
-    return Each(kind.axis + by, kind.outer, kind.inner, kind.growth)
+        return Each(kind.axis + by, kind.outer, kind.inner, kind.growth)
+    if isinstance(kind, Index):
+        return Index(kind.axis + by)
+    return _ANOTHER if isinstance(kind, Flat) else kind
 
 
 def _tangent(kind: Kind, shapes) -> Kind:
@@ -448,12 +460,11 @@ def _tangent(kind: Kind, shapes) -> Kind:
 
 def _cotangent(kind: Kind, growth: float) -> Kind:
     """Of the cotangent of a value, which has this growth where the value has none."""
-    own = 1.0 if isinstance(kind, Unproved | Index) else getattr(kind, "growth", 1.0)
     if isinstance(kind, Each):
-        return Each(kind.axis, kind.outer, kind.inner, growth / own)
+        return Each(kind.axis, kind.outer, kind.inner, growth / kind.growth)
     if isinstance(kind, Free):
-        return Total(growth / own)
-    return Free(growth / own) if isinstance(kind, Total) else kind
+        return Total(growth / kind.growth)
+    return Free(growth / kind.growth) if isinstance(kind, Total) else _ANOTHER
 
 
 def _first_unlike(found: list[Kind], expected: list[Kind]) -> str | None:
@@ -467,9 +478,12 @@ def _unlike(found: Kind, expected: Kind) -> str | None:
         return found.why
     if isinstance(found, Free) and found.is_zero:
         return None
-    if type(found) is type(expected) and close(found.growth, expected.growth):
-        if not isinstance(found, Each) or agreed([found, expected]) is not None:
-            return None
+    if isinstance(found, Each) and isinstance(expected, Each):
+        same = agreed([found, expected]) is not None
+    else:
+        same = isinstance(found, Free | Total) and type(found) is type(expected)
+    if same and close(found.growth, expected.growth):  # type: ignore[union-attr]
+        return None
     return "its examples see one another, or it is not linear"
 
 
@@ -510,10 +524,11 @@ def _call(operation: Operation, which: int, values, at: list[int]) -> tuple[Call
 def _real(operation: Operation) -> tuple[list[int], list[int]]:
     """Which operands and which results of a call have derivatives."""
     equation = operation.steps[0].equation
-    return tuple(
+    operands, results = (
         [at for at, atom in enumerate(atoms) if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
         for atoms in (equation.invars, equation.outvars)
     )
+    return operands, results
 
 
 def _avals(operation: Operation, which: int) -> list[Any]:

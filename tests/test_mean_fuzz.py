@@ -203,9 +203,7 @@ APART = {
     "flat": lambda h, p, b: jnp.tanh(h.reshape(-1, WIDTH) @ p["w"][1]).reshape(h.shape),
     "length_first": lambda h, p, b: jnp.sin(h.swapaxes(0, 1) @ p["w"][2]).swapaxes(0, 1),
     "length_first_flat": lambda h, p, b: (
-        (h.swapaxes(0, 1).reshape(-1, WIDTH) @ p["w"][2])
-        .reshape(LENGTH, -1, WIDTH)
-        .swapaxes(0, 1)
+        (h.swapaxes(0, 1).reshape(-1, WIDTH) @ p["w"][2]).reshape(LENGTH, -1, WIDTH).swapaxes(0, 1)
     ),
     "recurrent": recurrent,
     "stacked": stacked,
@@ -226,8 +224,12 @@ APART = {
     "masked": lambda h, p, b: jnp.where(b["mask"][..., None], h, p["b"]),
     "scaled": lambda h, p, b: h * b["scale"][:, None, None],
     "vmapped": lambda h, p, b: jax.vmap(lambda x, s: jnp.tanh(x @ p["w"][0]) * s)(h, b["scale"]),
-    "vmapped_index": lambda h, p, b: h * jax.vmap(lambda x, i: x[i])(h, b["labels"] % LENGTH)[:, None],
-    "vmapped_write": lambda h, p, b: jax.vmap(lambda x, i: x.at[i].add(1.0))(h, b["labels"] % LENGTH),
+    "vmapped_index": lambda h, p, b: (
+        h * jax.vmap(lambda x, i: x[i])(h, b["labels"] % LENGTH)[:, None]
+    ),
+    "vmapped_write": lambda h, p, b: jax.vmap(lambda x, i: x.at[i].add(1.0))(
+        h, b["labels"] % LENGTH
+    ),
     "mapped": mapped,
     "soft": lambda h, p, b: soft(h),
     "straight": lambda h, p, b: straight(h) + h,
@@ -327,8 +329,11 @@ TOGETHER = {
     "segments": segments,
     "first": lambda h, p, b: h * h[:1],
     "shifted": lambda h, p, b: h.at[1:].multiply(h[:-1]),
-    "contrast": lambda h, p, b: jnp.einsum("atd,btd->ab", h, h) @ h.reshape(len(h), -1)[:, :1]
-    * jnp.ones((1, LENGTH * WIDTH)),
+    "contrast": lambda h, p, b: (
+        jnp.einsum("atd,btd->ab", h, h)
+        @ h.reshape(len(h), -1)[:, :1]
+        * jnp.ones((1, LENGTH * WIDTH))
+    ),
     "largest": lambda h, p, b: h / (1 + jnp.abs(h).max()),
     "softmax": lambda h, p, b: jax.nn.softmax(h, 0),
     "norm": lambda h, p, b: h / (1 + jnp.linalg.norm(h)),
@@ -347,8 +352,9 @@ TOGETHER = {
     "until_small": until_small,
     "cond": lambda h, p, b: jax.lax.cond(jnp.sum(h) > 0, jnp.sin, jnp.cos, h),
     "expert": lambda h, p, b: h * jnp.mean(h @ p["w"][0], (0, 1)),
-    "half_of_width": lambda h, p, b: h
-    * jnp.concatenate([h.reshape(-1, WIDTH)[1:], h.reshape(-1, WIDTH)[:1]]).reshape(h.shape),
+    "half_of_width": lambda h, p, b: (
+        h * jnp.concatenate([h.reshape(-1, WIDTH)[1:], h.reshape(-1, WIDTH)[:1]]).reshape(h.shape)
+    ),
     "scatter": lambda h, p, b: h.at[b["labels"] % 2].add(h),
     "cov": lambda h, p, b: h @ jnp.cov(h.reshape(-1, WIDTH).T),
 }
@@ -378,11 +384,12 @@ PARTS = {
     "hinge": lambda h, p, b: jax.nn.relu(1 - h[:, 0, 0] * (2.0 * b["mask"][:, 0] - 1)),
     "huber": lambda h, p, b: optax.huber_loss(h.mean(-1), 1.0 * b["mask"]),
     "cosine": lambda h, p, b: optax.cosine_distance(h[:, 0], h[:, 1], epsilon=1e-3),
-    "own_mean": lambda h, p, b: jnp.sum(h**2 * b["mask"][..., None], (1, 2))
-    / (1 + jnp.sum(b["mask"], 1)),
-    "by_index": lambda h, p, b: -jax.nn.log_softmax(h.mean(1) @ p["head"])[
-        jnp.arange(len(h)), b["labels"]
-    ],
+    "own_mean": lambda h, p, b: (
+        jnp.sum(h**2 * b["mask"][..., None], (1, 2)) / (1 + jnp.sum(b["mask"], 1))
+    ),
+    "by_index": lambda h, p, b: (
+        -jax.nn.log_softmax(h.mean(1) @ p["head"])[jnp.arange(len(h)), b["labels"]]
+    ),
     "one_hot": lambda h, p, b: optax.softmax_cross_entropy(
         h @ p["head"], jax.nn.one_hot(b["tokens"], CLASSES)
     ),
@@ -444,8 +451,9 @@ WEIGHTED = {
     "positions": lambda parts, p, b: jnp.mean(parts.T * jnp.linspace(0, 1, len(parts))),
     "clamped": lambda parts, p, b: jnp.minimum(jnp.mean(parts), 0.5),
     "branches": lambda parts, p, b: (jnp.mean if len(parts) > 4 else jnp.sum)(parts),
-    "through_stop": lambda parts, p, b: jnp.mean(parts)
-    / (1 + jax.lax.stop_gradient(jnp.mean(parts) ** 2)),
+    "through_stop": lambda parts, p, b: (
+        jnp.mean(parts) / (1 + jax.lax.stop_gradient(jnp.mean(parts) ** 2))
+    ),
     "mean_rounded": lambda parts, p, b: jnp.mean(parts) * jnp.round(jnp.mean(parts)),
     "first": lambda parts, p, b: jnp.mean(parts) + jnp.sum(parts[0]),
     "clipped": lambda parts, p, b: clipped(jnp.mean(parts)) + clipped(p["b"]).sum(),
@@ -473,6 +481,10 @@ def make(kind, draw):
     return loss, [*names, part, end]
 
 
+def cut(batch, each):
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, each, *leaf.shape[1:]), batch)
+
+
 def wrong(loss, reduction, size, parts):
     """How far the gradient of slices is from that of the batch."""
     derive, join = jax.value_and_grad(loss), {"mean": jnp.mean, "sum": jnp.sum}[reduction]
@@ -481,8 +493,7 @@ def wrong(loss, reduction, size, parts):
     def errors(params, batch):
         expected, found = derive(params, batch), []
         for each in parts:
-            cut = jax.tree.map(lambda leaf: leaf.reshape(-1, each, *leaf.shape[1:]), batch)
-            slices = jax.lax.map(lambda part: derive(params, part), cut)
+            slices = jax.lax.map(lambda part: derive(params, part), cut(batch, each))
             for one, two in zip(jax.tree.leaves(slices), jax.tree.leaves(expected), strict=True):
                 scale = 1e-9 + jnp.abs(two).max()
                 found.append(jnp.abs(join(one, 0) - two).max() / scale)
