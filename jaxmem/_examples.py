@@ -235,7 +235,7 @@ def constant(one: Any, two: Any) -> Kind:
 
 def valued(one: Any, two: Any) -> Free:
     """Of one known number in each trace."""
-    if one == two:
+    if one == two or (one != one and two != two):  # NaN too
         return Free(value=(one, two))
     return Free(growth=float(one / two) if two and one else math.nan, value=(one, two))
 
@@ -392,14 +392,14 @@ _LINEAR = frozenset(
     add_any broadcast_in_dim concatenate convert_element_type copy cumsum dynamic_slice gather
     imag mul name neg optimization_barrier pad real reduce_precision reduce_sum reshape rev
     select_n sharding_constraint slice split squeeze sub add stop_gradient transpose div
-    dot_general
+    dot_general stack unstack
     """.split()
 )
 # Of operands that grow with the batch the results grow as much.
 _HOMOGENEOUS = _LINEAR | {"integer_pow", "square", *_SCATTER_ADD}
 # Whose rules for examples do not look at the growth.
 _LINEAR_IN_SUMS_ONLY = frozenset({"cumsum", "dynamic_slice", "gather", "rev"})
-_SUMS = frozenset({"add", "sub", "add_any", "concatenate", "pad"})
+_SUMS = frozenset({"add", "sub", "add_any", "concatenate", "pad", "stack"})
 
 
 def _elementwise(op: Operation) -> Kind:
@@ -607,6 +607,24 @@ def _concatenate(op: Operation) -> Kind:
     return op.each(axis, dataclasses.replace(own[0], outer=outer, growth=growth))
 
 
+def _stack(op: Operation) -> Kind:
+    growth = _grown(op, [kind.growth for kind in op.kinds], op.kinds)
+    common = agreed([kind for kind in op.kinds if isinstance(kind, Each)])
+    if growth is None:
+        return op.sized
+    if common is None or any(isinstance(kind, Free) and kind.value is None for kind in op.kinds):
+        return op.mixes
+    axis = common.axis + (op.params["axis"] <= common.axis)
+    return op.each(axis, dataclasses.replace(common, growth=growth))
+
+
+def _unstack(op: Operation) -> list[Kind] | Kind:
+    kind, axis = op.kinds[0], op.params["axis"]
+    if axis == kind.axis:
+        return op.mixes
+    return [op.each(kind.axis - (axis < kind.axis), kind, at) for at in range(len(op.results))]
+
+
 def _blocks(op: Operation, start: tuple[int, int], stop: tuple[int, int], kind: Each) -> int | None:
     """How many whole blocks of all examples are between two indices, in both traces."""
     if kind.inner is None:
@@ -676,33 +694,36 @@ def _dot_general(op: Operation) -> Kind:
     if any(isinstance(kind, Flat) for kind in op.kinds) or not op.alike():
         return _dot_of_one(op) or op.sized
     contracted, batched = op.params["dimension_numbers"]
+    rank = len(op.shapes[0][0])
+    left, right = list(range(rank)), [rank + at for at in range(len(op.shapes[1][0]))]
+    for one, two in (*zip(*contracted, strict=True), *zip(*batched, strict=True)):
+        right[two] = left[one]
+    rows = [left[axis] for axis in batched[0]]
+    out = rows + [label for label in left if label not in right]
+    return _contraction(op, left, right, out + [label for label in right if label not in left])
+
+
+def _einsum(op: Operation) -> Kind:
+    left, right, out = op.params["spec"].replace("->", ",").split(",")
+    return _contraction(op, left, right, out)
+
+
+def _contraction(op: Operation, left, right, out) -> Kind:
+    """Of a product of two arrays, whose axes and those of the result have labels."""
     growth = math.prod(kind.growth for kind in op.kinds)
-    places: list[tuple[str, int] | None] = []
-    count = len(batched[0])
-    kinds = [_spread_out(op, side) for side in (0, 1)]
-    for side, kind in enumerate(kinds):
-        if not isinstance(kind, Each):
-            places.append(None)
-        elif kind.axis in contracted[side]:
-            places.append(("sum", contracted[side].index(kind.axis)))
-        elif kind.axis in batched[side]:
-            places.append(("row", batched[side].index(kind.axis)))
-        else:
-            rank = len(op.shapes[side][0])
-            taken = {*contracted[side], *batched[side]}
-            free = [axis for axis in range(rank) if axis not in taken].index(kind.axis)
-            before = len(op.shapes[0][0]) - len(contracted[0]) - count if side else 0
-            places.append(("free", count + before + free))
-    own = [
-        dataclasses.replace(kind, axis=0, growth=growth) for kind in kinds if isinstance(kind, Each)
-    ]
-    found = [place for place in places if place is not None]
-    if len(found) == 1:
-        return op.each(found[0][1], own[0]) if found[0][0] == "free" else op.mixes
-    common = agreed(own)
-    if common is None or places[0] != places[1] or found[0][0] == "free":
+    labels, own = [], []
+    for at, names in enumerate((left, right)):
+        kind = _spread_out(op, at)
+        if isinstance(kind, Each):
+            labels.append(names[kind.axis])
+            own.append(Each(0, kind.outer, kind.inner, growth))
+    common, label = agreed(own), labels[0]
+    both = label in left and label in right
+    if common is None or labels != [label] * (2 if both else 1):
         return op.mixes
-    return Total(growth) if found[0][0] == "sum" else op.each(found[0][1], common)
+    if label in out:
+        return op.each(list(out).index(label), common)
+    return Total(growth) if both else op.mixes
 
 
 def _dot_of_one(op: Operation) -> Kind | None:
@@ -978,7 +999,7 @@ _SCATTERS = (
     *("scatter_max", "scatter_min", "scatter_mul"),
 )
 _RANDOM = frozenset("random_bits random_fold_in random_seed random_split random_wrap".split())
-_PASSED = frozenset({"optimization_barrier", "device_put"})
+_PASSED = frozenset({"after", "back_together", "device_put", "optimization_barrier", "together"})
 _MATRICES = frozenset("cholesky eigh householder_product lu qr svd triangular_solve".split())
 # Parameters that are programs: of operations without a batch they are the same if all else is.
 _CODE = ("update_jaxpr",)
@@ -1017,6 +1038,9 @@ _RULES: dict[str, Callable[[Operation], Any]] = {
     "pad": _pad,
     "tile": _tile,
     "dot_general": _dot_general,
+    "wide_einsum": _einsum,
+    "stack": _stack,
+    "unstack": _unstack,
     "conv_general_dilated": _convolution,
     **dict.fromkeys(
         ("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _windows
