@@ -530,9 +530,9 @@ def survey(seed, counts):
     return found, bad, missed
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_loss_is_proved_that_is_wrong_and_nearly_every_mean_is(seed):
-    found, bad, missed = survey(seed, {"mean": 45, "sum": 10, "mixed": 35, "weighted": 20})
+    found, bad, missed = survey(seed, {"mean": 18, "sum": 4, "mixed": 30, "weighted": 23})
     assert not bad
     plain = sum(count for (kind, _), count in found.items() if kind in ("mean", "sum"))
     assert len(missed) <= 0.05 * plain, missed
@@ -545,7 +545,8 @@ def proof_of(kind, name):
         "together": lambda p, b: jnp.mean(TOGETHER[name](b["x"], p, b) ** 2),
         "part": lambda p, b: jnp.mean(PARTS[name](b["x"], p, b)),
     }[kind]
-    return reduction_of(lambda p, b, s, k: (loss(p, b), s), batch_of(8), [4, 2, 1], params_of())
+    slices = [4] if name in ("pairs", "halves", "ghost_norm") else [4, 2, 1]  # 1 has no pairs
+    return reduction_of(lambda p, b, s, k: (loss(p, b), s), batch_of(8), slices, params_of())
 
 
 @pytest.mark.parametrize(
