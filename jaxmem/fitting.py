@@ -457,7 +457,8 @@ class Search:
         batch = jax.tree.map(_whole, self.batch)
         size = jax.tree.leaves(batch)[0].shape[0]
         # A slice of one example may make a program of its own, with axes that are gone.
-        for fewer in (counts, [count for count in counts if count * self.devices < size]):
+        several = [count for count in counts if count * self.devices < size]
+        for fewer in (counts, several) if len(several) > 1 else (counts,):
             parts = {size // (count * among) for count in fewer for among in (1, self.devices)}
             proof = reduction_of(
                 step.plain_loss, batch, parts, state.params, state.model_state, state.key
