@@ -43,12 +43,14 @@ _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One equation of a flat jaxpr: operands are value numbers or literals."""
+    """One equation of a flat jaxpr: operands are value numbers or literals; ``callers`` are the
+    calls that it was inlined from, the innermost first."""
 
     equation: JaxprEqn
     inputs: tuple[int | Literal, ...]
     outputs: tuple[int, ...]
     name_stack: Any
+    callers: tuple[JaxprEqn, ...] = ()
 
     @property
     def uses(self) -> Iterator[int]:
@@ -62,7 +64,8 @@ class Step:
     @property
     def line(self) -> str:
         """``file:line (function)`` of the user's frame that made it."""
-        return _line(self.equation)
+        lines = map(_line, (self.equation, *self.callers))
+        return next((line for line in lines if line != "unknown"), "unknown")
 
 
 def _line(equation: JaxprEqn) -> str:
@@ -178,7 +181,7 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
         avals.append(variable.aval)
         return len(avals) - 1
 
-    def walk(jaxpr, numbers: dict, stack) -> list[int | Literal]:
+    def walk(jaxpr, numbers: dict, stack, callers=()) -> list[int | Literal]:
         def number(atom):
             return atom if isinstance(atom, Literal) else numbers[atom]
 
@@ -191,15 +194,14 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
             names = stack + equation.source_info.name_stack
             if inner is None:
                 made = tuple(map(new, equation.outvars))
-                steps.append(Step(equation, inputs, made, names))
+                steps.append(Step(equation, inputs, made, names, callers))
                 numbers.update(zip(equation.outvars, made, strict=True))
             else:
                 variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
                 constants = [new_const(value) for value in inner.consts]
                 start = len(steps)
-                results = walk(
-                    inner.jaxpr, dict(zip(variables, [*constants, *inputs], strict=True)), names
-                )
+                values = dict(zip(variables, [*constants, *inputs], strict=True))
+                results = walk(inner.jaxpr, values, names, (equation, *callers))
                 if opened:
                     regions.append((start, len(steps)))
                 numbers.update(zip(equation.outvars, results, strict=True))
@@ -791,6 +793,22 @@ def varying(value: jax.Array, *others: Any) -> jax.Array:
     axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(others)))
     axes -= jax.typeof(value).mat.varying
     return jax.lax.pcast(value, tuple(sorted(axes)), to="varying") if axes else value
+
+
+def is_opaque(value) -> bool:
+    """Whether the elements of a constant cannot be looked at: a tracer, or random keys."""
+    return isinstance(value, jax.core.Tracer) or jnp.issubdtype(
+        getattr(value, "dtype", None) or np.result_type(value), jax.dtypes.extended
+    )
+
+
+def custom_function(equation: JaxprEqn) -> str:
+    """``name at file:line`` of the function that a custom_jvp or custom_vjp equation calls."""
+    for name in ("call_jaxpr", "fun_jaxpr"):
+        if name in equation.params:
+            inner = equation.params[name]
+            return str(getattr(inner, "jaxpr", inner).debug_info.func_src_info)
+    return ""
 
 
 def is_zero(tangent: Any) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxmem import _jax
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     """
     abs acos add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz
     convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
@@ -25,7 +25,7 @@ _ELEMENTWISE = frozenset(
     stop_gradient sub tan tanh xor
     """.split()
 )
-_REDUCTIONS = frozenset(
+REDUCTIONS = frozenset(
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split()
 )
 
@@ -117,7 +117,7 @@ def _demands(step: _jax.Step, flat: _jax.FlatJaxpr, lead: tuple[int, ...]) -> li
     shapes = [_shape(operand, flat) for operand in step.inputs]
     if len(step.outputs) != 1 or flat.avals[step.outputs[0]].shape[:cut] != lead:
         return None
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         if name == "sharding_constraint" and any(_jax.spec_of(params["sharding"])[:cut]):
             return None
         if not all(shape == () or shape[:cut] == lead for shape in shapes):
@@ -136,7 +136,7 @@ def _demands(step: _jax.Step, flat: _jax.FlatJaxpr, lead: tuple[int, ...]) -> li
         return None
     fine = (
         (name == "reshape" and params["dimensions"] is None)
-        or (name in _REDUCTIONS and min(params["axes"], default=cut) >= cut)
+        or (name in REDUCTIONS and min(params["axes"], default=cut) >= cut)
         or (name == "squeeze" and min(params["dimensions"], default=cut) >= cut)
         or (name == "transpose" and params["permutation"][:cut] == tuple(range(cut)))
         or (name == "slice" and params["limit_indices"][:cut] == lead and not _strided(params, cut))

@@ -17,7 +17,7 @@ from jaxmem import _jax
 from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._checks import check_optimizer, is_count
 from jaxmem._errors import BudgetError, CompileError, JaxmemError
-from jaxmem._mean import why_no_mean
+from jaxmem._mean import reduction_of
 from jaxmem.loss_scale import LossScale
 from jaxmem.memory import MemoryReport, memory
 from jaxmem.offloading import offload
@@ -34,7 +34,7 @@ from jaxmem.train import TrainState, TrainStep, train_step
 ALLOWED = {
     "precision": "compute in bfloat16, with other rounding",
     "moments": "keep the optimizer's moments in 8 bits, with other rounding",
-    "statistics": "cut a batch whose loss is no mean over its examples (batch norm, a mask)",
+    "statistics": "cut a batch whose loss is not proved to be a mean over its examples",
 }
 # What does not, and is searched unless it is to be kept:
 KEPT = {
@@ -218,10 +218,12 @@ def fit(
             (`jaxmem.shard`) are searched too, and the budget is each GPU's.
         allow: what may be done although it changes the mathematics: ``"precision"`` (bfloat16
             compute by `jaxmem.autocast`), ``"moments"`` (`jaxmem.optim.small_moments`),
-            ``"statistics"`` (microbatches where a slice's loss is not its share of the whole one:
-            with a model state or batch statistics, each slice is normalised by its own; a mean over
-            what a mask leaves becomes a mean of means). Whether a loss without model state is a
-            mean over examples is told from its program.
+            ``"statistics"`` (microbatches where a slice's loss is not proved to be its share of the
+            whole one: under batch norm each slice is normalised by its own statistics; a mean over
+            what a mask leaves becomes a mean of means). That a loss is a mean, or a sum, over
+            examples is proved from its program, for every size of slice that is searched; the
+            table names the operation that stands in the way. From ``key`` each slice draws other
+            random numbers (dropout masks) than the whole batch would.
         keep: what may not be done although it does not: ``"batch"`` (no microbatches),
             ``"placement"`` (no transfers to host memory), ``"residuals"`` (no recomputation).
         compilations: how many at most.
@@ -353,6 +355,7 @@ class Search:
         usable = self.target.usable_bytes
         self.budget = parse_budget("100%" if budget is None else budget, usable or None)
         self.refused: dict[str, str] = {}
+        self.reduction = "mean"  # what the loss is over its examples, or is taken for
         self.steps: dict[Levers, TrainStep] = {}  # before they are planned
         self.states: dict[Levers, TrainState] = {}
         # Residuals of scans may wait in host memory; of partitioned programs nobody has tried it.
@@ -426,8 +429,8 @@ class Search:
         first = Levers(own, 1, stage=stages[0])
         plain = self.state(first)
         counts = _slices(self.batch, self.devices) if self._may("batch") else [1]
-        if len(counts) > 1 and not self._may_cut(first):
-            counts = [1]
+        if len(counts) > 1:
+            counts = self._provable(counts, first)
         self._may("residuals")
         state = jax.tree.leaves(plain.opt_state)
         large = [leaf for leaf in state if leaf.ndim and leaf.size]
@@ -447,17 +450,27 @@ class Search:
             self.refused[name] = f"would {ALLOWED[name]}; allow=({name!r},)"
         return name not in self.refused
 
-    def _may_cut(self, levers: Levers) -> bool:
-        """Whether the loss of the batch is the mean of its slices', or that does not matter."""
+    def _provable(self, counts: list[int], levers: Levers) -> list[int]:
+        """The counts of microbatches for which the loss of the batch is proved to be the mean, or
+        the sum, of its slices'; all of them where that does not matter."""
         step, state = self.step(levers), jax.tree.map(_whole, self.state(levers))
-        if state.model_state is not None or "statistics" in self.allow:
-            return self._may("statistics")
-        args = (jax.tree.map(_whole, self.batch), state.params, state.key)
-        why = why_no_mean(lambda batch, params, key: step.loss(params, batch, None, key)[0], *args)
-        if why is not None:
-            kept = "it is to be kept" if "statistics" in self.keep else "allow=('statistics',)"
-            self.refused["statistics"] = f"the loss cannot be cut: {why}; {kept}"
-        return why is None
+        batch = jax.tree.map(_whole, self.batch)
+        size = jax.tree.leaves(batch)[0].shape[0]
+        # A slice of one example may make a program of its own, with axes that are gone.
+        several = [count for count in counts if count * self.devices < size]
+        for fewer in (counts, several) if len(several) > 1 else (counts,):
+            parts = {size // (count * among) for count in fewer for among in (1, self.devices)}
+            proof = reduction_of(
+                step.plain_loss, batch, parts, state.params, state.model_state, state.key
+            )
+            if proof.reduction is not None:
+                self.reduction = proof.reduction
+                return fewer
+        if "statistics" in self.allow:
+            return counts
+        kept = "it is to be kept" if "statistics" in self.keep else "allow=('statistics',)"
+        self.refused["statistics"] = f"the loss cannot be cut: {proof.why}; {kept}"
+        return [1]
 
     def step(self, levers: Levers, plan: Plan | None = None) -> TrainStep:
         """The step of some levers, with a plan or before it is planned."""
@@ -485,6 +498,7 @@ class Search:
             precision=levers.precision or None,
             remat=transform,
             microbatches=levers.microbatches,
+            reduction=self.reduction,
             loss_scale=self.loss_scale,
             compiler_options=plan.compiler_options if plan else dict(COMPILER_OPTIONS),
             sharding=sharding,

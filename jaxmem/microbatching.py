@@ -1,5 +1,6 @@
 """Value and gradient of a large batch, slice by slice inside one step."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,15 +9,16 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem._checks import is_count
-from jaxmem._errors import JaxmemError
+from jaxmem._errors import JaxmemError, JaxmemWarning
 from jaxmem._loss import Results, call_loss
+from jaxmem._mean import Proof, reduction_of
 
 
 def microbatch(
     loss_fn: Callable,
     count: int,
     *,
-    reduction: str = "mean",
+    reduction: str | None = None,
     weight: Callable[[Any], jax.Array] | None = None,
     uneven: bool = False,
     sharding: NamedSharding | None = None,
@@ -25,8 +27,10 @@ def microbatch(
 
     The memory is that of one slice and one sum of gradients, whatever the count. The result is that
     of the whole batch, up to rounding, if the loss is a mean (or a sum) over examples that do not
-    see each other. Batch norm does see the batch: each slice is normalised by its own statistics,
-    and the running ones are carried from slice to slice, as in ``count`` small steps.
+    see each other. That is proved from the loss, traced for the whole batch and for a slice, and a
+    `JaxmemWarning` names the operation that stands in the way. Batch norm does see the batch: each
+    slice is normalised by its own statistics, and the running ones are carried from slice to slice,
+    as in ``count`` small steps. If that is what you want, pass ``reduction="mean"``.
 
     Slice ``i`` is examples ``i``, ``i + count``, ``i + 2 count`` ...: strided, so that a batch
     sharded over devices stays where it is (`optax.microbatching` cuts in the same order).
@@ -36,11 +40,14 @@ def microbatch(
             ``model_state=`` and ``key=``. A key is folded with the number of the slice, so that
             each draws its own dropout masks.
         count: number of slices, 1 or more. 1 is the plain value and gradient.
-        reduction: ``"mean"`` or ``"sum"``, whichever the loss is over its examples; floating-point
-            metrics are treated as the loss is, integer ones are counts and are summed.
+        reduction: ``"mean"`` or ``"sum"``, whichever the loss is over its examples; None: the one
+            that is proved. Given, it is taken at your word, unless the other one is proved.
+            Floating-point metrics are treated as the loss is, integer ones are counts and are
+            summed.
         weight: for a mean over something else than examples, what a slice has of it:
             ``lambda batch: batch["mask"].sum()`` where the loss is a mean over tokens. A slice of
-            weight 0 contributes nothing, whatever its loss.
+            weight 0 contributes nothing, whatever its loss. That the loss is such a mean is not
+            checked.
         uneven: let the last slice be smaller where the batch does not divide; its gradient is
             compiled apart.
         sharding: the batch's, with its first axis over devices. Each device then takes slices of
@@ -55,8 +62,12 @@ def microbatch(
         parameters' dtypes.
 
     Raises:
-        JaxmemError: no such reduction, a count below 1 or above the batch, arrays of several first
-            dimensions in the batch, or a batch that does not divide.
+        JaxmemError: no such reduction, or the other one is proved; a count below 1 or above the
+            batch, arrays of several first dimensions in the batch, or a batch that does not divide.
+
+    Warns:
+        JaxmemWarning: the loss is not proved to be a mean or a sum over examples, and neither
+            ``reduction`` nor ``weight`` says what it is. Slices are averaged.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss_fn(w, x):
@@ -73,13 +84,23 @@ def microbatch(
             f"jaxmem.microbatch takes count=, the number of slices, as an int of 1 or more; got "
             f"{count!r}."
         )
-    if reduction not in ("mean", "sum"):
+    if reduction not in (None, "mean", "sum"):
         raise JaxmemError(f"reduction= is 'mean' or 'sum', as the loss is; got {reduction!r}.")
     if weight is not None and reduction == "sum":
         raise JaxmemError(
             "A loss that is a sum needs no weight=: its slices are added as they are."
         )
     axes = _batch_axes(sharding)
+    proofs: dict[Any, Proof] = {}  # by the shapes of the arguments
+
+    def reduced(size, shards, arguments):
+        """What the loss is over its examples."""
+        shapes = jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), arguments)
+        seen = str(shapes) in proofs
+        if not seen:
+            plain = getattr(loss_fn, "unplanned", loss_fn)
+            proofs[str(shapes)] = _proof(plain, _sizes(size // (shards or 1), count), arguments)
+        return _checked(proofs[str(shapes)], reduction, count, silent=seen)
 
     def value_and_grad(params, batch, *, model_state=None, key=None):
         mesh = sharding.mesh if sharding is not None else None
@@ -88,9 +109,12 @@ def microbatch(
         size = _batch_size(batch) if cuts else 1
         if cuts:
             _check_sizes(size, count, uneven, shards)
+        mean = cuts and weight is None
+        if mean:
+            mean = reduced(size, shards, (params, batch, model_state, key)) == "mean"
 
         def share(part):
-            return _batch_size(part) / size if reduction == "mean" and cuts else 1.0
+            return _batch_size(part) / size if mean else 1.0
 
         def gradient(params, batch, model_state, key):
             return _sum_over_slices(
@@ -126,6 +150,43 @@ def microbatch(
         return _as_returned(loss, model_state, metrics), gradients
 
     return value_and_grad
+
+
+def _proof(loss_fn: Callable, sizes: set[int], arguments: tuple) -> Proof:
+    def loss(params, batch, model_state, key):
+        results = call_loss(loss_fn, params, batch, model_state, key)
+        return results.loss, results.model_state
+
+    params, batch, model_state, key = arguments
+    return reduction_of(loss, batch, sizes, params, model_state, key)
+
+
+def _sizes(size: int, count: int) -> set[int]:
+    """Of the slices of a batch."""
+    each = -(-size // count)
+    return {each, size % each} - {0}
+
+
+def _checked(proof: Proof, given: str | None, count: int, silent: bool) -> str:
+    """The reduction to use, if the one that is given is not proved wrong."""
+    if proof.reduction is not None:
+        if given not in (None, proof.reduction):
+            raise JaxmemError(
+                f"The loss is a {proof.reduction} over its examples, and reduction={given!r} was "
+                f"given. Leave it out, or make the loss a {given}."
+            )
+        return proof.reduction
+    if given is None and not silent:
+        warnings.warn(
+            f"The gradients of {count} microbatches are averaged, and that may not be the gradient "
+            f"of the whole batch: the loss is not proved to be a mean or a sum over its examples; "
+            f"{proof.why}. If slices are to be averaged all the same (under batch norm, each has "
+            "statistics of its own), pass reduction='mean'. For a mean over what a mask leaves, "
+            "pass jaxmem.microbatch(..., weight=...).",
+            JaxmemWarning,
+            stacklevel=4,
+        )
+    return given or "mean"
 
 
 def _sum_over_slices(loss_fn, count, weigh, params, batch, model_state, key):

@@ -81,4 +81,5 @@ def remat(
             plans[program.fingerprint] = allowed.plan(program)
         return emit(flat, program, plan or plans[program.fingerprint], dynamic)
 
+    planned.unplanned = fun  # type: ignore[attr-defined]
     return planned

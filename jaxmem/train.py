@@ -62,6 +62,7 @@ class TrainStep:
         donate: bool,
         compiler_options: dict[str, Any] | None = None,
         sharding: Sharding | None = None,
+        reduction: str | None = None,
     ):
         self.loss_fn = loss_fn
         self.optimizer = optax.with_extra_args_support(optimizer)
@@ -70,6 +71,7 @@ class TrainStep:
         self.sharding = sharding
         self._remat = remat
         self._microbatches = microbatches
+        self._reduction = reduction
         self._has_state = has_state
         self._donate = donate
         self._donation_checked = not donate
@@ -204,6 +206,11 @@ class TrainStep:
         """``loss_fn`` as a function of a state's parameters, whatever module they came from."""
         return self._module.functional(self.loss_fn) if self._module else self.loss_fn
 
+    def plain_loss(self, params: Any, batch: Any, model_state: Any = None, key: Any = None) -> Any:
+        """The loss and the new model state, of ``loss_fn`` as it is: no precision, no regions."""
+        results = self._call_loss(params, batch, model_state, key)
+        return results.loss, results.model_state
+
     # ---- what runs inside jit
 
     def _step(self, state: TrainState, batch: Any, sharding: NamedSharding | None):
@@ -223,10 +230,13 @@ class TrainStep:
                 loss = self.loss_scale.scale(loss, state.loss_scale)
             return (loss, *others, metrics)
 
+        loss_of.unplanned = self.functional()  # type: ignore[attr-defined]
         if callable(self._microbatches):
             value_and_grad = self._microbatches(loss_of)
         else:
-            value_and_grad = microbatch(loss_of, self._microbatches, sharding=sharding)
+            value_and_grad = microbatch(
+                loss_of, self._microbatches, reduction=self._reduction, sharding=sharding
+            )
         (_, *others), gradients = value_and_grad(state.params, batch, **extras)
         metrics = others.pop()
         new = self._update(state, gradients, others[0] if others else None)
@@ -345,6 +355,7 @@ def train_step(
     precision: str | Precision | None = None,
     remat: str | Callable[[Callable], Callable] | None = None,
     microbatches: int | Callable[[Callable], Callable] = 1,
+    reduction: str | None = None,
     loss_scale: LossScale | None = None,
     has_state: bool | None = None,
     donate: bool = True,
@@ -376,6 +387,10 @@ def train_step(
             sharded over devices stays sharded, and where the loss has no model state and
             parameters are whole on each device, gradients cross devices once, after the last
             slice.
+        reduction: with ``microbatches``, what the loss is over its examples, ``"mean"`` or
+            ``"sum"``; None: it is proved from the loss, with a warning where it cannot be. Under
+            batch norm pass ``"mean"``: each slice is then normalised by its own statistics. See
+            `jaxmem.microbatch`.
         loss_scale: a `LossScale`, for float16. The update is skipped where gradients are not
             finite, and gradients are divided by the scale before the optimizer sees them. Adds
             ``"loss_scale"`` and ``"skipped"`` to the metrics.
@@ -398,7 +413,8 @@ def train_step(
             state is not this step's.
 
     Warns:
-        JaxmemWarning: float16 without a loss scale.
+        JaxmemWarning: float16 without a loss scale; at the first call, microbatches of a loss that
+            is not proved to be a mean or a sum over its examples.
 
     >>> import jax.numpy as jnp, jaxmem, optax
     >>> def loss_fn(params, batch):
@@ -425,7 +441,12 @@ def train_step(
             f"{remat!r}."
         )
     if not callable(microbatches):
-        microbatch(loss_fn, microbatches)  # checks the count
+        microbatch(loss_fn, microbatches, reduction=reduction)  # checks them
+    elif reduction is not None:
+        raise JaxmemError(
+            "microbatches= is a transformation of the loss, which has a reduction= of its own: "
+            "pass it there, as in functools.partial(jaxmem.microbatch, count=4, reduction='mean')."
+        )
     if loss_scale is not None and not isinstance(loss_scale, LossScale):
         raise JaxmemError(f"loss_scale= takes a jaxmem.LossScale; got {loss_scale!r}.")
     chosen = None if precision is None else parse_precision(precision)
@@ -450,6 +471,7 @@ def train_step(
         donate,
         compiler_options,
         sharding,
+        reduction,
     )
 
 

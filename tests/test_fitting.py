@@ -167,8 +167,8 @@ def normalised_loss(params, batch):
     ("loss", "why"),
     [
         (
-            lambda params, batch: jnp.sum(batch["x"] @ params["layers"][0]),
-            "the loss cannot be cut: it is a sum over examples, not a mean; allow=('statistics',)",
+            lambda params, batch: jnp.mean(batch["x"] @ params["layers"][0]) ** 2,
+            "the loss cannot be cut: it is no plain mean over examples (integer_pow at test_fit",
         ),
         (normalised_loss, "the loss cannot be cut: its examples see one another (sub at test_fit"),
     ],
@@ -177,10 +177,21 @@ def test_a_loss_that_is_no_mean_over_examples_is_not_cut(loss, why):
     search = jaxmem.fitting.Search(loss, ADAM, PARAMS, BATCH, budget="1GiB", target="h200")
     assert {levers.microbatches for levers in search.options} == {1}
     assert search.refused["statistics"].startswith(why)
+    assert search.refused["statistics"].endswith("; allow=('statistics',)")
     search = jaxmem.fitting.Search(
         loss, ADAM, PARAMS, BATCH, budget="1GiB", target="h200", allow="statistics"
     )
     assert 64 in {levers.microbatches for levers in search.options}
+
+
+def test_a_sum_over_examples_is_cut_as_one():
+    search = jaxmem.fitting.Search(
+        lambda params, batch: jnp.sum((batch["x"] @ params["layers"][0]) ** 2),
+        *(ADAM, PARAMS, BATCH),
+        budget="1GiB",
+        target="h200",
+    )
+    assert search.reduction == "sum" and 64 in {one.microbatches for one in search.options}
 
 
 def test_a_model_state_is_seen_and_its_batch_is_not_cut():
@@ -188,7 +199,7 @@ def test_a_model_state_is_seen_and_its_batch_is_not_cut():
     model = Net(nnx.Rngs(0))
     step = jaxmem.fit(module_loss, ADAM, model, batch, budget="1GiB", target="h200")
     assert {row.levers.microbatches for row in step.fitting.considered} == {1}
-    assert "would cut a batch whose loss is no mean" in step.fitting.refused["statistics"]
+    assert "its examples see one another (sub at" in step.fitting.refused["statistics"]
     allowed = jaxmem.fit(
         module_loss, ADAM, model, batch, budget="1GiB", target="h200", allow="statistics"
     )

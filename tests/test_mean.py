@@ -2,16 +2,24 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxmem
-from jaxmem._mean import why_no_mean
+from jaxmem._mean import reduction_of
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 Y = jax.ShapeDtypeStruct((8,), jnp.int32)
 W = jax.ShapeDtypeStruct((16, 10), jnp.float32)
 KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def proved(loss, slices=(4, 2, 1), batch=(X, Y), params=W):
+    return reduction_of(
+        lambda params, batch, *_: (loss(batch, params), None), batch, slices, params
+    )
 
 
 def each(batch, w):
@@ -23,9 +31,13 @@ def chunked(batch, w):
     return jnp.mean(jaxmem.ops.softmax_cross_entropy(batch[0], w, batch[1]))
 
 
-def dropped(batch, w):
-    kept = jax.random.bernoulli(jax.random.key(0), 0.5, batch[0].shape)
-    return jnp.mean(each((batch[0] * kept, batch[1]), w))
+def uniform(size):
+    return jax.random.uniform(jax.random.key(0), (size,))
+
+
+def attended(batch, w):
+    x = batch[0].reshape(len(batch[0]), 4, 2, 2)
+    return jnp.mean(jaxmem.ops.attention(x * w[0, 0], x, x, is_causal=True) ** 2)
 
 
 def regularised(batch, w):
@@ -69,13 +81,25 @@ squared.defvjp(lambda x: (squared(x), x), lambda x, g: (2 * x * g,))
         lambda batch, w: jnp.vdot(batch[0] @ w, batch[0] @ w) / len(batch[0]),
         lambda batch, w: beside_metrics(batch, w)[0],
         chunked,
-        dropped,
+        attended,
         regularised,
         recurrent,
     ],
 )
 def test_a_mean_is_told(loss):
-    assert why_no_mean(loss, (X, Y), W) is None
+    assert proved(loss) == ("mean", "")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda batch, w: jnp.sum(each(batch, w)),
+        lambda batch, w: squared(batch[0] @ w),
+        lambda batch, w: jnp.mean(each(batch, w)) * len(batch[0]),
+    ],
+)
+def test_a_sum_is_told(loss):
+    assert proved(loss) == ("sum", "")
 
 
 def standard(x):
@@ -102,30 +126,175 @@ def contrastive(batch, w):
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
-        (lambda batch, w: jnp.sum(each(batch, w)), "it is a sum over examples, not a mean"),
-        (lambda batch, w: squared(batch[0] @ w), "it is a sum over examples, not a mean"),
         (
             lambda batch, w: jnp.sum(each(batch, w) * (batch[1] > 0)) / jnp.sum(batch[1] > 0),
             "it is no plain mean over examples (div at test_mean.py:",
         ),
         (lambda batch, w: jnp.sqrt(jnp.mean(each(batch, w))), "it is no plain mean over examples"),
-        (lambda batch, w: jnp.max(each(batch, w)), "it is no plain mean over examples (reduce_max"),
+        (lambda batch, w: jnp.max(each(batch, w)), "its examples see one another (reduce_max at"),
         (
             lambda batch, w: jnp.sum(each(batch, w)) + 0.1 * jnp.mean(each(batch, w)),
             "it is no plain mean over examples (add at test_mean.py:",
+        ),
+        (
+            lambda batch, w: jnp.sum(each(batch, w)) + 0.1 * jnp.sum(w**2),
+            "it is no plain mean over examples (add at test_mean.py:",
+        ),
+        (
+            lambda batch, w: jnp.sum(each(batch, w)) / len(batch[0]) ** 0.5,
+            "it divides the sum over its examples by another number than theirs",
+        ),
+        (
+            lambda batch, w: jnp.mean(each((batch[0][::-1], batch[1]), w)),
+            "its examples see one another (rev at test_mean.py:",
+        ),
+        (
+            lambda batch, w: jnp.mean(each(batch, w) * jnp.arange(len(batch[1]))),
+            "it uses the place of an example in the batch (convert_element_type at test_mean.py:",
+        ),
+        (
+            lambda batch, w: jnp.mean(each(batch, w) * uniform(len(batch[1]))),
+            "it draws random numbers for the batch from a key that all slices would have in common;"
+            " take it from key= (random_bits at test_mean.py:",
+        ),
+        (
+            lambda batch, w: jnp.mean(jax.pure_callback(np.sin, batch[0], batch[0]) @ w),
+            "whether it keeps examples apart is not known (pure_callback at test_mean.py:",
         ),
         (normalised, "its examples see one another (sub at test_mean.py:"),
         (normalised_in_a_loop, "its examples see one another (sub at test_mean.py:"),
         (contrastive, "its examples see one another (dot_general at test_mean.py:"),
         (
             lambda batch, w: jnp.mean(batch[0].reshape(4, 2, 16) @ w),
-            "it cannot be traced with twice the batch (",
+            "it cannot be traced with a slice of the batch (cannot reshape array",
         ),
         (
-            lambda batch, w: jnp.mean(jnp.sin(batch[0]) if len(batch[0]) > 8 else batch[0]),
-            "it is no plain mean over examples (its program is another with twice the batch)",
+            lambda batch, w: jnp.mean(jnp.sin(batch[0]) if len(batch[0]) > 4 else batch[0]),
+            "its program is another for a slice (sin at test_mean.py:",
         ),
     ],
 )
 def test_what_is_no_mean_is_told(loss, why):
-    assert (why_no_mean(loss, (X, Y), W) or "").startswith(why)
+    found = proved(loss)
+    assert found.reduction is None and found.why.startswith(why), found.why
+
+
+def test_a_proof_is_of_the_slices_that_are_asked_for():
+    def loss(batch, w):
+        return (jnp.mean if len(batch[0]) > 2 else jnp.sum)(each(batch, w))
+
+    assert proved(loss, [4]).reduction == "mean"
+    assert proved(loss, [4, 2]).reduction is None
+
+
+def test_a_batch_without_examples_in_common_is_not_cut():
+    for batch in ((X, jax.ShapeDtypeStruct((), jnp.float32)), (X, W), ()):
+        assert proved(lambda batch, w: jnp.sum(w), batch=batch) == (
+            None,
+            "the arrays of the batch have no first axis of examples in common",
+        )
+
+
+def test_batches_of_many_shapes():
+    batch = {
+        "image": jax.ShapeDtypeStruct((8, 4, 4, 3), jnp.float32),
+        "tokens": jax.ShapeDtypeStruct((8, 5), jnp.int32),
+        "more": [jax.ShapeDtypeStruct((8,), jnp.bool_), jax.ShapeDtypeStruct((8, 1), jnp.float32)],
+    }
+
+    def loss(batch, w):
+        found = batch["image"].reshape(len(batch["image"]), -1)[:, :16] @ w
+        found = found[:, :5] * (batch["tokens"] > 2) + batch["more"][1]
+        return jnp.mean(jnp.where(batch["more"][0][:, None], found**2, 0))
+
+    assert proved(loss, batch=batch).reduction == "mean"
+
+
+# ---- random numbers and model states
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, norm=False, rate=0.5):
+        self.first = nnx.Linear(16, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs) if norm else None
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.last = nnx.Linear(8, 10, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.first(x)
+        x = x if self.norm is None else self.norm(x)
+        return self.last(self.dropout(nnx.relu(x)))
+
+
+@pytest.mark.parametrize(
+    ("norm", "train", "why"),
+    [
+        (False, True, ""),
+        (True, False, ""),
+        (True, True, "its examples see one another (sub at test_mean.py:"),
+    ],
+)
+def test_modules_of_nnx(norm, train, why):
+    module = Net(nnx.Rngs(0), norm)
+    (module.train if train else module.eval)()
+    step = jaxmem.train_step(
+        lambda model, batch: jnp.mean(model(batch[0])[:, 0] - batch[1]), optax.sgd(0.1)
+    )
+    state = step.abstract(module)
+    found = reduction_of(step.plain_loss, (X, Y), [4], state.params, state.model_state)
+    assert found.why.startswith(why) and found.reduction == (None if why else "mean"), found.why
+
+
+def drawn(params, batch, state, key):
+    kept = jax.random.bernoulli(key, 0.5, batch[0].shape)
+    return jnp.mean(each((batch[0] * kept, batch[1]), params)), state
+
+
+def drawn_by_a_key_for_each(params, batch, state, key):
+    def of_one(x, key):
+        return jnp.sum((x * jax.random.normal(key, x.shape)) @ params)
+
+    return jnp.mean(jax.vmap(of_one)(batch[0], jax.random.split(key, len(batch[0])))), state
+
+
+def drawn_by_a_count(params, batch, state, key):
+    own = jax.random.fold_in(jax.random.key(0), state)
+    return drawn(params, batch, None, own)[0], state + 1
+
+
+def drawn_by_the_same_count(params, batch, state, key):
+    return drawn_by_a_count(params, batch, state, key)[0], state
+
+
+def scheduled(params, batch, state, key):
+    return jnp.mean(each(batch, params)) * state.astype(jnp.float32), state + 1
+
+
+def permuted(params, batch, state, key):
+    return jnp.mean(each((jax.random.permutation(key, batch[0]), batch[1]), params)), state
+
+
+def averaged(params, batch, state, key):
+    return jnp.mean(each(batch, params)), 0.9 * state + 0.1 * jnp.mean(batch[0])
+
+
+COUNT, AVERAGE = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+RAW = jax.ShapeDtypeStruct((2,), jnp.uint32)
+
+
+@pytest.mark.parametrize(
+    ("loss", "state", "key", "why"),
+    [
+        (drawn, None, KEY, ""),
+        (drawn, None, RAW, ""),
+        (drawn_by_a_key_for_each, None, KEY, ""),
+        (drawn_by_a_count, COUNT, None, ""),
+        (drawn_by_the_same_count, COUNT, None, "it draws random numbers for the batch from a key"),
+        (scheduled, COUNT, None, "it uses a model state that each slice changes (mul at"),
+        (averaged, AVERAGE, None, "its model state is made from the batch: "),
+        (permuted, None, KEY, "it uses the place of an example in the batch (sort at"),
+    ],
+)
+def test_random_numbers_and_model_states(loss, state, key, why):
+    found = reduction_of(loss, (X, Y), [4, 2], W, state, key)
+    assert found.why.startswith(why) and found.reduction == (None if why else "mean"), found.why

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import chex
 import flax.linen as nn
@@ -87,7 +88,7 @@ def test_group_norm_is_equal_and_batch_norm_is_as_documented():
     chex.assert_trees_all_close(found, whole(loss_fn, params, data()), rtol=1e-12)
 
     loss_fn, params = make_flax("batch")
-    found = jax.jit(jaxmem.microbatch(loss_fn, 4))(params, data())
+    found = jax.jit(jaxmem.microbatch(loss_fn, 4, reduction="mean"))(params, data())
     full = whole(loss_fn, params, data())
     assert abs(found[0][0] - full[0][0]) > 1e-3 * abs(full[0][0])
     parts = [jax.tree.map(lambda leaf, i=i: leaf[i::4], data()) for i in range(4)]
@@ -107,7 +108,7 @@ def test_batch_statistics_are_carried_from_slice_to_slice():
         logits, new = model.apply(both, batch["x"], mutable=["batch_stats"])
         return jnp.mean(logits**2), new["batch_stats"]
 
-    (_, found), _ = jaxmem.microbatch(loss_fn, 3)(
+    (_, found), _ = jaxmem.microbatch(loss_fn, 3, reduction="mean")(
         variables["params"], data(), model_state=variables["batch_stats"]
     )
     expected = variables["batch_stats"]
@@ -135,13 +136,69 @@ def test_unequal_token_counts(empty):
 
 def test_each_slice_draws_its_own_dropout():
     def loss_fn(w, batch, *, key):
-        return jnp.sum(w * jax.random.uniform(key, (3,))) + 0 * batch["x"].sum()
+        return jnp.sum(w * jax.random.uniform(key, (3,))) + 0 * batch["x"].mean()
 
     _, gradient = jaxmem.microbatch(loss_fn, 4)(jnp.ones(3), data(), key=jax.random.key(7))
     keys = [jax.random.fold_in(jax.random.key(7), i) for i in range(4)]
     drawn = [jax.random.uniform(key, (3,)) for key in keys]
     assert len({float(each[0]) for each in drawn}) == 4
     np.testing.assert_allclose(gradient, sum(drawn) / 4, rtol=1e-12)
+
+
+def test_the_reduction_of_a_loss_is_told_from_its_program():
+    for reduce in (jnp.mean, jnp.sum):
+        loss_fn, params = make(reduce)
+        found = jaxmem.microbatch(loss_fn, 4)(params, data())
+        chex.assert_trees_all_close(found, whole(loss_fn, params, data()), rtol=1e-12)
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.microbatch(loss_fn, 4, reduction="mean")(params, data())
+    assert str(caught.value) == (
+        "The loss is a sum over its examples, and reduction='mean' was given. Leave it out, or "
+        "make the loss a mean."
+    )
+
+
+def test_a_loss_of_which_nothing_is_proved_is_averaged_with_a_warning():
+    def loss_fn(w, batch):
+        x = batch["x"] @ w
+        return jnp.mean((x - x.mean()) ** 2)
+
+    w, said = jnp.ones(5), []
+    sliced = jaxmem.microbatch(loss_fn, 4)
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = sliced(w, data())
+        said.append([str(each.message) for each in caught])
+    assert [len(each) for each in said] == [1, 0], "once for each shape"
+    assert said[0][0].startswith(
+        "The gradients of 4 microbatches are averaged, and that may not be the gradient of the "
+        "whole batch: the loss is not proved to be a mean or a sum over its examples; its examples "
+        "see one another (sub at test_microbatching.py:"
+    )
+    assert "pass reduction='mean'" in said[0][0] and "weight=" in said[0][0]
+    meant = jaxmem.microbatch(loss_fn, 4, reduction="mean")(w, data())
+    chex.assert_trees_all_close(found, meant, rtol=1e-12)
+
+
+def test_a_planned_loss_is_proved_by_what_it_was():
+    loss_fn, params = make(jnp.sum)
+    planned = jaxmem.microbatch(jaxmem.remat(loss_fn, planner="sqrt"), 4)
+    chex.assert_trees_all_close(planned(params, data()), whole(loss_fn, params, data()), rtol=1e-12)
+
+
+def test_dropout_by_the_key_of_the_step_needs_no_word_and_by_another_does():
+    def loss_fn(w, batch, *, key=None):
+        key = jax.random.key(0) if key is None else key
+        weights = w * jax.random.bernoulli(key, 0.5, w.shape)
+        kept = jax.random.bernoulli(jax.random.fold_in(key, 1), 0.5, batch["x"].shape)
+        return jnp.mean((batch["x"] * kept * weights[None]) ** 2)
+
+    jaxmem.microbatch(loss_fn, 4)(jnp.ones(5), data(), key=jax.random.key(0))
+    with pytest.warns(
+        jaxmem.JaxmemWarning, match="from a key that all slices would have in common"
+    ):
+        jaxmem.microbatch(loss_fn, 4)(jnp.ones(5), data())
 
 
 def test_sums_in_float32_for_parameters_of_low_precision():
