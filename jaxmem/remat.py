@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from jaxmem import _jax
 from jaxmem._emit import emit
-from jaxmem._modules import is_module, transform_module
-from jaxmem._problem import Allowed, check_function, read, refusing_updates
+from jaxmem._modules import is_module, on_arrays, transform_module
+from jaxmem._problem import Allowed, check_function, read
 from jaxmem.planning import Plan
 from jaxmem.targets import LocalDevice, Target
 
@@ -70,15 +70,20 @@ def remat(
     check_function(fun, "jaxmem.remat")
     plans: dict[str, Plan] = {}
 
-    @functools.wraps(fun)
-    def planned(*args, **kwargs):
-        dynamic, call = _jax.split_arrays(refusing_updates(fun), args, kwargs)
-        flat = _jax.flatten(call, dynamic)
+    def evaluate(call, leaves):
+        flat = _jax.flatten(call, leaves)
         program = read(flat)
         if plan is not None:
             plan.check(program.fingerprint)
         elif program.fingerprint not in plans:
             plans[program.fingerprint] = allowed.plan(program)
-        return emit(flat, program, plan or plans[program.fingerprint], dynamic)
+        return emit(flat, program, plan or plans[program.fingerprint], leaves)
 
+    @functools.wraps(fun)
+    def planned(*args, **kwargs):
+        return on_arrays(evaluate, fun, args, kwargs)
+
+    # Flax linen wraps the methods of a module, and would wrap this one around its own wrapper
+    # (as for nn.remat): what is captured of a call would be there twice.
+    planned.method_handler_wrapped = True  # type: ignore[attr-defined]
     return planned
