@@ -78,11 +78,15 @@ def array_call(fun: Callable, args: tuple, kwargs: dict) -> Iterator[ArrayCall]:
 
     def pure(*args, **kwargs):
         args, kwargs = nnx.from_tree((args, kwargs), ctxtag=_TAG, is_inner=True)
+        nodes = list(filter(is_node, jax.tree.leaves((args, kwargs), is_leaf=is_node)))
+        before = list(map(nnx.split, nodes))
         results = fun(*args, **kwargs)
-        nodes = jax.tree.map(
-            lambda value: value if is_node(value) else None, (args, kwargs), is_leaf=is_node
-        )
-        return nnx.to_tree((results, nodes), ctxtag=_TAG)
+        # What has not changed stays as it is: it may belong to a trace that does not let it change.
+        changed = [
+            node if _differ(old, nnx.split(node)) else None
+            for node, old in zip(nodes, before, strict=True)
+        ]
+        return nnx.to_tree((results, changed), ctxtag=_TAG)
 
     def publish(results):
         return nnx.from_tree(results, ctxtag=_TAG, is_inner=False)[0]
@@ -91,6 +95,13 @@ def array_call(fun: Callable, args: tuple, kwargs: dict) -> Iterator[ArrayCall]:
         args, kwargs = nnx.to_tree(((*bound, *args), kwargs), ctxtag=_TAG)
         call = _array_call(pure, args, kwargs, first=-len(bound))
         yield dataclasses.replace(call, value=lambda results: results[0], publish=publish)
+
+
+def _differ(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
+    """Whether two nnx modules, taken apart, differ in structure or in any array."""
+    (definition, one), (other_definition, other) = before, after
+    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False)
+    return definition != other_definition or any(old is not new for old, new in leaves)
 
 
 def _array_call(fun: Callable, args: Sequence[Any], kwargs: dict, first: int = 0) -> ArrayCall:

@@ -188,10 +188,11 @@ def test_structures_of_modules(remat):
 def test_intermediates_that_are_captured(remat):
     class Net(nnx.Module):
         def __init__(self, rngs):
-            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs, **FLOAT) for _ in range(3)])
+            self.a = nnx.Linear(4, 4, rngs=rngs, **FLOAT)
+            self.b = nnx.Linear(4, 4, rngs=rngs, **FLOAT)
 
         def __call__(self, x):
-            for layer in self.layers:
+            for layer in (self.a, self.b, self.a):
                 x = jnp.tanh(layer(x))
                 self.sow(nnx.Intermediate, "norms", jnp.sum(x**2))
             return x
@@ -306,6 +307,28 @@ def test_a_module_that_is_closed_over(remat):
     frozen = nnx.Sequential(*model.layers)
     loss = lambda x: jnp.sum(jnp.tanh(frozen(jnp.tanh(frozen(x)))))  # noqa: E731
     assert_same(jax.grad(remat(loss))(inputs()), jax.grad(loss)(inputs()))
+
+
+def test_a_module_of_an_outer_trace(remat):
+    """One that a call does not change may be an argument (`nnx.remat` refuses it)."""
+    model, frozen = (nnx.Linear(4, 4, rngs=nnx.Rngs(n), **FLOAT) for n in range(2))
+    count = nnx.Variable(jnp.zeros(()))
+
+    def chain(model, frozen, x):
+        for _ in range(3):
+            x = jnp.tanh(frozen(jnp.tanh(model(x))))
+        return jnp.sum(x)
+
+    def gradient(fun):
+        return pure(nnx.grad(lambda model: fun(model, frozen, inputs()))(model))
+
+    def counting(model, count):
+        count[...] += 1
+        return jnp.sum(model(inputs()))
+
+    assert_same(gradient(remat(chain)), gradient(chain))
+    with pytest.raises(flax.errors.TraceContextError, match="different trace level"):
+        nnx.grad(lambda model: remat(counting)(model, count))(model)
 
 
 def test_under_jax_transforms_alone(remat):
