@@ -79,11 +79,11 @@ def array_call(fun: Callable, args: tuple, kwargs: dict) -> Iterator[ArrayCall]:
     def pure(*args, **kwargs):
         args, kwargs = nnx.from_tree((args, kwargs), ctxtag=_TAG, is_inner=True)
         nodes = list(filter(is_node, jax.tree.leaves((args, kwargs), is_leaf=is_node)))
-        before = list(map(nnx.split, nodes))
+        before = list(map(_contents, nodes))
         results = fun(*args, **kwargs)
         # What has not changed stays as it is: it may belong to a trace that does not let it change.
         changed = [
-            node if _differ(old, nnx.split(node)) else None
+            node if _differ(old, _contents(node)) else None
             for node, old in zip(nodes, before, strict=True)
         ]
         return nnx.to_tree((results, changed), ctxtag=_TAG)
@@ -97,11 +97,17 @@ def array_call(fun: Callable, args: tuple, kwargs: dict) -> Iterator[ArrayCall]:
         yield dataclasses.replace(call, value=lambda results: results[0], publish=publish)
 
 
-def _differ(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
-    """Whether two nnx modules, taken apart, differ in structure or in any array."""
-    (definition, one), (other_definition, other) = before, after
-    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False)
-    return definition != other_definition or any(old is not new for old, new in leaves)
+def _contents(node: Any) -> tuple[Any, list[Any]]:
+    """The structure of an nnx module, and its arrays as they are now."""
+    definition, state = sys.modules["flax.nnx"].split(node)
+    return definition, jax.tree.leaves(state)
+
+
+def _differ(before: tuple[Any, list[Any]], after: tuple[Any, list[Any]]) -> bool:
+    """Whether the contents of a module are others, in structure or in any array."""
+    (definition, arrays), (other, others) = before, after
+    pairs = zip(arrays, others, strict=False)
+    return definition != other or any(old is not new for old, new in pairs)
 
 
 def _array_call(fun: Callable, args: Sequence[Any], kwargs: dict, first: int = 0) -> ArrayCall:
