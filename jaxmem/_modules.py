@@ -1,4 +1,4 @@
-"""Functions that take Flax modules as functions of arrays alone, and modules whose call is transformed.
+"""Functions that take Flax modules as functions of arrays, and modules with a transformed call.
 
 Flax is not imported here: whoever passes a module has imported it.
 """
@@ -149,7 +149,9 @@ def is_module(thing: Any) -> bool:
     kind = thing.func if isinstance(thing, functools.partial) else thing
     if not isinstance(kind, type):
         kind = type(thing)
-    return bool((linen and issubclass(kind, linen.Module)) or (nnx and issubclass(kind, nnx.Module)))
+    return bool(
+        (linen and issubclass(kind, linen.Module)) or (nnx and issubclass(kind, nnx.Module))
+    )
 
 
 def transform_module(thing: Any, transform: Callable[[Callable], Callable]) -> Any:
@@ -167,9 +169,9 @@ def transform_module(thing: Any, transform: Callable[[Callable], Callable]) -> A
     if linen and isinstance(thing, linen.Module):
         name = type(thing).__name__
         raise JaxmemError(
-            f"jaxmem.remat takes the class of a Flax linen module; got an instance of {name}. Write "
-            f"jaxmem.remat({name})(...), with the fields in the second call: a linen module that "
-            "exists has its place in the model already."
+            f"jaxmem.remat takes the class of a Flax linen module; got an instance of {name}. "
+            f"Write jaxmem.remat({name})(...), with the fields in the second call: a linen module "
+            "that exists has its place in the model already."
         )
     # Shares its variables.
     instance: Any = object.__new__(_subclass(type(thing), transform))

@@ -1,5 +1,5 @@
-"""`jaxmem.remat` under several planners. Two of them are for tests: they place regions in however
-small a program, so that no test compares a plain function with itself."""
+"""`jaxmem.remat` under two planners. One is for tests: it places regions in however small a
+program, so that no test compares a plain function with itself."""
 
 import functools
 
@@ -9,30 +9,23 @@ import jaxmem
 from jaxmem.planning import PLANNERS, Layout, Loop, Region
 
 
-class EveryKernel:
-    """A region round every kernel but the last, and round the body of every scan."""
+class Everywhere:
+    """One region round everything, in it one round every kernel but the last, and one round the
+    body of every scan."""
 
     def __init__(self, program, rates):
         self.plain = Layout((), (), 0, (0,), {}, 0, 0, 0.0, 0.0, 0)
-        self.regions = tuple(Region(k, k + 1) for k in range(len(program.kernels) - 1))
         self.loops = tuple(map(Loop, program.scans))
+        count = len(program.kernels)
+        inner = tuple(Region(kernel, kernel + 1) for kernel in range(count - 1))
+        self.regions = (Region(0, count, (), inner),) if count else ()
 
     def frugal(self):
         return Layout(self.regions, self.loops, 0, (0,), {}, 0, 0, 0.0, 0.0, 0)
 
 
-class Nested(EveryKernel):
-    """One region round everything, with those of `EveryKernel` in it."""
-
-    def __init__(self, program, rates):
-        super().__init__(program, rates)
-        if program.kernels:
-            self.regions = (Region(0, len(program.kernels), (), self.regions),)
-
-
-@pytest.fixture(params=["dp", "every_kernel", "nested"])
+@pytest.fixture(params=["dp", "everywhere"])
 def remat(request, monkeypatch):
     """`jaxmem.remat` by one planner."""
-    monkeypatch.setitem(PLANNERS, "every_kernel", EveryKernel)
-    monkeypatch.setitem(PLANNERS, "nested", Nested)
+    monkeypatch.setitem(PLANNERS, "everywhere", Everywhere)
     return functools.partial(jaxmem.remat, planner=request.param)

@@ -72,7 +72,9 @@ def trained(remat, transform=plain, steps=3):
     results = []
     for number in range(steps):
         loss, gradient = step(model, inputs() + number)
-        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradient))
+        nnx.update(
+            model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradient)
+        )
         results.append((loss, pure(gradient)))
     return results, pure(nnx.state(model)), (model.calls, model.last, hasattr(model, "late"))
 
@@ -206,7 +208,7 @@ def test_intermediates_that_are_captured(remat):
 
 
 def test_modules_returned(remat):
-    """What a function makes of modules comes back as modules: a new one, and the one it was given."""
+    """Modules that a function returns come back as modules: new ones, and those it was given."""
 
     def extend(first, x):
         second = nnx.Linear(4, 4, rngs=nnx.Rngs(1), **FLOAT)
