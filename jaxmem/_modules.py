@@ -71,7 +71,7 @@ def array_call(fun: Callable, args: tuple, kwargs: dict) -> Iterator[ArrayCall]:
     bound: tuple[Any, ...] = ()
     if is_node(owner):  # what a method changes of its module is to be seen
         bound = (owner,)
-        fun = fun.__func__ if owner is not fun else type(owner).__call__
+        fun = getattr(fun, "__func__", type(owner).__call__)
     if not bound and not any(map(is_node, jax.tree.leaves((args, kwargs), is_leaf=is_node))):
         yield _array_call(fun, args, kwargs)
         return

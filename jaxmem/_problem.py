@@ -1,6 +1,7 @@
 """What is planned: a function with its arguments as a program, and what its plan may cost."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,7 +145,7 @@ def read(flat: _jax.FlatJaxpr, differentiated: frozenset[int] | None = None) -> 
             raise PlanError(
                 f"The function has a side effect, and a region would run it twice: "
                 f"{step.primitive} ({', '.join(effects)}) at {step.line}. Return the value and "
-                "print or store it outside, or keep this part outside of jaxmem.remat."
+                "print or store it outside, or keep this part outside of what is planned."
             )
         if step.primitive == "rng_uniform":
             raise PlanError(
@@ -155,9 +156,14 @@ def read(flat: _jax.FlatJaxpr, differentiated: frozenset[int] | None = None) -> 
 
 
 def check_function(fun: Any, name: str) -> None:
-    """Raises `JaxmemError` if ``fun`` is not a function."""
-    if isinstance(fun, type) or not callable(fun):
+    """Raises `JaxmemError` if ``fun`` is not a function of arrays."""
+    linen = sys.modules.get("flax.linen")
+    unbound = linen is not None and isinstance(fun, linen.Module) and fun.scope is None
+    if not callable(fun) or isinstance(fun, type) or unbound:
+        kind = fun if isinstance(fun, type) else type(fun)
+        got = f"{'class' if fun is kind else 'object'} {kind.__module__}.{kind.__qualname__}"
         raise JaxmemError(
-            f"{name} takes a function of arrays; got {fun!r}. Pass the loss function that applies "
-            "the model."
+            f"{name} takes a function of arrays; got the {got}. "
+            "Pass a function that applies the model, such as the loss: "
+            "lambda params, batch: jnp.mean(model.apply(params, batch) ** 2)."
         )
