@@ -30,11 +30,15 @@ def remat(
 
     Works under `jit`, `grad`, `vmap` and `scan`, with closures over traced values, and with
     functions that hold `scan` (planned too), `cond`, custom derivatives or regions of their own
-    (these stay whole).
+    (these stay whole). Leaves of the arguments that are not arrays are constants, so that there is
+    no ``static_argnums``. What the function changes in nnx modules that it is given is kept, as by
+    `flax.nnx.remat`.
 
     Args:
-        fun: any JAX function, a Flax linen module class, or an nnx module or module class, which
-            comes back as one with its ``__call__`` planned; without it, a decorator is returned.
+        fun: any JAX function; a method of a module, where it decorates it in the class; a Flax
+            linen module class, or an nnx module or module class, which comes back as one with its
+            ``__call__`` planned and the same parameters (an nnx module shares its variables with
+            the one that comes back). Without it, a decorator is returned.
         budget, planner, target, reserved, offload: as for `jaxmem.plan`. Nothing is compiled here:
             the budget is met by projected bytes. To have the compiler's, make the plan first with
             `jaxmem.plan` and pass it as ``plan``.
@@ -43,6 +47,7 @@ def remat(
     Raises:
         PlanError: side effects in the function, or a plan that belongs to another program.
         BudgetError: the budget does not parse, or no plan is projected to fit.
+        JaxmemError: ``fun`` is no function, or an instance of a linen module.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat
