@@ -182,3 +182,29 @@ def test_messages_name_no_function_that_was_not_called():
         with pytest.raises(jaxmem.PlanError, match="side effect") as caught:
             face(printing, X)
         assert "jaxmem.remat" not in str(caught.value)
+
+
+class Counting(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.calls = 0
+
+    def __call__(self, x, *, scale):
+        self.calls += 1
+        return jnp.sum(self.dropout(self.linear(x)) * scale)
+
+
+@pytest.mark.parametrize("transform", [jaxmem.ops.swap, lambda f: jaxmem.autocast(f, "bf16")])
+def test_other_transformations_keep_what_changes_too(transform):
+    """Keys that are drawn, and attributes."""
+    model, twin = Counting(nnx.Rngs(0)), Counting(nnx.Rngs(0))
+    x = jnp.ones((8, 4), jnp.float32)
+    transformed = transform(lambda model, x, scale: model(x, scale=scale))
+    for _ in range(2):
+        chex.assert_trees_all_close(transformed(model, x, 2.0), twin(x, scale=2.0), rtol=0.05)
+    assert model.calls == 2
+    chex.assert_trees_all_equal(
+        nnx.to_pure_dict(nnx.state(model)["dropout"]["rngs"]["count"]),
+        nnx.to_pure_dict(nnx.state(twin)["dropout"]["rngs"]["count"]),
+    )
