@@ -70,7 +70,7 @@ def remat_policy(
         allowed = Allowed.parse(budget, reserved, target, "dp")
         return _within(Problem(fun, args, kwargs, argnums, open_regions=True), allowed)
 
-    def policy(primitive, *avals, **parameters) -> bool:
+    def policy(primitive, /, *avals, **parameters) -> bool:
         if primitive.name not in CONTRACTIONS:
             return False
         gpu = _gpu(
@@ -138,7 +138,7 @@ def _within(problem: Problem, allowed: Allowed) -> Callable[..., bool]:
         )
     chosen = frozenset(ranked[:count])
 
-    def policy(primitive, *avals, **_) -> bool:
+    def policy(primitive, /, *avals, **_) -> bool:
         return (primitive.name, *map(type_of, avals)) in chosen
 
     return policy
