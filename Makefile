@@ -20,7 +20,7 @@ lint: $(VENV)/.ready
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-fuzz: $(VENV)/.ready  ## ten times as many random programs under random plans
+fuzz: $(VENV)/.ready  ## fifty times as many random programs under random plans
 	JAXMEM_FUZZ=20000 $(RUN) -m pytest -n 2 --dist worksteal tests/test_fuzz.py
 
 bench: $(VENV)/.ready  ## every figure of the README, into benchmarks/results

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from jaxmem._pooling import POOLINGS, pool
 from jaxmem._widening import widened
 from jaxmem.planning import Loop, Plan, Region, recomputed
 from jaxmem.program import Program
+
+_EMISSIONS = itertools.count()
 
 
 def emit(flat: _jax.FlatJaxpr, program: Program, plan: Plan, leaves: Sequence[Any]) -> Any:
@@ -56,6 +59,8 @@ class _Emission:
 
     def __post_init__(self):
         self.saved = _saved(self.regions)
+        # Names that no other emission has: a policy around this one must not know them.
+        self.prefix = f"jaxmem:{next(_EMISSIONS)}"
         self.within: list[_Within] = []  # the regions that are being written, outermost first
 
     @functools.cached_property
@@ -87,7 +92,8 @@ class _Emission:
             v for v in values
             if program.active[v] and program.made[v] <= stop < program.last_used[v]
         ]  # fmt: skip
-        passed = jax.lax.optimization_barrier([_array(values[value]) for value in parted])
+        passed = _jax.together([_array(values[value]) for value in parted])
+        passed = _jax.back_together(passed)
         values.update(zip(parted, passed, strict=True))
 
     def outputs(self, values: dict[int, Any]) -> list[Any]:
@@ -95,6 +101,10 @@ class _Emission:
         missing = [out for out in self.flat.outputs if isinstance(out, int) and out not in values]
         assert not missing, "an output is in memory"
         return [_jax.read(values, out) for out in self.flat.outputs]
+
+    def name(self, value: int) -> str:
+        """What the policies of this emission's regions call a value."""
+        return f"{self.prefix}:{value}"
 
     def evaluate(self, start: int, stop: int, values: dict[int, Any]) -> None:
         fused: dict[int, Any] = {}
@@ -124,7 +134,7 @@ class _Emission:
                 self.flat.run([last], inside)
             for value in kernel.results:
                 if value in self.saved:
-                    named = checkpoint_name(inside[value], _name(value))
+                    named = checkpoint_name(inside[value], self.name(value))
                     values[value] = self.in_turn(value, named)
                 elif value != kernel.residuals:
                     values[value] = inside[value]
@@ -195,7 +205,7 @@ class _Emission:
             made = [v for v in reads if v >= self.program.input_count and self.program.active[v]]
             inner.update(zip(made, _jax.together([inner[v] for v in made]), strict=True))
             for value in inner.keys() & set(offloaded):
-                inner[value] = checkpoint_name(inner[value], _name(value))
+                inner[value] = checkpoint_name(inner[value], self.name(value))
             if made:
                 latest = max(made, key=lambda value: self.program.made[value])
                 costs = [self.costs(latest, each.region) for each in self.within]
@@ -206,15 +216,8 @@ class _Emission:
             self.within.pop()
             return [inner[value] for value in keeps]
 
-        policies, saved = jax.checkpoint_policies, list(map(_name, region.saved))
-        policy = policies.save_only_these_names(*saved)
-        if offloaded:
-            policy = policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=saved,
-                names_which_can_be_offloaded=list(map(_name, offloaded)),
-                offload_src="device",
-                offload_dst="pinned_host",
-            )
+        names = (frozenset(map(self.name, values)) for values in (region.saved, offloaded))
+        policy = _jax.NamePolicy(*names)
         wrapped = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
         values.update(zip(keeps, wrapped(*[values[value] for value in reads]), strict=True))
 
@@ -259,10 +262,6 @@ class _Emission:
 
 def _array(value: Any) -> Any:
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
-
-
-def _name(value: int) -> str:
-    return f"jaxmem:{value}"
 
 
 def _saved(regions: Sequence[Region]) -> frozenset[int]:

@@ -7,7 +7,9 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +34,8 @@ _LIBRARIES = ("chex", "equinox", "flax", "haiku", "optax")
 
 # `jax.checkpoint`, under the names that it has had.
 _REGIONS = frozenset({"checkpoint", "remat", "remat2"})
+# With the flag jax_remat3 it is a class of "call_hi_primitive", and so is `checkpoint_name`.
+_HIGH = {"RematTraced": "checkpoint", "CheckpointName": "name"}
 _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "transpose"})
 # Calls that are only a boundary for tracing; what is in them is planned as if written in place.
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -53,7 +57,7 @@ class Step:
 
     @property
     def primitive(self) -> str:
-        return self.equation.primitive.name
+        return operation_of(self.equation)
 
     @property
     def line(self) -> str:
@@ -183,7 +187,7 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
             inner = _inlinable(equation)
             opened = open_regions and is_region(equation)
             if opened:
-                inner = _closed(equation.params["jaxpr"])
+                inner = _closed(_parameters(equation)["jaxpr"])
             names = stack + equation.source_info.name_stack
             if inner is None:
                 made = tuple(map(new, equation.outvars))
@@ -241,7 +245,7 @@ def scan_residuals(equation: JaxprEqn) -> list[Any]:
     """Abstract values that each iteration of a scan keeps for its derivative: what JAX saves of
     the body, but for slices and constants, which are there anyway."""
     closed = equation.params["jaxpr"]
-    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
+    avals = closed.in_avals  # themselves: inside `jax.shard_map` they vary over axes of the mesh
     body = jaxpr_as_fun(closed)
     real = [at for at, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
@@ -266,9 +270,64 @@ def scan_residuals(equation: JaxprEqn) -> list[Any]:
     return kept
 
 
+def operation_of(equation: JaxprEqn) -> str:
+    """The name of what an equation does."""
+    high = equation.params.get("_prim")
+    return _HIGH.get(type(high).__name__, "") or equation.primitive.name
+
+
 def is_region(equation: JaxprEqn) -> bool:
     """Whether it is a `jax.checkpoint` of the user's own."""
-    return equation.primitive.name in _REGIONS
+    return operation_of(equation) in _REGIONS
+
+
+# Primitives of JAX whose transpose is the user's own function.
+_OWN_TRANSPOSES = frozenset({"custom_lin", "custom_transpose_call", "linear_call"})
+_linear_rules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def has_linear_rule(equation: JaxprEqn) -> bool:
+    """Whether the rule of a `jax.custom_jvp` equation is transposed by rules of JAX's own alone,
+    which are linear in the cotangent. Rules of the user's own (`linear_call`, primitives that come
+    from elsewhere) need not be."""
+    key = getattr(equation.params["call_jaxpr"], "jaxpr", equation.params["call_jaxpr"])
+    if key not in _linear_rules:
+        avals = [variable.aval for variable in equation.invars]
+        moving = [at for at, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+        def along(*operands):
+            def moved(*chosen):
+                filled = list(operands)
+                for at, value in zip(moving, chosen, strict=True):
+                    filled[at] = value
+                parameters = equation.primitive.get_bind_params(equation.params)
+                return equation.primitive.bind(*filled, **parameters)
+
+            chosen = tuple(operands[at] for at in moving)
+            return jax.jvp(moved, chosen, chosen)
+
+        with equation.ctx.manager:
+            _linear_rules[key] = _transposed_by_jax(jax.make_jaxpr(along)(*avals).jaxpr)
+    return _linear_rules[key]
+
+
+def _transposed_by_jax(jaxpr) -> bool:
+    for equation in jaxpr.eqns:
+        transpose = ad.primitive_transposes.get(equation.primitive)
+        while isinstance(transpose, functools.partial):
+            transpose = transpose.func
+        own = transpose is None or transpose.__module__.partition(".")[0] == "jax"
+        if not own or equation.primitive.name in _OWN_TRANSPOSES:
+            return False
+        if not all(map(_transposed_by_jax, inner_jaxprs(equation))):
+            return False
+    return True
+
+
+def _parameters(equation: JaxprEqn) -> dict[str, Any]:
+    """An equation's parameters; those of the class, where it is of "call_hi_primitive"."""
+    high = equation.params.get("_prim")
+    return equation.params if high is None else vars(high)
 
 
 def _closed(jaxpr):
@@ -278,7 +337,7 @@ def _closed(jaxpr):
 def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
     """The jaxprs among an equation's parameters (of scan, cond, checkpoint, custom rules)."""
     found = []
-    for value in equation.params.values():
+    for value in _parameters(equation).values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
                 found.append(getattr(item, "jaxpr", item))
@@ -323,10 +382,11 @@ def branches_of(equation: JaxprEqn) -> list[FlatJaxpr] | None:
 
 def called_jaxpr(equation: JaxprEqn) -> FlatJaxpr:
     """What a checkpoint, custom_jvp or custom_vjp equation computes."""
+    parameters = _parameters(equation)
     for name in ("call_jaxpr", "fun_jaxpr", "jaxpr"):
-        if name in equation.params:
-            return flatten_jaxpr(equation.params[name])
-    raise NotImplementedError(equation.primitive.name)
+        if name in parameters:
+            return flatten_jaxpr(parameters[name])
+    raise NotImplementedError(operation_of(equation))
 
 
 def picked_axis(equation: JaxprEqn) -> int | None:
@@ -346,9 +406,88 @@ def picked_axis(equation: JaxprEqn) -> int | None:
 
 def checkpoint_like(step: Step, fun: Callable, operands: Sequence[Any]) -> list[Any]:
     """``fun(*operands)`` under the same `jax.checkpoint` as a step's."""
+    if "_prim" in step.equation.params:
+        with context(step):
+            policy = _parameters(step.equation)["policy"]
+            return jax.checkpoint(fun, policy=policy)(*operands)
     closed = jax.make_jaxpr(fun)(*operands)
     jaxpr = partial_eval.convert_constvars_jaxpr(closed.jaxpr)
     return evaluate(step, [*closed.consts, *operands], jaxpr=jaxpr)
+
+
+# With the flag jax_remat3, jax 0.10 knows a policy of names by its class.
+_SAVE_ONLY: type = type(jax.checkpoint_policies.save_only_these_names())
+
+
+@dataclasses.dataclass(frozen=True)
+class NamePolicy(_SAVE_ONLY if dataclasses.is_dataclass(_SAVE_ONLY) else object):  # type: ignore[misc]
+    """A policy of `jax.checkpoint`: values of ``saveable_names`` are saved, and those of the names
+    ``offloaded`` sent to host memory. (JAX's own policies fail at primitives that have a parameter
+    named ``prim``, as Equinox's.)"""
+
+    saveable_names: frozenset[str]
+    offloaded: frozenset[str] = frozenset()
+
+    def __call__(self, primitive, /, *avals, **parameters):
+        name = parameters["name"] if primitive.name == "name" else None
+        if name in self.offloaded:
+            return partial_eval.Offloadable(src="device", dst="pinned_host")
+        saves = name in self.saveable_names
+        if not self.offloaded:
+            return saves
+        return partial_eval.Saveable if saves else partial_eval.Recompute
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationPolicy:
+    """A policy of `jax.checkpoint` that decides by operation: ``saves(primitive, *avals,
+    **parameters)``."""
+
+    saves: Callable[..., bool]
+
+    def __post_init__(self):
+        _ask_policies()
+
+    def __call__(self, primitive, /, *avals, **parameters) -> bool:
+        return self.saves(primitive, *avals, **parameters)
+
+
+@functools.cache
+def _ask_policies() -> None:
+    """With the flag jax_remat3 JAX asks policies of names alone: of matmuls and convolutions it
+    asks an `OperationPolicy` too, from now on, and treats other policies as before."""
+    try:
+        from jax._src.ad_checkpoint import primal_left_tangent_right
+        from jax._src.interpreters import remat
+    except ImportError:
+        return  # there is no such flag
+    new = "custom_vjp_rules" in inspect.signature(remat.RematTrace).parameters  # jax 0.12
+
+    def rule_of(primitive, before):
+        def rule(trace, *values, **parameters):
+            policy = trace.policy if new else trace
+            if not isinstance(policy, OperationPolicy) and before is not None:
+                return before(trace, *values, **parameters)
+            again = functools.partial(primitive.bind, **parameters)
+            out = again(*values)
+            saves = isinstance(policy, OperationPolicy) and policy(
+                primitive, *map(jax.typeof, values), **parameters
+            )
+
+            def recompute(saved, *values):
+                return (
+                    primal_left_tangent_right(*saved, again(*values)) if saves else again(*values)
+                )
+
+            saved = (out,) if saves else ()
+            if new:
+                return out, saved, recompute
+            return out, functools.partial(recompute, saved)
+
+        return rule
+
+    for primitive in (jax.lax.dot_general_p, jax.lax.conv_general_dilated_p):
+        remat.rules[primitive] = rule_of(primitive, remat.rules.get(primitive))
 
 
 def together(values: Sequence[Any]) -> list[Any]:
@@ -394,10 +533,13 @@ _together, _after = _barrier("together"), _barrier("after")
 partial_eval.dce_rules[_together] = _needed_together
 
 
-def _transpose_together(cotangents: Sequence, *_):
-    there = [cotangent for cotangent in cotangents if type(cotangent) is not ad.Zero]
-    made = iter(together(there))
-    return [c if type(c) is ad.Zero else next(made) for c in cotangents]
+def _among_those_there(fun: Callable, values: Sequence) -> list[Any]:
+    """A function of all values at once, applied to those that are no symbolic zeros. A zero that is
+    made an array depends on nothing, and `jax.checkpoint` cannot transpose what has such results.
+    """
+    there = [value for value in values if type(value) is not ad.Zero]
+    made = iter(fun(*there) if there else [])
+    return [value if type(value) is ad.Zero else next(made) for value in values]
 
 
 # A primitive, since only a primitive can say how it is transposed.
@@ -407,9 +549,11 @@ _back_together.def_impl(lambda *values: list(values))
 _back_together.def_abstract_eval(lambda *values: values)
 ad.primitive_jvps[_back_together] = lambda values, tangents: (
     list(values),
-    _back_together.bind(*map(ad.instantiate_zeros, tangents)),
+    _among_those_there(_back_together.bind, tangents),
 )
-ad.primitive_transposes[_back_together] = _transpose_together
+ad.primitive_transposes[_back_together] = lambda cotangents, *_: _among_those_there(
+    _together.bind, cotangents
+)
 batching.primitive_batchers[_back_together] = lambda values, axes: (
     _back_together.bind(*values),
     axes,
@@ -446,8 +590,34 @@ def to_bytecode(lowered, locations: bool = True) -> tuple[bytes, int]:
 
 
 def lower_for_cuda(traced):
-    """Lowers a traced step for CUDA on whatever machine this is."""
-    return traced.lower(lowering_platforms=("cuda",))
+    """Lowers a traced step for CUDA on whatever machine this is. Calls into Python are left out:
+    what they return is an array of zeros that is written to memory."""
+    rules = tuple((primitive, _left_out) for primitive in _callbacks())
+    parameters = mlir.LoweringParameters(override_lowering_rules=rules)
+    return traced.lower(lowering_platforms=("cuda",), _private_parameters=parameters)
+
+
+@functools.cache
+def _callbacks() -> list[Primitive]:
+    """JAX's operations that call into Python."""
+    from jax._src import callback, debugging
+
+    found = [value for part in (callback, debugging) for value in vars(part).values()]
+    return [one for one in found if isinstance(one, Primitive) and is_callback(one.name)]
+
+
+def is_callback(name: str) -> bool:
+    """Whether an operation calls into Python."""
+    return "callback" in name or name == "debug_print"
+
+
+def _left_out(ctx, *_, **__):
+    def zeros():
+        return together([jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out])
+
+    made = mlir.lower_fun(zeros, multiple_results=True)(ctx.replace(avals_in=[]))
+    ctx.set_tokens_out(ctx.tokens_in)
+    return made
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -487,7 +657,7 @@ def saved_residuals(fun: Callable, leaves: Sequence[Any]) -> list[Kept]:
         while not isinstance(variable, Literal):
             equation = made.get(variable)
             # These only mark or round what another operation made.
-            if equation is None or equation.primitive.name not in ("reduce_precision", "name"):
+            if equation is None or operation_of(equation) not in ("reduce_precision", "name"):
                 break
             variable = equation.invars[0]
         if isinstance(variable, Literal):
@@ -516,7 +686,7 @@ def find_callback(jaxpr) -> str | None:
     """The first call from the device to Python in a jaxpr, and where it stands; None: none."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if "callback" in name or name == "debug_print":
+        if is_callback(name):
             return f"{name} at {_line(equation)}"
         for inner in inner_jaxprs(equation):
             found = find_callback(inner)

@@ -27,6 +27,10 @@ def pool(step: _jax.Step, operand: jax.Array, alone: bool) -> jax.Array:
 
     Unless something else reads the operand too: then XLA scatters into the cotangent that this
     leaves, and needs no zeros.
+
+    On a CPU the derivative is JAX's own. XLA's CPU compiler may fuse the slices with a neighbour
+    that reads the same buffer under another shape, and write the result over it (jaxlib 0.10.2:
+    wrong gradients in silence); a scatter is never fused.
     """
     fun = _picking if alone and _is_small(step) else _jax.apply
     return jax.checkpoint(functools.partial(fun, step))(operand)
@@ -36,7 +40,7 @@ def _is_small(step: _jax.Step) -> bool:
     parameters = step.equation.params
     return (
         math.prod(parameters["window_dimensions"]) <= _WINDOW
-        and set(parameters["base_dilation"]) == {1}
+        and set(parameters["base_dilation"]) == {1} == set(parameters["window_dilation"])
         and jnp.issubdtype(step.equation.outvars[0].aval.dtype, jnp.floating)
     )
 
@@ -49,9 +53,7 @@ def _picking(step: _jax.Step, operand: jax.Array) -> jax.Array:
     def pooled(operand):
         return _jax.apply(step, operand)
 
-    @pooled.defjvp
-    def _(primals, tangents):
-        (operand,), (tangent,) = primals, tangents
+    def picking(operand, tangent):
         best, *others = _elements(operand, -np.inf if largest else np.inf, **parameters)
         place = jnp.zeros(best.shape, np.int8)
         for number, element in enumerate(others, 1):
@@ -60,7 +62,15 @@ def _picking(step: _jax.Step, operand: jax.Array) -> jax.Array:
             place = jnp.where(stays, place, np.int8(number))
         along = enumerate(_elements(tangent, 0.0, **parameters))
         picked = [jnp.where(place == number, element, 0) for number, element in along]
-        return pooled(operand), functools.reduce(jax.lax.add, picked)
+        return functools.reduce(jax.lax.add, picked)
+
+    def scattering(operand, tangent):
+        return jax.jvp(functools.partial(_jax.apply, step), (operand,), (tangent,))[1]
+
+    @pooled.defjvp
+    def _(primals, tangents):
+        along = jax.lax.platform_dependent(*primals, *tangents, cpu=scattering, default=picking)
+        return pooled(*primals), along
 
     return pooled(operand)
 
@@ -71,18 +81,16 @@ def _elements(
     *,
     window_dimensions,
     window_strides,
-    window_dilation,
     padding,
     **_: Any,
 ) -> Iterator[jax.Array]:
     """For each place in a window what all windows have there."""
     fill = np.asarray(outside, array.dtype)
     padded = jax.lax.pad(array, fill, [(low, high, 0) for low, high in padding])
-    axes = list(zip(padded.shape, window_dimensions, window_strides, window_dilation, strict=True))
+    axes = list(zip(padded.shape, window_dimensions, window_strides, strict=True))
     for place in itertools.product(*map(range, window_dimensions)):
-        starts, stops = [], []
-        for at, (length, size, stride, dilation) in zip(place, axes, strict=True):
-            count = (length - dilation * (size - 1) - 1) // stride + 1
-            starts.append(at * dilation)
-            stops.append(at * dilation + (count - 1) * stride + 1)
-        yield jax.lax.slice(padded, starts, stops, window_strides)
+        stops = [
+            at + (length - size) // stride * stride + 1
+            for at, (length, size, stride) in zip(place, axes, strict=True)
+        ]
+        yield jax.lax.slice(padded, place, stops, window_strides)

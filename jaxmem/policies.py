@@ -83,7 +83,7 @@ def remat_policy(
         seconds = max(work / gpu.flops_per_second(avals[0].dtype), moved / gpu.memory_bandwidth)
         return seconds >= _DEAR * written / gpu.memory_bandwidth
 
-    return policy
+    return _jax.OperationPolicy(policy)
 
 
 def _within(problem: Problem, allowed: Allowed) -> Callable[..., bool]:
@@ -141,7 +141,7 @@ def _within(problem: Problem, allowed: Allowed) -> Callable[..., bool]:
     def policy(primitive, /, *avals, **_) -> bool:
         return (primitive.name, *map(type_of, avals)) in chosen
 
-    return policy
+    return _jax.OperationPolicy(policy)
 
 
 def _kind(step: _jax.Step) -> tuple:

@@ -1,6 +1,6 @@
 """Random programs under random plans: values and gradients equal the plain function's.
 
-``JAXMEM_FUZZ`` is the number of programs; ``make fuzz`` runs ten times as many as the default.
+``JAXMEM_FUZZ`` is the number of programs; ``make fuzz`` runs fifty times as many as the default.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxmem import _jax
 from jaxmem.planning import Loop, Plan, Region
 from jaxmem.program import Program, read_program
 
-PROGRAMS = int(os.environ.get("JAXMEM_FUZZ", "2000"))
+PROGRAMS = int(os.environ.get("JAXMEM_FUZZ", "400"))
 N = 4  # every value is [N, N], so that each operation is compiled once
 
 
@@ -31,6 +31,28 @@ def odd(x):
 
 
 odd.defvjp(lambda x: (odd(x), jnp.cos(x)), lambda c, g: (g * c - 0.5 * g,))
+
+
+@jax.custom_vjp
+def clipped(x):
+    """Its cotangent is clipped: twice a part of it is not the whole of it."""
+    return jnp.sin(x)
+
+
+clipped.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda c, g: (jnp.clip(g * c, -0.1, 0.1),))
+
+
+@jax.custom_jvp
+def signed(x):
+    """The same, by a transpose of its own."""
+    return jnp.cos(x)
+
+
+@signed.defjvp
+def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    call = jax.custom_derivatives.linear_call
+    return signed(x), call(lambda s, t: t * s, lambda s, g: 0.1 * jnp.tanh(g * s), -jnp.sin(x), t)
 
 
 @jax.custom_jvp
@@ -48,6 +70,13 @@ def convolve(a, b):
 
 def pooled(a, b):
     return jax.lax.reduce_window(a * b, -jnp.inf, jax.lax.max, (2, 3), (1, 1), "SAME") + a
+
+
+def pooled_view(a, b):
+    y = jnp.tanh(a + b)
+    return (
+        jax.lax.reduce_window(y[None], -jnp.inf, jax.lax.max, (1, 2, 2), (1, 1, 1), "SAME")[0] * y
+    )
 
 
 def brain(a, b):
@@ -129,6 +158,7 @@ OPERATIONS = {
     "matmul_t": lambda a, b: jnp.einsum("ij,kj->ik", a, b),
     "convolution": convolve,
     "pooling": pooled,
+    "pooling_view": pooled_view,
     "bfloat16": brain,
     "softmax": lambda a, b: jax.nn.softmax(a, -1) @ b,
     "max": lambda a, b: a - jnp.max(b, axis=1, keepdims=True),
@@ -141,6 +171,8 @@ OPERATIONS = {
     "stopped": lambda a, b: jax.lax.stop_gradient(a) * b,
     "custom_vjp": lambda a, b: odd(a),
     "custom_jvp": lambda a, b: soft(b),
+    "clipped": lambda a, b: clipped(a),
+    "signed": lambda a, b: signed(b),
     "scan": loop,
     "scan_back": loop_back,
     "split": split,

@@ -5,6 +5,7 @@ import gzip
 import pathlib
 import tempfile
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes
 from jaxmem._checks import check_call
-from jaxmem._errors import CompileError, JaxmemError, OffloadError
+from jaxmem._errors import CompileError, JaxmemError, JaxmemWarning, OffloadError
 from jaxmem.memory._arguments import Argument, describe_arguments
 from jaxmem.memory._hlo import donated_arguments, results_on_host
 from jaxmem.memory._report import MemoryReport
@@ -46,8 +47,11 @@ def memory(
     Raises:
         CompileError: XLA refused the program, ran out of time, or died.
         OffloadError: the compiled program does not keep in host memory what the step asks for.
-        JaxmemError: the target is not known, its compiler is not installed, the step calls into
-            Python, or it is partitioned for another number of devices than the target has.
+        JaxmemError: the target is not known, its compiler is not installed, or the step is
+            partitioned for another number of devices than the target has.
+
+    Warns:
+        JaxmemWarning: the step calls into Python, and the target is not there: calls are left out.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> report = jaxmem.memory(jnp.sin, jnp.ones((64, 64), jnp.float32), target="local")
@@ -63,9 +67,12 @@ def memory(
     traced = jitted.trace(*args, **kwargs)
     callback = _jax.find_callback(traced.jaxpr.jaxpr)
     if callback:
-        raise JaxmemError(
-            f"The step calls from the device into Python ({callback}), which cannot be compiled "
-            "for a GPU that is not there. Leave it out for this, or take target='local'."
+        warnings.warn(
+            f"The step calls from the device into Python ({callback}). That cannot be compiled for "
+            f"{chosen.name}, which is not there, so such calls are left out of this estimate; what "
+            "they return is counted.",
+            JaxmemWarning,
+            stacklevel=2,
         )
     lowered = _jax.lower_for_cuda(traced)
     module, partitions = _jax.to_bytecode(lowered, locations=timeline)

@@ -2,7 +2,7 @@
 
 import math
 
-from jaxmem._jax import inner_jaxprs, picked_axis
+from jaxmem._jax import has_linear_rule, inner_jaxprs, operation_of, picked_axis
 
 # XLA fuses these into their consumers or producers: recomputing one costs no FLOPs worth counting
 # and no trip to memory of its own. What is not listed here (matmul, convolution, gather, sort,
@@ -35,16 +35,24 @@ _DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_
 
 
 def is_fused(equation) -> bool:
-    """Whether XLA computes the operation inside its neighbours' kernels."""
-    name = equation.primitive.name
-    if name in (*_DIFFERENTIATED_CALLS, "jit", "pjit"):
+    """Whether XLA computes the operation inside its neighbours' kernels, and a plan may do so too.
+
+    A fused operation is copied into every kernel that reads it, and each copy is differentiated
+    with its part of the cotangent. The parts add up to what plain JAX has only where the rule of
+    the derivative is linear in the cotangent. A `jax.custom_vjp` need not be (gradient clipping,
+    quantisation), so none of them is ever copied.
+    """
+    name = operation_of(equation)
+    if name == "custom_jvp_call" and not has_linear_rule(equation):
+        return False
+    if name in ("custom_jvp_call", "jit", "pjit"):
         return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
     return name in _FUSED or is_pick(equation)
 
 
 def is_pick(equation) -> bool:
     """Whether it takes one element of each of some long rows."""
-    if equation.primitive.name != "gather":
+    if operation_of(equation) != "gather":
         return False
     axis = picked_axis(equation)
     return axis is not None and equation.invars[0].aval.shape[axis] >= _ROW
@@ -65,7 +73,7 @@ def contraction_flops(name: str, operands, result, parameters) -> int:
 def derivative_reads(equation) -> str:
     """What the operation's derivative reads: ``"nothing"``, its ``"result"``, its ``"operands"``,
     or those of them that are ``"indices"``: all but the first."""
-    name = equation.primitive.name
+    name = operation_of(equation)
     if name in ("gather", "dynamic_slice"):
         return "indices"
     return "nothing" if name in _LINEAR else "result" if name in _BY_RESULT else "operands"
@@ -77,7 +85,7 @@ def flops(equation) -> int:
     A scan counts its body once per iteration, a cond its dearest branch, a while loop its body
     once (its length is not known).
     """
-    name = equation.primitive.name
+    name = operation_of(equation)
     if name in CONTRACTIONS:
         avals = [variable.aval for variable in equation.invars]
         return contraction_flops(name, avals, equation.outvars[0].aval, equation.params)
@@ -89,7 +97,7 @@ def flops(equation) -> int:
 
 def _forward(equation) -> list:
     """The jaxprs of an equation that a plain evaluation runs."""
-    if equation.primitive.name in _DIFFERENTIATED_CALLS:
+    if operation_of(equation) in _DIFFERENTIATED_CALLS:
         inner = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
         return [getattr(inner, "jaxpr", inner)]
     return inner_jaxprs(equation)
