@@ -112,8 +112,7 @@ class Problem:
         has_aux: bool = False,
         open_regions: bool = False,
     ):
-        self.fun, self.args, self.kwargs = fun, args, kwargs
-        self.argnums, self.has_aux = argnums, has_aux
+        self.has_aux = has_aux
         with array_call(fun, args, kwargs) as call:
             self.leaves, self.value = call.leaves, call.value
             self.flat = _jax.flatten(call.fun, call.leaves, open_regions)
