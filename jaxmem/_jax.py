@@ -291,7 +291,7 @@ _linear_rules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary(
 def has_linear_rule(equation: JaxprEqn) -> bool:
     """Whether the rule of a `jax.custom_jvp` equation is transposed by rules of JAX's own alone,
     which are linear in the cotangent. Rules of the user's own (`linear_call`, primitives that come
-    from elsewhere) need not be."""
+    from elsewhere) need not be, and a rule that cannot be traced is not known to be."""
     key = getattr(equation.params["call_jaxpr"], "jaxpr", equation.params["call_jaxpr"])
     if key not in _linear_rules:
         avals = [variable.aval for variable in equation.invars]
@@ -308,8 +308,11 @@ def has_linear_rule(equation: JaxprEqn) -> bool:
             chosen = tuple(operands[at] for at in moving)
             return jax.jvp(moved, chosen, chosen)
 
-        with equation.ctx.manager:
-            _linear_rules[key] = _transposed_by_jax(jax.make_jaxpr(along)(*avals).jaxpr)
+        try:
+            with equation.ctx.manager:
+                _linear_rules[key] = _transposed_by_jax(jax.make_jaxpr(along)(*avals).jaxpr)
+        except Exception:  # a rule may refuse, in its own words, what is not differentiated
+            _linear_rules[key] = False
     return _linear_rules[key]
 
 

@@ -1,17 +1,18 @@
 """What is planned: a function with its arguments as a program, and what its plan may cost."""
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._emit import emit
 from jaxmem._errors import BudgetError, JaxmemError, PlanError
+from jaxmem._modules import array_call
 from jaxmem.planning import PLANNERS, Layout, Plan, Planner, Rates, lowest, write_plan
 from jaxmem.program import Program, read_program
 from jaxmem.targets import LocalDevice, Target, resolve
@@ -111,30 +112,24 @@ class Problem:
         has_aux: bool = False,
         open_regions: bool = False,
     ):
-        self.fun, self.args, self.kwargs = fun, args, kwargs
-        self.argnums, self.has_aux = argnums, has_aux
-        dynamic, call = _jax.split_arrays(refusing_updates(fun), args, kwargs)
-        self.flat = _jax.flatten(call, dynamic, open_regions)
+        self.has_aux = has_aux
+        with array_call(fun, args, kwargs) as call:
+            self.leaves, self.value = call.leaves, call.value
+            self.flat = _jax.flatten(call.fun, call.leaves, open_regions)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
         wanted = {argnums} if isinstance(argnums, int) else set(argnums)
-        owner = [
-            index
-            for index, arg in enumerate(args)
-            for leaf in jax.tree.leaves(arg)
-            if _jax.is_array(leaf)
-        ]
-        first = self.flat.input_count - len(dynamic)
-        chosen = frozenset(first + at for at, index in enumerate(owner) if index in wanted)
-        self.program = read(self.flat, chosen)
+        self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
+        first = self.flat.input_count - len(call.leaves)
+        self.program = read(self.flat, frozenset(first + at for at in self.wanted))
 
     def step(self, plan: Plan) -> Callable:
-        """The value and gradient of the planned function."""
+        """The value and gradient of the planned function, of its array leaves."""
 
-        def planned(*args, **kwargs):
-            dynamic, _ = _jax.split_arrays(self.fun, args, kwargs)
-            return emit(self.flat, self.program, plan, dynamic)
+        def planned(*leaves):
+            return self.value(emit(self.flat, self.program, plan, leaves))
 
-        return jax.value_and_grad(planned, self.argnums, self.has_aux)
+        real = [at for at in self.wanted if jnp.issubdtype(self.leaves[at].dtype, jnp.inexact)]
+        return jax.value_and_grad(planned, real, self.has_aux)
 
 
 def read(flat: _jax.FlatJaxpr, differentiated: frozenset[int] | None = None) -> Program:
@@ -149,7 +144,7 @@ def read(flat: _jax.FlatJaxpr, differentiated: frozenset[int] | None = None) -> 
             raise PlanError(
                 f"The function has a side effect, and a region would run it twice: "
                 f"{step.primitive} ({', '.join(effects)}) at {step.line}. Return the value and "
-                "print or store it outside, or keep this part outside of jaxmem.remat."
+                "print or store it outside, or keep this part outside of what is planned."
             )
         if step.primitive == "rng_uniform":
             raise PlanError(
@@ -159,34 +154,15 @@ def read(flat: _jax.FlatJaxpr, differentiated: frozenset[int] | None = None) -> 
     return read_program(flat, differentiated)
 
 
-def refusing_updates(fun: Callable) -> Callable:
-    """``fun``, which may not change a Flax nnx module that it is given: the change would be made
-    to a copy that is thrown away."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return fun
-
-    def checked(*args, **kwargs):
-        nodes = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Module))
-        modules = [node for node in nodes if isinstance(node, nnx.Module)]
-        before = jax.tree.leaves(modules)
-        result = fun(*args, **kwargs)
-        after = jax.tree.leaves(modules)
-        if list(map(id, before)) != list(map(id, after)):
-            raise PlanError(
-                "The function changes a Flax nnx module that it is given (batch statistics or "
-                "dropout counts, say), and jaxmem.remat would lose the change. Use nnx.split "
-                "outside and nnx.merge inside, and return the new state."
-            )
-        return result
-
-    return functools.wraps(fun)(checked)
-
-
 def check_function(fun: Any, name: str) -> None:
-    """Raises `JaxmemError` if ``fun`` is not a function."""
-    if isinstance(fun, type) or not callable(fun):
+    """Raises `JaxmemError` if ``fun`` is not a function of arrays."""
+    linen = sys.modules.get("flax.linen")
+    unbound = linen is not None and isinstance(fun, linen.Module) and fun.scope is None
+    if not callable(fun) or isinstance(fun, type) or unbound:
+        kind = fun if isinstance(fun, type) else type(fun)
+        got = f"{'class' if fun is kind else 'object'} {kind.__module__}.{kind.__qualname__}"
         raise JaxmemError(
-            f"{name} takes a function of arrays; got {fun!r}. Pass the loss function that applies "
-            "the model."
+            f"{name} takes a function of arrays; got the {got}. "
+            "Pass a function that applies the model, such as the loss: "
+            "lambda params, batch: jnp.mean(model.apply(params, batch) ** 2)."
         )

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxmem import _jax
 from jaxmem._errors import JaxmemError
+from jaxmem._modules import on_arrays
 from jaxmem.precision import Precision, precision as parse_precision
 
 _COMPUTE = "conv_general_dilated dot_general ragged_dot_general"
@@ -115,9 +116,7 @@ def autocast_inside_regions(fun: Callable, precision: Precision) -> Callable:
 
 
 def _wrap(fun: Callable, caster: "_Caster", output: np.dtype) -> Callable:
-    @functools.wraps(fun)
-    def cast(*args, **kwargs):
-        leaves, call = _jax.split_arrays(fun, args, kwargs)
+    def evaluate(call, leaves):
         flat = _jax.flatten(call, leaves)
         stored = [*([False] * len(flat.consts)), *([True] * len(leaves))]
         results = caster.run(flat, [*flat.consts, *leaves], stored, output.itemsize > 2)
@@ -126,6 +125,10 @@ def _wrap(fun: Callable, caster: "_Caster", output: np.dtype) -> Callable:
             for result, traced in zip(results, _output_dtypes(flat), strict=True)
         ]
         return jax.tree.unflatten(flat.out_tree, results)
+
+    @functools.wraps(fun)
+    def cast(*args, **kwargs):
+        return on_arrays(evaluate, fun, args, kwargs)
 
     return cast
 

@@ -210,11 +210,10 @@ class _Compiled:
         step = jax.jit(self.problem.step(plan))
         return memory(
             step,
-            *self.problem.args,
+            *self.problem.leaves,
             target=self.target,
             compiler_options=options,
             timeline=False,
-            **self.problem.kwargs,
         )
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes
+from jaxmem._checks import check_call
 from jaxmem._errors import BudgetError, JaxmemError, PlanError
-from jaxmem._problem import Allowed, Problem
+from jaxmem._problem import Allowed, Problem, check_function
 from jaxmem.planning import Region, simulate
 from jaxmem.program import CONTRACTIONS, Program, contraction_flops, size_of, type_of
 from jaxmem.targets import LocalDevice, Target, known_targets, resolve
@@ -51,7 +52,8 @@ def remat_policy(
         argnums: the differentiated arguments.
 
     Raises:
-        JaxmemError: the target is not known, or is not a GPU.
+        JaxmemError: the target is not known, or is not a GPU; ``fun`` is not a function, or does
+            not take these arguments.
         PlanError: the function has no regions.
         BudgetError: no policy is projected to fit; names the lowest budget that works.
 
@@ -63,6 +65,8 @@ def remat_policy(
     if target is not None:
         _gpu(resolve(target))
     if fun is not None:
+        check_function(fun, "jaxmem.remat_policy")
+        check_call(fun, args, kwargs, "jaxmem.remat_policy")
         allowed = Allowed.parse(budget, reserved, target, "dp")
         return _within(Problem(fun, args, kwargs, argnums, open_regions=True), allowed)
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from jaxmem import _jax
 from jaxmem._emit import emit
-from jaxmem._modules import is_module, transform_module
-from jaxmem._problem import Allowed, check_function, read, refusing_updates
+from jaxmem._modules import is_module, on_arrays, transform_module
+from jaxmem._problem import Allowed, check_function, read
 from jaxmem.planning import Plan
 from jaxmem.targets import LocalDevice, Target
 
@@ -30,11 +30,15 @@ def remat(
 
     Works under `jit`, `grad`, `vmap` and `scan`, with closures over traced values, and with
     functions that hold `scan` (planned too), `cond`, custom derivatives or regions of their own
-    (these stay whole).
+    (these stay whole). Leaves of the arguments that are not arrays are constants, so that there is
+    no ``static_argnums``. What the function changes in nnx modules that it is given is kept, as by
+    `flax.nnx.remat`.
 
     Args:
-        fun: any JAX function, a Flax linen module class, or an nnx module or module class, which
-            comes back as one with its ``__call__`` planned; without it, a decorator is returned.
+        fun: any JAX function; a method of a module, where it decorates it in the class; a Flax
+            linen module class, or an nnx module or module class, which comes back as one with its
+            ``__call__`` planned and the same parameters (an nnx module shares its variables with
+            the one that comes back). Without it, a decorator is returned.
         budget, planner, target, reserved, offload: as for `jaxmem.plan`. Nothing is compiled here:
             the budget is met by projected bytes. To have the compiler's, make the plan first with
             `jaxmem.plan` and pass it as ``plan``.
@@ -43,6 +47,7 @@ def remat(
     Raises:
         PlanError: side effects in the function, or a plan that belongs to another program.
         BudgetError: the budget does not parse, or no plan is projected to fit.
+        JaxmemError: ``fun`` is no function, or an instance of a linen module.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> @jaxmem.remat
@@ -70,16 +75,21 @@ def remat(
     check_function(fun, "jaxmem.remat")
     plans: dict[str, Plan] = {}
 
-    @functools.wraps(fun)
-    def planned(*args, **kwargs):
-        dynamic, call = _jax.split_arrays(refusing_updates(fun), args, kwargs)
-        flat = _jax.flatten(call, dynamic)
+    def evaluate(call, leaves):
+        flat = _jax.flatten(call, leaves)
         program = read(flat)
         if plan is not None:
             plan.check(program.fingerprint)
         elif program.fingerprint not in plans:
             plans[program.fingerprint] = allowed.plan(program)
-        return emit(flat, program, plan or plans[program.fingerprint], dynamic)
+        return emit(flat, program, plan or plans[program.fingerprint], leaves)
 
+    @functools.wraps(fun)
+    def planned(*args, **kwargs):
+        return on_arrays(evaluate, fun, args, kwargs)
+
+    # Flax linen wraps the methods of a module, and would wrap this one around its own wrapper
+    # (as for nn.remat): what is captured of a call would be there twice.
+    planned.method_handler_wrapped = True  # type: ignore[attr-defined]
     planned.unplanned = fun  # type: ignore[attr-defined]
     return planned

@@ -374,7 +374,9 @@ def test_bad_arguments():
         jaxmem.PlanError, match="no planner named 'chen'; the known ones are 'dp', 'dots', 'sqrt'"
     ):
         jaxmem.remat(mlp, planner="chen")
-    with pytest.raises(jaxmem.JaxmemError, match="takes a function of arrays; got 3"):
+    with pytest.raises(
+        jaxmem.JaxmemError, match="takes a function of arrays; got the object builtins.int"
+    ):
         jaxmem.remat(3)
     with pytest.raises(jaxmem.BudgetError, match="'11 gigs' does not parse"):
         jaxmem.remat(mlp, budget="11 gigs")
@@ -572,26 +574,6 @@ def test_custom_rules_meet_constants_as_jax_arrays():
 
     x = jnp.linspace(0.1, 1, 6)
     assert_same(jax.grad(jaxmem.remat(loss))(x), jax.grad(loss)(x))
-
-
-def test_an_nnx_module_that_would_lose_its_updates_is_refused():
-    from flax import nnx
-
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(4, 4, rngs=rngs)
-            self.norm = nnx.BatchNorm(4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.norm(self.linear(x))
-
-    net, x = Net(nnx.Rngs(0)), jnp.ones((2, 4), jnp.float32)
-    with pytest.raises(jaxmem.PlanError, match=r"changes a Flax nnx module .* nnx.split outside"):
-        jaxmem.remat(lambda net, x: net(x).sum())(net, x)
-    net.eval()
-    loss = jaxmem.remat(lambda net, x: jnp.sum(net(x) ** 2))
-    plain = nnx.grad(lambda net, x: jnp.sum(net(x) ** 2))(net, x)
-    assert_same(nnx.to_pure_dict(nnx.grad(loss)(net, x)), nnx.to_pure_dict(plain))
 
 
 def test_a_plan_is_for_one_set_of_dtypes():

@@ -36,7 +36,8 @@ def memory(
         step: a function, or a jitted one (then its donation, shardings and compiler options count).
         *args, **kwargs: its arguments: arrays or `jax.ShapeDtypeStruct`, with the shardings and
             memory kinds they have (`jaxmem.eval_shape` makes abstract ones that keep them). For
-            several GPUs, shard them over a `jax.sharding.AbstractMesh`.
+            several GPUs, shard them over a `jax.sharding.AbstractMesh`. Where the step is not
+            jitted, leaves that are neither arrays nor numbers are taken as constants.
         target: a GPU's name or `jaxmem.Target`, present or not; None: the attached device.
         compiler_options: XLA flags for this compilation alone, beside the step's own.
         timeout: seconds for the compilation.
@@ -58,7 +59,7 @@ def memory(
     16384
     """
     chosen = resolve(target)
-    jitted, args = _jitted(step, args)
+    jitted, args, kwargs = _jitted(step, args, kwargs)
     check_call(jitted, args, kwargs, "jaxmem.memory")
     args, kwargs = jax.tree.map(_jax.abstract, (args, kwargs))
     if isinstance(chosen, LocalDevice):
@@ -175,12 +176,36 @@ def _arguments(jitted, traced, lowered, args, kwargs) -> tuple[Argument | None, 
     return tuple(by_path.get(paths[number]) for number in _jax.kept_arguments(lowered))
 
 
-def _jitted(step: Any, args: tuple) -> tuple[Any, tuple]:
-    """The step as something that traces, whatever is bound to it as further arguments."""
-    if not callable(step):
-        raise JaxmemError(f"jaxmem.memory takes a function or a jitted one; got {step!r}.")
+def _jitted(step: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
+    """The step as something that traces, whatever is bound to it as further arguments; what of its
+    arguments `jax.jit` does not take (functions in the modules of Equinox, say) is None there."""
+    if isinstance(step, type) or not callable(step):
+        kind = step if isinstance(step, type) else type(step)
+        raise JaxmemError(
+            f"jaxmem.memory takes a function or a jitted one; got {kind.__qualname__}"
+            f"{'' if step is kind else ' object'}. Pass the step that is to be compiled."
+        )
     if isinstance(step, types.MethodType) and hasattr(step.__func__, "trace"):
-        return step.__func__, (step.__self__, *args)
+        return step.__func__, (step.__self__, *args), kwargs
     if isinstance(step, functools.partial) and hasattr(step.func, "trace") and not step.keywords:
-        return _jitted(step.func, (*step.args, *args))
-    return (step if hasattr(step, "trace") else jax.jit(step)), args
+        return _jitted(step.func, (*step.args, *args), kwargs)
+    if hasattr(step, "trace"):
+        return step, args, kwargs
+    constants = jax.tree.map(lambda leaf: None if _is_data(leaf) else leaf, (args, kwargs))
+    args, kwargs = jax.tree.map(lambda leaf: leaf if _is_data(leaf) else None, (args, kwargs))
+
+    @functools.wraps(step)
+    def of_data(*args, **kwargs):
+        def filled(leaf, constant):
+            return constant if leaf is None else leaf
+
+        args, kwargs = jax.tree.map(
+            filled, (args, kwargs), constants, is_leaf=lambda leaf: leaf is None
+        )
+        return step(*args, **kwargs)
+
+    return jax.jit(of_data), args, kwargs
+
+
+def _is_data(leaf: Any) -> bool:
+    return _jax.is_array(leaf) or isinstance(leaf, bool | int | float | complex)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes, parse_budget
 from jaxmem._errors import JaxmemError
+from jaxmem._modules import on_arrays
 from jaxmem.ops._instead import AttentionInstead, LossInstead
 from jaxmem.ops._patterns import Graph
 
@@ -49,9 +50,7 @@ def swap(fun: Callable, *, least: int | str = "64MiB") -> Callable:
         raise JaxmemError(f"jaxmem.ops.swap takes a function of arrays; got {fun!r}.")
     swapper = _Swapper(parse_budget(least, None))
 
-    @functools.wraps(fun)
-    def swapped(*args, **kwargs):
-        leaves, call = _jax.split_arrays(fun, args, kwargs)
+    def evaluate(call, leaves):
         flat = _jax.flatten(call, leaves)
         swapper.count = 0
         results = swapper.run(flat, [*flat.consts, *leaves])
@@ -60,6 +59,10 @@ def swap(fun: Callable, *, least: int | str = "64MiB") -> Callable:
             size = format_bytes(swapper.least)
             _say(f"no attention and no cross-entropy of at least {size} found in {name}")
         return jax.tree.unflatten(flat.out_tree, results)
+
+    @functools.wraps(fun)
+    def swapped(*args, **kwargs):
+        return on_arrays(evaluate, fun, args, kwargs)
 
     return swapped
 

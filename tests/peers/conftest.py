@@ -1,0 +1,31 @@
+"""`jaxmem.remat` under two planners. One is for tests: it places regions in however small a
+program, so that no test compares a plain function with itself."""
+
+import functools
+
+import pytest
+
+import jaxmem
+from jaxmem.planning import PLANNERS, Layout, Loop, Region
+
+
+class Everywhere:
+    """One region round everything, in it one round every kernel but the last, and one round the
+    body of every scan."""
+
+    def __init__(self, program, rates):
+        self.plain = Layout((), (), 0, (0,), {}, 0, 0, 0.0, 0.0, 0)
+        self.loops = tuple(map(Loop, program.scans))
+        count = len(program.kernels)
+        inner = tuple(Region(kernel, kernel + 1) for kernel in range(count - 1))
+        self.regions = (Region(0, count, (), inner),) if count else ()
+
+    def frugal(self):
+        return Layout(self.regions, self.loops, 0, (0,), {}, 0, 0, 0.0, 0.0, 0)
+
+
+@pytest.fixture(params=["dp", "everywhere"])
+def remat(request, monkeypatch):
+    """`jaxmem.remat` by one planner."""
+    monkeypatch.setitem(PLANNERS, "everywhere", Everywhere)
+    return functools.partial(jaxmem.remat, planner=request.param)
