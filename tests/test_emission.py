@@ -1,6 +1,7 @@
 """What the emitted regions keep, and derivatives that are taken once."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -379,3 +380,31 @@ def test_parameters_of_an_operation_may_have_any_name():
     np.testing.assert_allclose(planned(w, x), jax.grad(loss)(w, x), rtol=1e-12)
     policy = jax.checkpoint(loss, policy=jaxmem.remat_policy(target="h200"))
     np.testing.assert_allclose(jax.grad(policy)(w, x), jax.grad(loss)(w, x), rtol=1e-12)
+
+
+def test_a_rule_that_refuses_to_be_traced():
+    """Equinox's rules refuse tangents of what is not differentiated: such a rule is never copied."""
+
+    @jax.custom_jvp
+    def refusing(x, table):
+        return jnp.sin(x) * table
+
+    @functools.partial(refusing.defjvp, symbolic_zeros=True)
+    def _(primals, tangents):
+        if not _jax.is_zero(tangents[1]):
+            raise RuntimeError("Unexpected tangent")
+        x, table = primals
+        return refusing(x, table), jnp.cos(x) * table * tangents[0]
+
+    table = jnp.ones((16, 8)) / 2
+
+    def loss(w, x):
+        for _ in range(4):
+            h = refusing(x @ w, table)
+            x = jnp.tanh(h) @ w + h
+        return jnp.sum(x)
+
+    w, x = jnp.eye(8), jnp.ones((16, 8))
+    for planner in PLANNERS:
+        planned = jax.grad(jaxmem.remat(loss, planner=planner))
+        np.testing.assert_allclose(planned(w, x), jax.grad(loss)(w, x), rtol=1e-10)
