@@ -11,6 +11,20 @@ from jaxmem import _jax
 from jaxmem._errors import JaxmemError, OffloadError
 
 
+_LONGEST = 80
+
+
+def shown(value: Any) -> str:
+    """A value as a message has it: arrays by dtype and shape, and not more than a line."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"an array {dtype}{list(shape)}"
+    text = " ".join(repr(value).split())
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 4]} ... of type {type(value).__qualname__}"
+
+
 def is_count(value: Any, least: int = 1) -> bool:
     """Whether it is an int, and no bool, of so many or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

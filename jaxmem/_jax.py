@@ -285,6 +285,25 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
     return found
 
 
+def inner_in(equation: JaxprEqn, dtype: Any) -> dict[str, Any]:
+    """The jaxprs of an equation that combine two numbers (of a scatter, a reduction or a window),
+    traced anew for numbers of another dtype."""
+
+    def again(jaxpr):
+        closed = _closed(jaxpr)
+        given = [jax.ShapeDtypeStruct(aval.shape, dtype) for aval in closed.in_avals]
+        new = jax.make_jaxpr(jaxpr_as_fun(closed))(*given)
+        return new if hasattr(jaxpr, "consts") else new.jaxpr
+
+    given = equation.params.items()
+    return {name: again(value) for name, value in given if hasattr(value, "eqns")}
+
+
+def primitive_names() -> set[str]:
+    """The names of JAX's operations, as they stand in a jaxpr."""
+    return {primitive.name for primitive in {*mlir._lowerings, *ad.primitive_jvps}}
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """A scan (``condition`` is None) or a while loop, in the terms of `jax.lax`."""
@@ -624,7 +643,7 @@ def varying(value: jax.Array, *others: Any) -> jax.Array:
 
 
 def is_zero(tangent: Any) -> bool:
-    """Whether a tangent is known to be zero when the rule of a `jax.custom_jvp` is traced."""
+    """Whether a tangent or a cotangent is known to be zero when a custom rule is traced."""
     return isinstance(tangent, SymbolicZero)
 
 
