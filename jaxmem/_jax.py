@@ -20,7 +20,7 @@ from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax.lax import _optimization_barrier_lowering_rule
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxlib.mlir.passmanager import PassManager
 
 HOST = jax.memory.Space.Host
@@ -632,6 +632,14 @@ def is_committed(value) -> bool:
         and not isinstance(value, jax.core.Tracer)
         and getattr(value, "committed", False)
     )
+
+
+def copied_on(sharding: Sharding) -> Sharding:
+    """A sharding with a copy on each device of another."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    (device,) = sharding.device_set
+    return SingleDeviceSharding(device)
 
 
 def varying(value: jax.Array, *others: Any) -> jax.Array:

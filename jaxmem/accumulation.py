@@ -166,11 +166,22 @@ def skips_nonfinite(opt_state: Any) -> bool:
     return isinstance(opt_state, optax.MultiStepsState) and "skipped" in opt_state.skip_state
 
 
+def skipped(opt_state: Any) -> jax.Array | None:
+    """How many gradients `accumulate` left out so far, wherever it stands in an optimizer; None:
+    it does not, or leaves none out."""
+    counts = [cycle.skip_state["skipped"] for cycle in _cycles(opt_state) if skips_nonfinite(cycle)]
+    return sum(counts[1:], start=counts[0]) if counts else None
+
+
 def cycle_ends(opt_state: Any) -> jax.Array:
     """Whether no accumulation cycle is under way in an optimizer's state."""
+    ends = [cycle.mini_step == 0 for cycle in _cycles(opt_state)]
+    return jnp.all(jnp.array(ends or [True]))
+
+
+def _cycles(opt_state: Any) -> list[optax.MultiStepsState]:
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
-    cycles = [leaf for leaf in leaves if isinstance(leaf, optax.MultiStepsState)]
-    return jnp.all(jnp.array([cycle.mini_step == 0 for cycle in cycles] or [True]))
+    return [leaf for leaf in leaves if isinstance(leaf, optax.MultiStepsState)]
 
 
 def _as_before(new: Any, old: Any) -> Any:
