@@ -642,6 +642,20 @@ def copied_on(sharding: Sharding) -> Sharding:
     return SingleDeviceSharding(device)
 
 
+def shortest(sharding: Sharding) -> Sharding:
+    """A sharding as XLA's programs return it: without what says that an axis is whole."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    parts: list[Any] = []
+    for part in sharding.spec:
+        axes = part if isinstance(part, tuple) else (part,)
+        wide = tuple(axis for axis in axes if axis is not None and sharding.mesh.shape[axis] > 1)
+        parts.append(wide if len(wide) > 1 else wide[0] if wide else None)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return sharding.update(spec=PartitionSpec(*parts))
+
+
 def varying(value: jax.Array, *others: Any) -> jax.Array:
     """The value, varying over the mesh axes of `jax.shard_map` that any of the others varies
     over: the carry of a loop does not begin to vary in it."""

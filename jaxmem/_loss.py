@@ -35,10 +35,12 @@ def call_loss(loss_fn: Callable, params: Any, batch: Any, model_state: Any, key:
     except JaxmemError:
         raise
     except Exception as error:
-        error.add_note(
+        note = (
             f"jaxmem: while tracing loss_fn(params, batch) with params: {shapes_of(params)}; "
             f"batch: {shapes_of(batch)}."
         )
+        if note not in getattr(error, "__notes__", ()):  # where one loss function calls another
+            error.add_note(note)
         raise
     parts = results if isinstance(results, tuple) else (results,)
     expected = "loss" if model_state is None else "(loss, model_state)"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from jaxmem import _jax
 from jaxmem._emit import emit
 from jaxmem._modules import is_module, transform_module
-from jaxmem._problem import Allowed, check_function, read, refusing_updates
+from jaxmem._problem import Allowed, check_function, input_names, read, refusing_updates
 from jaxmem.planning import Plan
 from jaxmem.targets import LocalDevice, Target
 
@@ -76,7 +76,7 @@ def remat(
         flat = _jax.flatten(call, dynamic)
         program = read(flat)
         if plan is not None:
-            plan.check(program.fingerprint)
+            plan.check(program.fingerprint, input_names(program, fun, args, kwargs))
         elif program.fingerprint not in plans:
             plans[program.fingerprint] = allowed.plan(program)
         return emit(flat, program, plan or plans[program.fingerprint], dynamic)

@@ -198,7 +198,7 @@ class TrainStep:
         if self.sharding is not None:
             params = self.sharding.place_params(jax.tree.map(_jax.abstract, params))
         state = eval_shape(self._init, params, model_state, key)
-        return self._placed(state) if self.sharding else state
+        return self._placed(state) if self.sharding else _placed_like(params, state)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after one step on the batch, and the metrics (``"loss"`` among them).
@@ -650,9 +650,33 @@ def _commit(state: TrainState) -> TrainState:
     def put(leaf):
         if not _jax.is_committed(leaf) and leaf.sharding.device_set != widest.device_set:
             return jax.device_put(leaf, everywhere)
-        return jax.device_put(leaf, leaf.sharding)
+        return jax.device_put(leaf, _jax.shortest(leaf.sharding))
 
     return jax.tree.map(put, state)
+
+
+def _placed_like(params: Any, state: TrainState) -> TrainState:
+    """An abstract state on the mesh of its parameters, as JAX and `_commit` place a real one: what
+    has the path and the shape of a parameter lies as it does, all else on every device."""
+    there = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            there[jax.tree_util.keystr(path)] = leaf.shape, sharding
+    if not there:
+        return state
+    longest_first = sorted(there, key=len, reverse=True)
+
+    def place(path, leaf):
+        name = jax.tree_util.keystr(path)
+        like = (there[end] for end in longest_first if name.endswith(end))
+        found = next((sharding for shape, sharding in like if shape == leaf.shape), None)
+        sharding = found or _jax.copied_on(there[longest_first[0]][1])
+        if _jax.memory_space(leaf) is _jax.HOST:
+            sharding = sharding.with_memory_kind("pinned_host")
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_jax.shortest(sharding))
+
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def _places_on_mesh(state: TrainState) -> tuple[NamedSharding | None, ...]:
@@ -661,8 +685,7 @@ def _places_on_mesh(state: TrainState) -> tuple[NamedSharding | None, ...]:
     for leaf in jax.tree.leaves(state):
         sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         named = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
-        on_device = named and _jax.memory_space(leaf) is _jax.DEVICE
-        places.append(NamedSharding(sharding.mesh, sharding.spec) if on_device else None)
+        places.append(_jax.shortest(sharding) if named else None)
     return tuple(places) if any(places) else ()
 
 

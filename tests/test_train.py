@@ -190,7 +190,7 @@ def test_a_state_of_another_optimizer():
     assert "opt_state[0].count is absent in the state and [] by this optimizer's init" in str(
         caught.value
     )
-    with pytest.raises(jaxmem.JaxmemError, match="called with .state, batch., .* of type dict"):
+    with pytest.raises(jaxmem.JaxmemError, match=r"with .state, batch., .* type builtins\.dict"):
         adam(params, batches[0])
 
 
