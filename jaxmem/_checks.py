@@ -11,7 +11,6 @@ import numpy as np
 from jaxmem import _jax
 from jaxmem._errors import JaxmemError, OffloadError
 
-
 _LONGEST = 80  # characters of a value in a message
 _MOST = 10  # arrays of a pytree in a message
 

@@ -23,9 +23,10 @@ def call_loss(loss_fn: Callable, params: Any, batch: Any, model_state: Any, key:
     """``loss_fn(params, batch)``, with ``model_state=`` and ``key=`` where there is one.
 
     Raises:
-        JaxmemError: it does not take these arguments, or returns something else than ``loss`` or, with a model state,
-            ``(loss, model_state)``, each with a dict of metrics after it if it likes; the loss is
-            not a scalar of float32 or float64; or the model state changes its structure or shapes.
+        JaxmemError: it does not take these arguments; it returns something else than ``loss`` or,
+            with a model state, ``(loss, model_state)``, each with a dict of metrics after it if it
+            likes; the loss is not a scalar of float32 or float64; or the model state changes its
+            structure or shapes.
     """
     given = {"model_state": model_state, "key": key}
     given = {name: value for name, value in given.items() if value is not None}

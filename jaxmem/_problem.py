@@ -168,7 +168,10 @@ def input_names(
         parameters = [*inspect.signature(fun).parameters]
     except (TypeError, ValueError):
         parameters = []  # built in: its parameters have no names
-    owners = [*parameters[: len(args)], *(f"args[{at}]" for at in range(len(parameters), len(args)))]
+    owners = [
+        *parameters[: len(args)],
+        *(f"args[{at}]" for at in range(len(parameters), len(args))),
+    ]
     names = [
         owner + jax.tree_util.keystr(path)
         for owner, value in [*zip(owners, args, strict=True), *kwargs.items()]

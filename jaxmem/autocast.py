@@ -395,7 +395,9 @@ class _Caster:
 
         def fwd(*given):
             values = [one.value for one in given]
-            at = [i for i, one in enumerate(given) if one.perturbed and _is_floating(traced[i].dtype)]
+            at = [
+                i for i, one in enumerate(given) if one.perturbed and _is_floating(traced[i].dtype)
+            ]
 
             def forward_of(*values):
                 along = _function_of(at, original, values)

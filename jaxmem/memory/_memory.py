@@ -5,6 +5,7 @@ import gzip
 import pathlib
 import tempfile
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,10 @@ import jax
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes
 from jaxmem._checks import check_call
-from jaxmem._errors import CompileError, JaxmemError, OffloadError
+from jaxmem._errors import CompileError, JaxmemError, JaxmemWarning, OffloadError
 from jaxmem.memory._arguments import Argument, describe_arguments
 from jaxmem.memory._hlo import donated_arguments, results_on_host
-from jaxmem.memory._report import MemoryReport
+from jaxmem.memory._report import CPU_NOTE, MemoryReport, is_cpu
 from jaxmem.targets import LocalDevice, Target, compile_module, resolve
 
 
@@ -36,7 +37,8 @@ def memory(
         *args, **kwargs: its arguments: arrays or `jax.ShapeDtypeStruct`, with the shardings and
             memory kinds they have (`jaxmem.eval_shape` makes abstract ones that keep them). For
             several GPUs, shard them over a `jax.sharding.AbstractMesh`.
-        target: a GPU's name or `jaxmem.Target`, present or not; None: the attached device.
+        target: a GPU's name or `jaxmem.Target`, present or not; None: the attached device. The
+            bytes of an attached CPU (``"local"``) hold for that CPU alone.
         compiler_options: XLA flags for this compilation alone, beside the step's own.
         timeout: seconds for the compilation.
         timeline: False: totals, FLOPs and transfers alone. What the compiler said is kept on disk,
@@ -48,12 +50,17 @@ def memory(
         JaxmemError: the target is not known, its compiler is not installed, the step calls into
             Python, or it is partitioned for another number of devices than the target has.
 
+    Warns:
+        JaxmemWarning: no target is named and the attached device is a CPU.
+
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> report = jaxmem.memory(jnp.sin, jnp.ones((64, 64), jnp.float32), target="local")
     >>> report.argument
     16384
     """
     chosen = resolve(target)
+    if target is None and is_cpu(chosen):
+        warnings.warn(f"No target is named: {CPU_NOTE}", JaxmemWarning, stacklevel=2)
     jitted, args = _jitted(step, args)
     check_call(jitted, args, kwargs, "jaxmem.memory")
     args, kwargs = jax.tree.map(_jax.abstract, (args, kwargs))
