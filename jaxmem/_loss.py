@@ -47,7 +47,7 @@ def call_loss(loss_fn: Callable, params: Any, batch: Any, model_state: Any, key:
     expected = "loss" if model_state is None else "(loss, model_state)"
     held = 1 if model_state is None else 2
     metrics = parts[held] if len(parts) > held else {}
-    loss = parts[0] if parts else None
+    loss: Any = parts[0] if parts else None
     if (
         len(parts) not in (held, held + 1)
         or not isinstance(metrics, dict)

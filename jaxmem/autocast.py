@@ -69,8 +69,8 @@ def autocast(
 
     The lists are those of PyTorch's autocast where JAX has the operation, but for
     ``scatter-add``: a thousand messages to one node of a graph, each 1, add up to 256 in bfloat16.
-    Norms have their statistics in float32 and come out as what is normalised, as PyTorch's batch norm (not its layer
-    norm, which comes out in float32).
+    Norms have their statistics in float32 and come out as what is normalised, as PyTorch's batch
+    norm (not its layer norm, which comes out in float32).
 
     Arguments are never cast as a whole. A matmul that reads a parameter casts it in the forward
     and again in the backward pass (a `jax.checkpoint` round the one operation), so that no
@@ -361,11 +361,8 @@ class _Caster:
         original, traced = _original(step)
 
         def rule(values, tangents):
-            at = [
-                i
-                for i, (aval, tangent) in enumerate(zip(traced, tangents, strict=True))
-                if _is_floating(aval.dtype) and not _jax.is_zero(tangent)
-            ]
+            floats = [i for i, aval in enumerate(traced) if _is_floating(aval.dtype)]
+            at = [i for i in floats if not _jax.is_zero(tangents[i])]
 
             def derivative(*given):
                 values, tangents = given[: len(traced)], given[len(traced) :]
@@ -395,9 +392,8 @@ class _Caster:
 
         def fwd(*given):
             values = [one.value for one in given]
-            at = [
-                i for i, one in enumerate(given) if one.perturbed and _is_floating(traced[i].dtype)
-            ]
+            floats = [i for i, aval in enumerate(traced) if _is_floating(aval.dtype)]
+            at = [i for i in floats if given[i].perturbed]
 
             def forward_of(*values):
                 along = _function_of(at, original, values)

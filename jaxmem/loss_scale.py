@@ -75,13 +75,14 @@ class LossScale:
         numbers = all(isinstance(b, int | float) and math.isfinite(b) for b in bounds)
         if not numbers or not 0 < self.floor <= self.initial <= self.ceiling:
             raise JaxmemError(
-                "A LossScale takes 0 < floor <= initial <= ceiling; got "
-                f"floor={shown(self.floor)}, initial={shown(self.initial)}, ceiling={shown(self.ceiling)}."
+                f"A LossScale takes 0 < floor <= initial <= ceiling; got floor={shown(self.floor)}, "
+                f"initial={shown(self.initial)}, ceiling={shown(self.ceiling)}."
             )
         every = self.growth_interval
         if every is not None and (not isinstance(every, int) or every < 1):
             raise JaxmemError(
-                f"growth_interval= takes a number of steps of 1 or more, or None; got {shown(every)}."
+                "growth_interval= takes a number of steps of 1 or more, or None; got "
+                f"{shown(every)}."
             )
 
     def init(self) -> LossScaleState:

@@ -356,7 +356,8 @@ class TrainStep:
         if scaling is None or scale is None:
             params, opt_state = update_params(self.optimizer, gradients, *reversed(before))
             left_out = skipped(opt_state)
-            counts = None if left_out is None else left_out == skipped(state.opt_state)
+            before_it = skipped(state.opt_state)
+            counts = None if left_out is None else jnp.equal(left_out, before_it)
         else:
             unscaled = scaling.unscale(gradients, scale)
             counts = ~jnp.any(nonfinite(unscaled))

@@ -32,8 +32,9 @@ from jaxmem.memory._timeline import Timeline
 from jaxmem.targets import LocalDevice, Target
 
 CPU_NOTE = (
-    "compiled for the CPU: these bytes hold for this CPU alone. A GPU's compiler fuses and schedules "
-    "otherwise, and the CPU's undoes rematerialization. Name a GPU for its bytes: target='h200'."
+    "compiled for the CPU: these bytes hold for this CPU alone. A GPU's compiler fuses and "
+    "schedules otherwise, and the CPU's undoes rematerialization. Name a GPU for its bytes: "
+    "target='h200'."
 )
 
 
