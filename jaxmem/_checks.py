@@ -37,15 +37,12 @@ def shapes_of(tree: Any) -> str:
     return ", ".join(texts) + more if leaves else f"no arrays ({shown(tree)})"
 
 
-def check_arrays(name: str, tree: Any) -> None:
+def check_arrays(name: str, tree: Any, advice: str) -> None:
     """Raises `JaxmemError` at the first leaf of ``name`` that is no array or was deleted."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         at = name + jax.tree_util.keystr(path)
-        if not _is_numeric(leaf):
-            raise JaxmemError(
-                f"{at} is {shown(leaf)}, which is no array. {name} takes a pytree of arrays; keep "
-                "modules, functions and settings in loss_fn."
-            )
+        if not is_numeric(leaf):
+            raise JaxmemError(f"{at} is {shown(leaf)}, which is no array. {advice}")
         if is_deleted(leaf):
             raise JaxmemError(
                 f"{at} was deleted: a step that it was given to took over its memory. Take the "
@@ -58,7 +55,7 @@ def check_batch(batch: Any) -> None:
     """Raises `JaxmemError` for a batch with no examples, or with something that is no array."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     for path, leaf in leaves:
-        if not _is_numeric(leaf):
+        if not is_numeric(leaf):
             raise JaxmemError(
                 f"batch{jax.tree_util.keystr(path)} is {shown(leaf)}, which is no array. Leave it "
                 "out of the batch, or make it a number."
@@ -77,7 +74,8 @@ def is_deleted(leaf: Any) -> bool:
     return is_array and leaf.is_deleted()
 
 
-def _is_numeric(leaf: Any) -> bool:
+def is_numeric(leaf: Any) -> bool:
+    """Whether it is an array, real or abstract, or a number."""
     if isinstance(leaf, bool | int | float | complex):
         return True
     dtype = getattr(leaf, "dtype", None)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmem._checks import check_arrays, check_same, shapes_of
+from jaxmem._checks import check_arrays, check_same, is_numeric, shapes_of
 from jaxmem._errors import JaxmemError
 
 
@@ -48,17 +48,12 @@ def call_loss(loss_fn: Callable, params: Any, batch: Any, model_state: Any, key:
     held = 1 if model_state is None else 2
     metrics = parts[held] if len(parts) > held else {}
     loss: Any = parts[0] if parts else None
-    if (
-        len(parts) not in (held, held + 1)
-        or not isinstance(metrics, dict)
-        or jax.tree.structure(loss) != jax.tree.structure(0)
-    ):
+    if len(parts) not in (held, held + 1) or not isinstance(metrics, dict) or not is_numeric(loss):
         raise JaxmemError(
             f"loss_fn must return {expected}, with a dict of metrics after it if it likes; it "
             + ("returned None: is a return missing?" if results is None else _told(results))
         )
-    check_arrays("The loss", loss)
-    check_arrays("metrics", metrics)
+    check_arrays("metrics", metrics, "The dict of metrics that loss_fn returns holds arrays.")
     if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise JaxmemError(
             f"The loss must be a floating-point scalar to differentiate; loss_fn returned "

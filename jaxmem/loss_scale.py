@@ -75,8 +75,9 @@ class LossScale:
         numbers = all(isinstance(b, int | float) and math.isfinite(b) for b in bounds)
         if not numbers or not 0 < self.floor <= self.initial <= self.ceiling:
             raise JaxmemError(
-                f"A LossScale takes 0 < floor <= initial <= ceiling; got floor={shown(self.floor)}, "
-                f"initial={shown(self.initial)}, ceiling={shown(self.ceiling)}."
+                "A LossScale takes 0 < floor <= initial <= ceiling; got "
+                f"floor={shown(self.floor)}, initial={shown(self.initial)}, "
+                f"ceiling={shown(self.ceiling)}."
             )
         every = self.growth_interval
         if every is not None and (not isinstance(every, int) or every < 1):

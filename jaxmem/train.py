@@ -147,8 +147,9 @@ class TrainStep:
                 "which has an optimizer's state too. Pass its params, or the nnx module that it is "
                 "for."
             )
-        check_arrays("params", params)
-        check_arrays("model_state", model_state)
+        advice = "Pass a pytree of arrays, and keep modules, functions and settings in loss_fn."
+        check_arrays("params", params, advice)
+        check_arrays("model_state", model_state, advice)
         _check_differentiable(params)
         _check_key(key)
         self._check_has_state(model_state)
@@ -408,7 +409,6 @@ class TrainStep:
             )
 
     def _check_structure(self, state: TrainState) -> None:
-        check_arrays("params", state.params)
         kept = None if self.precision is None else self.precision.params
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
             if kept is not None and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != kept:
