@@ -221,7 +221,9 @@ class TrainStep:
             results = self._jitted(state, batch, **options)
             if shapes not in self._ran and not isinstance(state.step, jax.core.Tracer):
                 jax.block_until_ready(results)
-        except jax.errors.JaxRuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # JaxRuntimeError among them
+            if "deleted" in str(error):
+                _check_kept(state)
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise out_of_memory(self, state, batch, error) from error
@@ -681,13 +683,18 @@ def _placed_like(params: Any, state: TrainState) -> TrainState:
 
 
 def _places_on_mesh(state: TrainState) -> tuple[NamedSharding | None, ...]:
-    """Where the arrays of a state lie on a mesh of several devices, if they do."""
-    places = []
-    for leaf in jax.tree.leaves(state):
+    """Where the arrays of a state lie on a mesh of several devices; empty where parameters do
+    not."""
+
+    def place(leaf: Any) -> NamedSharding | None:
         sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         named = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
-        places.append(_jax.shortest(sharding) if named else None)
-    return tuple(places) if any(places) else ()
+        return _jax.shortest(sharding) if named else None
+
+    # A look at two arrays, and not at thousands in every call, where there is no mesh.
+    if not any(map(place, [state.step, *jax.tree.leaves(state.params)[:1]])):
+        return ()
+    return tuple(map(place, jax.tree.leaves(state)))
 
 
 def _kept_in_place(state: TrainState, places: tuple[NamedSharding | None, ...]) -> TrainState:
@@ -762,8 +769,18 @@ def _check_alive(state: TrainState) -> None:
         )
     # Every step donates all of a state, so that one array tells of the others.
     if is_deleted(state.step):
-        raise JaxmemError(
-            "This state was given to a step before, which took over its memory. Go on with the "
-            "state that it returned (state, metrics = step(state, batch)), or make the step with "
-            "train_step(..., donate=False), which needs memory for both."
-        )
+        raise JaxmemError(_TAKEN.format("This state"))
+
+
+def _check_kept(state: TrainState) -> None:
+    """Raises `JaxmemError` at the first array of a state that is gone."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if is_deleted(leaf):
+            raise JaxmemError(_TAKEN.format(f"state{jax.tree_util.keystr(path)}"))
+
+
+_TAKEN = (
+    "{} was given to a step before, which took over its memory. Go on with the state that it "
+    "returned (state, metrics = step(state, batch)), or make the step with "
+    "train_step(..., donate=False), which needs memory for both."
+)
