@@ -632,6 +632,45 @@ def test_parameters_that_are_none():
         jaxmem.train_step(plain_loss, optax.sgd(0.1), sharding=8)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda array: jaxmem.train_step(array, optax.sgd(0.1)),
+        lambda array: jaxmem.train_step(plain_loss, array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1), precision=array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1), remat=array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1), microbatches=array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1), loss_scale=array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1), sharding=array),
+        lambda array: jaxmem.autocast(array, "bf16"),
+        lambda array: jaxmem.accumulate(optax.sgd(0.1), array),
+        lambda array: jaxmem.microbatch(array, 2),
+        lambda array: jaxmem.microbatch(plain_loss, array),
+        lambda array: jaxmem.offload(array),
+        lambda array: jaxmem.offload(optax.sgd(0.1), fraction=array),
+        lambda array: jaxmem.layers(array),
+        lambda array: jaxmem.layers(plain_loss, microbatches=array),
+        lambda array: jaxmem.shard(array),
+        lambda array: jaxmem.LossScale(initial=array),
+        lambda array: jaxmem.LossScale(growth_interval=array),
+        lambda array: jaxmem.fit(plain_loss, optax.sgd(0.1), *plain_arguments(), mesh=array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1)).init(
+            plain_arguments()[0], key=array
+        ),
+    ],
+)
+def test_no_message_prints_an_array(call):
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        call(jnp.ones((99, 99), jnp.float32))
+    text = str(caught.value)
+    assert "array float32[99, 99]" in text and "1." not in text.split("got")[-1]
+
+
+def test_a_mesh_that_is_none():
+    with pytest.raises(jaxmem.JaxmemError, match=r"takes a jax.sharding.Mesh or .*; got 8\."):
+        jaxmem.fit(plain_loss, optax.sgd(0.1), *plain_arguments(), mesh=8)
+
+
 def test_batches_that_are_none():
     empty = {"x": jnp.ones((0, 3)), "scale": 2.0}
     assert error_of(plain_loss, empty) == (
