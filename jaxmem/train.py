@@ -307,9 +307,9 @@ class TrainStep:
         metrics = others.pop()
         new, counts = self._update(state, gradients, others[0] if others else None)
         if state.last_loss is not None and counts is not None:
-            shown = counts | jnp.isfinite(metrics["loss"])
+            tells = counts | jnp.isfinite(metrics["loss"])
             last = state.last_loss.astype(metrics["loss"].dtype)
-            metrics["loss"] = jnp.where(shown, metrics["loss"], last)
+            metrics["loss"] = jnp.where(tells, metrics["loss"], last)
             new = new._replace(last_loss=metrics["loss"].astype(state.last_loss.dtype))
         if state.loss_scale is not None and new.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale.scale
@@ -358,9 +358,8 @@ class TrainStep:
         before = state.params, state.opt_state
         if scaling is None or scale is None:
             params, opt_state = update_params(self.optimizer, gradients, *reversed(before))
-            left_out = skipped(opt_state)
-            before_it = skipped(state.opt_state)
-            counts = None if left_out is None else jnp.equal(left_out, before_it)
+            left_out, earlier = skipped(opt_state), skipped(state.opt_state)
+            counts = None if left_out is None else jnp.equal(left_out, earlier)
         else:
             unscaled = scaling.unscale(gradients, scale)
             counts = ~jnp.any(nonfinite(unscaled))
@@ -700,9 +699,9 @@ def _places_on_mesh(state: TrainState) -> tuple[NamedSharding | None, ...]:
 def _kept_in_place(state: TrainState, places: tuple[NamedSharding | None, ...]) -> TrainState:
     """The state after a step, its arrays where they were before it: XLA, left to itself, puts some
     elsewhere, and the next step is compiled anew."""
-    leaves, tree = jax.tree.flatten(state)
     if not places:
         return state
+    leaves, tree = jax.tree.flatten(state)
     kept = [
         leaf if place is None else jax.lax.with_sharding_constraint(leaf, place)
         for leaf, place in zip(leaves, places, strict=True)
