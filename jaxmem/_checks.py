@@ -6,9 +6,82 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmem import _jax
 from jaxmem._errors import JaxmemError, OffloadError
+
+_LONGEST = 80  # characters of a value in a message
+_MOST = 10  # arrays of a pytree in a message
+
+
+def shown(value: Any) -> str:
+    """A value as a message has it: arrays by dtype and shape, and not more than a line."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"an array {dtype}{list(shape)}"
+    text = " ".join(repr(value).split())
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 4]} ... of type {type(value).__qualname__}"
+
+
+def shapes_of(tree: Any) -> str:
+    """The arrays of a pytree, as a message has them: path, dtype and shape of each, ten at most."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    texts = [
+        f"{jax.tree_util.keystr(path)} {shown(leaf).removeprefix('an array ')}".strip()
+        for path, leaf in leaves[:_MOST]
+    ]
+    more = f" and {len(leaves) - _MOST} more" if len(leaves) > _MOST else ""
+    return ", ".join(texts) + more if leaves else f"no arrays ({shown(tree)})"
+
+
+def check_arrays(name: str, tree: Any, advice: str) -> None:
+    """Raises `JaxmemError` at the first leaf of ``name`` that is no array or was deleted."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        at = name + jax.tree_util.keystr(path)
+        if not is_numeric(leaf):
+            raise JaxmemError(f"{at} is {shown(leaf)}, which is no array. {advice}")
+        if is_deleted(leaf):
+            raise JaxmemError(
+                f"{at} was deleted: a step that it was given to took over its memory. Take the "
+                "arrays of the state that the step returned, or give init a copy: "
+                "init(jax.tree.map(jnp.copy, params))."
+            )
+
+
+def check_batch(batch: Any) -> None:
+    """Raises `JaxmemError` for a batch with no examples, or with something that is no array."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    for path, leaf in leaves:
+        if not is_numeric(leaf):
+            raise JaxmemError(
+                f"batch{jax.tree_util.keystr(path)} is {shown(leaf)}, which is no array. Leave it "
+                "out of the batch, or make it a number."
+            )
+    lengths = [jnp.shape(leaf)[0] for _, leaf in leaves if jnp.shape(leaf)]
+    if lengths and not any(lengths):
+        raise JaxmemError(
+            f"The batch has no examples ({shapes_of(batch)}), and a mean over none is not a "
+            "number. Leave this batch out."
+        )
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Whether it is an array whose memory was given away."""
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_array and leaf.is_deleted()
+
+
+def is_numeric(leaf: Any) -> bool:
+    """Whether it is an array, real or abstract, or a number."""
+    if isinstance(leaf, bool | int | float | complex):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    if isinstance(dtype, np.dtype):
+        return dtype.kind not in "OSU" and hasattr(leaf, "shape")
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
 def is_count(value: Any, least: int = 1) -> bool:
@@ -19,9 +92,10 @@ def is_count(value: Any, least: int = 1) -> bool:
 def check_optimizer(optimizer: Any, name: str) -> None:
     """Raises `JaxmemError` if the argument of ``name`` is not an optax transformation."""
     if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
+        hint = " Pass its tx, the optax transformation in it." if hasattr(optimizer, "tx") else ""
         raise JaxmemError(
             f"{name} takes an optax.GradientTransformation, such as optax.adam(1e-3); got "
-            f"{optimizer!r} of type {type(optimizer).__name__}."
+            f"{shown(optimizer)}.{hint}"
         )
 
 

@@ -22,7 +22,7 @@ from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax.lax import _optimization_barrier_lowering_rule
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxlib.mlir.passmanager import PassManager
 
 HOST = jax.memory.Space.Host
@@ -347,6 +347,25 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
             if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
                 found.append(getattr(item, "jaxpr", item))
     return found
+
+
+def inner_in(equation: JaxprEqn, dtype: Any) -> dict[str, Any]:
+    """The jaxprs of an equation that combine two numbers (of a scatter, a reduction or a window),
+    traced anew for numbers of another dtype."""
+
+    def again(jaxpr):
+        closed = _closed(jaxpr)
+        given = [jax.ShapeDtypeStruct(aval.shape, dtype) for aval in closed.in_avals]
+        new = jax.make_jaxpr(jaxpr_as_fun(closed))(*given)
+        return new if hasattr(jaxpr, "consts") else new.jaxpr
+
+    given = equation.params.items()
+    return {name: again(value) for name, value in given if hasattr(value, "eqns")}
+
+
+def primitive_names() -> set[str]:
+    """The names of JAX's operations, as they stand in a jaxpr."""
+    return {primitive.name for primitive in {*mlir._lowerings, *ad.primitive_jvps}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -790,6 +809,28 @@ def is_committed(value) -> bool:
     )
 
 
+def copied_on(sharding: Sharding) -> Sharding:
+    """A sharding with a copy on each device of another."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    (device,) = sharding.device_set
+    return SingleDeviceSharding(device)
+
+
+def shortest(sharding: Sharding) -> Sharding:
+    """A sharding as XLA's programs return it: without what says that an axis is whole."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    parts: list[Any] = []
+    for part in sharding.spec:
+        axes = part if isinstance(part, tuple) else (part,)
+        wide = tuple(axis for axis in axes if axis is not None and sharding.mesh.shape[axis] > 1)
+        parts.append(wide if len(wide) > 1 else wide[0] if wide else None)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return sharding.update(spec=PartitionSpec(*parts))
+
+
 def varying(value: jax.Array, *others: Any) -> jax.Array:
     """The value, varying over the mesh axes of `jax.shard_map` that any of the others varies
     over: the carry of a loop does not begin to vary in it."""
@@ -815,7 +856,7 @@ def custom_function(equation: JaxprEqn) -> str:
 
 
 def is_zero(tangent: Any) -> bool:
-    """Whether a tangent is known to be zero when the rule of a `jax.custom_jvp` is traced."""
+    """Whether a tangent or a cotangent is known to be zero when a custom rule is traced."""
     return isinstance(tangent, SymbolicZero)
 
 

@@ -1,6 +1,7 @@
 """What is planned: a function with its arguments as a program, and what its plan may cost."""
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -152,6 +153,28 @@ def read(flat: _jax.FlatJaxpr, differentiated: frozenset[int] | None = None) -> 
                 "and a region would draw others the second time. Use jax.random with a key."
             )
     return read_program(flat, differentiated)
+
+
+def input_names(
+    program: Program, fun: Callable, args: tuple, kwargs: dict
+) -> list[tuple[str, str]]:
+    """What a program takes: the name of each array in a call of its function, and its type."""
+    try:
+        parameters = [*inspect.signature(fun).parameters]
+    except (TypeError, ValueError):
+        parameters = []  # built in: its parameters have no names
+    owners = [
+        *parameters[: len(args)],
+        *(f"args[{at}]" for at in range(len(parameters), len(args))),
+    ]
+    names = [
+        owner + jax.tree_util.keystr(path)
+        for owner, value in [*zip(owners, args, strict=True), *kwargs.items()]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value)
+        if _jax.is_array(leaf)
+    ]
+    closed_over = ["an array closed over"] * (program.input_count - len(names))
+    return list(zip([*closed_over, *names], program.types[: program.input_count], strict=True))
 
 
 def check_function(fun: Any, name: str) -> None:

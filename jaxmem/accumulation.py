@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem._checks import check_optimizer, check_same, is_count
+from jaxmem._checks import check_optimizer, check_same, is_count, shown
 from jaxmem._errors import JaxmemError
 from jaxmem._update_if import update_if
 
@@ -18,15 +18,18 @@ def accumulate(
     *,
     dtype: Any = jnp.float32,
     skip_nonfinite: bool = True,
+    count_skipped: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """``optimizer`` applied once to the mean of ``every`` gradients.
 
     Large batches in the memory of small ones: each call adds a micro-gradient to a running mean
     and returns zero updates; every ``every``-th call runs the optimizer on the mean. State and
-    cycle are those of `optax.MultiSteps` (its `optax.MultiStepsState`). Unlike it, the optimizer
+    cycle are those of `optax.MultiSteps` (its `optax.MultiStepsState`, whose ``inner_opt_state``
+    keeps the dtypes that it has at init). Unlike it, the optimizer
     runs only when a cycle ends, also inside `jax.jit`, so its schedules count real steps, and state
     that `jaxmem.offload` keeps on the host stays there in between; and a micro-gradient that is
-    not finite does no harm. `jaxmem.train_step` leaves parameters alone too until a cycle ends. No
+    not finite does no harm, as with ``should_skip_update_fn=optax.skip_not_finite``.
+    `jaxmem.train_step` leaves parameters alone too until a cycle ends. No
     reverse-mode derivative goes through it.
 
     Args:
@@ -34,10 +37,13 @@ def accumulate(
         every: number of micro-gradients in a cycle, at least 1; or a function of the number of
             updates done so far.
         dtype: of the running mean of floating-point gradients.
-        skip_nonfinite: leave micro-gradients with an infinity or a NaN out of the mean. They
-            count as calls of their cycle, and in ``state.skip_state["skipped"]``. A cycle of
-            nothing else ends without an update. It takes all gradients to know, so they are in
-            memory together; without it each is added as the backward pass makes it.
+        skip_nonfinite: leave micro-gradients with an infinity or a NaN out of the mean, as if they
+            had not been: the cycle takes another. ``state.skip_state["skipped"]`` counts them. It
+            takes all gradients to know, so they are in memory together; without it each is added
+            as the backward pass makes it.
+        count_skipped: let those that are left out count in their cycle, which then ends after
+            ``every`` calls whatever was in them, with the mean of the others. A cycle of nothing
+            else ends without an update.
 
     Returns:
         An optax transformation. ``update(..., flush=True)`` ends the cycle at this call, for a
@@ -61,7 +67,7 @@ def accumulate(
     if not callable(every) and not is_count(every):
         raise JaxmemError(
             f"jaxmem.accumulate takes every=, the number of micro-gradients in a cycle, as an int "
-            f"of 1 or more; got {every!r}."
+            f"of 1 or more; got {shown(every)}."
         )
     optimizer = optax.with_extra_args_support(optimizer)
     counters = ("held", "skipped") if skip_nonfinite else ("held",)
@@ -91,7 +97,7 @@ def accumulate(
             return jnp.where(good, total + (new.astype(total.dtype) - total) / share, total)
 
         mean = jax.tree.map(add, state.acc_grads, gradients)
-        count = state.mini_step + 1
+        count = state.mini_step + (1 if count_skipped else good.astype(jnp.int32))
         length = every(state.gradient_step) if callable(every) else every
         ends = (count >= length) | flush
         applies = ends & (held > 0)
@@ -100,7 +106,9 @@ def accumulate(
             result, inner, mean = carried
             zeros = jax.tree.map(jnp.zeros_like, mean)
             mean = jax.tree.map(lambda new, like: new.astype(like.dtype), mean, gradients)
-            updates, inner = optimizer.update(mean, inner, params, **extra)
+            updates, new = optimizer.update(mean, inner, params, **extra)
+            # Gradients wider than the parameters would widen the state, in mid-training.
+            inner = jax.tree.map(_as_before, new, inner)
             return finish(updates, result), inner, zeros
 
         result, inner, mean = update_if(applies, apply, (result, state.inner_opt_state, mean))
@@ -158,11 +166,26 @@ def skips_nonfinite(opt_state: Any) -> bool:
     return isinstance(opt_state, optax.MultiStepsState) and "skipped" in opt_state.skip_state
 
 
+def skipped(opt_state: Any) -> jax.Array | None:
+    """How many gradients `accumulate` left out so far, wherever it stands in an optimizer; None:
+    it does not, or leaves none out."""
+    counts = [cycle.skip_state["skipped"] for cycle in _cycles(opt_state) if skips_nonfinite(cycle)]
+    return sum(counts[1:], start=counts[0]) if counts else None
+
+
 def cycle_ends(opt_state: Any) -> jax.Array:
     """Whether no accumulation cycle is under way in an optimizer's state."""
+    ends = [cycle.mini_step == 0 for cycle in _cycles(opt_state)]
+    return jnp.all(jnp.array(ends or [True]))
+
+
+def _cycles(opt_state: Any) -> list[optax.MultiStepsState]:
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
-    cycles = [leaf for leaf in leaves if isinstance(leaf, optax.MultiStepsState)]
-    return jnp.all(jnp.array([cycle.mini_step == 0 for cycle in cycles] or [True]))
+    return [leaf for leaf in leaves if isinstance(leaf, optax.MultiStepsState)]
+
+
+def _as_before(new: Any, old: Any) -> Any:
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def _all_finite(tree: Any) -> jax.Array:

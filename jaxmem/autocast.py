@@ -1,8 +1,10 @@
 """Mixed precision by operation: which dtype each operation of a traced function works in."""
 
+import contextlib
+import difflib
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import _jax
+from jaxmem._checks import shown
 from jaxmem._errors import JaxmemError
 from jaxmem._modules import on_arrays
 from jaxmem.precision import Precision, precision as parse_precision
@@ -17,14 +20,14 @@ from jaxmem.precision import Precision, precision as parse_precision
 _COMPUTE = "conv_general_dilated dot_general ragged_dot_general"
 _FLOAT32 = """
     acos acosh asin atanh cosh cumlogsumexp cumprod cumsum digamma erf_inv exp exp2
-    expm1 integer_pow lgamma log log1p pow reduce_prod reduce_sum reduce_window_sum rsqrt sinh
-    sqrt square tan
+    expm1 integer_pow lgamma log log1p pow reduce_prod reduce_sum reduce_window_sum rsqrt
+    scatter-add scatter_add sinh sqrt square tan
 """
 _FOLLOW = """
     abs add add_any and argmax argmin asinh atan broadcast_in_dim cbrt ceil clamp concatenate copy
     copy_p cos cummax cummin div dynamic_slice dynamic_update_slice eq erf erfc expand_dims floor
     gather ge gt is_finite le logistic lt max min mul name ne neg optimization_barrier pad
-    reduce_max reduce_min rem reshape rev round scatter scatter-add scatter_add select_and_scatter
+    reduce_max reduce_min rem reshape rev round scatter select_and_scatter
     select_and_scatter_add select_n sharding_constraint sign sin slice split squeeze
     stop_gradient sub tanh top_k transpose
     reduce_window_max reduce_window_min convert_element_type
@@ -55,8 +58,8 @@ def autocast(
     ============  ==================================================================================
     ``compute``   matmuls and convolutions: operands and result in the ``compute`` dtype, each
                   operand cast where it is used, products summed in float32 inside the operation
-    ``float32``   exp, log, pow, squares, roots, sums, products and cumulative sums, and with them
-                  softmax, norms, variances and losses
+    ``float32``   exp, log, pow, squares, roots, sums (of segments too), products and cumulative
+                  sums, and with them softmax, norms, variances and losses
     ``follow``    the rest of arithmetic, comparisons, selections and layout: the widest of its
                   operands of full size. Scalars, biases and what else is broadcast (a norm's mean
                   and scale) do not count: with them the operation runs in float32, and its result
@@ -65,9 +68,10 @@ def autocast(
                   is float64, or bfloat16 and float16 by an explicit cast of the function's own
     ============  ==================================================================================
 
-    The lists are those of PyTorch's autocast where JAX has the operation. Norms have their
-    statistics in float32 and come out as what is normalised, as PyTorch's batch norm (not its layer
-    norm, which comes out in float32).
+    The lists are those of PyTorch's autocast where JAX has the operation, but for
+    ``scatter-add``: a thousand messages to one node of a graph, each 1, add up to 256 in bfloat16.
+    Norms have their statistics in float32 and come out as what is normalised, as PyTorch's batch
+    norm (not its layer norm, which comes out in float32).
 
     Arguments are never cast as a whole. A matmul that reads a parameter casts it in the forward
     and again in the backward pass (a `jax.checkpoint` round the one operation), so that no
@@ -85,7 +89,7 @@ def autocast(
 
     Raises:
         JaxmemError: the precision does not parse, or computes in neither bfloat16 nor float16
-            nor float32; or a rule is not one of the above.
+            nor float32; or a rule is not one of the above, or for an operation that JAX has not.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def layer(w, x):
@@ -95,7 +99,7 @@ def autocast(
     bfloat16[2,3]
     """
     if not callable(fun):
-        raise JaxmemError(f"jaxmem.autocast takes a function; got {fun!r}.")
+        raise JaxmemError(f"jaxmem.autocast takes a function; got {shown(fun)}.")
     chosen = parse_precision(precision)
     changes = _check_rules(rules or {})
     if chosen.compute == np.float32:
@@ -134,7 +138,16 @@ def _wrap(fun: Callable, caster: "_Caster", output: np.dtype) -> Callable:
 
 
 def _check_rules(rules: Mapping[str, str]) -> Mapping[str, str]:
+    names = {*RULES, *_jax.primitive_names()}
     for name, rule in rules.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 3)
+            raise JaxmemError(
+                f"rules= has a rule for {name!r}, and JAX has no operation of that name"
+                f"{': ' if near else ''}{' or '.join(map(repr, near))}"
+                f"{' perhaps' if near else ''}. Names are those that print(jax.make_jaxpr(fun)"
+                "(*args)) shows."
+            )
         if rule not in ("compute", "float32", "follow", "traced"):
             raise JaxmemError(
                 f"rules= gives {name!r} the rule {rule!r}; the rules are 'compute', 'float32', "
@@ -228,7 +241,8 @@ class _Caster:
             one or not np.ndim(x) or not _is_floating(_dtype(x)) or _dtype(x) == self.compute
             for x, one in zip(operands, one_number, strict=True)
         ):
-            return _jax.evaluate(step, [_to(x, self.compute) for x in operands])
+            regions = _jax.inner_in(step.equation, self.compute)
+            return _jax.evaluate(step, [_to(x, self.compute) for x in operands], **regions)
         results = _jax.evaluate(
             step,
             [
@@ -347,21 +361,20 @@ class _Caster:
     def _custom_jvp(self, step, operands, stored) -> list[Any]:
         flat = _jax.called_jaxpr(step.equation)
         call = jax.custom_jvp(lambda *values: self.run(flat, values, stored))
-        at, original, traced = _differentiable(step)
+        original, traced = _original(step)
 
-        def derivative(values, tangents):
-            def along(*chosen):
-                return original(_replaced(values, at, chosen))
-
-            return jax.jvp(along, tuple(values[i] for i in at), tuple(tangents))
-
-        @call.defjvp
         def rule(values, tangents):
+            floats = [i for i, aval in enumerate(traced) if _is_floating(aval.dtype)]
+            at = [i for i in floats if not _jax.is_zero(tangents[i])]
+
+            def derivative(*given):
+                values, tangents = given[: len(traced)], given[len(traced) :]
+                along = _function_of(at, original, values)
+                return jax.jvp(along, tuple(values[i] for i in at), tangents)
+
             likes = jax.eval_shape(lambda *x: self.run(flat, x, stored), *values)
-            rule_flat = _jax.flatten(
-                lambda *x: derivative(x[: len(traced)], x[len(traced) :]),
-                [*traced, *(traced[i] for i in at)],
-            )
+            with _rule_of(step):
+                rule_flat = _jax.flatten(derivative, [*traced, *(traced[i] for i in at)])
             inputs = [*rule_flat.consts, *values, *(tangents[i] for i in at)]
             found = self.run(rule_flat, inputs, [False] * len(inputs))
             half = len(likes)
@@ -372,47 +385,65 @@ class _Caster:
             ]
             return outs, tangent
 
+        call.defjvp(rule, symbolic_zeros=True)
         return call(*operands)
 
     def _custom_vjp(self, step, operands, stored) -> list[Any]:
         flat = _jax.called_jaxpr(step.equation)
         call = jax.custom_vjp(lambda *values: self.run(flat, values, stored))
-        at, original, traced = _differentiable(step)
+        original, traced = _original(step)
 
-        def forward_of(*values):
-            return jax.vjp(
-                lambda *chosen: original(_replaced(values, at, chosen)), *[values[i] for i in at]
-            )
+        def fwd(*given):
+            values = [one.value for one in given]
+            floats = [i for i, aval in enumerate(traced) if _is_floating(aval.dtype)]
+            at = [i for i in floats if given[i].perturbed]
 
-        forward = _jax.flatten(forward_of, traced)
-        residual_avals = [_struct(forward, output) for output in forward.outputs]
-        count = len(flat.outputs)
-        _, pullback_tree = forward.out_tree.children()
+            def forward_of(*values):
+                along = _function_of(at, original, values)
+                return jax.vjp(along, *[values[i] for i in at])
 
-        def fwd(*values):
+            with _rule_of(step):
+                forward = _jax.flatten(forward_of, traced)
+            _, pullback_tree = forward.out_tree.children()
+            avals = [_struct(forward, output) for output in forward.outputs]
+            outs, kept = avals[: len(flat.outputs)], avals[len(flat.outputs) :]
             likes = jax.eval_shape(lambda *x: self.run(flat, x, stored), *values)
             inputs = [*forward.consts, *values]
             found = self.run(forward, inputs, [False] * len(inputs))
-            outs = [_to(out, like.dtype) for out, like in zip(found[:count], likes, strict=True)]
-            like_inputs = [jnp.zeros((), _dtype(values[i])) for i in at]
-            return outs, (found[count:], like_inputs)
+            dtypes = [_dtype(value) for value in values]
 
-        def bwd(kept, cotangents):
-            residuals, like_inputs = kept
-            backward = _jax.flatten(
-                lambda *x: jax.tree.unflatten(pullback_tree, x[: len(residuals)])(
-                    list(x[len(residuals) :])
-                ),
-                [*residual_avals[count:], *residual_avals[:count]],
-            )
-            inputs = [*backward.consts, *residuals, *cotangents]
-            found = self.run(backward, inputs, [False] * len(inputs))
-            gradients: list[Any] = [None] * len(traced)
-            for i, gradient, like in zip(at, found, like_inputs, strict=True):
-                gradients[i] = _to(gradient, like.dtype)
-            return tuple(gradients)
+            def pull_back(residuals, cotangents):
+                cotangents = [
+                    jnp.zeros(aval.shape, aval.dtype) if _jax.is_zero(one) else one
+                    for one, aval in zip(cotangents, outs, strict=True)
+                    if _is_floating(aval.dtype)
+                ]
 
-        call.defvjp(fwd, bwd)
+                def backward_of(*given):
+                    pull, floats = given[: len(kept)], iter(given[len(kept) :])
+                    every = [
+                        next(floats)
+                        if _is_floating(aval.dtype)
+                        else np.zeros(aval.shape, jax.dtypes.float0)
+                        for aval in outs
+                    ]
+                    return jax.tree.unflatten(pullback_tree, pull)(every)
+
+                given = [aval for aval in outs if _is_floating(aval.dtype)]
+                with _rule_of(step):
+                    backward = _jax.flatten(backward_of, [*kept, *given])
+                inputs = [*backward.consts, *residuals, *cotangents]
+                found = self.run(backward, inputs, [False] * len(inputs))
+                gradients: list[Any] = [None] * len(traced)
+                for i, gradient in zip(at, found, strict=True):
+                    gradients[i] = _to(gradient, dtypes[i])
+                return tuple(gradients)
+
+            rounded = [_to(x, like.dtype) for x, like in zip(found, likes, strict=False)]
+            return rounded, jax.tree_util.Partial(pull_back, found[len(outs) :])
+
+        # Rules may tell operands that are differentiated from others, and refuse the others.
+        call.defvjp(fwd, lambda pull_back, cotangents: pull_back(cotangents), symbolic_zeros=True)
         return call(*operands)
 
     def _as_traced(self, step, operands) -> list[Any]:
@@ -486,21 +517,39 @@ def _steady(first: list[Any], shapes: Callable, body: Callable) -> tuple[list[An
     return first, steady
 
 
-def _differentiable(step: _jax.Step) -> tuple[list[int], Callable, list[jax.ShapeDtypeStruct]]:
-    """Which operands of a call have derivatives, the call itself, and what it was traced with."""
+def _original(step: _jax.Step) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """A call as it was traced: a function of its operands, and what they were."""
     traced = [
         jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
         for variable in step.equation.invars
     ]
-    at = [i for i, aval in enumerate(traced) if _is_floating(aval.dtype)]
-    return at, lambda values: _jax.evaluate(step, values), traced
+    return lambda values: _jax.evaluate(step, values), traced
 
 
-def _replaced(values: Sequence[Any], at: list[int], chosen: Sequence[Any]) -> list[Any]:
-    values = list(values)
-    for index, value in zip(at, chosen, strict=True):
-        values[index] = value
-    return values
+@contextlib.contextmanager
+def _rule_of(step: _jax.Step) -> Iterator[None]:
+    """The rule of a custom derivative is traced inside."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        raise JaxmemError(
+            f"The derivative rule of {step.primitive} at {step.line} reads a value that the "
+            "function around it computed. JAX cannot differentiate that once the function is "
+            "traced, under jax.jit and jax.checkpoint neither. Make the value an argument of the "
+            "function that has the rule."
+        ) from error
+
+
+def _function_of(at: list[int], function: Callable, values: Sequence[Any]) -> Callable:
+    """A function of a list as one of those of its values that stand at some places."""
+
+    def of_chosen(*chosen):
+        replaced = list(values)
+        for index, value in zip(at, chosen, strict=True):
+            replaced[index] = value
+        return function(replaced)
+
+    return of_chosen
 
 
 def _struct(flat: _jax.FlatJaxpr, output) -> jax.ShapeDtypeStruct:

@@ -335,6 +335,8 @@ class Search:
         if both:
             raise JaxmemError(f"jaxmem.fit is to allow {both[0]!r} and to keep it: name it once.")
         self.target = resolve(target)
+        if mesh is not None:
+            shard(mesh)  # checks it
         self.mesh, self.devices = mesh, mesh.size if mesh is not None else 1
         if self.target.count == 1:
             self.target = dataclasses.replace(self.target, count=self.devices)

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from jaxmem import _jax
-from jaxmem._checks import check_alike, check_optimizer, check_same, is_count
+from jaxmem._checks import check_alike, check_optimizer, check_same, is_count, shown
 from jaxmem._errors import JaxmemError, OffloadError
 from jaxmem._streaming import fetch, store, stream, to_device, to_host, zeros
 from jaxmem.precision import Precision, precision as parse_precision
@@ -413,16 +413,16 @@ def layers(
     """
     if isinstance(block, type) or not callable(block):
         raise JaxmemError(
-            f"jaxmem.layers takes a function block(params, x) -> x; got {block!r}. For a Flax "
+            f"jaxmem.layers takes a function block(params, x) -> x; got {shown(block)}. For a Flax "
             "module, pass a function that applies it."
         )
     if optimizer is not None:
         check_optimizer(optimizer, "jaxmem.layers")
     if inputs not in _INPUTS:
-        raise JaxmemError(f"jaxmem.layers takes inputs= as one of {_INPUTS}; got {inputs!r}.")
+        raise JaxmemError(f"jaxmem.layers takes inputs= as one of {_INPUTS}; got {shown(inputs)}.")
     if not is_count(microbatches):
         raise JaxmemError(
-            f"jaxmem.layers takes microbatches= as an int of 1 or more; got {microbatches!r}."
+            f"jaxmem.layers takes microbatches= as an int of 1 or more; got {shown(microbatches)}."
         )
     chosen = None if precision is None else parse_precision(precision)
     return Layers(block, optimizer, inputs, chosen, microbatches)

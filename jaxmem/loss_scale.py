@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmem._checks import shown
 from jaxmem._errors import JaxmemError
 
 
@@ -75,12 +76,14 @@ class LossScale:
         if not numbers or not 0 < self.floor <= self.initial <= self.ceiling:
             raise JaxmemError(
                 "A LossScale takes 0 < floor <= initial <= ceiling; got "
-                f"floor={self.floor!r}, initial={self.initial!r}, ceiling={self.ceiling!r}."
+                f"floor={shown(self.floor)}, initial={shown(self.initial)}, "
+                f"ceiling={shown(self.ceiling)}."
             )
         every = self.growth_interval
         if every is not None and (not isinstance(every, int) or every < 1):
             raise JaxmemError(
-                f"growth_interval= takes a number of steps of 1 or more, or None; got {every!r}."
+                "growth_interval= takes a number of steps of 1 or more, or None; got "
+                f"{shown(every)}."
             )
 
     def init(self) -> LossScaleState:

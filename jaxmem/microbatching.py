@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem._checks import is_count
+from jaxmem._checks import is_count, shown
 from jaxmem._errors import JaxmemError, JaxmemWarning
 from jaxmem._loss import Results, call_loss
 from jaxmem._mean import Proof, reduction_of
@@ -78,14 +78,14 @@ def microbatch(
     True True
     """
     if not callable(loss_fn):
-        raise JaxmemError(f"jaxmem.microbatch takes a loss function; got {loss_fn!r}.")
+        raise JaxmemError(f"jaxmem.microbatch takes a loss function; got {shown(loss_fn)}.")
     if not is_count(count):
         raise JaxmemError(
             f"jaxmem.microbatch takes count=, the number of slices, as an int of 1 or more; got "
-            f"{count!r}."
+            f"{shown(count)}."
         )
     if reduction not in (None, "mean", "sum"):
-        raise JaxmemError(f"reduction= is 'mean' or 'sum', as the loss is; got {reduction!r}.")
+        raise JaxmemError(f"reduction= is 'mean' or 'sum', as the loss is; got {shown(reduction)}.")
     if weight is not None and reduction == "sum":
         raise JaxmemError(
             "A loss that is a sum needs no weight=: its slices are added as they are."
@@ -316,7 +316,7 @@ def _batch_axes(sharding: NamedSharding | None) -> tuple[str, ...]:
     if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
         raise JaxmemError(
             "sharding= takes the batch's NamedSharding, with its first axis over devices, such as "
-            f"NamedSharding(mesh, PartitionSpec('data')); got {sharding!r}."
+            f"NamedSharding(mesh, PartitionSpec('data')); got {shown(sharding)}."
         )
     axes = sharding.spec[0]
     return axes if isinstance(axes, tuple) else (axes,)

@@ -12,7 +12,7 @@ import jax
 import optax
 
 from jaxmem import _jax
-from jaxmem._checks import check_alike, check_optimizer, check_state
+from jaxmem._checks import check_alike, check_optimizer, check_state, shown
 from jaxmem._errors import JaxmemError, OffloadError
 from jaxmem._streaming import nested, offloadable, stream, to_host
 
@@ -72,7 +72,7 @@ def offload(
     if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
         raise JaxmemError(
             "jaxmem.offload takes fraction= from 0 (all on the device) to 1 (all on the host); got "
-            f"{fraction!r}."
+            f"{shown(fraction)}."
         )
     optimizer = optax.with_extra_args_support(optimizer)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import _flax
+from jaxmem._checks import shown
 from jaxmem._errors import JaxmemError
 
 T = TypeVar("T")
@@ -115,7 +116,7 @@ def _dtype(value: Any, text: Any) -> np.dtype:
     except TypeError:
         name = None
     if value is None or name not in _DTYPES:
-        raise _error(text, f"{value!r} is none of {', '.join(_DTYPES)}")
+        raise _error(text, f"{shown(value)} is none of {', '.join(_DTYPES)}")
     if name == "float64" and not jax.config.jax_enable_x64:
         raise _error(text, "JAX has float64 only with jax.config.update('jax_enable_x64', True)")
     return np.dtype(_DTYPES[name])
@@ -123,7 +124,7 @@ def _dtype(value: Any, text: Any) -> np.dtype:
 
 def _error(text: Any, why: str) -> JaxmemError:
     return JaxmemError(
-        f"The precision {text!r} does not parse: {why}. Write 'bf16', 'fp16', 'fp32', or "
+        f"The precision {shown(text)} does not parse: {why}. Write 'bf16', 'fp16', 'fp32', or "
         "'params=float32,compute=bfloat16,output=float32'."
     )
 

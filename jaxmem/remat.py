@@ -6,7 +6,7 @@ from collections.abc import Callable
 from jaxmem import _jax
 from jaxmem._emit import emit
 from jaxmem._modules import is_module, on_arrays, transform_module
-from jaxmem._problem import Allowed, check_function, read
+from jaxmem._problem import Allowed, check_function, input_names, read
 from jaxmem.planning import Plan
 from jaxmem.targets import LocalDevice, Target
 
@@ -75,17 +75,17 @@ def remat(
     check_function(fun, "jaxmem.remat")
     plans: dict[str, Plan] = {}
 
-    def evaluate(call, leaves):
-        flat = _jax.flatten(call, leaves)
-        program = read(flat)
-        if plan is not None:
-            plan.check(program.fingerprint)
-        elif program.fingerprint not in plans:
-            plans[program.fingerprint] = allowed.plan(program)
-        return emit(flat, program, plan or plans[program.fingerprint], leaves)
-
     @functools.wraps(fun)
     def planned(*args, **kwargs):
+        def evaluate(call, leaves):
+            flat = _jax.flatten(call, leaves)
+            program = read(flat)
+            if plan is not None:
+                plan.check(program.fingerprint, input_names(program, fun, args, kwargs))
+            elif program.fingerprint not in plans:
+                plans[program.fingerprint] = allowed.plan(program)
+            return emit(flat, program, plan or plans[program.fingerprint], leaves)
+
         return on_arrays(evaluate, fun, args, kwargs)
 
     # Flax linen wraps the methods of a module, and would wrap this one around its own wrapper

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes
-from jaxmem._checks import check_on_device, check_optimizer, check_state
+from jaxmem._checks import check_on_device, check_optimizer, check_state, shown
 from jaxmem._errors import JaxmemError
 
 _SMALL = 2**14
@@ -258,16 +258,16 @@ def shard(
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise JaxmemError(
             "jaxmem.shard takes a jax.sharding.Mesh or AbstractMesh, such as "
-            f'jax.make_mesh((8,), ("data",)); got {mesh!r}.'
+            f'jax.make_mesh((8,), ("data",)); got {shown(mesh)}.'
         )
     names = mesh.axis_names
     axis = names[-1] if axis is None else axis
     if axis not in names:
         raise JaxmemError(
-            f"The mesh has no axis {axis!r}; its axes are {', '.join(map(repr, names))}."
+            f"The mesh has no axis {shown(axis)}; its axes are {', '.join(map(repr, names))}."
         )
     if stage not in (1, 2, 3):
-        raise JaxmemError(f"ZeRO has the stages 1, 2 and 3; got stage={stage!r}.")
+        raise JaxmemError(f"ZeRO has the stages 1, 2 and 3; got stage={shown(stage)}.")
     automatic = (AxisType.Auto,) * len(names)  # XLA places collectives on such axes alone
     if isinstance(mesh, Mesh):
         mesh = Mesh(mesh.devices, names, axis_types=automatic)

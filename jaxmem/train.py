@@ -12,17 +12,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem import _flax, _jax
 from jaxmem._bytes import format_bytes
-from jaxmem._checks import check_optimizer, check_same
+from jaxmem._checks import (
+    check_alike,
+    check_arrays,
+    check_batch,
+    check_optimizer,
+    is_deleted,
+    shown,
+)
 from jaxmem._errors import JaxmemError, JaxmemWarning
 from jaxmem._exhausted import out_of_memory
-from jaxmem._loss import Results, call_loss
+from jaxmem._loss import Results, call_loss, check_signature
 from jaxmem._update_if import update_if
-from jaxmem.accumulation import cycle_ends, skips_nonfinite, update_params
+from jaxmem.accumulation import cycle_ends, skipped, skips_nonfinite, update_params
 from jaxmem.autocast import autocast, autocast_inside_regions
 from jaxmem.loss_scale import LossScale, LossScaleState, nonfinite
 from jaxmem.memory import MemoryReport, donated_arguments, memory
 from jaxmem.microbatching import microbatch
 from jaxmem.offloading import eval_shape
+from jaxmem.optim._params import HalfState
 from jaxmem.precision import Precision, precision as parse_precision
 from jaxmem.program import size_of
 from jaxmem.remat import remat as plan_regions
@@ -33,7 +41,8 @@ class TrainState(NamedTuple):
     """Everything a step carries on: a plain pytree, which orbax saves and restores.
 
     ``model_state`` (batch statistics, say), ``key`` (a PRNG key for dropout) and ``loss_scale`` are
-    None where the step has none.
+    None where the step has none. ``last_loss``, of the last step that counted, is None where the
+    step leaves out no gradients that are not finite.
     """
 
     step: jax.Array
@@ -42,6 +51,7 @@ class TrainState(NamedTuple):
     model_state: Any = None
     key: jax.Array | None = None
     loss_scale: LossScaleState | None = None
+    last_loss: jax.Array | None = None
 
 
 class TrainStep:
@@ -75,12 +85,13 @@ class TrainStep:
         self._has_state = has_state
         self._donate = donate
         self._donation_checked = not donate
+        self._ran: set[Any] = set()  # the shapes of batches that it ran with
         self._module: _flax.Structure | None = None
         self.fitting: Any = None  # how `jaxmem.fit` chose it
         self._jitted = jax.jit(
             self._step,
             donate_argnums=0 if donate else (),
-            static_argnames="sharding",
+            static_argnames=("sharding", "places"),
             compiler_options=compiler_options,
         )
 
@@ -97,17 +108,29 @@ class TrainStep:
     ) -> TrainState:
         """The state before the first step, with parameters in their dtype.
 
-        The first step takes over the memory of ``params`` and ``model_state``: copy what is
-        needed afterwards.
+        The first step takes over the memory of ``params`` and ``model_state``, unless the step was
+        made with ``donate=False``: copy what is needed afterwards
+        (``jax.tree.map(jnp.copy, params)``).
 
         ``params`` may be a Flax nnx module: its `nnx.Param` are the parameters and all else that
         it holds (batch statistics, dropout counts) the model state, both as plain dicts;
-        ``flax.nnx.update(module, state.params)`` puts them back.
+        ``flax.nnx.update(module, state.params)`` puts them back. Parameters on a mesh stay where
+        they are, and what is on no mesh yet is copied to all of its devices.
 
-        `jaxmem.eval_shape` of it is what `memory` needs, without an allocation.
+        Abstract parameters (`jax.ShapeDtypeStruct`) give an abstract state, as `abstract` does:
+        what `memory` needs, without an allocation.
+
+        Raises:
+            JaxmemError: ``params`` is not a pytree of floating-point arrays, an array was deleted,
+                ``key`` is no PRNG key, or ``loss_fn`` does not take what the state has.
+
+        Warns:
+            JaxmemWarning: parameters in bfloat16 that nobody asked for.
         """
-        if _flax.is_nnx(params):
-            params, model_state = self._split_module(params, model_state)
+        params, model_state = self._arguments(params, model_state, key)
+        leaves = jax.tree.leaves((params, model_state, key))
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            return self._abstract(params, model_state, key)
         if self.sharding is not None:
             params, model_state = _own_arrays((params, model_state))
             params = self.sharding.place_params(params)
@@ -115,8 +138,28 @@ class TrainStep:
         state = self._init(params, model_state, key)
         return _commit(self._placed(state) if self.sharding else state)
 
-    def _init(self, params: Any, model_state: Any, key: jax.Array | None) -> TrainState:
+    def _arguments(self, params: Any, model_state: Any, key: Any) -> tuple[Any, Any]:
+        """Parameters and model state as plain trees, after a look at them."""
+        is_module = _flax.is_nnx(params)
+        if is_module:
+            params, model_state = self._split_module(params, model_state)
+        if hasattr(params, "opt_state"):
+            raise JaxmemError(
+                f"init takes parameters; got a {type(params).__module__}.{type(params).__name__}, "
+                "which has an optimizer's state too. Pass its params, or the nnx module that it is "
+                "for."
+            )
+        advice = "Pass a pytree of arrays, and keep modules, functions and settings in loss_fn."
+        check_arrays("params", params, advice)
+        check_arrays("model_state", model_state, advice)
+        _check_differentiable(params)
+        _check_key(key)
         self._check_has_state(model_state)
+        given = {"model_state": not is_module and model_state is not None, "key": key is not None}
+        check_signature(self.loss_fn, *[name for name, there in given.items() if there])
+        return params, model_state
+
+    def _init(self, params: Any, model_state: Any, key: jax.Array | None) -> TrainState:
         params, model_state = _own_arrays((params, model_state))
         if self.precision is not None:
             params = self.precision.cast_to_params(params)
@@ -124,7 +167,11 @@ class TrainStep:
         step = jnp.zeros((), jnp.int32)
         scale = None if self.loss_scale is None else self.loss_scale.init()
         opt_state = self.optimizer.init(params)
-        return TrainState(step, params, opt_state, model_state, key, scale)
+        if self.precision is None:
+            _warn_of_bfloat16(params, opt_state)
+        leaves_out = scale is not None or skipped(opt_state) is not None
+        last_loss = jnp.full((), jnp.nan, jnp.float32) if leaves_out else None
+        return TrainState(step, params, opt_state, model_state, key, scale, last_loss)
 
     def _placed(self, state: TrainState) -> TrainState:
         """The state where the sharding has it, real or abstract."""
@@ -148,41 +195,55 @@ class TrainStep:
 
         Takes what `init` takes, real or abstract; `memory` and `jaxmem.max_batch_size` take it.
         """
-        if _flax.is_nnx(params):
-            params, model_state = self._split_module(params, model_state)
+        return self._abstract(*self._arguments(params, model_state, key), key)
 
+    def _abstract(self, params: Any, model_state: Any, key: jax.Array | None) -> TrainState:
         if self.sharding is not None:
             params = self.sharding.place_params(jax.tree.map(_jax.abstract, params))
         state = eval_shape(self._init, params, model_state, key)
-        return self._placed(state) if self.sharding else state
+        return self._placed(state) if self.sharding else _placed_like(params, state)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after one step on the batch, and the metrics (``"loss"`` among them).
 
+        The first call with a batch of some shape waits for its results, so that memory that runs
+        out is told of here.
+
         Raises:
             JaxmemError: the device's memory ran out: says what was compiled and measured, what
-                holds the most, and what `jaxmem.fit` would do.
+                holds the most, and what `jaxmem.fit` would do. Or the state is not this step's, was
+                given to a step before or is abstract, or the batch is empty or has something in it
+                that is no array.
         """
         _check_state(state)
-        batch = self._on_mesh(batch)
+        _check_alive(state)
+        batch, options = self._call_options(state, batch)
+        shapes = _shapes(batch)
         try:
-            results = self._jitted(state, batch, sharding=self.slices_sharding(state, batch))
-        except jax.errors.JaxRuntimeError as error:
+            results = self._jitted(state, batch, **options)
+            if shapes not in self._ran and not isinstance(state.step, jax.core.Tracer):
+                jax.block_until_ready(results)
+        except (RuntimeError, ValueError) as error:  # JaxRuntimeError among them
+            if "deleted" in str(error):
+                _check_kept(state)
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise out_of_memory(self, state, batch, error) from error
+        self._ran.add(shapes)
         if not self._donation_checked:
             self._donation_checked = True
             leaves = jax.tree_util.tree_leaves_with_path(state)
-            arrays = [x for x in leaves if not isinstance(x[1], jax.core.Tracer)]
+            # Arrays of NumPy (of a state restored from a checkpoint) are copied, not donated.
+            arrays = [x for x in leaves if isinstance(x[1], jax.Array)]
+            arrays = [x for x in arrays if not isinstance(x[1], jax.core.Tracer)]
             _report_kept([x for x in arrays if not x[1].is_deleted()])
         return results
 
     def trace(self, state: TrainState, batch: Any):
         """`jax.stages.Traced` of the step."""
         _check_state(state)
-        batch = self._on_mesh(batch)
-        return self._jitted.trace(state, batch, sharding=self.slices_sharding(state, batch))
+        batch, options = self._call_options(state, batch)
+        return self._jitted.trace(state, batch, **options)
 
     def lower(self, state: TrainState, batch: Any):
         """`jax.stages.Lowered` of the step."""
@@ -202,6 +263,15 @@ class TrainStep:
             _report_kept([leaf for index, leaf in enumerate(leaves) if index not in reused])
         return report
 
+    def _call_options(self, state: TrainState, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """The batch in its place, and what the program depends on besides shapes."""
+        check_batch(batch)
+        batch = self._on_mesh(batch)
+        return batch, {
+            "sharding": self.slices_sharding(state, batch),
+            "places": _places_on_mesh(state),
+        }
+
     def functional(self) -> Callable:
         """``loss_fn`` as a function of a state's parameters, whatever module they came from."""
         return self._module.functional(self.loss_fn) if self._module else self.loss_fn
@@ -213,7 +283,13 @@ class TrainStep:
 
     # ---- what runs inside jit
 
-    def _step(self, state: TrainState, batch: Any, sharding: NamedSharding | None):
+    def _step(
+        self,
+        state: TrainState,
+        batch: Any,
+        sharding: NamedSharding | None,
+        places: tuple[NamedSharding | None, ...],
+    ):
         self._check_structure(state)
         extras = {}
         if state.model_state is not None:
@@ -239,11 +315,18 @@ class TrainStep:
             )
         (_, *others), gradients = value_and_grad(state.params, batch, **extras)
         metrics = others.pop()
-        new = self._update(state, gradients, others[0] if others else None)
+        new, counts = self._update(state, gradients, others[0] if others else None)
+        if state.last_loss is not None and counts is not None:
+            tells = counts | jnp.isfinite(metrics["loss"])
+            last = state.last_loss.astype(metrics["loss"].dtype)
+            metrics["loss"] = jnp.where(tells, metrics["loss"], last)
+            new = new._replace(last_loss=metrics["loss"].astype(state.last_loss.dtype))
         if state.loss_scale is not None and new.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale.scale
             metrics["skipped"] = new.loss_scale.skipped
-        return new._replace(step=state.step + 1), metrics
+        elif (left_out := skipped(new.opt_state)) is not None:
+            metrics["skipped"] = left_out
+        return _kept_in_place(new._replace(step=state.step + 1), places), metrics
 
     def loss(self, params: Any, batch: Any, model_state: Any = None, key: Any = None) -> tuple:
         """What ``remat=`` is given: loss, model state if there is one, and metrics, in the
@@ -267,37 +350,52 @@ class TrainStep:
 
     def _call_loss(self, params, batch, model_state, key) -> Results:
         results = call_loss(self.functional(), params, batch, model_state, key)
-        if "loss" in results.metrics:
-            raise JaxmemError(
-                'The metrics that loss_fn returned have a "loss" of their own, which is the name '
-                "of the loss itself in the metrics of the step. Give it another name."
-            )
+        for name in ("loss", "loss_scale", "skipped"):
+            if name in results.metrics:
+                raise JaxmemError(
+                    f'The metrics that loss_fn returned have a "{name}" of their own, which is a '
+                    "name in the metrics of the step. Give it another name."
+                )
         return results
 
-    def _update(self, state: TrainState, gradients: Any, model_state: Any) -> TrainState:
-        """The state after the optimizer; after an overflow the one before it."""
-
-        def apply(carried):
-            params, opt_state = carried
-            return update_params(self.optimizer, gradients, opt_state, params)
-
+    def _update(
+        self, state: TrainState, gradients: Any, model_state: Any
+    ) -> tuple[TrainState, jax.Array | None]:
+        """The state after the optimizer, and whether the gradients counted: those that are not
+        finite do not where there is a loss scale, nor where `accumulate` leaves them out. None:
+        all do."""
         scaling, scale = self.loss_scale, state.loss_scale
+        before = state.params, state.opt_state
         if scaling is None or scale is None:
-            params, opt_state = apply((state.params, state.opt_state))
-            return state._replace(params=params, opt_state=opt_state, model_state=model_state)
-        gradients = scaling.unscale(gradients, scale)
-        finite = ~jnp.any(nonfinite(gradients))
-        if skips_nonfinite(state.opt_state):  # and counts it as a part of its cycle
-            params, opt_state = apply((state.params, state.opt_state))
+            params, opt_state = update_params(self.optimizer, gradients, *reversed(before))
+            left_out, earlier = skipped(opt_state), skipped(state.opt_state)
+            counts = None if left_out is None else jnp.equal(left_out, earlier)
         else:
-            params, opt_state = update_if(finite, apply, (state.params, state.opt_state))
-        scale = scaling.update(gradients, scale, cycle_ends=cycle_ends(opt_state))
-        model_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), model_state, state.model_state
-        )
-        return state._replace(
+            unscaled = scaling.unscale(gradients, scale)
+            counts = ~jnp.any(nonfinite(unscaled))
+
+            def apply(carried):
+                params, opt_state = carried
+                # Unscaled in float32; the state would take over another dtype than it has.
+                gradients = jax.tree.map(lambda g, like: g.astype(like.dtype), unscaled, params)
+                return update_params(self.optimizer, gradients, opt_state, params)
+
+            if skips_nonfinite(state.opt_state):
+                params, opt_state = apply(before)
+            else:
+                params, opt_state = update_if(counts, apply, before)
+            # Gradients are unscaled before they are added up, so the scale may change within a
+            # cycle. It has to: a cycle that overflows make longer would not end otherwise.
+            ends = cycle_ends(opt_state) | ~counts
+            scale = scaling.update(unscaled, scale, cycle_ends=ends)
+        if counts is not None:
+            model_state = jax.tree.map(
+                lambda new, old: jnp.where(counts, new, old), model_state, state.model_state
+            )
+        new = state._replace(
             params=params, opt_state=opt_state, model_state=model_state, loss_scale=scale
         )
+        return new, counts
 
     # ---- checks
 
@@ -322,10 +420,23 @@ class TrainStep:
             )
 
     def _check_structure(self, state: TrainState) -> None:
+        kept = None if self.precision is None else self.precision.params
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+            if kept is not None and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != kept:
+                raise JaxmemError(
+                    f"params{jax.tree_util.keystr(path)} is {leaf.dtype} in the state, and the "
+                    f"step keeps parameters in {kept} ({self.precision}). Cast them: "
+                    "state._replace(params=step.precision.cast_to_params(state.params)), or make "
+                    "the state with this step's init."
+                )
         expected = jax.eval_shape(self.optimizer.init, state.params)
-        check_same(
-            ("opt_state", "by this optimizer's init"), expected, "in the state", state.opt_state
-        )
+
+        def after():
+            update = self.optimizer.update
+            return jax.eval_shape(update, state.params, expected, state.params)[1]
+
+        name = ("opt_state", "by this optimizer's init of these params")
+        check_alike(name, expected, "in the state", state.opt_state, after)
         if (state.loss_scale is None) != (self.loss_scale is None):
             raise JaxmemError(
                 f"The state has {'no' if state.loss_scale is None else 'a'} loss scale and the "
@@ -343,9 +454,9 @@ class TrainStep:
         if place is None:
             return None
         mesh, axes = place
-        if any(not axes.isdisjoint(_named_axes(leaf)) for leaf in jax.tree.leaves(state)):
+        if any(not _named_axes(leaf).isdisjoint(axes) for leaf in jax.tree.leaves(state)):
             return None
-        return NamedSharding(mesh, PartitionSpec(tuple(sorted(axes))))
+        return NamedSharding(mesh, PartitionSpec(axes))
 
 
 def train_step(
@@ -393,7 +504,9 @@ def train_step(
             `jaxmem.microbatch`.
         loss_scale: a `LossScale`, for float16. The update is skipped where gradients are not
             finite, and gradients are divided by the scale before the optimizer sees them. Adds
-            ``"loss_scale"`` and ``"skipped"`` to the metrics.
+            ``"loss_scale"`` and ``"skipped"`` to the metrics. Where the update is skipped, here or
+            by `jaxmem.accumulate` (which adds ``"skipped"`` too), so is the model state, and a loss
+            that is not finite gives way in the metrics to the one of the step before.
         has_state: whether ``loss_fn`` takes and returns a model state; None: if `TrainStep.init`
             is given one.
         donate: whether the step reuses the memory of the state it is given. Arrays that XLA did
@@ -428,8 +541,8 @@ def train_step(
     1.0
     """
     check_optimizer(optimizer, "jaxmem.train_step")
-    if not callable(loss_fn):
-        raise JaxmemError(f"jaxmem.train_step takes a loss function; got {loss_fn!r}.")
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        raise JaxmemError(f"jaxmem.train_step takes a loss function; got {shown(loss_fn)}.")
     transform: Callable[[Callable], Callable] | None
     if isinstance(remat, str):
         transform = plan_regions(planner=remat)
@@ -438,7 +551,7 @@ def train_step(
     else:
         raise JaxmemError(
             "remat= takes the name of a planner, a transformation of the loss, or None; got "
-            f"{remat!r}."
+            f"{shown(remat)}."
         )
     if not callable(microbatches):
         microbatch(loss_fn, microbatches, reduction=reduction)  # checks them
@@ -448,7 +561,12 @@ def train_step(
             "pass it there, as in functools.partial(jaxmem.microbatch, count=4, reduction='mean')."
         )
     if loss_scale is not None and not isinstance(loss_scale, LossScale):
-        raise JaxmemError(f"loss_scale= takes a jaxmem.LossScale; got {loss_scale!r}.")
+        raise JaxmemError(f"loss_scale= takes a jaxmem.LossScale; got {shown(loss_scale)}.")
+    if sharding is not None and not isinstance(sharding, Sharding):
+        raise JaxmemError(
+            "sharding= takes what jaxmem.shard(mesh) returns, of a mesh such as "
+            f'jax.make_mesh((8,), ("data",)); got {shown(sharding)}.'
+        )
     chosen = None if precision is None else parse_precision(precision)
     if chosen is not None and chosen.params == np.float16:
         raise JaxmemError(_NO_MASTER_COPY.format("precision=" + repr(str(chosen)), "params"))
@@ -506,14 +624,15 @@ def _report_kept(leaves: list[tuple[Any, Any]]) -> None:
         )
 
 
-def _first_axes(leaf: Any) -> tuple[Any, frozenset[str]] | None:
-    """The mesh of an array and the axes over which its first axis is sharded; None: it is not."""
+def _first_axes(leaf: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """The mesh of an array and the axes over which its first axis is sharded, in their order; None:
+    it is not."""
     sharding = getattr(leaf, "sharding", None) if not isinstance(leaf, jax.core.Tracer) else None
     if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
         return None
     axes = sharding.spec[0]
     axes = axes if isinstance(axes, tuple) else (axes,)
-    wide = frozenset(axis for axis in axes if sharding.mesh.shape[axis] > 1)
+    wide = tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1)
     return (sharding.mesh, wide) if wide else None
 
 
@@ -526,33 +645,163 @@ def _named_axes(leaf: Any) -> set[str]:
 
 
 def _own_arrays(tree: Any) -> Any:
-    """JAX arrays in place of numpy's, and a copy of one that stands twice: no buffer can be
-    donated twice."""
+    """JAX arrays in place of numpy's and of numbers, and a copy of one that stands twice: no buffer
+    can be donated twice."""
     seen: set[int] = set()
 
     def own(leaf):
         if id(leaf) in seen:
             return jnp.copy(leaf)
         seen.add(id(leaf))
-        return jnp.asarray(leaf)
+        return jnp.asarray(leaf, jnp.result_type(leaf))
 
     return jax.tree.map(own, tree)
 
 
 def _commit(state: TrainState) -> TrainState:
-    """The state with every array bound to its place, if one is.
+    """The state with every array bound to its place, if one is: in the place where it is, or on
+    the devices that parameters are on.
 
-    Arrays in host memory are; results of a step over them then are too, and a first step with
-    other bindings than the second would be compiled twice.
+    Results of a step over bound arrays are bound too, and a first step with other bindings than the
+    second would be compiled twice.
     """
-    if any(map(_jax.is_committed, jax.tree.leaves(state))):
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), state)
-    return state
+    bound = [leaf.sharding for leaf in jax.tree.leaves(state) if _jax.is_committed(leaf)]
+    if not bound:
+        return state
+    widest = max(bound, key=lambda sharding: len(sharding.device_set))
+    everywhere = _jax.copied_on(widest)
+
+    def put(leaf):
+        if not _jax.is_committed(leaf) and leaf.sharding.device_set != widest.device_set:
+            return jax.device_put(leaf, everywhere)
+        return jax.device_put(leaf, _jax.shortest(leaf.sharding))
+
+    return jax.tree.map(put, state)
+
+
+def _placed_like(params: Any, state: TrainState) -> TrainState:
+    """An abstract state on the mesh of its parameters, as JAX and `_commit` place a real one: what
+    has the path and the shape of a parameter lies as it does, all else on every device."""
+    there = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            there[jax.tree_util.keystr(path)] = leaf.shape, sharding
+    if not there:
+        return state
+    longest_first = sorted(there, key=len, reverse=True)
+
+    def place(path, leaf):
+        name = jax.tree_util.keystr(path)
+        like = (there[end] for end in longest_first if name.endswith(end))
+        found = next((sharding for shape, sharding in like if shape == leaf.shape), None)
+        sharding = found or _jax.copied_on(there[longest_first[0]][1])
+        if _jax.memory_space(leaf) is _jax.HOST:
+            sharding = sharding.with_memory_kind("pinned_host")
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_jax.shortest(sharding))
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _places_on_mesh(state: TrainState) -> tuple[NamedSharding | None, ...]:
+    """Where the arrays of a state lie on a mesh of several devices; empty where parameters do
+    not."""
+
+    def place(leaf: Any) -> NamedSharding | None:
+        sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+        named = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+        return _jax.shortest(sharding) if named else None
+
+    # A look at two arrays, and not at thousands in every call, where there is no mesh.
+    if not any(map(place, [state.step, *jax.tree.leaves(state.params)[:1]])):
+        return ()
+    return tuple(map(place, jax.tree.leaves(state)))
+
+
+def _kept_in_place(state: TrainState, places: tuple[NamedSharding | None, ...]) -> TrainState:
+    """The state after a step, its arrays where they were before it: XLA, left to itself, puts some
+    elsewhere, and the next step is compiled anew."""
+    if not places:
+        return state
+    leaves, tree = jax.tree.flatten(state)
+    kept = [
+        leaf if place is None else jax.lax.with_sharding_constraint(leaf, place)
+        for leaf, place in zip(leaves, places, strict=True)
+    ]
+    return jax.tree.unflatten(tree, kept)
+
+
+def _shapes(batch: Any) -> Any:
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+
+
+def _check_differentiable(params: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise JaxmemError(
+                f"params{jax.tree_util.keystr(path)} is {dtype}, which has no gradient. Parameters "
+                "are floating-point arrays; put the others into model_state or into the batch."
+            )
+
+
+def _check_key(key: Any) -> None:
+    dtype = getattr(key, "dtype", None)
+    if key is None or (dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
+        return
+    if dtype is None or dtype != np.uint32:
+        raise JaxmemError(f"key= takes a PRNG key, such as jax.random.key(0); got {shown(key)}.")
+
+
+def _warn_of_bfloat16(params: Any, opt_state: Any) -> None:
+    """Warns of parameters in bfloat16 that no precision asks for and no optimizer looks after."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    rounded = [path for path, leaf in leaves if leaf.dtype == jnp.bfloat16]
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, HalfState))
+    if not rounded or any(isinstance(node, HalfState) for node in nodes):
+        return
+    warnings.warn(
+        f"{len(rounded)} of {len(leaves)} parameters are in bfloat16 (params"
+        f"{jax.tree_util.keystr(rounded[0])}), and so are their gradients and, with most "
+        "optimizers, their moments: updates below a 512th of a parameter are lost. To keep them in "
+        "float32 and compute in bfloat16, pass precision='bf16'; to train them in bfloat16 without "
+        "that loss, take jaxmem.optim.half_params(optimizer); if it is what you want, pass "
+        "precision='params=bfloat16,compute=bfloat16'.",
+        JaxmemWarning,
+        stacklevel=4,
+    )
 
 
 def _check_state(state: Any) -> None:
     if not isinstance(state, TrainState):
         raise JaxmemError(
             "A TrainStep is called with (state, batch), the state made by its init; got a state "
-            f"of type {type(state).__name__}."
+            f"of type {type(state).__module__}.{type(state).__name__}."
         )
+
+
+def _check_alive(state: TrainState) -> None:
+    """Raises `JaxmemError` for a state that cannot be run: abstract, or used before."""
+    if isinstance(state.step, jax.ShapeDtypeStruct):
+        raise JaxmemError(
+            "This state is abstract: it has shapes and no arrays, for step.memory(state, batch). "
+            "Make one with init from real parameters to run the step."
+        )
+    # Every step donates all of a state, so that one array tells of the others.
+    if is_deleted(state.step):
+        raise JaxmemError(_TAKEN.format("This state"))
+
+
+def _check_kept(state: TrainState) -> None:
+    """Raises `JaxmemError` at the first array of a state that is gone."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if is_deleted(leaf):
+            raise JaxmemError(_TAKEN.format(f"state{jax.tree_util.keystr(path)}"))
+
+
+_TAKEN = (
+    "{} was given to a step before, which took over its memory. Go on with the state that it "
+    "returned (state, metrics = step(state, batch)), or make the step with "
+    "train_step(..., donate=False), which needs memory for both."
+)

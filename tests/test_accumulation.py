@@ -88,31 +88,54 @@ def test_a_waiting_step_leaves_parameters_and_state_alone(target, skip):
         assert whole.device <= (5 + 2 * skip) * size + 2**21
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, at):
-    """Anywhere in its cycle, its end included; the next cycle is as if nothing had been."""
-    optimizer = jaxmem.accumulate(optax.sgd(1.0), 3)
-    gradients = micro_gradients(6)
-    gradients[at] = {"w": jnp.array([0.0, bad, 0.0]), "b": jnp.asarray(0.0)}
+def run_with(optimizer, gradients):
     params, state = PARAMS, optimizer.init(PARAMS)
     for gradient in gradients:
         updates, state = jax.jit(optimizer.update)(gradient, state, params)
         params = optax.apply_updates(params, updates)
-    cycles = [g for i, g in enumerate(gradients[:3]) if i != at], gradients[3:]
+    return params, state
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("count_skipped", [False, True])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, at, count_skipped):
+    """Anywhere in its cycle, its end included; the next cycle is as if nothing had been. The cycle
+    takes another gradient in its place, or is shorter by one."""
+    optimizer = jaxmem.accumulate(optax.sgd(1.0), 3, count_skipped=count_skipped)
+    good = micro_gradients(5 if count_skipped else 6)
+    poison = {"w": jnp.array([0.0, bad, 0.0]), "b": jnp.asarray(0.0)}
+    params, state = run_with(optimizer, [*good[:at], poison, *good[at:]])
+    first = 2 if count_skipped else 3
+    cycles = good[:first], good[first:]
     means = [jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *cycle) for cycle in cycles]
     expected = jax.tree.map(lambda first, second: -first - second, *means)
     chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
     assert int(state.skip_state["skipped"]) == 1
-    assert int(state.gradient_step) == 2
+    assert int(state.gradient_step) == 2 and int(state.mini_step) == 0
 
 
-def test_a_cycle_of_nothing_finite_does_not_update():
-    optimizer = jaxmem.accumulate(optax.sgd(1.0, momentum=0.9), 2)
+def test_a_skipped_gradient_is_as_with_optax():
+    gradients = micro_gradients(7)
+    gradients[4] = {"w": jnp.array([0.0, np.nan, 0.0]), "b": jnp.asarray(0.0)}
+    ours = jaxmem.accumulate(optax.adam(0.1), 2)
+    theirs = optax.MultiSteps(
+        optax.adam(0.1), 2, should_skip_update_fn=optax.skip_not_finite
+    ).gradient_transformation()
+    (params, state), (expected, expected_state) = (
+        run_with(optimizer, gradients) for optimizer in (ours, theirs)
+    )
+    chex.assert_trees_all_close(params, expected, rtol=1e-6)
+    chex.assert_trees_all_close(state[:4], expected_state[:4], rtol=1e-6)
+
+
+@pytest.mark.parametrize("count_skipped", [False, True])
+def test_a_cycle_of_nothing_finite_does_not_update(count_skipped):
+    optimizer = jaxmem.accumulate(optax.sgd(1.0, momentum=0.9), 2, count_skipped=count_skipped)
     state = optimizer.init(PARAMS)
     bad = jax.tree.map(lambda leaf: leaf + jnp.nan, PARAMS)
-    for _ in range(2):
-        updates, state = optimizer.update(bad, state, PARAMS)
+    for flush in (False, False, True):
+        updates, state = optimizer.update(bad, state, PARAMS, flush=flush)
         chex.assert_trees_all_equal(updates, PARAMS)
     assert int(state.gradient_step) == int(state.mini_step) == 0
     poisoned = jaxmem.accumulate(optax.sgd(1.0), 2, skip_nonfinite=False)
@@ -153,6 +176,23 @@ def test_the_mean_has_the_dtype_asked_for():
             updates, state = jax.jit(optimizer.update)(params, state, params)
             assert state.acc_grads["w"].dtype == dtype
             chex.assert_trees_all_equal_dtypes(updates, params)
+
+
+@pytest.mark.parametrize("params", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("gradients", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.adam(0.1, mu_dtype=jnp.float32)])
+def test_gradients_and_parameters_of_other_dtypes(params, gradients, inner):
+    """As by optax.MultiSteps, whose state keeps its dtypes."""
+    params = jax.tree.map(lambda leaf: leaf.astype(params), PARAMS)
+    steps = jaxmem.accumulate(inner, 2), optax.MultiSteps(inner, 2).gradient_transformation()
+    ours, theirs = (optimizer.init(params) for optimizer in steps)
+    for gradient in micro_gradients(4):
+        gradient = jax.tree.map(lambda leaf: leaf.astype(gradients), gradient)
+        updates, ours = jax.jit(steps[0].update)(gradient, ours, params)
+        expected, theirs = steps[1].update(gradient, theirs, params)
+        chex.assert_trees_all_equal_dtypes(updates, expected)
+        chex.assert_trees_all_close(updates, expected, rtol=1e-2)
+        chex.assert_trees_all_equal_dtypes(ours.inner_opt_state, theirs.inner_opt_state)
 
 
 def test_in_a_chain_and_in_a_scan():
@@ -199,6 +239,11 @@ def test_gradients_of_another_structure():
 def test_not_an_optimizer():
     with pytest.raises(jaxmem.JaxmemError, match=r"jaxmem.accumulate takes an optax.Gradient.*0.1"):
         jaxmem.accumulate(0.1, 2)
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.accumulate(jnp.ones((99, 99), jnp.float32), 2)
+    assert str(caught.value).endswith("; got an array float32[99, 99].")
+    with pytest.raises(jaxmem.JaxmemError, match="; got an array float64.99.."):
+        jaxmem.accumulate(optax.sgd(0.1), jnp.ones(99))
 
 
 def test_under_strict_promotion_of_dtypes():

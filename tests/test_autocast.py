@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.custom_derivatives import SymbolicZero
 
 import jaxmem
 from jaxmem.autocast import RULES
@@ -283,11 +284,90 @@ def with_custom_vjp(w, x):
     return tripled(tripled(x, w, 2), w, 1).mean()
 
 
+TABLE = np.arange(4.0, dtype=np.float32)[None]
+
+
+@jax.custom_vjp
+def closing(x, n):
+    return x * jnp.asarray(TABLE), jnp.argmax(x) + n
+
+
+def _closing_forward(x, n):
+    return closing(x, n), None
+
+
+def _closing_backward(_, cotangents):
+    return 2 * cotangents[0] * jnp.asarray(TABLE), None  # twice its derivative: a mark
+
+
+closing.defvjp(_closing_forward, _closing_backward)
+
+
+def with_closed_over_arrays(w, x):
+    """A rule that closes over an array, and an integer result."""
+    return (closing(x @ w, 1)[0] @ w).mean()
+
+
+@jax.custom_vjp
+def particular(x, y):
+    return x * y
+
+
+def _particular_forward(x, y):
+    assert (x.perturbed, y.perturbed) == (True, False), "only what is differentiated"
+    return particular(x.value, y.value), y.value
+
+
+particular.defvjp(_particular_forward, lambda y, g: (3 * g * y, None), symbolic_zeros=True)
+
+
+def with_a_rule_that_refuses(w, x):
+    """As Equinox's loops and diffrax's adjoints do: an error if more is differentiated."""
+    return (particular(x @ w, jnp.sum(x, 1, keepdims=True)) @ w).mean()
+
+
+@jax.custom_jvp
+def choosy(x, y):
+    return x * y
+
+
+def _choosy_rule(primals, tangents):
+    assert not isinstance(tangents[0], SymbolicZero)
+    assert isinstance(tangents[1], SymbolicZero), "only what is differentiated"
+    return primals[0] * primals[1], 5 * tangents[0] * primals[1]
+
+
+choosy.defjvp(_choosy_rule, symbolic_zeros=True)
+
+
+def with_a_jvp_that_refuses(w, x):
+    return (choosy(x @ w, jnp.sum(x, 1, keepdims=True)) @ w).mean()
+
+
+def segments(w, x):
+    """What every graph network does."""
+    to = jnp.asarray([0, 1, 0])
+    summed = jax.ops.segment_sum(x @ w, to, 2) @ w
+    return (summed + jnp.zeros((2, 4), jnp.float32).at[to].add(x @ w) @ w).mean()
+
+
 def jitted(w, x):
     return jax.jit(lambda x: jax.jit(jnp.dot)(x, w))(x).mean()
 
 
-NESTED = [scanned, carried_low, branched, checkpointed, with_custom_jvp, with_custom_vjp, jitted]
+NESTED = [
+    scanned,
+    carried_low,
+    branched,
+    checkpointed,
+    with_custom_jvp,
+    with_custom_vjp,
+    with_closed_over_arrays,
+    with_a_rule_that_refuses,
+    with_a_jvp_that_refuses,
+    segments,
+    jitted,
+]
 
 
 @pytest.mark.parametrize("fun", NESTED)
@@ -367,6 +447,57 @@ def test_the_lists_can_be_changed():
     assert all(jnp.bfloat16 not in ins for _, ins, _ in wide)
 
 
+def test_sums_of_segments_are_in_float32():
+    """In bfloat16 256 + 1 is 256."""
+
+    def degree(w, x):
+        return (jax.ops.segment_sum(x @ w, jnp.zeros(len(x), int), 1) @ w)[0, 0]
+
+    w, x = jnp.ones((1, 1), jnp.float32), jnp.ones((1000, 1), jnp.float32)
+    for cast in (degree, jaxmem.autocast(degree, "bf16")):
+        assert jax.jit(cast)(w, x) == 1000
+    rules = {"scatter-add": "follow"}
+    assert jax.jit(jaxmem.autocast(degree, "bf16", rules=rules))(w, x) == 256
+
+
+def test_other_combinations_of_numbers_run_in_low_precision_where_asked():
+    """What holds a jaxpr that was traced for float32."""
+    w, x = arrays((4, 4), (4, 4))
+    window = {"window_dimensions": (2, 2), "window_strides": (2, 2), "padding": "VALID"}
+    programs = {
+        "scatter-max": lambda w, x: jnp.zeros((2, 4), jnp.float32).at[0].max((x @ w)[1]).sum(),
+        "reduce_window": lambda w, x: jax.lax.reduce_window(
+            x @ w, jnp.float32(1), lambda x, y: x * y + 0.0, **window
+        ).sum(),
+        "reduce": lambda w, x: jax.lax.reduce(
+            x @ w, jnp.float32(1), lambda x, y: x * y + 0.0, (0,)
+        ).sum(),
+    }
+    for name, fun in programs.items():
+        cast = jaxmem.autocast(fun, "bf16", rules={name: "follow"})
+        ins = next(ins for found, ins, _ in operations(cast, w, x) if found == name)
+        assert jnp.dtype(jnp.bfloat16) in ins and jnp.dtype(jnp.float32) not in ins
+        close(jax.jit(cast)(w, x), fun(w, x), 4e-2)
+
+
+def test_a_rule_that_reads_a_tracer_is_refused_with_its_line():
+    def fun(w, x):
+        table = jnp.sum(x)
+
+        @jax.custom_vjp
+        def scaled(x):
+            return x * 2
+
+        scaled.defvjp(lambda x: (x * 2, None), lambda _, g: (g * table,))
+        return scaled(x @ w).sum()
+
+    w, x = arrays((4, 4), (3, 4))
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jax.grad(jaxmem.autocast(fun, "bf16"))(w, x)
+    assert "The derivative rule of custom_vjp_call at test_autocast.py:" in str(caught.value)
+    assert "Make the value an argument of the function that has the rule." in str(caught.value)
+
+
 def test_fp32_is_the_function_itself():
     assert jaxmem.autocast(attention, "fp32") is attention
 
@@ -379,6 +510,12 @@ def test_fp32_is_the_function_itself():
         ((len, "half a float"), {}, "The precision 'half a float' does not parse"),
         ((len, "bf16"), {"rules": {"tanh": "low"}}, "gives 'tanh' the rule 'low'; the rules are"),
         ((len, "bf16"), {"rules": {"tanh": "compute"}}, "which is for matmuls and convolutions"),
+        (
+            (len, "bf16"),
+            {"rules": {"tahn": "float32"}},
+            "a rule for 'tahn', and JAX has no operation of that name: 'tanh'",
+        ),
+        ((jnp.ones(999), "bf16"), {}, "takes a function; got an array float64[999]."),
     ],
 )
 def test_bad_arguments(args, options, said):

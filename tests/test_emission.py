@@ -383,7 +383,7 @@ def test_parameters_of_an_operation_may_have_any_name():
 
 
 def test_a_rule_that_refuses_to_be_traced():
-    """Equinox's rules refuse tangents of what is not differentiated: such a rule is never copied."""
+    """As Equinox's, of tangents that are not differentiated: such a rule is never copied."""
 
     @jax.custom_jvp
     def refusing(x, table):

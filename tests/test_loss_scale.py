@@ -124,19 +124,49 @@ def test_gradients_are_unscaled_once_before_clipping():
     np.testing.assert_allclose(state.params["w"], 0.0, atol=1e-7)
 
 
-@pytest.mark.parametrize("chained", [False, True])
-def test_an_overflow_in_a_cycle_is_left_out_and_the_scale_waits_for_its_end(chained):
-    optimizer = jaxmem.accumulate(optax.sgd(0.1), 3)
-    optimizer = optax.chain(optax.clip(9.0), optimizer) if chained else optimizer
-    step = fp16_step(optimizer)
+def chain(*inner):
+    return optax.chain(optax.clip(9.0), jaxmem.accumulate(*inner))
+
+
+@pytest.mark.parametrize("accumulate", [jaxmem.accumulate, chain])
+def test_an_overflow_in_a_cycle_is_left_out_and_the_cycle_takes_one_more(accumulate):
+    step = fp16_step(accumulate(optax.sgd(0.1), 3))
     state = step.init({"w": jnp.ones(3, jnp.float32)})
     scales = []
     for bad in (False, True, False, False):
-        state, _ = step(state, batch_of(bad))
+        state, metrics = step(state, batch_of(bad))
         scales.append(float(state.loss_scale.scale))
-    # In a chain the overflow is kept from all of it, so that the cycle takes one more.
-    assert scales == ([8, 8, 8, 4] if chained else [8, 8, 4, 4])
+    assert scales == [8, 4, 4, 4]  # for the very next micro-step: gradients are unscaled by now
+    assert int(metrics["skipped"]) == 1
     np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
+
+
+def test_a_skipped_overflow_may_count_in_its_cycle():
+    step = fp16_step(jaxmem.accumulate(optax.sgd(0.1), 3, count_skipped=True))
+    state = step.init({"w": jnp.ones(3, jnp.float32)})
+    for bad in (False, True, False):
+        state, _ = step(state, batch_of(bad))
+    np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
+    assert float(state.loss_scale.scale) == 4
+
+
+@pytest.mark.parametrize("accumulate", [jaxmem.accumulate, chain])
+def test_a_cycle_in_which_all_overflow_comes_to_an_end(accumulate):
+    """Gradients of 2^14 overflow float16 at a scale of 8 and of 4: held through its cycle, the
+    scale would never fall, and the cycle never end."""
+
+    def loss(params, batch):
+        product = params["w"].astype(jnp.float16) * batch.astype(jnp.float16)
+        return jnp.sum(product.astype(jnp.float32))
+
+    scaling = jaxmem.LossScale(initial=8.0)
+    step = jaxmem.train_step(loss, accumulate(optax.sgd(1.0), 2), loss_scale=scaling)
+    state = step.init({"w": jnp.zeros(1, jnp.float32)})
+    for batch in (1.0, 2.0**14, 2.0**14, 2.0**14):
+        state, metrics = step(state, jnp.full(1, batch, jnp.float32))
+    assert float(state.loss_scale.scale) == 2 and int(metrics["skipped"]) == 2
+    clipped = 2.0**14 if accumulate is jaxmem.accumulate else 9.0
+    assert float(state.params["w"][0]) == -(1 + clipped) / 2
 
 
 def test_model_state_of_an_overflow_is_dropped():

@@ -275,7 +275,7 @@ def test_arguments_that_the_step_does_not_take():
 def test_a_device_whose_memory_is_not_known():
     from jaxmem.targets import LocalDevice
 
-    report = jaxmem.memory(jnp.sin, jnp.ones(8))
+    report = jaxmem.memory(jnp.sin, jnp.ones(8), target="local")
     report = dataclasses.replace(report, target=LocalDevice("gpu", "some GPU", 0))
     assert "usable" not in str(report)
     assert report.fits("1GiB")

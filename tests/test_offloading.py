@@ -251,5 +251,5 @@ def test_not_an_optimizer():
         jaxmem.offload("adam")
     assert str(caught.value) == (
         "jaxmem.offload takes an optax.GradientTransformation, such as optax.adam(1e-3); got "
-        "'adam' of type str."
+        "'adam'."
     )

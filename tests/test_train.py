@@ -3,15 +3,20 @@
 import contextlib
 import functools
 import itertools
+import os
+import subprocess
+import sys
 import warnings
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training import train_state
 
 import jaxmem
 
@@ -190,7 +195,7 @@ def test_a_state_of_another_optimizer():
     assert "opt_state[0].count is absent in the state and [] by this optimizer's init" in str(
         caught.value
     )
-    with pytest.raises(jaxmem.JaxmemError, match="called with .state, batch., .* of type dict"):
+    with pytest.raises(jaxmem.JaxmemError, match=r"with .state, batch., .* type builtins\.dict"):
         adam(params, batches[0])
 
 
@@ -401,6 +406,432 @@ def test_orbax_saves_and_restores_the_whole_state(tmp_path):
     chex.assert_trees_all_equal(*results)
 
 
+# ---- bfloat16 parameters
+
+
+def bfloat16_params():
+    return {"w": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(3, jnp.float32)}
+
+
+def linear_loss(params, batch):
+    return jnp.sum(params["w"].astype(jnp.float32) * params["b"] * batch)
+
+
+def test_bfloat16_parameters_that_nobody_asked_for_are_a_warning():
+    step = jaxmem.train_step(linear_loss, optax.adam(0.1))
+    with pytest.warns(jaxmem.JaxmemWarning) as caught:
+        state = step.init(bfloat16_params())
+    assert "1 of 2 parameters are in bfloat16 (params['w'])" in str(caught[0].message)
+    assert "updates below a 512th of a parameter are lost" in str(caught[0].message)
+    assert "pass precision='bf16'; " in str(caught[0].message)
+    dtypes = jax.tree.map(jnp.result_type, state)
+    state, _ = step(state, jnp.ones(3, jnp.float32))
+    assert jax.tree.map(jnp.result_type, state) == dtypes
+    # Asked for, or looked after, they are none (a warning would be an error here).
+    half = jaxmem.train_step(linear_loss, optax.adam(0.1), precision="params=bf16,compute=bf16")
+    half.init(bfloat16_params())
+    rounding = jaxmem.optim.half_params(optax.adam(0.1))
+    jaxmem.train_step(linear_loss, jaxmem.accumulate(rounding, 2)).init(bfloat16_params())
+
+
+def test_a_state_whose_dtypes_are_not_the_steps():
+    """A checkpoint of bfloat16 parameters beside float32 moments, say."""
+    whole = jaxmem.train_step(linear_loss, optax.adam(0.1), precision="fp32")
+    state = whole.init(bfloat16_params())
+    assert state.params["w"].dtype == state.opt_state[0].mu["w"].dtype == jnp.float32
+    mixed = state._replace(params=bfloat16_params())
+    batch = jnp.ones(3, jnp.float32)
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        whole(mixed, batch)
+    assert str(caught.value) == (
+        "params['w'] is bfloat16 in the state, and the step keeps parameters in float32 "
+        "(params=float32,compute=float32,output=float32). Cast them: state._replace(params="
+        "step.precision.cast_to_params(state.params)), or make the state with this step's init."
+    )
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.train_step(linear_loss, optax.adam(0.1))(mixed, batch)
+    assert str(caught.value) == (
+        "opt_state[0].mu['w'] is float32 in the state and bfloat16 by this optimizer's init of "
+        "these params. Cast it, if it is to be the same."
+    )
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("scaling", [None, SCALE])
+def test_bfloat16_parameters_keep_their_dtype_with_every_lever(every, scaling):
+    """Gradients come unscaled in float32, and the mean of a cycle is float32."""
+    inner = optax.adam(0.1)
+    optimizer = jaxmem.accumulate(inner, every) if every > 1 else inner
+    options = {"precision": "params=bf16,compute=bf16", "loss_scale": scaling}
+    step = jaxmem.train_step(linear_loss, optimizer, **options)
+    state = step.init({"w": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)})
+    dtypes = jax.tree.map(jnp.result_type, state)
+    for _ in range(2):
+        state, _ = step(state, jnp.ones(3, jnp.float32))
+    assert jax.tree.map(jnp.result_type, state) == dtypes
+    assert float(state.params["w"][0]) == pytest.approx(
+        1 - 0.1 * (2 if every == 1 else 1), rel=1e-2
+    )
+
+
+# ---- what is left out
+
+
+def mean_loss(params, batch, model_state):
+    loss = jnp.mean(params["w"] * batch)
+    return loss, {"mean": 0.5 * model_state["mean"] + batch.mean()}
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_micro_step_that_is_left_out_leaves_no_trace(chained):
+    optimizer = jaxmem.accumulate(optax.sgd(0.1), 2)
+    optimizer = optax.chain(optax.identity(), optimizer) if chained else optimizer
+    step, plain = (jaxmem.train_step(mean_loss, optimizer) for _ in range(2))
+
+    def start(step):
+        return step.init(
+            {"w": jnp.ones(3, jnp.float32)}, model_state={"mean": jnp.zeros((), jnp.float32)}
+        )
+
+    batches = [jnp.full(3, value, jnp.float32) for value in (1, np.nan, 2, 3)]
+    state, seen, losses = start(step), start(plain), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    for batch in (batches[0], *batches[2:]):
+        seen, expected = plain(seen, batch)
+    assert losses[:3] == [1, 1, 2], "the loss before it, not NaN"
+    assert int(metrics["skipped"]) == 1 and int(expected["skipped"]) == 0
+    chex.assert_trees_all_equal(state.params, seen.params)
+    chex.assert_trees_all_equal(state.model_state, seen.model_state)
+    assert step._jitted._cache_size() == 1
+
+
+def test_before_any_step_counts_the_loss_is_what_it_is():
+    step = jaxmem.train_step(mean_loss, jaxmem.accumulate(optax.sgd(0.1), 2))
+    state = step.init({"w": jnp.ones(3)}, model_state={"mean": jnp.zeros(())})
+    _, metrics = step(state, jnp.full(3, np.nan))
+    assert np.isnan(metrics["loss"])
+    told = jaxmem.train_step(mean_loss, jaxmem.accumulate(optax.sgd(0.1), 2, skip_nonfinite=False))
+    state = told.init({"w": jnp.ones(3)}, model_state={"mean": jnp.zeros(())})
+    assert state.last_loss is None
+    assert "skipped" not in told(state, jnp.ones(3))[1]
+
+
+# ---- arguments of the wrong kind
+
+
+def plain_loss(params, batch):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+
+def plain_arguments():
+    return {"w": jnp.ones((3, 1), jnp.float32)}, {"x": jnp.ones((4, 3), jnp.float32)}
+
+
+def error_of(loss, batch=None, params=None, **extras):
+    """The text of the error of one step's init or call."""
+    given = plain_arguments()
+    step = jaxmem.train_step(loss, optax.sgd(0.1))
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        step(step.init(given[0] if params is None else params, **extras), batch or given[1])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda p, b: None, "it returned None: is a return missing?"),
+        (lambda p, b: (None, {}), "it returned 2 values, tuple of no arrays ((None, {}))."),
+        (lambda p, b: {"loss": p["w"].sum()}, "it returned dict of ['loss'] float32[]."),
+        (lambda p, b: "high", "it returned str of 'high'."),
+        (lambda p, b: p["w"][:, 0], "loss_fn returned float32[3]. Return its mean or its sum."),
+        (lambda p, b: (p["w"] > 0).sum(), "loss_fn returned int"),
+        (
+            lambda p, b: (p["w"].sum(), {"name": "a"}),
+            "metrics['name'] is 'a', which is no array. The dict of metrics that loss_fn returns",
+        ),
+        (
+            lambda p, b: (p["w"].sum(), {"skipped": p["w"].sum()}),
+            'have a "skipped" of their own',
+        ),
+    ],
+)
+def test_losses_that_are_none(loss, said):
+    assert said in error_of(loss)
+
+
+def test_losses_that_do_not_take_what_the_state_has():
+    def keyed(params, batch, *, key):
+        return params["w"].sum()
+
+    def stateful(params, batch, model_state):
+        return params["w"].sum(), model_state
+
+    assert error_of(keyed) == (
+        "loss_fn(params, batch, *, key) takes key, and the state has none. Make the state with "
+        "init(params, key=jax.random.key(0))."
+    )
+    assert error_of(plain_loss, key=jax.random.key(0)) == (
+        "The state has a key, and loss_fn(params, batch) takes none. Let it take key=, or make "
+        "the state without: leave key= out of init."
+    )
+    assert "takes model_state, and the state has none. Make the state with init(params, " in (
+        error_of(stateful)
+    )
+    assert "The state has a model_state, and loss_fn(params, batch) takes none." in error_of(
+        plain_loss, model_state={"mean": jnp.ones(())}
+    )
+    assert "loss_fn(params) cannot be called as loss_fn(params, batch): too many" in error_of(
+        lambda params: params["w"].sum()
+    )
+    assert error_of(keyed, key=0) == "key= takes a PRNG key, such as jax.random.key(0); got 0."
+    module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    assert "loss_fn(model, batch, *, key) takes key, and the state has none." in error_of(
+        lambda model, batch, *, key: model(batch["x"]).mean(), params=module
+    )
+
+
+def test_errors_inside_of_a_loss_say_what_it_was_given():
+    """Parameters and batch in each other's place, say."""
+    params, batch = plain_arguments()
+    step = jaxmem.train_step(lambda batch, params: plain_loss(params, batch), optax.sgd(0.1))
+    with pytest.raises(KeyError) as caught:
+        step(step.init(params), batch)
+    notes = [note for note in caught.value.__notes__ if note.startswith("jaxmem")]
+    assert notes == [
+        "jaxmem: while tracing loss_fn(params, batch) with params: ['w'] float32[3, 1]; "
+        "batch: ['x'] float32[4, 3]."
+    ]
+
+
+def test_parameters_that_are_none():
+    params, _ = plain_arguments()
+    state = train_state.TrainState.create(apply_fn=len, params=params, tx=optax.sgd(0.1))
+    optimizer = nnx.Optimizer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
+    for given in (state, optimizer):
+        name = f"{type(given).__module__}.{type(given).__name__}"
+        said = error_of(plain_loss, params=given)
+        assert said.startswith(f"init takes parameters; got a {name}, which has an optimizer's")
+        with pytest.raises(jaxmem.JaxmemError) as caught:
+            jaxmem.train_step(plain_loss, given)
+        assert str(caught.value).endswith("Pass its tx, the optax transformation in it.")
+    assert "params is <class 'flax.linen.linear.Dense'>, which is no array. Pass a" in error_of(
+        plain_loss, params=nn.Dense
+    )
+    assert "of type Dense, which is no array." in error_of(plain_loss, params=nn.Dense(3))
+    assert "params['f'] is <" in error_of(plain_loss, params={**params, "f": jnp.tanh})
+    assert "params['n'] is int32, which has no gradient. Parameters are floating" in error_of(
+        plain_loss, params={**params, "n": jnp.ones(3, jnp.int32)}
+    )
+    step = jaxmem.train_step(plain_loss, optax.sgd(0.1))
+    with pytest.raises(jaxmem.JaxmemError, match=r"of type flax\.training\.train_state\.TrainS"):
+        step(state, params)
+    with pytest.raises(jaxmem.JaxmemError, match="takes a loss function; got <class"):
+        jaxmem.train_step(nn.Dense, optax.sgd(0.1))
+    with pytest.raises(jaxmem.JaxmemError, match=r"sharding= takes what jaxmem.shard.* got 8\."):
+        jaxmem.train_step(plain_loss, optax.sgd(0.1), sharding=8)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda array: jaxmem.train_step(array, optax.sgd(0.1)),
+        lambda array: jaxmem.train_step(plain_loss, array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1), precision=array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1), remat=array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1), microbatches=array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1), loss_scale=array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1), sharding=array),
+        lambda array: jaxmem.autocast(array, "bf16"),
+        lambda array: jaxmem.accumulate(optax.sgd(0.1), array),
+        lambda array: jaxmem.microbatch(array, 2),
+        lambda array: jaxmem.microbatch(plain_loss, array),
+        lambda array: jaxmem.offload(array),
+        lambda array: jaxmem.offload(optax.sgd(0.1), fraction=array),
+        lambda array: jaxmem.layers(array),
+        lambda array: jaxmem.layers(plain_loss, microbatches=array),
+        lambda array: jaxmem.shard(array),
+        lambda array: jaxmem.LossScale(initial=array),
+        lambda array: jaxmem.LossScale(growth_interval=array),
+        lambda array: jaxmem.fit(plain_loss, optax.sgd(0.1), *plain_arguments(), mesh=array),
+        lambda array: jaxmem.train_step(plain_loss, optax.sgd(0.1)).init(
+            plain_arguments()[0], key=array
+        ),
+    ],
+)
+def test_no_message_prints_an_array(call):
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        call(jnp.ones((99, 99), jnp.float32))
+    text = str(caught.value)
+    assert "array float32[99, 99]" in text and "1." not in text.split("got")[-1]
+
+
+def test_a_mesh_that_is_none():
+    with pytest.raises(jaxmem.JaxmemError, match=r"takes a jax.sharding.Mesh or .*; got 8\."):
+        jaxmem.fit(plain_loss, optax.sgd(0.1), *plain_arguments(), mesh=8)
+
+
+def test_batches_that_are_none():
+    empty = {"x": jnp.ones((0, 3)), "scale": 2.0}
+    assert error_of(plain_loss, empty) == (
+        "The batch has no examples (['scale'] 2.0, ['x'] float64[0, 3]), and a mean over none is "
+        "not a number. Leave this batch out."
+    )
+    assert error_of(plain_loss, {"x": jnp.ones((4, 3)), "name": "a"}) == (
+        "batch['name'] is 'a', which is no array. Leave it out of the batch, or make it a number."
+    )
+
+
+@pytest.mark.parametrize("numbers", [2, 2.0, np.float32(2)])
+def test_numbers_in_a_batch_are_arrays(numbers):
+    def loss(params, batch):
+        return plain_loss(params, batch) * batch["scale"]
+
+    params, batch = plain_arguments()
+    step = jaxmem.train_step(loss, optax.sgd(0.1), remat="sqrt")
+    _, metrics = step(step.init(params), {**batch, "scale": numbers})
+    assert float(metrics["loss"]) == 18
+
+
+def test_a_plan_for_another_batch_says_which_array_differs():
+    """The last batch of an epoch, and a number that is none where it is planned."""
+
+    def loss(params, batch):
+        return plain_loss(params, batch) * batch.get("scale", 1)
+
+    params, batch = plain_arguments()
+    step = jaxmem.train_step(loss, optax.sgd(0.1), donate=False)
+
+    def planned(batch):
+        plan = jaxmem.plan(step.loss, params, batch, planner="sqrt", has_aux=True)
+        return jaxmem.train_step(loss, optax.sgd(0.1), remat=plan.apply, donate=False)
+
+    state = step.init(params)
+    with pytest.raises(jaxmem.PlanError) as caught:
+        planned(batch)(state, {"x": batch["x"][:3]})
+    assert str(caught.value).startswith(
+        "This plan belongs to another program: batch['x'] is float32[3, 3], and the plan was made "
+        "for float32[4, 3]. A plan holds for one function at one set of shapes and dtypes."
+    )
+    with pytest.raises(jaxmem.PlanError) as caught:
+        planned({**batch, "scale": 2.0})(state, {**batch, "scale": 2.0})
+    assert (
+        "it takes 3 arrays, and the plan was made for 2 (a Python number is none where the plan is "
+        "made, and one under jax.jit: make it an array, such as jnp.float32(0.1), for both)."
+    ) in str(caught.value)
+
+
+# ---- states that are not to be had
+
+
+def test_a_state_of_numpy_arrays():
+    """As `pickle` and `flax.serialization` restore it."""
+    params, batches = arguments()
+    step = jaxmem.train_step(loss_fn, jaxmem.accumulate(optax.adam(0.1), 2))
+    state = step.init(params)
+    restored = jax.tree.map(np.asarray, state)
+    (found, _), (expected, _) = step(restored, batches[0]), step(state, batches[0])
+    chex.assert_trees_all_equal(found, expected)
+
+
+def test_arrays_that_a_step_took_over():
+    params, batches = arguments()
+    step = jaxmem.train_step(loss_fn, optax.sgd(0.1))
+    state = step.init(params)
+    after, _ = step(state, batches[0])
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        step(state, batches[0])
+    assert str(caught.value).startswith(
+        "This state was given to a step before, which took over its memory. Go on with the state "
+        "that it returned (state, metrics = step(state, batch)), or make the step with "
+        "train_step(..., donate=False)"
+    )
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        step.init(params)
+    assert str(caught.value).startswith(
+        "params['layers'][0] was deleted: a step that it was given to took over its memory. Take "
+        "the arrays of the state that the step returned, or give init a copy"
+    )
+    with pytest.raises(
+        jaxmem.JaxmemError, match=r"state.params\['layers'\]\[0\] was given to a st"
+    ):
+        step(after._replace(params=state.params), batches[0])
+
+
+def test_abstract_parameters_make_an_abstract_state():
+    params, batches = arguments()
+    step = jaxmem.train_step(loss_fn, jaxmem.offload(optax.adam(0.1)))
+    shapes = jax.eval_shape(lambda: params)
+    state = step.init(shapes)
+    assert state == step.abstract(params) == step.abstract(shapes)
+    assert state.opt_state[0].mu["layers"][0].sharding.memory_kind == "pinned_host"
+    assert step.memory(state, batches[0], target="local").argument > 0
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        step(state, batches[0])
+    assert str(caught.value).startswith("This state is abstract: it has shapes and no arrays, for")
+
+
+# ---- parameters on a mesh
+
+
+def test_parameters_on_a_mesh_stay_where_they_are():
+    code = """
+import jax, jax.numpy as jnp, jaxmem, numpy as np, optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+specs = {
+    "up": P(None, "model"), "bias": P(("model",)), "down": P("model", None), "scale": P(),
+    "head": P("data", None),
+}
+shapes = {"up": (16, 32), "bias": (32,), "down": (32, 16), "scale": (16,), "head": (16, 8)}
+def make():
+    return {
+        name: jax.device_put(jnp.sin(jnp.arange(np.prod(shape))).reshape(shape) / 4,
+        NamedSharding(mesh, specs[name])) for name, shape in shapes.items()
+    }
+def loss(p, x):
+    x = x + jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+    return jnp.mean(jax.nn.logsumexp((x * p["scale"]) @ p["head"], -1))
+def places(tree):
+    kind = lambda x: x.sharding.memory_kind or "device"
+    return jax.tree.map(lambda x: (x.sharding.mesh, x.sharding.spec, kind(x)), tree)
+x = jnp.cos(jnp.arange(16 * 16.0)).reshape(16, 16)
+batch = jax.device_put(x, NamedSharding(mesh, P("data")))
+for optimizer in (
+    optax.adam(0.1), jaxmem.accumulate(optax.adam(0.1), 2), jaxmem.offload(optax.adam(0.1))
+):
+    step = jaxmem.train_step(loss, optimizer)
+    state = step.init(make())
+    before = places(state)
+    assert places(step.abstract(make())) == before
+    for _ in range(3):
+        state, metrics = step(state, batch)
+    assert places(state) == before, [(a, b) for a, b in zip(
+        jax.tree.leaves(places(state)), jax.tree.leaves(before)) if a != b]
+    assert step._jitted._cache_size() == 1
+    plain = jaxmem.train_step(loss, optimizer)
+    expected = plain.init(jax.device_put(make(), jax.devices()[0]))
+    for _ in range(3):
+        expected, other = plain(expected, x)
+    np.testing.assert_allclose(metrics["loss"], other["loss"], rtol=1e-5)
+# on another device than the first one
+step = jaxmem.train_step(loss, optax.adam(0.1))
+there = jax.devices()[3]
+state, _ = step(step.init(jax.device_put(make(), there)), jax.device_put(x, there))
+assert state.step.devices() == state.params["up"].devices() == {there}
+# the axes of a batch in the order in which it has them
+batch = jax.device_put(x, NamedSharding(mesh, P(("model", "data"))))
+step = jaxmem.train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.sgd(0.1), microbatches=2)
+state = step.init({"w": jnp.ones((16, 2))})
+assert step.slices_sharding(state, batch).spec == P(("model", "data"))
+assert "collective-permute" not in step.lower(state, batch).compile().as_text()
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 # ---- out of memory at run time
 
 EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 13421772800 bytes."
@@ -483,6 +914,27 @@ def test_out_of_memory_of_a_step_that_was_fitted():
     assert text.count("  held by   ") == 3 and "test_train.py:" in text
     assert "The compiled bytes are within the budget: other arrays are on the device" in text
     assert "call jaxmem.fit with a budget of 921.60 MiB." in text
+
+
+def test_memory_that_runs_out_after_the_dispatch_is_told_of_at_the_first_call(monkeypatch):
+    """Kernels run when the call has returned, and so does what they say."""
+    params, batch = wide()
+    step = jaxmem.train_step(loss_fn, optax.sgd(0.1))
+    state, waited = step.init(params), []
+
+    def wait(results):
+        waited.append(results)
+        if len(waited) == 1:
+            raise jax.errors.JaxRuntimeError(EXHAUSTED)
+        return results
+
+    monkeypatch.setattr("jaxmem.train.jax.block_until_ready", wait)
+    with pytest.raises(jaxmem.JaxmemError, match="The step ran out of memory on"):
+        step(state, batch)
+    state = step.init(jax.tree.map(jnp.ones_like, wide()[0]))
+    for rows in (4096, 4096, 2048):
+        state, _ = step(state, jax.tree.map(lambda leaf: leaf[:rows], batch))  # noqa: B023
+    assert len(waited) == 3, "once for each shape of the batch"
 
 
 def test_other_errors_at_run_time_stay_what_they_are():

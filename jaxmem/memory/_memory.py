@@ -17,7 +17,7 @@ from jaxmem._checks import check_call
 from jaxmem._errors import CompileError, JaxmemError, JaxmemWarning, OffloadError
 from jaxmem.memory._arguments import Argument, describe_arguments
 from jaxmem.memory._hlo import donated_arguments, results_on_host
-from jaxmem.memory._report import MemoryReport
+from jaxmem.memory._report import CPU_NOTE, MemoryReport, is_cpu
 from jaxmem.targets import LocalDevice, Target, compile_module, resolve
 
 
@@ -38,7 +38,8 @@ def memory(
             memory kinds they have (`jaxmem.eval_shape` makes abstract ones that keep them). For
             several GPUs, shard them over a `jax.sharding.AbstractMesh`. Where the step is not
             jitted, leaves that are neither arrays nor numbers are taken as constants.
-        target: a GPU's name or `jaxmem.Target`, present or not; None: the attached device.
+        target: a GPU's name or `jaxmem.Target`, present or not; None: the attached device. The
+            bytes of an attached CPU (``"local"``) hold for that CPU alone.
         compiler_options: XLA flags for this compilation alone, beside the step's own.
         timeout: seconds for the compilation.
         timeline: False: totals, FLOPs and transfers alone. What the compiler said is kept on disk,
@@ -51,7 +52,8 @@ def memory(
             partitioned for another number of devices than the target has.
 
     Warns:
-        JaxmemWarning: the step calls into Python, and the target is not there: calls are left out.
+        JaxmemWarning: the step calls into Python, and the target is not there: calls are left
+            out; or no target is named and the attached device is a CPU.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> report = jaxmem.memory(jnp.sin, jnp.ones((64, 64), jnp.float32), target="local")
@@ -59,6 +61,8 @@ def memory(
     16384
     """
     chosen = resolve(target)
+    if target is None and is_cpu(chosen):
+        warnings.warn(f"No target is named: {CPU_NOTE}", JaxmemWarning, stacklevel=2)
     jitted, args, kwargs = _jitted(step, args, kwargs)
     check_call(jitted, args, kwargs, "jaxmem.memory")
     args, kwargs = jax.tree.map(_jax.abstract, (args, kwargs))

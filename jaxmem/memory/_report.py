@@ -31,7 +31,16 @@ from jaxmem.memory._text import (
 from jaxmem.memory._timeline import Timeline
 from jaxmem.targets import LocalDevice, Target
 
-_CPU_NOTE = "compiled for the CPU, whose bytes say nothing about rematerialization on a GPU"
+CPU_NOTE = (
+    "compiled for the CPU: these bytes hold for this CPU alone. A GPU's compiler fuses and "
+    "schedules otherwise, and the CPU's undoes rematerialization. Name a GPU for its bytes: "
+    "target='h200'."
+)
+
+
+def is_cpu(target: Target | LocalDevice) -> bool:
+    """Whether a target is the machine's own CPU."""
+    return isinstance(target, LocalDevice) and target.platform == "cpu"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -212,8 +221,8 @@ class MemoryReport:
         if usable:
             verdict = "fits" if self.fits() else "does not fit"
             lines.append(f"{verdict}: {self.device / usable:.0%} of {format_bytes(usable)} usable")
-        if isinstance(self.target, LocalDevice) and self.target.platform == "cpu":
-            lines.append(f"note: {_CPU_NOTE}")
+        if is_cpu(self.target):
+            lines.append(f"note: {CPU_NOTE}")
         if self.has_timeline:
             lines += ["", *self._peak_lines()]
         return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem._bytes import format_bytes
@@ -116,6 +116,7 @@ class Plan:
             convolutions) and bytes read and written of the whole of ``value_and_grad(fun)``, by
             XLA for the target; None: not compiled.
         xla_pass_bytes: compiled bytes with XLA's own rematerialization pass on, where it would act.
+        inputs: dtypes and shapes of the arrays that the program takes.
     """
 
     planner: str
@@ -141,6 +142,7 @@ class Plan:
     compiled_flops: int | None = None
     compiled_moved: int | None = None
     xla_pass_bytes: int | None = None
+    inputs: tuple[str, ...] = ()
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -149,14 +151,34 @@ class Plan:
         on (XLA leaves it out, and keeps float32 where the program has bfloat16)."""
         return COMPILER_OPTIONS | ({"xla_allow_excess_precision": False} if self.widens else {})
 
-    def check(self, fingerprint: str) -> None:
-        """Raises `PlanError` if the plan was made for another program."""
-        if fingerprint != self.fingerprint:
-            raise PlanError(
-                f"This plan was made for the program {self.fingerprint}, and is asked to run "
-                f"{fingerprint}. A plan holds for one function at one set of shapes and dtypes; "
-                "make another with jaxmem.plan()."
+    def check(self, fingerprint: str, inputs: Sequence[tuple[str, str]]) -> None:
+        """Raises `PlanError` if the plan was made for another program; ``inputs`` are the names of
+        what the one at hand takes, with dtype and shape."""
+        if fingerprint == self.fingerprint:
+            return
+        found = [kind for _, kind in inputs]
+        differing = [
+            f"{name} is {kind}, and the plan was made for {planned}"
+            for (name, kind), planned in zip(inputs, self.inputs, strict=False)
+            if kind != planned
+        ]
+        if len(found) != len(self.inputs):
+            said = (
+                f"it takes {len(found)} arrays, and the plan was made for {len(self.inputs)} "
+                "(a Python number is none where the plan is made, and one under jax.jit: make it "
+                "an array, such as jnp.float32(0.1), for both)"
             )
+        elif differing:
+            said = "; ".join(differing[:3]) + (" ..." if len(differing) > 3 else "")
+        else:
+            said = "its arrays are the same, and its operations are others"
+        raise PlanError(
+            f"This plan belongs to another program: {said}. A plan holds for one function at one "
+            "set of shapes and dtypes. Make another with jaxmem.plan(), or leave it to "
+            "jaxmem.remat(fun, budget=...), which plans at each new shape; where it is the last "
+            "batch of an epoch that is smaller, leave it out or pad it. (Programs "
+            f"{self.fingerprint} and {fingerprint}.)"
+        )
 
     def apply(self, fun: Callable) -> Callable:
         """``fun`` with the plan's regions: `jaxmem.remat` with ``plan=``."""
@@ -227,6 +249,7 @@ class Plan:
                 )
                 for row in fields["loops"]
             )
+            fields["inputs"] = tuple(fields["inputs"])
             fields["rows"] = tuple(Row(**row) for row in fields["rows"])
             fields["choices"] = tuple(Choice(**choice) for choice in fields["choices"])
             return cls(**fields)

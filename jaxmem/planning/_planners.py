@@ -64,6 +64,7 @@ def write_plan(
         target=target,
         time_error=time_error,
         widens=program.widens,
+        inputs=program.types[: program.input_count],
     )
 
 
