@@ -100,6 +100,12 @@ class FlatJaxpr:
     out_tree: Any
     regions: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def arrays_closed_over(self) -> set[int]:
+        """Numbers of the constants that are arrays, which no derivative is taken of; of a tracer
+        one may be."""
+        return {at for at, one in enumerate(self.consts) if not isinstance(one, jax.core.Tracer)}
+
     def run(self, steps: Iterable[Step], values: dict[int, Any]) -> None:
         """Evaluates equations, reading and writing ``values`` by number."""
         for step in steps:
@@ -243,13 +249,17 @@ def _inlinable(equation: JaxprEqn):
     return inner if hasattr(inner, "consts") else None
 
 
-def scan_residuals(equation: JaxprEqn) -> list[Any]:
+def scan_residuals(equation: JaxprEqn, constant: Sequence[bool]) -> list[Any]:
     """Abstract values that each iteration of a scan keeps for its derivative: what JAX saves of
-    the body, but for slices and constants, which are there anyway."""
+    the body, but for slices and constants, which are there anyway. Operands that are ``constant``
+    are not differentiated: a `jax.custom_vjp` refuses that of arrays that it closes over."""
     closed = equation.params["jaxpr"]
     avals = closed.in_avals  # themselves: inside `jax.shard_map` they vary over axes of the mesh
     body = jaxpr_as_fun(closed)
-    real = [at for at, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+    real = [
+        at for at, aval in enumerate(avals)
+        if jnp.issubdtype(aval.dtype, jnp.inexact) and not constant[at]
+    ]  # fmt: skip
 
     def residuals(*operands):
         def of_real(*chosen):

@@ -142,10 +142,12 @@ def read(flat: _jax.FlatJaxpr, differentiated: frozenset[int] | None = None) -> 
     for step in flat.steps:
         effects = _jax.side_effects(step)
         if effects:
+            bodies = map(_jax.find_callback, _jax.inner_jaxprs(step.equation))
+            inside = "".join(f", in it {found}" for found in bodies if found)
             raise PlanError(
                 f"The function has a side effect, and a region would run it twice: "
-                f"{step.primitive} ({', '.join(effects)}) at {step.line}. Return the value and "
-                "print or store it outside, or keep this part outside of what is planned."
+                f"{step.primitive} ({', '.join(effects)}) at {step.line}{inside}. Return the value "
+                "and print or store it outside, or keep this part outside of what is planned."
             )
         if step.primitive == "rng_uniform":
             raise PlanError(

@@ -408,3 +408,24 @@ def test_a_rule_that_refuses_to_be_traced():
     for planner in PLANNERS:
         planned = jax.grad(jaxmem.remat(loss, planner=planner))
         np.testing.assert_allclose(planned(w, x), jax.grad(loss)(w, x), rtol=1e-10)
+
+
+def test_a_scan_over_a_rule_that_closes_over_an_array():
+    table = jnp.arange(64.0).reshape(16, 4) / 64
+    rule = jax.custom_vjp(lambda x: x * table)
+    rule.defvjp(lambda x: (x * table, None), lambda _, g: (g * table,))
+
+    def loss(ws, x):
+        def inner(x, w):
+            return jax.checkpoint(lambda x, w: x + rule(x @ w))(x, w), None
+
+        def outer(x, _):
+            return jax.lax.scan(inner, x, ws)[0], jnp.sum(rule(x))
+
+        x, sums = jax.lax.scan(outer, x, length=2)
+        return jnp.sum(x**2) + jnp.sum(sums)
+
+    ws, x = jnp.stack([jnp.eye(4)] * 4), jnp.ones((16, 4))
+    for planner in PLANNERS:
+        actual = jax.grad(jaxmem.remat(loss, planner=planner))(ws, x)
+        np.testing.assert_allclose(actual, jax.grad(loss)(ws, x), rtol=1e-10)

@@ -369,6 +369,20 @@ def test_side_effects_are_refused_by_name():
     assert "test_remat.py" in text and "outside" in text
 
 
+def test_side_effects_in_a_loop_are_found():
+    def loss(w, x):
+        def body(x, _):
+            jax.debug.print("mean {}", x.mean())
+            return jnp.tanh(x @ w), None
+
+        return jax.lax.scan(body, x, length=6)[0].sum()
+
+    with pytest.raises(
+        jaxmem.PlanError, match=r"scan \(DebugEffect\) at .*, in it debug_print at "
+    ):
+        jaxmem.plan(loss, jnp.eye(WIDTH), jnp.ones((2, WIDTH)))
+
+
 def test_bad_arguments():
     with pytest.raises(
         jaxmem.PlanError, match="no planner named 'chen'; the known ones are 'dp', 'dots', 'sqrt'"

@@ -202,16 +202,23 @@ class Program:
         return dataclasses.replace(self, operations=tuple(operations), sizes=tuple(sizes))
 
 
-def read_program(flat: FlatJaxpr, differentiated: Set[int] | None = None) -> Program:
+def read_program(
+    flat: FlatJaxpr, differentiated: Set[int] | None = None, fixed: Set[int] = frozenset()
+) -> Program:
     """The operations of a flat jaxpr as plain data.
 
-    ``differentiated`` are the inputs that gradients are taken of; None: all.
+    ``differentiated`` are the inputs that gradients are taken of; None: all. Of ``fixed`` inputs and
+    of arrays closed over none ever are.
     """
+    fixed = {*fixed, *flat.arrays_closed_over}
     sizes = [size_of(aval) for aval in flat.avals]
     types = [type_of(aval) for aval in flat.avals]
     operations = []
     for step in flat.steps:
-        body, residuals, inside = _body(step)
+        constant = [not isinstance(one, int) or one in fixed for one in step.inputs]
+        if all(constant):
+            fixed.update(step.outputs)
+        body, residuals, inside = _body(step, constant)
         outputs = step.outputs
         if residuals is not None:
             outputs = (*outputs, len(sizes))
@@ -245,19 +252,29 @@ def read_program(flat: FlatJaxpr, differentiated: Set[int] | None = None) -> Pro
     )
 
 
-def _body(step: Step) -> tuple[Program | None, int | None, int]:
+def _body(step: Step, constant: list[bool]) -> tuple[Program | None, int | None, int]:
     """What a scan or a user's region repeats, the bytes of residuals that it keeps (of a scan),
-    and the bytes that its derivative takes inside."""
+    and the bytes that its derivative takes inside. Some operands are ``constant``."""
     if step.primitive == "scan":
-        body = read_program(loop_of(step.equation).body)
+        loop = loop_of(step.equation)
+        constant = list(constant)
+        constant[loop.carry] = [False] * len(constant[loop.carry])  # the next ones may not be
+        body = read_program(loop.body, fixed=_inputs(loop.body, constant))
         made = sum(body.sizes[value] for kernel in body.kernels for value in kernel.results)
-        kept = sum(map(size_of, scan_residuals(step.equation)))
+        kept = sum(map(size_of, scan_residuals(step.equation, constant)))
         return body, kept * step.equation.params["length"], made
     if is_region(step.equation):
-        body = read_program(called_jaxpr(step.equation))
+        called = called_jaxpr(step.equation)
+        body = read_program(called, fixed=_inputs(called, constant))
         made = sum(body.sizes[value] for kernel in body.kernels for value in kernel.results)
         return body, None, made
     return None, None, 0
+
+
+def _inputs(body: FlatJaxpr, chosen: list[bool]) -> set[int]:
+    """The inputs of a body that some operands of its equation become."""
+    first = body.input_count - len(chosen)  # the body's own constants come first
+    return {first + at for at, one in enumerate(chosen) if one}
 
 
 def _carry(step: Step, body: Program | None) -> tuple[int, ...]:
