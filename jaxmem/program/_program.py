@@ -207,8 +207,8 @@ def read_program(
 ) -> Program:
     """The operations of a flat jaxpr as plain data.
 
-    ``differentiated`` are the inputs that gradients are taken of; None: all. Of ``fixed`` inputs and
-    of arrays closed over none ever are.
+    ``differentiated`` are the inputs that gradients are taken of; None: all. Of ``fixed`` inputs
+    and of arrays closed over none ever are.
     """
     fixed = {*fixed, *flat.arrays_closed_over}
     sizes = [size_of(aval) for aval in flat.avals]
