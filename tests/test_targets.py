@@ -139,7 +139,7 @@ def test_your_own_gpu():
     )
     report = jaxmem.memory(step, *SHAPES, target=small)
     assert report.fits()
-    assert not report.fits(1000)
+    assert not report.fits("1000B")
     assert "50% of 512.00 MiB usable" not in str(report)
     assert "slice: A100 slice, 1.00 GiB (512.00 MiB usable)" in str(report)
 
