@@ -4,7 +4,7 @@ VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info
 RUN := $(VENV)/bin/python
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint fuzz bench wheel docs clean
+.PHONY: demo test lint fuzz faults bench wheel docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready  ## the memory of ResNet50 on an absent GPU, then a training with every lever on
@@ -22,6 +22,9 @@ lint: $(VENV)/.ready
 
 fuzz: $(VENV)/.ready  ## ten times as many random programs under random plans
 	JAXMEM_FUZZ=20000 $(RUN) -m pytest -n 2 --dist worksteal tests/test_fuzz.py
+
+faults: $(VENV)/.ready  ## kills, full disks and damaged files, and what is left of them; an hour
+	$(RUN) tests/faults.py
 
 bench: $(VENV)/.ready  ## every figure of the README, into benchmarks/results
 	for script in benchmarks/[a-z]*.py; do $(RUN) $$script || exit 1; done

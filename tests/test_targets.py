@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from jaxmem.targets import _compiler, _install, _results, known_targets
+from tests.faults import BUSY, IDLE, run_compiling, seconds_after
 
 NAMES = [
     *("b200", "h200", "h100", "a100-80gb", "a100-40gb", "a6000", "v100-16gb", "t4"),
@@ -412,74 +413,26 @@ def test_without_a_temporary_folder(monkeypatch, tmp_path):
 # ---- processes that die, and forks
 
 
-LONG = """
-    import os, sys, threading, time
-    import jax, jax.numpy as jnp, jaxmem
-    from jaxmem.targets import _compiler
-
-    def loss(w, x):
-        for scale in range(400):
-            x = jnp.tanh(x @ w) + scale * jnp.sin(x)
-        return x.sum()
-
-    _compiler.read = lambda path: None  # nothing is kept
-    _compiler.write = lambda path, compiled: None
-    shapes = [jax.ShapeDtypeStruct((256, 256), "float32")] * 2
-    compile_long = lambda: jaxmem.memory(jax.grad(loss), *shapes, target="h200")
-    compile_short = lambda: jaxmem.memory(jnp.sin, shapes[0], target="h200")
-    start, request = _compiler._Worker.__init__, _compiler._Worker.request
-
-    def started(self, compiler):
-        start(self, compiler)
-        print("worker", self.process.pid, flush=True)
-
-    _compiler._Worker.__init__ = started
-"""
-
-
-def run_long(code: str) -> subprocess.Popen:
-    text = textwrap.dedent(LONG) + textwrap.dedent(code)
-    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-    except OSError:
-        return True
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("busy", [True, False], ids=["compiling", "idle"])
-def test_workers_end_within_seconds_of_their_parent_however_it_dies(busy, how):
-    code = "print('compiled', compile_short().device > 0, flush=True)\n"
-    code += "compile_long(); print('too late', flush=True)" if busy else "time.sleep(600)"
-    parent = run_long(code)
-    worker = int(parent.stdout.readline().split()[1])
-    assert parent.stdout.readline() == "compiled True\n"
-    time.sleep(4 if busy else 0)  # it is traced, and XLA is at it
-    assert not gone(worker)
-    parent.send_signal(how)
-    assert parent.communicate(timeout=10)[0] == ""
-    deadline = time.monotonic() + 5
-    while not gone(worker):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+@pytest.mark.parametrize(("code", "wait"), [(BUSY, 4), (IDLE, 0)], ids=["compiling", "idle"])
+def test_workers_end_within_seconds_of_their_parent_however_it_dies(code, wait, how):
+    assert seconds_after(how, code, wait) < 5
 
 
 def test_a_fork_compiles_while_its_parent_does():
     """In the fork nobody would give back the slots and the lock that its parent's threads hold."""
-    done = run_long("""
+    done = run_compiling("""
+        import os, sys, threading, time
         _compiler._slots = threading.BoundedSemaphore(1)
         thread = threading.Thread(target=compile_long, daemon=True)
         modules, compile_module = [], _compiler.compile_module
+        request = _compiler._Worker.request
         def request_slowly(self, *args):
             locked.set()
             time.sleep(5)
             return request(self, *args)
         locked = threading.Event()
         from jaxmem import memory
-        import sys
         package = sys.modules["jaxmem.memory._memory"]
         package.compile_module = lambda *args, **options: modules.append((args, options)) or (
             compile_module(*args, **options))
