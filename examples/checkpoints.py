@@ -14,6 +14,7 @@ and that is said. On several processes the first one keeps the books.
 
 import hashlib
 import json
+import logging
 import pathlib
 import shutil
 from typing import Any
@@ -76,9 +77,11 @@ class Checkpoints:
         if not step:
             return 0, state
         leaves, tree = jax.tree.flatten(state)
-        with ocp.StandardCheckpointer() as orbax:
-            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, leaves)
-            restored = orbax.restore(self._path(step) / "state", like)
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, leaves)
+        with _orbax() as orbax:
+            restored = orbax.restore(
+                self._path(step) / "state", args=ocp.args.StandardRestore(like)
+            )
         if self.first:
             print(f"resumed from step {step} in {self.folder}", flush=True)
         return step, jaxmem.place(jax.tree.unflatten(tree, restored), like=state)
@@ -88,18 +91,22 @@ class Checkpoints:
         to which the state's memory is donated."""
         if self.folder is None or not (last or step % self.every == 0):
             return
+        disabled = logging.root.manager.disable
         try:
+            logging.disable()  # Orbax logs with tracebacks what it raises as well
             self._save(step, jax.tree.leaves(state))
         except Exception as error:
             if self.first:
                 self._clear()
-            free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
-            full = "the disk is full" if free < 2**16 or "No space left" in str(error) else ""
+            no_room = self.folder.is_dir() and shutil.disk_usage(self.folder).free < 2**16
+            full = "the disk is full" if no_room or "No space left" in str(error) else ""
             raise SystemExit(
                 f"The checkpoint of step {step} cannot be written to {self.folder}: "
                 f"{full or str(error).splitlines()[0][:200]}. Started again when it can be, the "
                 "run goes on from the checkpoint before."
             ) from error
+        finally:
+            logging.disable(disabled)
 
     def _save(self, step: int, leaves: list[Any]) -> None:
         part = self.folder / PART
@@ -109,9 +116,8 @@ class Checkpoints:
             self._clear()
             part.mkdir(parents=True)
         multihost_utils.sync_global_devices("a place for the checkpoint")
-        with ocp.StandardCheckpointer() as orbax:
-            orbax.save(part / "state", leaves)
-            orbax.wait_until_finished()
+        with _orbax() as orbax:
+            orbax.save(part / "state", args=ocp.args.StandardSave(leaves))
         if self.first:
             about = json.dumps({"settings": self.settings, "files": _files(part)})
             (part / LIST).write_text(f"{_sha256(about.encode())}\n{about}")
@@ -180,6 +186,11 @@ class Checkpoints:
         """Removes what was not written or not removed to its end."""
         for part in self.folder.glob(f"{PART}*"):
             shutil.rmtree(part)
+
+
+def _orbax() -> ocp.Checkpointer:
+    """Not in the background: the next step overwrites what is being saved."""
+    return ocp.Checkpointer(ocp.StandardCheckpointHandler())
 
 
 def _files(folder: pathlib.Path) -> dict[str, str]:

@@ -3,14 +3,12 @@
 import dataclasses
 import itertools
 import os
-import pathlib
 import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax

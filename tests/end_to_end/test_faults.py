@@ -19,7 +19,7 @@ from tests import faults
 
 sys.path.append(str(faults.ROOT / "examples"))
 
-import checkpoints  # noqa: E402
+import checkpoints
 
 SEED = 20260101
 
@@ -47,7 +47,7 @@ def test_an_example_on_a_full_disk(tmp_path):
 
 
 def loss_fn(params, batch):
-    return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
+    return jnp.mean((batch @ params["w"] + params["b"][None]) ** 2)
 
 
 STEP = jaxmem.train_step(loss_fn, jaxmem.offload(optax.adam(1e-2)))
@@ -57,7 +57,7 @@ BATCH = jnp.ones((2, 3))
 def options(folder, **changes):
     parser = argparse.ArgumentParser()
     checkpoints.add_options(parser, every=2)
-    parser.set_defaults(seed=0, learning_rate=0.1, **changes)
+    parser.set_defaults(**{"seed": 0, "learning_rate": 0.1} | changes)
     return parser.parse_args(["--checkpoints", str(folder)])
 
 
