@@ -12,11 +12,13 @@ and that is said. On several processes the first one keeps the books.
         checkpoints.save_at(step, state, last=step == options.steps)
 """
 
+import errno
 import hashlib
 import json
 import logging
 import pathlib
 import shutil
+import threading
 from typing import Any
 
 import jax
@@ -28,6 +30,7 @@ import jaxmem
 
 LIST, PART = "checkpoint.json", ".part"  # the list of files; the names of what does not count
 KEPT = 2
+_FILES = 2**16  # bytes of what Orbax writes beside the arrays: a dozen small files
 
 
 def add_options(parser, every: int, default: str | None = None) -> None:
@@ -91,11 +94,12 @@ class Checkpoints:
         to which the state's memory is donated."""
         if self.folder is None or not (last or step % self.every == 0):
             return
-        disabled = logging.root.manager.disable
+        threads = set(threading.enumerate())
         try:
-            logging.disable()  # Orbax logs with tracebacks what it raises as well
             self._save(step, jax.tree.leaves(state))
         except Exception as error:
+            for thread in set(threading.enumerate()) - threads:
+                thread.join(5)  # Orbax's, which go on writing
             if self.first:
                 self._clear()
             no_room = self.folder.is_dir() and shutil.disk_usage(self.folder).free < 2**16
@@ -105,8 +109,6 @@ class Checkpoints:
                 f"{full or str(error).splitlines()[0][:200]}. Started again when it can be, the "
                 "run goes on from the checkpoint before."
             ) from error
-        finally:
-            logging.disable(disabled)
 
     def _save(self, step: int, leaves: list[Any]) -> None:
         part = self.folder / PART
@@ -115,9 +117,14 @@ class Checkpoints:
         if self.first:
             self._clear()
             part.mkdir(parents=True)
+            size = sum(leaf.nbytes for leaf in leaves) + _FILES
+            if shutil.disk_usage(part).free < size:
+                raise OSError(errno.ENOSPC, f"No space left for {jaxmem.format_bytes(size)}")
         multihost_utils.sync_global_devices("a place for the checkpoint")
         with _orbax() as orbax:
+            logging.disable()  # it logs what it raises, and what its threads do thereafter
             orbax.save(part / "state", args=ocp.args.StandardSave(leaves))
+            logging.disable(logging.NOTSET)
         if self.first:
             about = json.dumps({"settings": self.settings, "files": _files(part)})
             (part / LIST).write_text(f"{_sha256(about.encode())}\n{about}")

@@ -3,6 +3,7 @@ of the examples by themselves."""
 
 import argparse
 import json
+import logging
 import pathlib
 import random
 import resource
@@ -44,6 +45,12 @@ def test_an_example_on_a_full_disk(tmp_path):
 
 
 # ---- the checkpoints by themselves
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was():
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def loss_fn(params, batch):
