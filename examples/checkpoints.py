@@ -103,11 +103,12 @@ class Checkpoints:
             if self.first:
                 self._clear()
             no_room = self.folder.is_dir() and shutil.disk_usage(self.folder).free < 2**16
-            full = "the disk is full" if no_room or "No space left" in str(error) else ""
+            why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            if no_room or "No space left" in str(error):
+                why = "the disk is full"
             raise SystemExit(
-                f"The checkpoint of step {step} cannot be written to {self.folder}: "
-                f"{full or str(error).splitlines()[0][:200]}. Started again when it can be, the "
-                "run goes on from the checkpoint before."
+                f"The checkpoint of step {step} cannot be written to {self.folder}: {why}. Started "
+                "again when it can be, the run goes on from the checkpoint before."
             ) from error
 
     def _save(self, step: int, leaves: list[Any]) -> None:
