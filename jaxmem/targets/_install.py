@@ -157,14 +157,14 @@ def install_compiler(cuda: int = 13) -> pathlib.Path:
 
 
 def _reason(output: str, folder: pathlib.Path) -> str:
-    """Why pip failed: its last lines without its traceback, and what a full disk needs."""
-    lines = [line for line in output.splitlines() if not line.startswith((" ", "Traceback"))]
+    """Why pip failed: the disk is full, or its last lines without a traceback."""
     if os.strerror(errno.ENOSPC) in output:
-        lines.append(
-            f"The compiler takes about 700 MB in {folder}, and as much in {tempfile.gettempdir()} "
-            "while it is unpacked. Free some space, or set JAXMEM_CACHE and TMPDIR to folders "
-            "that have it."
+        return (
+            f"No space left on the disk: it takes about 700 MB in {folder}, and as much in "
+            f"{tempfile.gettempdir()} while it is unpacked. Free some, or set JAXMEM_CACHE and "
+            "TMPDIR to folders that have it."
         )
+    lines = [line for line in output.splitlines() if not line.startswith((" ", "Traceback"))]
     return "\n".join(lines[-12:])
 
 
