@@ -4,7 +4,7 @@ VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info
 RUN := $(VENV)/bin/python
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint fuzz bench wheel docs clean
+.PHONY: demo test lint fuzz faults bench wheel docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready  ## the memory of ResNet50 on an absent GPU, then a training with every lever on
@@ -23,6 +23,9 @@ lint: $(VENV)/.ready
 fuzz: $(VENV)/.ready  ## many more random programs under random plans, with seeds of the day
 	JAXMEM_FUZZ=20000 JAXMEM_DAY=$$(date +%Y%m%d) $(RUN) -m pytest -n 2 --dist worksteal \
 		tests/test_fuzz.py tests/test_aliasing.py tests/test_metamorphic.py
+
+faults: $(VENV)/.ready  ## kills, full disks and damaged files, and what is left of them; an hour
+	$(RUN) tests/faults.py
 
 bench: $(VENV)/.ready  ## every figure of the README, into benchmarks/results
 	for script in benchmarks/[a-z]*.py; do $(RUN) $$script || exit 1; done

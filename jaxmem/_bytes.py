@@ -3,14 +3,16 @@
 import math
 import numbers
 import re
+import warnings
 
-from jaxmem._errors import BudgetError
+from jaxmem._errors import BudgetError, JaxmemWarning
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter + "b"] = 1000**_power
     _UNITS[_letter + "ib"] = 1024**_power
 
+_LEAST_BUDGET = 1024  # of bytes without a unit: fewer hold no step, so another unit was meant
 _BUDGET = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*(%|[a-z]*)\s*", re.IGNORECASE)
 
 
@@ -60,6 +62,40 @@ def parse_budget(budget: int | str, capacity: int | None = None) -> int:
     if not math.isfinite(value) or value < 1:
         raise BudgetError(f"The budget {budget!r} is not a positive number of bytes.")
     return int(value) if isinstance(budget, str) else int(budget)
+
+
+def device_budget(budget: int | str, usable: int | None = None, name: str = "") -> int:
+    """Bytes that a step may take: the budget, or what is usable on the device if that is less.
+
+    Args:
+        budget: as for `parse_budget`.
+        usable: bytes of the device that a step can have; None or 0: not known, nothing is compared.
+        name: of the device.
+
+    Returns:
+        A positive int. `JaxmemWarning` says so where the device has less than the budget.
+
+    Raises:
+        BudgetError: the budget does not parse, or is a number without a unit that holds no step.
+
+    >>> device_budget("20GiB", 23 * 2**30, "rtx-3090") // 2**30
+    20
+    """
+    allowed = parse_budget(budget, usable or None)
+    if allowed < _LEAST_BUDGET and str(budget).strip()[-1].isdigit():
+        raise BudgetError(
+            f"A budget without a unit is in bytes, and {allowed} bytes hold no step. Write "
+            f"'{allowed}GiB' if you mean GiB, or '{allowed}B'."
+        )
+    if usable and allowed > usable:
+        warnings.warn(
+            f"The budget {budget!r} is {format_bytes(allowed)}, and {name} has "
+            f"{format_bytes(usable)} that a step can use: {format_bytes(usable)} count.",
+            JaxmemWarning,
+            stacklevel=3,
+        )
+        return usable
+    return allowed
 
 
 def format_bytes(count: int) -> str:

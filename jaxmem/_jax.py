@@ -106,6 +106,10 @@ class FlatJaxpr:
         one may be."""
         return {at for at, one in enumerate(self.consts) if not isinstance(one, jax.core.Tracer)}
 
+    def aval(self, value: int | Literal) -> Any:
+        """The shape and dtype of one of its values."""
+        return self.avals[value] if isinstance(value, int) else value.aval
+
     def run(self, steps: Iterable[Step], values: dict[int, Any]) -> None:
         """Evaluates equations, reading and writing ``values`` by number."""
         for step in steps:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import _jax
-from jaxmem._bytes import format_bytes, parse_budget
+from jaxmem._bytes import device_budget, format_bytes, parse_budget
 from jaxmem._emit import emit
 from jaxmem._errors import BudgetError, JaxmemError, PlanError
 from jaxmem._modules import array_call
@@ -43,9 +43,10 @@ class Allowed:
             known = ", ".join(map(repr, PLANNERS))
             raise PlanError(f"There is no planner named {planner!r}; the known ones are {known}.")
         chosen = None if target is None else resolve(target)
+        device = (chosen.usable_bytes, chosen.name) if chosen else ()
         capacity = chosen.usable_bytes if chosen else None
         return cls(
-            None if budget is None else parse_budget(budget, capacity),
+            None if budget is None else device_budget(budget, *device),
             0 if reserved == 0 else parse_budget(reserved, capacity),
             chosen.gpu if isinstance(chosen, LocalDevice) else chosen,
             planner,
@@ -122,6 +123,28 @@ class Problem:
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
         first = self.flat.input_count - len(call.leaves)
         self.program = read(self.flat, frozenset(first + at for at in self.wanted))
+
+    def check_loss(self, name: str, scalar: bool) -> None:
+        """Raises `PlanError` if nothing that the function returns can be differentiated, or if it
+        is to be a loss and is no floating-point scalar."""
+        outputs = jax.tree.unflatten(self.flat.out_tree, map(self.flat.aval, self.flat.outputs))
+        if self.has_aux and isinstance(outputs, tuple):
+            outputs = outputs[0]
+        leaves = jax.tree.leaves(outputs)
+        floating = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        found = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves[:4]) or "nothing"
+        if not floating:
+            raise PlanError(
+                f"{name} plans what a backward pass keeps, and there is none of a function that "
+                f"returns {found}. Pass one that returns floating-point values."
+            )
+        if scalar and (len(leaves) > 1 or leaves[0].shape):
+            raise PlanError(
+                f"With a target {name} compiles the value and gradient of a loss, a floating-point "
+                f"scalar, and the function returns {found}. Return its mean or its sum "
+                "(has_aux=True if there is more beside it), or leave target out to have projected "
+                "bytes."
+            )
 
     def step(self, plan: Plan) -> Callable:
         """The value and gradient of the planned function, of its array leaves."""

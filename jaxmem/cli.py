@@ -20,13 +20,14 @@ import pathlib
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jaxmem._bytes import format_bytes, parse_budget
-from jaxmem._errors import BudgetError, JaxmemError
+from jaxmem._bytes import device_budget, format_bytes
+from jaxmem._errors import BudgetError, JaxmemError, JaxmemWarning
 from jaxmem.fitting import ALLOWED, KEPT, Search, fit
 from jaxmem.max_batch import max_batch_size
 from jaxmem.memory import (
@@ -60,10 +61,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add(commands)
     options = parser.parse_args(arguments)
     try:
-        return options.run(options)
+        with _plain_warnings():
+            return options.run(options)
     except JaxmemError as error:
         print(f"jaxmem: {error}", file=sys.stderr)
         return _MISSED if isinstance(error, BudgetError) and error.lowest else 1
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings as a sentence, without the line of jaxmem's source that they come from."""
+    usual = warnings.formatwarning
+
+    def plain(message, category, *rest, **more):
+        if issubclass(category, JaxmemWarning):
+            return f"jaxmem: warning: {message}\n"
+        return usual(message, category, *rest, **more)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _add_command(commands, name: str, run: Callable[[Any], int], about: str):
@@ -98,7 +117,7 @@ def _add_files(parser) -> None:
 def _estimate(options) -> int:
     _check_files(options)
     chosen = target(options.target, count=options.count)
-    budget = _budget(options, chosen.usable_bytes)
+    budget = _budget(options, chosen.usable_bytes, chosen.name)
     report = _compile(options.step, *_load(options.step), chosen)
     if options.json:
         about = json.loads(report.to_json())
@@ -111,9 +130,9 @@ def _estimate(options) -> int:
     return _compared("the step", report.device, budget)
 
 
-def _budget(options, usable: int | None) -> int | None:
-    """Bytes of the budget that was given, if one was."""
-    return None if options.budget is None else parse_budget(options.budget, usable or None)
+def _budget(options, usable: int, name: str) -> int | None:
+    """Bytes of the budget that was given, if one was, on that device."""
+    return None if options.budget is None else device_budget(options.budget, usable, name)
 
 
 def _check_files(options) -> None:
@@ -161,11 +180,12 @@ def _write(path: str, write: Callable[[str], None]) -> None:
 
 def _load(name: str, what: str = "step") -> tuple[Callable, tuple]:
     """The step (or the loss) and the arguments that ``module:function`` returns."""
-    function = _function(name, _STEP if what == "step" else _LOSS, (), f"one that makes the {what}")
-    return _step_of(name, function())
+    form = _STEP if what == "step" else _LOSS
+    function = _function(name, form, (), f"({what}, args)", f"one that makes the {what}")
+    return _step_of(name, function(), what)
 
 
-def _function(name: str, form: str, args: tuple, what: str) -> Callable:
+def _function(name: str, form: str, args: tuple, returns: str, what: str) -> Callable:
     """The function that ``module:function`` names, if it takes these arguments."""
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
@@ -188,23 +208,24 @@ def _function(name: str, form: str, args: tuple, what: str) -> Callable:
     except (TypeError, ValueError) as error:
         how = "with the batch size" if args else "without arguments"
         raise JaxmemError(
-            f"{name} is called {how} and must return (step, args): {error}. Name {what} and its "
+            f"{name} is called {how} and must return {returns}: {error}. Name {what} and its "
             "arguments."
         ) from error
     return function
 
 
-def _step_of(name: str, made: Any) -> tuple[Callable, tuple]:
+def _step_of(name: str, made: Any, what: str = "step") -> tuple[Callable, tuple]:
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
         raise JaxmemError(
-            f"{name} must return (step, args): a function and the tuple of its arguments. It "
+            f"{name} must return ({what}, args): a function and the tuple of its arguments. It "
             f"returned {_described(made)}."
         )
     step, args = made
     if not isinstance(args, tuple | list):
+        example = "(step, (state, batch))" if what == "step" else "(loss, (params, batch))"
         raise JaxmemError(
-            f"{name} must return (step, args) with args a tuple, as in (step, (state, batch)); its "
-            f"args are {_described(args)}."
+            f"{name} must return ({what}, args) with args a tuple, as in {example}; its args are "
+            f"{_described(args)}."
         )
     return step, tuple(args)
 
@@ -251,7 +272,7 @@ def _add_profile(commands) -> None:
 
 def _profile(options) -> int:
     _check_files(options)
-    budget = _budget(options, target("local").usable_bytes)
+    budget = _budget(options, target("local").usable_bytes, "the attached device")
     step, args = _load(options.step)
     with _progress(f"running {options.step}"):
         measured = measure(step, *args)
@@ -321,21 +342,26 @@ def _add_fit(commands) -> None:
     parser.add_argument("problem", help=f"{_FIT}; options given here win")
     parser.add_argument("--target", help="a GPU's name (default: local)")
     parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the target's)")
-    for name, known in (("allow", ALLOWED), ("keep", KEPT)):
-        what = "; ".join(f"{word}: {text}" for word, text in known.items())
-        parser.add_argument(f"--{name}", action="append", default=[], metavar="NAME", help=what)
+    for name, about, known in (
+        ("allow", "what may be done although it changes the numerics", ALLOWED),
+        ("keep", "what may NOT be done although it changes no numerics", KEPT),
+    ):
+        what = "; ".join(f"'{word}', {text}" for word, text in known.items())
+        about = f"{about}, by name (may be repeated): {what}"
+        parser.add_argument(f"--{name}", action="append", default=[], metavar="NAME", help=about)
     parser.add_argument("--compilations", type=int, help="at most (default: 6)")
     _add_files(parser)
 
 
 def _fit(options) -> int:
     _check_files(options)
-    made = _function(options.problem, _FIT, (), "a function that returns jaxmem.fit's arguments")()
+    returns = "(loss_fn, optimizer, params, batch)"
+    made = _function(options.problem, _FIT, (), returns, "one that makes the loss, the optimizer")()
     parts = made if isinstance(made, tuple) else ()
     extra = parts[4] if len(parts) == 5 else {}
     if len(parts) not in (4, 5) or not callable(parts[0]) or not isinstance(extra, dict):
         raise JaxmemError(
-            f"{options.problem} must return (loss_fn, optimizer, params, batch), with a dict of "
+            f"{options.problem} must return {returns}, with a dict of "
             f"jaxmem.fit's options after it if it likes. It returned {_described(made)}."
         )
     unknown = sorted(map(str, extra.keys() - inspect.signature(fit).parameters))
@@ -368,7 +394,8 @@ def _add_max_batch(commands) -> None:
 def _max_batch(options) -> int:
     _check_files(options)
     chosen = target(options.target, count=options.count)
-    function = _function(options.step, _STEP_OF_BATCH, (8,), "a function of the batch size")
+    what = "a function of the batch size that makes the step"
+    function = _function(options.step, _STEP_OF_BATCH, (8,), "(step, args)", what)
     found = max_batch_size(
         _step_of(options.step, function(options.multiple or 8))[0],
         lambda batch: _step_of(options.step, function(batch))[1],
@@ -405,8 +432,9 @@ def _diff(options) -> int:
     chosen = target(options.target, count=options.count)
     names = (options.before, options.after)
     given = [_read_or_load(name) for name in names]
-    usable = given[1]["usable"] if isinstance(given[1], dict) else chosen.usable_bytes
-    budget = _budget(options, usable)
+    of = given[1] if isinstance(given[1], dict) else None
+    usable, name = (of["usable"], of["target"]) if of else (chosen.usable_bytes, chosen.name)
+    budget = _budget(options, usable, name)
     both = [
         one if isinstance(one, dict) else _compile(name, *one, chosen)
         for name, one in zip(names, given, strict=True)

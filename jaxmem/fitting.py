@@ -14,16 +14,16 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxmem import _jax
-from jaxmem._bytes import format_bytes, parse_budget
+from jaxmem._bytes import device_budget, format_bytes
 from jaxmem._checks import check_optimizer, is_count
 from jaxmem._errors import BudgetError, CompileError, JaxmemError
 from jaxmem._mean import reduction_of
+from jaxmem._problem import Allowed, Problem
 from jaxmem.loss_scale import LossScale
 from jaxmem.memory import MemoryReport, memory
 from jaxmem.offloading import offload
 from jaxmem.optim import small_moments
 from jaxmem.planning import COMPILER_OPTIONS, Plan, checked
-from jaxmem.plans import plan as make_plan
 from jaxmem.precision import Precision, precision as parse_precision
 from jaxmem.remat import remat
 from jaxmem.sharding import Sharding, shard
@@ -48,6 +48,9 @@ _NEAR = 1.2  # times the budget: near enough to try plans in between
 _ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less
 _GAIN = 0.005  # of a step's time: what is worth one more compilation
 _MOST_SLICES = 64
+# Compiled bytes over projected ones, at most, before anything was compiled: networks were within
+# 15 % (benchmarks/projected.py), microbatches of a small one 26 % off.
+_FIRST_ERROR = 1.3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,7 +214,8 @@ def fit(
             place is to be searched.
         params, batch, model_state, key: what the step takes, real or abstract
             (`jax.ShapeDtypeStruct`): nothing is allocated. ``params`` may be a Flax nnx module.
-        budget: device bytes for the whole step, an int or text; None: what is usable on the target.
+        budget: device bytes for the whole step, an int or text; None: what is usable on the target,
+            which counts too where the budget is more (`JaxmemWarning`).
         target: the GPU, present or not; None: the attached one.
         precision, loss_scale: as for `jaxmem.train_step`; not changed.
         mesh: of GPUs of the target, real or abstract: ZeRO's stages 1 to 3 along its last axis
@@ -226,7 +230,8 @@ def fit(
             random numbers (dropout masks) than the whole batch would.
         keep: what may not be done although it does not: ``"batch"`` (no microbatches),
             ``"placement"`` (no transfers to host memory), ``"residuals"`` (no recomputation).
-        compilations: how many at most.
+        compilations: how many at most. Where they end before the search does, the table says so;
+            the only one goes to a plan with room for what projections miss.
 
     Returns:
         A `TrainStep` whose ``fitting`` is the table, and which is compiled with XLA's own
@@ -354,8 +359,8 @@ class Search:
         self.gpu = dataclasses.replace(gpu, count=1)
         if mesh is not None:
             self.batch = shard(mesh).place_batch(self.batch)
-        usable = self.target.usable_bytes
-        self.budget = parse_budget("100%" if budget is None else budget, usable or None)
+        budget = "100%" if budget is None else budget
+        self.budget = device_budget(budget, self.target.usable_bytes, self.target.name)
         self.refused: dict[str, str] = {}
         self.reduction = "mean"  # what the loss is over its examples, or is taken for
         self.steps: dict[Levers, TrainStep] = {}  # before they are planned
@@ -365,12 +370,17 @@ class Search:
         if self.offload and self.devices > 1:
             self.offload = False
             self.refused["residuals in host memory"] = "not tried on several devices"
+        self.compilations = 0  # at most
         self.plans: dict[tuple, Plan | int] = {}
         self.seen: dict[Levers, Candidate] = {}  # the last plan of each
         # compiled bytes over projected ones by precision, microbatches, stage; the last one last
         self.ratios: dict[tuple[str, int, int], float] = {}
         self.compiled: dict[tuple, Candidate] = {}
         self.reports: dict[tuple, MemoryReport] = {}
+        leaves = jax.tree.leaves(self.batch)
+        if any(leaf.shape[:1] == (0,) for leaf in leaves):
+            shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+            raise JaxmemError(f"The batch has no examples; its arrays are {shapes}.")
         self.options = list(self._options())
 
     def run(self, compilations: int) -> TrainStep:
@@ -379,9 +389,11 @@ class Search:
             raise JaxmemError(
                 f"jaxmem.fit takes compilations=, an int of 1 or more; got {compilations!r}."
             )
+        self.compilations = compilations
         best: Candidate | None = None
         while len(self.compiled) < compilations:
-            last = len(self.compiled) == compilations - 1
+            # After others failed the last one goes to what is the most likely to fit.
+            last = 0 < len(self.compiled) == compilations - 1
             candidate = self._cheapest(best)
             if best is None and (candidate is None or last):
                 candidate = self._smallest() or self._between()
@@ -400,7 +412,7 @@ class Search:
     def fitting(self, best: Candidate | None = None) -> Fitting:
         """The table of everything that was considered so far."""
         rows = list(self._verdicts(best))
-        chosen = next((row for row in rows if row.verdict == _CHOSEN), None)
+        chosen = next((row for row in rows if row.verdict.startswith(_CHOSEN)), None)
         known = {key: report.device for key, report in self.reports.items()}
         key = _key(best) if best else min(known, key=known.__getitem__, default=None)
         rows.sort(key=lambda row: row.seconds)
@@ -615,14 +627,10 @@ class Search:
             part = jax.tree.map(lambda leaf: _slice(leaf, cut), self.batch)
             params, *others = jax.tree.map(_whole, (state.params, state.model_state, state.key))
             try:
-                self.plans[key] = make_plan(
-                    self.step(levers).loss,
-                    *(params, part, *others),
-                    budget=2**62 if within is None else within,
-                    target=self.gpu,
-                    offload=offload,
-                    compilations=0,
-                )
+                problem = Problem(self.step(levers).loss, (params, part, *others), {}, 0)
+                # Of a share of a program on several GPUs the budget may be more than one has.
+                allowed = Allowed(2**62 if within is None else within, 0, self.gpu, "dp", offload)
+                self.plans[key] = allowed.plan(problem.program)
             except BudgetError as error:
                 self.plans[key] = error.lowest or 0
         found = self.plans[key]
@@ -690,9 +698,11 @@ class Search:
         return _bytes([leaf for leaf in leaves if _jax.memory_space(leaf) is _jax.HOST])
 
     def _ratio(self, levers: Levers) -> float:
-        # What was not compiled borrows the last one, rounded up: fewer plans are made so.
+        # What was not compiled borrows the last one, rounded up: fewer plans are made so. The only
+        # one to be compiled has no other to learn from.
         alike = [ratio for key, ratio in self.ratios.items() if key[-1] == levers.stage]
-        last = math.ceil(alike[-1] * 50) / 50 if alike else 1.0
+        last = _FIRST_ERROR if self.compilations == 1 else 1.0
+        last = math.ceil(alike[-1] * 50) / 50 if alike else last
         return self.ratios.get((levers.precision, levers.microbatches, levers.stage), last)
 
     # ---- compiling
@@ -739,12 +749,12 @@ class Search:
         for found in self.compiled.values():
             verdict = found.verdict
             if best and _key(found) == _key(best):
-                verdict = _CHOSEN
+                verdict = f"{_CHOSEN}: {self._why(best)}"
             elif found.compiled is not None and found.compiled > self.budget:
                 over = format_bytes(found.compiled - self.budget)
                 verdict = f"compiled: {over} over the budget"
             elif best and found.compiled is not None:
-                verdict = f"fits, {found.seconds / best.seconds - 1:.1%} slower"
+                verdict = f"fits, {_slower(found, best):.1%} slower"
             yield dataclasses.replace(found, verdict=verdict)
         compiled = {found.levers for found in self.compiled.values()}
         if self.options:
@@ -766,10 +776,25 @@ class Search:
         if candidate.projected is not None and over > 0:
             least = "at least " if candidate.plan is None else ""
             return f"not compiled: expected {least}{format_bytes(over)} over the budget"
-        if best and candidate.seconds > best.seconds:
-            least = "at least " if candidate.plan is None else ""
-            return f"not compiled: {least}{candidate.seconds / best.seconds - 1:.1%} slower"
-        return "not compiled: gains too little" if best else "not compiled"
+        if best is None:
+            return "not compiled"
+        least = "at least " if candidate.plan is None else ""
+        if candidate.seconds > best.seconds:
+            return f"not compiled: {least}{_slower(candidate, best):.1%} slower"
+        gain = -_slower(candidate, best)
+        if gain <= _GAIN:
+            return "not compiled: gains too little"
+        most = "at most " if candidate.plan is None else ""
+        return f"not compiled: {most}{gain:.1%} faster"
+
+    def _why(self, best: Candidate) -> str:
+        """Why the best one found was chosen: it is the fastest, or the search ended too early."""
+        if len(self.compiled) < self.compilations or self._cheapest(best) is None:
+            return "the least predicted time that fits"
+        return (
+            f"the least predicted time of {len(self.compiled)} compiled; faster ones are projected "
+            f"to fit (compilations={self.compilations})"
+        )
 
     def _too_small(self) -> BudgetError:
         fitting = self.fitting()
@@ -784,6 +809,8 @@ class Search:
                 f"{self.compiled[key].levers}; recompute {self.compiled[key].remat}), held by "
                 f"{holders(report)}."
             )
+        if len(self.compiled) == self.compilations:
+            lines.append(f"More compilations than {self.compilations} may find one that does.")
         lines.append(self.remedies())
         return BudgetError(" ".join(lines) + f"\n{fitting}", lowest)
 
@@ -802,7 +829,7 @@ class Search:
         return " ".join(lines)
 
 
-_CHOSEN = "chosen: the least predicted time that fits"
+_CHOSEN = "chosen"
 
 
 def holders(report: MemoryReport, most: int = 3) -> str:
@@ -822,6 +849,11 @@ def _time_error(target: Target | LocalDevice) -> float | None:
 def _milliseconds(candidate: Candidate, target: Target | LocalDevice) -> str:
     """The predicted time, and how far off it may be."""
     return f"{candidate.seconds * 1e3:.4g} {checked(_time_error(target))}"
+
+
+def _slower(candidate: Candidate, best: Candidate) -> float:
+    """By what share of the best one's time."""
+    return candidate.seconds / max(best.seconds, 1e-30) - 1  # a program may do nothing
 
 
 def _names(given: str | Collection[str], argument: str, known: dict[str, str]) -> frozenset[str]:

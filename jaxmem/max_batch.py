@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxmem._bytes import format_bytes, parse_budget
+from jaxmem._bytes import device_budget, format_bytes
 from jaxmem._checks import is_count
 from jaxmem._errors import JaxmemError
 from jaxmem.memory import MemoryReport, memory
@@ -104,7 +104,8 @@ def max_batch_size(
         step: a function, a jitted one, or a `TrainStep`.
         make_args: ``make_args(batch)``: the tuple of the step's arguments at a batch size, best
             as `jax.ShapeDtypeStruct` (with real arrays the largest batch is allocated).
-        budget: device bytes for the whole step, an int or text; None: what is usable on the target.
+        budget: device bytes for the whole step, an int or text; None: what is usable on the target,
+            which counts too where the budget is more (`JaxmemWarning`).
         target: the GPU to compile for, present or not; None: the attached device.
         multiple: of which the batch is to be one, its smallest value too; None: of 8 and of the
             number of GPUs of the target.
@@ -127,7 +128,8 @@ def max_batch_size(
     chosen = resolve(target)
     if budget is None and not chosen.usable_bytes:
         raise JaxmemError(f"The memory of {chosen} is not known; pass a budget=.")
-    allowed = parse_budget("100%" if budget is None else budget, chosen.usable_bytes or None)
+    budget = "100%" if budget is None else budget
+    allowed = device_budget(budget, chosen.usable_bytes, chosen.name)
     multiple = math.lcm(_EVERY, chosen.count) if multiple is None else multiple
     for name, value, least in (("multiple", multiple, 1), ("compilations", compilations, 2)):
         if not is_count(value, least):

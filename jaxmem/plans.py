@@ -65,7 +65,8 @@ def plan(
     Raises:
         BudgetError: the budget does not parse, or nothing fits; names the lowest budget that works
             and the operation that sets it.
-        PlanError: the function has side effects, or the planner is not known.
+        PlanError: the function has side effects, returns nothing that can be differentiated (with a
+            target: no floating-point scalar), or the planner is not known.
         OffloadError: XLA keeps residuals on the device that the plan has in host memory.
         JaxmemError: the target has no GPU's compiler.
 
@@ -83,6 +84,7 @@ def plan(
     check_call(fun, args, kwargs, "jaxmem.plan")
     allowed = Allowed.parse(budget, reserved, target, planner, offload)
     problem = Problem(fun, args, kwargs, argnums, has_aux)
+    problem.check_loss("jaxmem.plan", scalar=target is not None and compilations > 0)
     if target is None or not compilations:
         return allowed.plan(problem.program)
     return _Compiled(problem, allowed, resolve(target)).plan(compilations)
@@ -126,7 +128,7 @@ class _Compiled:
                 best = self.above(compilations)
                 break
             assert found.compiled_bytes is not None
-            ratio = found.compiled_bytes / found.projected_bytes
+            ratio = max(found.compiled_bytes, 1) / max(found.projected_bytes, 1)
             if found.compiled_bytes > budget:
                 fails = min(fails, goal)
                 goal = self.aim(budget / ratio / _MARGIN, fails)
@@ -197,7 +199,7 @@ class _Compiled:
             with_pass = {name: value for name, value in options if name not in COMPILER_OPTIONS}
             fields["xla_pass_bytes"] = self.report(chosen, with_pass).device + self.allowed.reserved
         self.tried[layout] = dataclasses.replace(chosen, **fields)
-        self.ratios[layout.place] = total / chosen.projected_bytes
+        self.ratios[layout.place] = max(total, 1) / max(chosen.projected_bytes, 1)
         print(
             f"jaxmem: compiled {len(self.tried)} of at most {compilations} plans for "
             f"{self.target.name}: {format_bytes(total)} (projected "
@@ -241,7 +243,7 @@ class Frontier:
             raise JaxmemError("Plots need matplotlib: pip install 'jaxmem[viz]'.") from error
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        forward = self.plans[0].seconds * 3
+        forward = max(self.plans[0].seconds * 3, 1e-30)  # a program may do nothing
         axes.step(
             [plan.projected_bytes / 2**30 for plan in self.plans],
             [100 * plan.recompute_seconds / forward for plan in self.plans],
@@ -316,7 +318,9 @@ def pareto(
     check_function(fun, "jaxmem.pareto")
     check_call(fun, args, kwargs, "jaxmem.pareto")
     allowed = Allowed.parse(None, reserved, target, planner)
-    program = Problem(fun, args, kwargs, argnums).program
+    problem = Problem(fun, args, kwargs, argnums)
+    problem.check_loss("jaxmem.pareto", scalar=False)
+    program = problem.program
     found = allowed.planner(program)
     high, low = found.plain.peak, found.least().peak
     layouts = {found.plain, found.least()}

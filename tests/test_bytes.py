@@ -1,7 +1,7 @@
 import pytest
 
-from jaxmem import BudgetError, format_bytes
-from jaxmem._bytes import parse_budget
+from jaxmem import BudgetError, JaxmemWarning, format_bytes
+from jaxmem._bytes import device_budget, parse_budget
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,25 @@ def test_budgets_are_positive(value):
 def test_other_types_are_refused(value):
     with pytest.raises(BudgetError, match="A budget is an int of bytes or text such as '11GiB'"):
         parse_budget(value)
+
+
+def test_the_smaller_of_budget_and_device_counts_and_it_is_said():
+    for budget in (2000, "100%", "2000B"):
+        assert device_budget(budget, 2000, "small") == 2000
+    assert device_budget("50%", 4000, "small") == 2000
+    assert device_budget("5GiB") == device_budget("5GiB", 0) == 5 * 2**30  # nothing to compare with
+    for budget, size in (("24GiB", "24.00 GiB"), ("120%", "2.40 KiB"), (4096, "4.00 KiB")):
+        said = rf"The budget '?{budget}'? is {size}, and small has 2.00 KiB that a step can use: 2"
+        with pytest.warns(JaxmemWarning, match=said):
+            assert device_budget(budget, 2048, "small") == 2048
+
+
+@pytest.mark.parametrize("budget", [11, "11", " 24 ", 1023])
+def test_a_handful_of_bytes_is_another_unit_forgotten(budget):
+    said = "A budget without a unit is in bytes, and .* bytes hold no step. Write '.*GiB' if you"
+    with pytest.raises(BudgetError, match=said):
+        device_budget(budget)
+    assert device_budget("11B") == 11  # as it is written
 
 
 @pytest.mark.parametrize(

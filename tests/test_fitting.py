@@ -1,9 +1,12 @@
 """The search over the levers: what it chooses fits, keeps the mathematics, and says why."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -314,6 +317,129 @@ def test_plans_above_those_that_do_not_fit_are_tried(monkeypatch):
     assert chosen.projected > budget
 
 
+def test_more_than_the_gpu_has_is_never_said_to_fit(capsys):
+    """The smaller of budget and GPU counts: in `fit`, plans, batches, reports, the command line."""
+    usable = jaxmem.target("rtx-3090").usable_bytes
+    layers = [jax.ShapeDtypeStruct((8192, 8192), jnp.float32)] * 8  # of 256 MiB
+    x = jax.ShapeDtypeStruct((8192 * 11, 8192), jnp.float32)  # of 2.75 GiB
+    search = functools.partial(
+        jaxmem.fitting.Search, loss_fn, ADAM, {"layers": layers}, {"x": x, "y": x}
+    )
+    for budget in ("24GiB", "120%", "80GiB"):
+        said = f"The budget '{budget}' is .* GiB, and rtx-3090 has 23.19 GiB that a step can use"
+        with pytest.warns(jaxmem.JaxmemWarning, match=said):
+            assert search(budget=budget, target="rtx-3090").budget == usable
+        with pytest.warns(jaxmem.JaxmemWarning, match=said):
+            plan = jaxmem.plan(
+                loss_fn, PARAMS, BATCH, budget=budget, target="rtx-3090", compilations=0
+            )
+        assert plan.budget == usable
+        with pytest.warns(jaxmem.JaxmemWarning, match=said):
+            jaxmem.remat(loss_fn, budget=budget, target="rtx-3090")
+    report = jaxmem.memory(jnp.sin, jnp.ones(256), target="rtx-3090")
+    monster = dataclasses.replace(report, argument=usable + 1)
+    with pytest.warns(jaxmem.JaxmemWarning, match="'80GiB' is 80.00 GiB, and rtx-3090 has 23.19"):
+        assert not monster.fits("80GiB")
+    half = dataclasses.replace(jaxmem.target("h200"), name="half", memory_bytes=int(20.5 * 2**30))
+    with pytest.warns(jaxmem.JaxmemWarning, match="'24GiB' is 24.00 GiB, and half has 20.00 GiB"):
+        answer = jaxmem.max_batch_size(
+            lambda x: x + 1,
+            lambda batch: (jax.ShapeDtypeStruct((batch, 2**20), jnp.float32),),
+            budget="24GiB",
+            target=half,
+        )
+    assert answer.budget == 20 * 2**30 >= answer.report.device
+    command = ["estimate", f"{__name__}:make_loss", "--target", "rtx-3090", "--budget", "120%"]
+    with pytest.warns(jaxmem.JaxmemWarning, match="'120%' is 27.83 GiB, and rtx-3090 has 23.19"):
+        assert cli.main(command) == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmem", "diff", *[f"{__name__}:make_loss"] * 2, *command[2:]],
+        cwd=pathlib.Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    assert "\njaxmem: warning: The budget '120%' is 27.83 GiB" in "\n" + done.stderr, done.stderr
+
+
+def test_one_compilation_goes_to_a_fast_plan():
+    step = fit("1GiB", compilations=1)  # all fits as it is
+    fastest = min(row.seconds for row in step.fitting.considered)
+    assert step.fitting.chosen.seconds == fastest
+    assert step.fitting.chosen.verdict == "chosen: the least predicted time that fits"
+
+
+def test_the_table_says_where_compilations_ended_before_the_search_did():
+    """With room for what projections miss; more compilations find one that is faster."""
+    plain = compiled(jaxmem.train_step(loss_fn, ADAM)).device
+    budget = plain - MIB
+    only = fit(budget, compilations=1).fitting
+    assert only.chosen.compiled <= budget
+    assert only.chosen.verdict.startswith("chosen: the least predicted time of 1 compiled; faster ")
+    assert only.chosen.verdict.endswith("ones are projected to fit (compilations=1)")
+    faster = [row for row in only.considered if row.seconds < only.chosen.seconds]
+    assert faster and all(
+        " over the budget" in row.verdict or row.verdict.endswith("% faster") for row in faster
+    )
+    more = fit(budget).fitting
+    assert more.chosen.seconds < only.chosen.seconds
+    assert more.chosen.verdict == "chosen: the least predicted time that fits"
+
+
+EMPTY = jax.ShapeDtypeStruct((0, WIDTH), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda params, batch: jnp.float32(0),
+        lambda params, batch: jnp.sum(params["layers"][0]),
+        lambda params, batch: jnp.sum(batch["x"]),
+        lambda params, batch: jnp.sum(jnp.tanh(batch["x"][:0] @ params["layers"][0])),
+    ],
+    ids=["a constant", "no matmul", "no parameters", "an empty matmul"],
+)
+def test_programs_that_do_nothing_print(loss, tmp_path):
+    common = {"target": "h200", "budget": "1GiB"}
+    for options in ({}, common):
+        plan = jaxmem.plan(loss, PARAMS, BATCH, **options)
+        assert " plan, 0 regions " in str(plan) and "ms beside " in str(plan)
+        for choice in plan.choices:
+            assert plan.explain(choice.line)
+    frontier = jaxmem.pareto(loss, PARAMS, BATCH)
+    frontier.plot(tmp_path / "frontier.svg")
+    assert str(frontier).startswith("  ")
+    fitting = jaxmem.fit(loss, ADAM, PARAMS, BATCH, **common).fitting
+    assert "chosen: " in str(fitting) and fitting.to_dict()["chosen"]["compiled"] > 0
+
+
+def test_losses_that_cannot_be_differentiated_and_batches_without_examples():
+    for result, loss in (
+        (r"float32\[4096\]", lambda params, batch: jnp.sum(batch["x"] @ params["layers"][0], 1)),
+        (
+            r"int32\[\]",
+            lambda params, batch: jnp.argmax(batch["x"] @ params["layers"][0]).astype("int32"),
+        ),
+    ):
+        for call in (jaxmem.plan, jaxmem.fit):
+            args = (loss, PARAMS, BATCH) if call is jaxmem.plan else (loss, ADAM, PARAMS, BATCH)
+            with pytest.raises(jaxmem.JaxmemError, match=f"returns? ?e?d? ?{result}"):
+                call(*args, target="h200", budget="1GiB")
+        step = jaxmem.train_step(loss, ADAM)
+        with pytest.raises(jaxmem.JaxmemError, match="loss_fn returned"):
+            jaxmem.max_batch_size(
+                step,
+                lambda n, step=step: (
+                    step.abstract(PARAMS),
+                    {name: jax.ShapeDtypeStruct((n, WIDTH), jnp.float32) for name in "xy"},
+                ),
+                target="h200",
+            )
+    with pytest.raises(jaxmem.PlanError, match="a backward pass keeps, and there is none of a fun"):
+        jaxmem.pareto(lambda x: jnp.argmax(x), BATCH["x"])
+    with pytest.raises(jaxmem.JaxmemError, match=r"no examples; its arrays are float32\[0, 512\]"):
+        jaxmem.fit(loss_fn, ADAM, PARAMS, {"x": EMPTY, "y": EMPTY}, target="h200")
+
+
 def test_wrong_input_is_told_before_compiling():
     for options, text in (
         ({"allow": "bf16"}, r"knows no allow='bf16'; the names are 'precision', 'moments', 'stat"),
@@ -324,6 +450,7 @@ def test_wrong_input_is_told_before_compiling():
         ({"keep": None}, r"takes keep=, names as text; got None\."),
         ({"compilations": 0}, r"takes compilations=, an int of 1 or more; got 0\."),
         ({"budget": "much"}, r"The budget 'much' does not parse"),
+        ({"budget": 11}, r"11 bytes hold no step\. Write '11GiB' if you mean GiB, or '11B'"),
     ):
         given = {"budget": "1GiB"} | options
         with pytest.raises(jaxmem.JaxmemError, match=text):
@@ -447,4 +574,14 @@ def test_command_line_plan(capsys, tmp_path):
     assert cli.main([*common, "much"]) == 1
     assert "does not parse" in capsys.readouterr().err
     assert cli.main(["plan", f"{__name__}:make", "--budget", "1GiB"]) == 1
-    assert "must return (step, args)" in capsys.readouterr().err
+    assert "must return (loss, args)" in capsys.readouterr().err
+    assert cli.main(["plan", f"{__name__}:loss_fn", "--budget", "1GiB"]) == 1
+    said = "loss_fn is called without arguments and must return (loss, args): missing a required"
+    assert said in capsys.readouterr().err
+
+
+def test_help_says_what_keep_is_for(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["fit", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "what may NOT be done although it changes no numerics, by name (may be repeated)" in text

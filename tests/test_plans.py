@@ -453,7 +453,7 @@ def test_a_policy_within_a_budget():
         jax.grad(functools.partial(blocks, all_saved))(w, x), plain, rtol=1e-12
     )
     with pytest.raises(jaxmem.BudgetError, match="No policy for these regions fits the budget of"):
-        jaxmem.remat_policy(fun, w, x, budget=1000)
+        jaxmem.remat_policy(fun, w, x, budget="1KB")
     with pytest.raises(jaxmem.PlanError, match="has no regions for a policy to act in"):
         jaxmem.remat_policy(tanh_chain, *SHAPES)
 

@@ -610,6 +610,6 @@ def test_arguments_of_another_call():
         str(caught.value)
     )
     with pytest.raises(jaxmem.BudgetError, match="set by what is reserved"):
-        jaxmem.plan(lambda x: x, jnp.ones(3), budget=1, reserved=2)
+        jaxmem.plan(lambda x: x, jnp.ones(3), budget="1B", reserved=2)
     least = jaxmem.plan(mlp, *mlp_arguments(), reserved="1MiB")
     assert least.projected_bytes > least.reserved == 2**20

@@ -423,7 +423,7 @@ def test_diff_draws_and_gates_on_a_share(here, capsys, tmp_path, plain, planned)
 
 
 def test_profile_runs_on_the_attached_device(here, capsys):
-    assert run("profile", "test_reports:remat_step", "--budget", "100GiB") == 0
+    assert run("profile", "test_reports:remat_step", "--budget", "1GiB") == 0
     assert run("profile", "test_reports:remat_step", "--budget", "1KiB") == 3
     assert "more than the budget of 1.00 KiB" in capsys.readouterr().err
     assert run("profile", "test_reports:remat_step") == 0

@@ -3,8 +3,11 @@
 import dataclasses
 import itertools
 import os
+import resource
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +17,8 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import jaxmem
-from jaxmem.targets import _compiler, _install, known_targets
+from jaxmem.targets import _compiler, _install, _results, known_targets
+from tests.faults import BUSY, IDLE, run_compiling, seconds_after
 
 NAMES = [
     *("b200", "h200", "h100", "a100-80gb", "a100-40gb", "a6000", "v100-16gb", "t4"),
@@ -139,7 +143,7 @@ def test_your_own_gpu():
     )
     report = jaxmem.memory(step, *SHAPES, target=small)
     assert report.fits()
-    assert not report.fits(1000)
+    assert not report.fits("1000B")
     assert "50% of 512.00 MiB usable" not in str(report)
     assert "slice: A100 slice, 1.00 GiB (512.00 MiB usable)" in str(report)
 
@@ -284,13 +288,183 @@ def test_names_of_other_types_are_refused():
         jaxmem.remat_policy(target=["h200"])
 
 
+RESULT = _results.Compiled({"temp": 1471264, "argument": 7}, b"a program", {"live-range": b"x" * 9})
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A result on disk."""
+    path = _results.result_path(tmp_path / "compiled", "0123abcd")
+    _results.write(path, RESULT)
+    assert _results.read(path) == RESULT and list(path.parent.iterdir()) == [path]
+    return path
+
+
+def damaged(content: bytes):
+    """Every byte changed, every shorter file, and files that never were one of ours."""
+    for at in range(len(content)):
+        yield content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        yield content[:at]
+    rest = content.partition(b"\n")[2]
+    yield content.replace(b"1471264", b"0176407")
+    yield content + b"\n"
+    yield rest  # without a checksum
+    yield b'{"stats": {"temp": 1}, "parts": [["hlo", 0]]}\n'
+    yield b"\0" * len(content)
+    yield os.urandom(100)
+
+
+def test_a_result_that_is_damaged_or_foreign_is_a_miss_and_is_replaced(kept):
+    whole = kept.read_bytes()
+    for content in damaged(whole):
+        kept.write_bytes(content)
+        assert _results.read(kept) is None, content
+    other = _results.result_path(kept.parent, "another")
+    other.write_bytes(whole)  # a whole one, of another program
+    assert _results.read(other) is None
+    _results.write(kept, RESULT)
+    assert _results.read(kept) == RESULT
+    other.unlink()
+    other.mkdir()
+    assert _results.read(other) is None
+    _results.write(other, RESULT)
+    assert sorted(kept.parent.iterdir()) == [kept, other]
+
+
+def test_half_written_results_are_removed_and_full_disks_leave_nothing(kept):
+    stale, fresh = (kept.parent / f"{name}.part" for name in ("stale", "fresh"))
+    for part in (stale, fresh):
+        part.write_bytes(b"half")
+    os.utime(stale, (0, 0))
+    _results.write(kept, RESULT)
+    assert sorted(kept.parent.iterdir()) == [kept, fresh]  # a living process may be at it
+    fresh.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        _results.write(kept.with_name("new.compiled"), RESULT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(kept.parent.iterdir()) == [kept]
+    assert _results.read(kept) == RESULT
+
+
+def test_a_damaged_result_is_compiled_again(monkeypatch, tmp_path):
+    path = tmp_path / "result"
+    monkeypatch.setattr(_compiler, "_result_path", lambda *_: path)
+    first = jaxmem.memory(step, *SHAPES, target="t4")
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'"argument": 12', b'"argument": 13'))
+    assert path.read_bytes() != whole
+    assert jaxmem.memory(step, *SHAPES, target="t4") == first
+    assert _results.read(path).stats == _compiler.read(path).stats
+    monkeypatch.setattr(_compiler._Worker, "borrow", None)  # compiling again would fail
+    assert jaxmem.memory(step, *SHAPES, target="t4") == first
+
+
+def test_a_cache_that_cannot_be_read(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path / ("long" * 100)))  # an OSError, to root too
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.memory(step, *SHAPES, target="h200")
+    said = str(caught.value)
+    assert said.startswith("The folder of jaxmem's compilers cannot be read (")
+    assert "). Set JAXMEM_CACHE to one that can be.\nCompiling for a GPU that is not in" in said
+    with pytest.raises(jaxmem.JaxmemError, match="Set JAXMEM_CACHE to a folder that can be writ"):
+        jaxmem.install_compiler()
+    monkeypatch.delenv("JAXMEM_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(_install.pathlib.Path, "home", raiser(RuntimeError("no home")))
+    with pytest.raises(jaxmem.JaxmemError, match="There is no home folder .* Set JAXMEM_CACHE to"):
+        jaxmem.memory(step, *SHAPES, target="h200")
+
+
+def raiser(error):
+    def fail():
+        raise error
+
+    return fail
+
+
+def test_a_disk_that_is_full_while_installing_is_said_without_pips_traceback(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
+    stale = tmp_path / "compilers" / "cuda13-0-py311x.part"
+    stale.mkdir(parents=True)
+    os.utime(stale, (0, 0))
+    code = "import os; os.write(2, b'pip at work\\n'); raise OSError(28, os.strerror(28))"
+    monkeypatch.setattr(_install, "_pip", lambda *_: ["-c", code])
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.install_compiler()
+    said = str(caught.value)
+    assert "the compiler:\nNo space left on the disk: it takes about 700 MB in " in said
+    assert "Free some, or set JAXMEM_CACHE and TMPDIR to folders that have it.\n(the " in said
+    assert "Traceback" not in said and "File" not in said
+    assert list((tmp_path / "compilers").iterdir()) == []
+
+
+def test_without_a_temporary_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(_compiler, "_result_path", lambda *_: tmp_path / "result")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(jaxmem.CompileError, match="a temporary folder, and could not have them: "):
+        jaxmem.memory(step, *SHAPES, target="h200")
+
+
+# ---- processes that die, and forks
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "wait"),
+    [(signal.SIGKILL, BUSY, 4), (signal.SIGTERM, IDLE, 0)],
+    ids=["compiling", "idle"],
+)
+def test_workers_end_within_seconds_of_their_parent_however_it_dies(how, code, wait):
+    assert seconds_after(how, code, wait) < 5
+
+
+def test_a_fork_compiles_while_its_parent_does():
+    """In the fork nobody would give back the slots and the lock that its parent's threads hold."""
+    done = run_compiling("""
+        import os, sys, threading, time
+        _compiler._slots = threading.BoundedSemaphore(1)
+        thread = threading.Thread(target=compile_short, daemon=True)
+        modules, compile_module = [], _compiler.compile_module
+        request = _compiler._Worker.request
+        def request_slowly(self, *args):
+            locked.set()
+            time.sleep(5)
+            return request(self, *args)
+        locked = threading.Event()
+        from jaxmem import memory
+        package = sys.modules["jaxmem.memory._memory"]
+        package.compile_module = lambda *args, **options: modules.append((args, options)) or (
+            compile_module(*args, **options))
+        compile_short()
+        _compiler._Worker.request = request_slowly
+        thread.start()
+        locked.wait()
+        _compiler._Worker._lock.acquire()
+        child = os.fork()
+        if not child:
+            args, options = modules[0]
+            _compiler._Worker.request = request
+            os._exit(0 if compile_module(*args, **options).stats else 1)
+        _compiler._Worker._lock.release()
+        deadline = time.monotonic() + 60
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        print("child", ended[1] if ended[0] else os.kill(child, 9), flush=True)
+        os._exit(0)
+    """)
+    assert done.communicate(timeout=120)[0].splitlines()[-1] == "child 0"
+
+
 def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path / "file"))
     with pytest.raises(jaxmem.JaxmemError, match="Set JAXMEM_CACHE to a folder that can be writ"):
         jaxmem.install_compiler()
     nowhere = tmp_path / "file" / "compiled" / "result"
-    _compiler._write(nowhere, _compiler.Compiled({}, b""))  # costs the result, nothing else
+    _results.write(nowhere, _results.Compiled({}, b""))  # costs the result, nothing else
+    assert _results.read(nowhere) is None
 
 
 @pytest.mark.usefixtures("fresh_workers")

@@ -12,6 +12,7 @@ microbatches, accumulation and loss scaling are all in the one `jaxmem.train_ste
 
 import argparse
 import pathlib
+import sys
 import time
 
 import jax
@@ -22,6 +23,9 @@ from flax import nnx
 from transformer import Transformer, loss_fn
 
 import jaxmem
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
+from checkpoints import Checkpoints, add_options, digest
 
 TEXT = pathlib.Path(__file__).with_name("text.txt")
 
@@ -75,21 +79,26 @@ def train(options) -> None:
         batch = text.batch(options.batch, options.length, options.seed, 0)
         print(step.memory(state, batch, target=options.target))
 
+    settings = "precision remat microbatches accumulate steps batch length rate seed".split()
+    checkpoints = Checkpoints(options, settings)
+    start, state = checkpoints.resume(state)
     began = time.perf_counter()
-    for index in range(1, options.steps + 1):
+    for index in range(start + 1, options.steps + 1):
         batch = text.batch(options.batch, options.length, options.seed, index)
         state, metrics = step(state, batch)
         if index % options.print_every == 0 or index == options.steps:
-            speed = index * options.batch * options.length / (time.perf_counter() - began)
+            speed = (index - start) * options.batch * options.length / (time.perf_counter() - began)
             line = f"step {index:5}  loss {float(metrics['loss']):.4f}  {speed:8,.0f} characters/s"
             if state.loss_scale is not None:
                 scale, skipped = float(metrics["loss_scale"]), int(metrics["skipped"])
                 line += f"  loss scale {scale:g}, {skipped} skipped"
             print(line, flush=True)
+        checkpoints.save_at(index, state, last=index == options.steps)
 
     trained = nnx.merge(graphdef, state.params)
     loss = float(nnx.jit(loss_fn)(trained, text.held_out(options.length)))
     print(f"held-out loss {loss:.4f} nats a character")
+    print(f"parameters {digest(state.params)}")
 
 
 def main(arguments=None):
@@ -105,6 +114,7 @@ def main(arguments=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--print-every", type=int, default=100, help="steps")
     parser.add_argument("--target", help="print the step's bytes on that GPU")
+    add_options(parser, every=100)
     options = parser.parse_args(arguments)
     try:
         train(options)

@@ -9,6 +9,8 @@ arrays are the parameters, and the rest is closed over. Nothing else is to be do
 """
 
 import argparse
+import pathlib
+import sys
 
 import equinox as eqx
 import jax
@@ -18,6 +20,9 @@ from model import Classifier
 from sklearn.datasets import load_digits
 
 import jaxmem
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
+from checkpoints import Checkpoints, add_options, digest
 
 
 def make_loss(static):
@@ -41,6 +46,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    add_options(parser, every=50)
     options = parser.parse_args(arguments)
 
     digits = load_digits()
@@ -64,12 +70,16 @@ def main(arguments=None) -> None:
     except jaxmem.JaxmemError as error:
         raise SystemExit(f"error: {error}") from error
     state = step.init(params)
-    for index in range(1, options.steps + 1):
+    checkpoints = Checkpoints(options, "target budget width depth batch seed".split())
+    start, state = checkpoints.resume(state)
+    for index in range(start + 1, options.steps + 1):
         state, metrics = step(state, batch(index))
         if index % 50 == 0 or index == options.steps:
             print(f"step {index:4}  loss {float(metrics['loss']):.4f}", flush=True)
+        checkpoints.save_at(index, state, last=index == options.steps)
     _, metrics = jax.jit(loss_fn)(state.params, held_out)
     print(f"held-out accuracy {float(metrics['accuracy']):.1%}")
+    print(f"parameters {digest(state.params)}")
 
 
 if __name__ == "__main__":

@@ -21,10 +21,12 @@ import time
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from model import CONTEXT, VOCABULARY, block, loss_fn, make_params
 
 import jaxmem
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
+from checkpoints import Checkpoints, add_options, digest
 
 BATCH = 8
 
@@ -37,8 +39,7 @@ def parse():
     parser.add_argument("--cpu-devices", type=int, help="simulate this many devices")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--stage", type=int, default=3, help="of ZeRO")
-    parser.add_argument("--checkpoints", type=pathlib.Path)
-    parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
+    add_options(parser, every=5)
     parser.add_argument("--timeout", type=int, default=20, help="seconds until a process is lost")
     parser.add_argument("--pause", type=float, default=0, help="seconds after each step")
     return parser.parse_args()
@@ -83,13 +84,8 @@ def main() -> int:
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": rest}, loss
 
     step = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
-    done, manager = 0, None
-    if arguments.checkpoints:
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        manager = ocp.CheckpointManager(arguments.checkpoints.resolve(), options=options)
-        if manager.latest_step() is not None:
-            done = manager.latest_step()
-            state = manager.restore(done, args=ocp.args.StandardRestore(state))
+    checkpoints = Checkpoints(arguments, [])  # on any number of processes, at any stage
+    done, state = checkpoints.resume(state)
     if jax.process_index() == 0:
         print(fsdp.report(state["params"], state["optimizer"]))
         print(f"{jax.process_count()} processes, from step {done}", flush=True)
@@ -97,9 +93,10 @@ def main() -> int:
         state, loss = step(state, fsdp.place_batch(batch_of(number)))
         if jax.process_index() == 0:
             print(f"step {number} loss {float(loss):.9f}", flush=True)
-        if manager and (number + 1) % arguments.every == 0:
-            manager.save(number + 1, args=ocp.args.StandardSave(state))
+        checkpoints.save_at(number + 1, state, last=number + 1 == arguments.steps)
         time.sleep(arguments.pause)
+    if jax.process_count() == 1:  # else no process has all of them
+        print(f"parameters {digest(state['params'])}")
     return 0
 
 

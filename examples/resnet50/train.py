@@ -11,10 +11,9 @@ Needs ``pip install 'jaxmem[examples]'``.
 """
 
 import argparse
-import hashlib
 import itertools
-import json
 import pathlib
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,11 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from model import Block, ResNet, make_loss
 from PIL import Image
 
 import jaxmem
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
+from checkpoints import Checkpoints, add_options, digest
 
 # ---- data: {"image": float32 [height, width, 3], "label": int32 []}, by index
 
@@ -128,7 +129,6 @@ def train(options) -> None:
     if not updates:
         raise SystemExit("Not one update: more --epochs, a smaller --batch or less --accumulate.")
     micro_steps = updates * options.accumulate
-    check_settings(options)
     rate = optax.warmup_cosine_decay_schedule(0.0, options.rate, updates // 10, updates)
     optimizer = jaxmem.accumulate(
         jaxmem.offload(optax.sgd(rate, momentum=0.9, nesterov=True)), options.accumulate
@@ -139,83 +139,45 @@ def train(options) -> None:
     variables = jax.jit(partial(model.init, train=True))(jax.random.key(options.seed), example)
     state = step.init(variables["params"], model_state=variables["batch_stats"])
 
-    # Saved before the next step runs: the state's memory is donated to that step.
-    settings = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    with ocp.CheckpointManager(
-        pathlib.Path(options.checkpoints).resolve(), options=settings
-    ) as saved:
-        start = saved.latest_step() or 0
-        if start:
-            like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-            restored = saved.restore(start, args=ocp.args.StandardRestore(like))
-            state = jaxmem.place(restored, like=state)
-            print(f"resumed from micro-step {start} of {micro_steps} in {options.checkpoints}")
+    checkpoints = Checkpoints(options, SETTINGS)
+    start, state = checkpoints.resume(state)
 
-        count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        print(
-            f"{len(training)} training images of {size}x{size}, {count:,} parameters, {precision}; "
-            f"{updates} updates of {options.accumulate} micro-steps of {options.batch}",
-            flush=True,
-        )
-        target = options.target or ("local" if on_gpu else None)
-        if target:
-            report_memory(step, state, options.batch, size, target)
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    print(
+        f"{len(training)} training images of {size}x{size}, {count:,} parameters, {precision}; "
+        f"{updates} updates of {options.accumulate} micro-steps of {options.batch}",
+        flush=True,
+    )
+    target = options.target or ("local" if on_gpu else None)
+    if target:
+        report_memory(step, state, options.batch, size, target)
 
-        began, last_print, counted = time.perf_counter(), -1, 0
-        batches = training_batches(training, options.batch, options.seed, start)
-        for index, batch in enumerate(itertools.islice(batches, micro_steps - start), start + 1):
-            state, metrics = step(state, batch)
-            now = time.perf_counter()
-            if index == start + 1:
-                jax.block_until_ready(metrics)
-                began = time.perf_counter()  # the first step compiles
-            else:
-                counted += options.batch
-            if now - last_print > options.print_every or index == micro_steps:
-                loss, accuracy = float(metrics["loss"]), float(metrics["accuracy"])
-                speed = counted / max(time.perf_counter() - began, 1e-9)
-                print(
-                    f"micro-step {index:5}/{micro_steps}  loss {loss:7.4f}  accuracy {accuracy:.3f}"
-                    f"  {speed:7.1f} images/s",
-                    flush=True,
-                )
-                last_print = now
-            if index % options.save_every == 0 or index == micro_steps:
-                saved.save(index, args=ocp.args.StandardSave(state))
+    began, last_print, counted = time.perf_counter(), -1, 0
+    batches = training_batches(training, options.batch, options.seed, start)
+    for index, batch in enumerate(itertools.islice(batches, micro_steps - start), start + 1):
+        state, metrics = step(state, batch)
+        now = time.perf_counter()
+        if index == start + 1:
+            jax.block_until_ready(metrics)
+            began = time.perf_counter()  # the first step compiles
+        else:
+            counted += options.batch
+        if now - last_print > options.print_every or index == micro_steps:
+            loss, accuracy = float(metrics["loss"]), float(metrics["accuracy"])
+            speed = counted / max(time.perf_counter() - began, 1e-9)
+            print(
+                f"micro-step {index:5}/{micro_steps}  loss {loss:7.4f}  accuracy {accuracy:.3f}"
+                f"  {speed:7.1f} images/s",
+                flush=True,
+            )
+            last_print = now
+        checkpoints.save_at(index, state, last=index == micro_steps)
 
     print(f"held-out accuracy {evaluate(model, state, held_out, options.batch):.2%}")
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(state.params):
-        digest.update(np.asarray(leaf).tobytes())
-    print(f"parameters {digest.hexdigest()[:16]}")
+    print(f"parameters {digest(state.params)}")
 
 
-SETTINGS = (
-    "data",
-    "size",
-    "resnet50",
-    "batch",
-    "accumulate",
-    "epochs",
-    "rate",
-    "precision",
-    "seed",
-)
-
-
-def check_settings(options) -> None:
-    """A run is resumed only with the settings it was begun with: they make its order of data."""
-    path = pathlib.Path(options.checkpoints) / "settings.json"
-    settings = {name: getattr(options, name) for name in SETTINGS}
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings))
-    for name, value in json.loads(path.read_text()).items():
-        if settings[name] != value:
-            raise SystemExit(
-                f"The run in {options.checkpoints} was begun with --{name} {value}, not "
-                f"{settings[name]}. Give the same, or another --checkpoints."
-            )
+SETTINGS = "data size resnet50 batch accumulate epochs rate precision seed".split()
 
 
 def report_memory(step, state, images: int, size: int, target: str) -> None:
@@ -311,8 +273,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--rate", type=float, default=0.1, help="peak learning rate")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoints", default="runs/resnet50", help="where to save and resume")
-    parser.add_argument("--save-every", type=int, default=100, help="micro-steps")
+    add_options(parser, every=100, default="runs/resnet50")
     parser.add_argument("--print-every", type=float, default=5.0, help="seconds")
     parser.add_argument(
         "--target", help="print this step's bytes on that GPU (default: the attached)"

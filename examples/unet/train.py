@@ -7,6 +7,8 @@ The images are made here, so nothing is downloaded.
 """
 
 import argparse
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,9 @@ import optax
 from model import UNet, make_loss
 
 import jaxmem
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
+from checkpoints import Checkpoints, add_options, digest
 
 
 def discs(count: int, side: int, seed: int) -> dict[str, np.ndarray]:
@@ -57,11 +62,16 @@ def train(options) -> None:
     state = step.init(params)
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     print(f"{count:,} parameters, {options.microbatches} microbatches", flush=True)
-    for index in range(1, options.steps + 1):
+    settings = "features side batch microbatches rate seed".split()
+    checkpoints = Checkpoints(options, settings)
+    start, state = checkpoints.resume(state)
+    for index in range(start + 1, options.steps + 1):
         state, metrics = step(state, discs(options.batch, options.side, index))
         if index % options.print_every == 0 or index == options.steps:
             loss, overlap = float(metrics["loss"]), float(metrics["overlap"])
             print(f"step {index:5}  loss {loss:.4f}  overlap {overlap:.3f}", flush=True)
+        checkpoints.save_at(index, state, last=index == options.steps)
+    print(f"parameters {digest(state.params)}")
 
 
 def main(arguments=None) -> None:
@@ -78,6 +88,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--print-every", type=int, default=25)
+    add_options(parser, every=50)
     options = parser.parse_args(arguments)
     try:
         plan(options) if options.plan else train(options)

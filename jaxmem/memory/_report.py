@@ -12,7 +12,7 @@ from typing import Any
 import jaxlib
 import numpy as np
 
-from jaxmem._bytes import format_bytes, parse_budget
+from jaxmem._bytes import device_budget, format_bytes
 from jaxmem._errors import JaxmemError
 from jaxmem.memory._arguments import Argument
 from jaxmem.memory._attribution import Origin
@@ -194,7 +194,8 @@ class MemoryReport:
         return self._map.phases
 
     def fits(self, budget: int | str | None = None) -> bool:
-        """Whether the device bytes are within a budget; None: what is usable on the target.
+        """Whether the device bytes are within a budget; None: what is usable on the target, which
+        counts too where the budget is more (`JaxmemWarning`).
 
         Raises:
             BudgetError: the budget does not parse.
@@ -204,7 +205,8 @@ class MemoryReport:
             raise JaxmemError(
                 f"The memory of {self.target.description} is not known; pass a budget to fits()."
             )
-        return self.device <= (usable if budget is None else parse_budget(budget, usable))
+        budget = "100%" if budget is None else budget
+        return self.device <= device_budget(budget, usable, self.target.name)
 
     def __str__(self):
         rows = [

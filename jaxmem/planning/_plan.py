@@ -212,7 +212,8 @@ class Plan:
         again = [c for c in self.choices if c.action == "recompute"]
 
         def average(choices: list[Choice]) -> str:
-            rate = sum(c.seconds for c in choices) / sum(c.bytes for c in choices) * 2**30
+            size = max(sum(c.bytes for c in choices), 1)
+            rate = sum(c.seconds for c in choices) / size * 2**30
             return f"{rate * 1e3:.2f} ms per GiB {checked(self.time_error)}"
 
         why = {
@@ -259,7 +260,9 @@ class Plan:
             ) from error
 
     def __str__(self):
-        share = f" ({self.recompute_flops / self.flops:.1%} of a forward pass)" * bool(self.flops)
+        share = ""
+        if self.flops:  # a program may have no matmul
+            share = f" ({self.recompute_flops / self.flops:.1%} of a forward pass)"
         lines = [
             f"{self.planner} plan, {len(self.rows)} regions (program {self.fingerprint})",
             f"  projected {format_bytes(self.projected_bytes)}, without regions "

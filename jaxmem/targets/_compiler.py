@@ -2,10 +2,7 @@
 
 import atexit
 import contextlib
-import dataclasses
-import gzip
 import hashlib
-import json
 import os
 import pathlib
 import pickle
@@ -17,28 +14,12 @@ from typing import ClassVar
 
 from jaxmem._errors import CompileError
 from jaxmem.targets._install import Compiler, cache_folder, find_compiler
+from jaxmem.targets._results import Compiled, read, result_path, write
 from jaxmem.targets._target import Target
 
 _WORKER = pathlib.Path(__file__).with_name("_worker.py")
-_KEPT_RESULTS = 1000
 _NO_TILES = "Couldn't find output tile sizes"
 _TRITON = "xla_gpu_enable_triton_gemm"
-_SUFFIX = ".compiled"
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What XLA said of one program: bytes by name, the optimised HLO and, where asked for, its
-    buffer assignment and live ranges (``dump``, by name), all texts gzipped."""
-
-    stats: dict[str, int]
-    compressed_hlo: bytes = dataclasses.field(repr=False)
-    dump: dict[str, bytes] = dataclasses.field(repr=False, default_factory=dict)
-
-    @property
-    def hlo(self) -> str:
-        """The optimised, scheduled HLO as text."""
-        return gzip.decompress(self.compressed_hlo).decode()
 
 
 def compile_module(
@@ -52,7 +33,8 @@ def compile_module(
     """Compiles a lowered module for a GPU that need not be there.
 
     Runs in a worker process; calls from several threads run side by side, one on each core.
-    Results are kept on disk, keyed by module, target, options and version.
+    Results are kept on disk, keyed by module, target, options and version; one that is damaged is
+    compiled again.
 
     Args:
         module: StableHLO as MLIR bytecode, lowered for platform ``cuda``.
@@ -75,30 +57,38 @@ def compile_module(
         "config": target.config(),
         "count": target.count,
         "options": flags,
-        "dump": dump,
     }
     path = _result_path(request, compiler, options)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = _read(path)
-        if kept.dump or not dump:
-            return kept
+    kept = read(path)
+    if kept is not None and (kept.dump or not dump):
+        return kept
     with _slots:
-        reply = _Worker.borrow(compiler).request(request, timeout, target.name)
+        reply = _ask(compiler, request, dump, timeout, target.name)
         if _NO_TILES in reply.get("error", "") and _TRITON not in (options or {}):
             # Without autotuning XLA takes Triton's first tiling, which odd shapes refuse; on a
             # GPU the tuner would take cuBLAS then.
             flags.append((_TRITON, False))
-            reply = _Worker.borrow(compiler).request(request, timeout, target.name)
+            reply = _ask(compiler, request, dump, timeout, target.name)
     if "error" in reply:
         raise CompileError(
             f"XLA could not compile the program for {target.name}:\n{reply['error']}"
         )
     compiled = Compiled(reply["stats"], reply["hlo"], reply["dump"])
-    _write(path, compiled)
+    write(path, compiled)
     return compiled
 
 
-# ---- results on disk
+def _ask(compiler: Compiler, request: dict, dump: bool, timeout: float, name: str) -> dict:
+    """The reply of a worker to a request, with a folder for the dump if there is to be one."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            about = {**request, "dump": folder if dump else None}
+            return _Worker.borrow(compiler).request(about, timeout, name)
+    except OSError as error:
+        raise CompileError(
+            f"Compiling for {name} needs a process of its own and a temporary folder, and could "
+            f"not have them: {error}. Free memory and disk, or set TMPDIR to another folder."
+        ) from error
 
 
 def _result_path(request: dict, compiler: Compiler, options: dict | None) -> pathlib.Path:
@@ -110,37 +100,7 @@ def _result_path(request: dict, compiler: Compiler, options: dict | None) -> pat
         [compiler.version, compiler.cuda, os.environ.get("XLA_FLAGS", "")],
     ]
     key.update(repr(rest).encode())
-    return cache_folder() / "compiled" / f"{key.hexdigest()[:40]}{_SUFFIX}"
-
-
-def _read(path: pathlib.Path) -> Compiled:
-    header, _, rest = path.read_bytes().partition(b"\n")
-    fields = json.loads(header)
-    parts = {}
-    for name, size in fields["parts"]:
-        parts[name], rest = rest[:size], rest[size:]
-        if len(parts[name]) != size:
-            raise ValueError(f"{path} is cut short")
-    compiled = Compiled(fields["stats"], parts.pop("hlo"), parts)
-    os.utime(path)
-    return compiled
-
-
-def _write(path: pathlib.Path, compiled: Compiled) -> None:
-    parts = {"hlo": compiled.compressed_hlo, **compiled.dump}
-    sizes = [(name, len(part)) for name, part in parts.items()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(json.dumps({"stats": compiled.stats, "parts": sizes}).encode() + b"\n")
-            file.write(b"".join(parts.values()))
-        os.replace(name, path)
-        kept = sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime)
-        for old in kept[:-_KEPT_RESULTS]:
-            old.unlink(missing_ok=True)
-    except OSError:  # a cache that cannot be written costs time, nothing else
-        return
+    return result_path(cache_folder() / "compiled", key.hexdigest()[:40])
 
 
 # ---- workers
@@ -163,7 +123,10 @@ class _Worker:
             path = environment.get("PATH", os.defpath)
             environment["PATH"] = os.pathsep.join([str(compiler.toolkit / "bin"), path])
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER), compiler.plugin, compiler.packages],
+            [
+                *(sys.executable, "-P", str(_WORKER)),
+                *(compiler.plugin, compiler.packages, str(os.getpid())),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -242,4 +205,13 @@ def _close_idle() -> None:
         _Worker._idle.pop().close()
 
 
-os.register_at_fork(after_in_child=_Worker._idle.clear)  # a fork must not share the pipes
+def _forget() -> None:
+    """In a fork: the workers are its parent's, and so are the slots and the lock that the parent's
+    threads held, which nobody would give back here."""
+    global _slots
+    _slots = threading.BoundedSemaphore(os.cpu_count() or 1)
+    _Worker._lock = threading.Lock()
+    _Worker._idle.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

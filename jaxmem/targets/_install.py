@@ -6,6 +6,7 @@ their own keeps them out of everyone's way, and lets CUDA 12 and 13 stand side b
 """
 
 import dataclasses
+import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -15,10 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 
 from jaxmem._errors import JaxmemError
 
 _NVCC = {12: "nvidia-cuda-nvcc-cu12>=12.8,<13", 13: "nvidia-cuda-nvcc>=13,<14"}
+_PART = ".part"
+_STALE = 86400  # seconds: no installation takes so long
 _TOOLKIT = {12: "nvidia/cuda_nvcc", 13: "nvidia/cu13"}
 
 
@@ -39,7 +43,13 @@ def cache_folder() -> pathlib.Path:
     chosen = os.environ.get("JAXMEM_CACHE")
     if chosen:
         return pathlib.Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    except RuntimeError as error:
+        raise JaxmemError(
+            "There is no home folder to keep XLA's compilers and their results in. Set "
+            "JAXMEM_CACHE to a folder that can be written."
+        ) from error
     return pathlib.Path(base) / "jaxmem"
 
 
@@ -65,7 +75,7 @@ def find_compiler(cuda: int) -> Compiler:
     Raises:
         JaxmemError: there is none; the message gives the command that installs it.
     """
-    version = _jaxlib_version()
+    version, unreadable = _jaxlib_version(), ""
     places = [_folder(cuda)]
     try:
         installed = importlib.metadata.distribution(f"jax-cuda{cuda}-pjrt")
@@ -75,13 +85,19 @@ def find_compiler(cuda: int) -> Compiler:
         pass
     for place in places:
         plugin = place / "jax_plugins" / f"xla_cuda{cuda}" / "xla_cuda_plugin.so"
-        if plugin.exists():
-            toolkit = place / _TOOLKIT[cuda]
-            return Compiler(plugin, place, toolkit if toolkit.exists() else None, version, cuda)
+        toolkit = place / _TOOLKIT[cuda]
+        try:
+            if plugin.exists():
+                return Compiler(plugin, place, toolkit if toolkit.exists() else None, version, cuda)
+        except OSError as error:
+            unreadable = (
+                f"The folder of jaxmem's compilers cannot be read ({error}). Set JAXMEM_CACHE to "
+                "one that can be.\n"
+            )
     command = shlex.join(["python", *_pip(cuda, _folder(cuda))])
     raise JaxmemError(
-        f"Compiling for a GPU that is not in the machine needs XLA's CUDA {cuda} compiler for "
-        f"jaxlib {version}, and it is not installed. Run\n"
+        f"{unreadable}Compiling for a GPU that is not in the machine needs XLA's CUDA {cuda} "
+        f"compiler for jaxlib {version}, and it is not installed. Run\n"
         f"    python -m jaxmem install-compiler --cuda {cuda}\n"
         f"which runs (pip install 'jaxmem[gpu-compiler]' gives it the pip it needs)\n"
         f"    {command}\n"
@@ -105,16 +121,17 @@ def install_compiler(cuda: int = 13) -> pathlib.Path:
     if cuda not in _NVCC:
         raise JaxmemError(f"There is a compiler for CUDA 12 and for CUDA 13, none for {cuda!r}.")
     folder = _folder(cuda)
-    if folder.exists():
-        return folder
-    if importlib.util.find_spec("pip") is None:
-        raise JaxmemError(
-            "Installing the compiler needs pip, and this environment has none. Run "
-            "pip install 'jaxmem[gpu-compiler]' (or uv pip install pip) first."
-        )
     try:
+        if folder.exists():
+            return folder
+        if importlib.util.find_spec("pip") is None:
+            raise JaxmemError(
+                "Installing the compiler needs pip, and this environment has none. Run "
+                "pip install 'jaxmem[gpu-compiler]' (or uv pip install pip) first."
+            )
         folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = pathlib.Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
+        _tidy(folder.parent)
+        staging = pathlib.Path(tempfile.mkdtemp(_PART, folder.name, folder.parent))
         staging.chmod(0o755)  # a cache may be shared
     except OSError as error:
         raise JaxmemError(
@@ -125,10 +142,9 @@ def install_compiler(cuda: int = 13) -> pathlib.Path:
     try:
         done = subprocess.run(command, text=True, stderr=subprocess.STDOUT, stdout=subprocess.PIPE)
         if done.returncode:
-            tail = "\n".join(done.stdout.splitlines()[-12:])
             raise JaxmemError(
-                f"pip could not install the compiler:\n{tail}\n(the command was "
-                f"{shlex.join(command)})"
+                f"pip could not install the compiler:\n{_reason(done.stdout, folder.parent)}\n"
+                f"(the command was {shlex.join(command)})"
             )
         try:
             staging.rename(folder)  # in one move: another process may be installing it too
@@ -138,3 +154,22 @@ def install_compiler(cuda: int = 13) -> pathlib.Path:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return folder
+
+
+def _reason(output: str, folder: pathlib.Path) -> str:
+    """Why pip failed: the disk is full, or its last lines without a traceback."""
+    if os.strerror(errno.ENOSPC) in output:
+        return (
+            f"No space left on the disk: it takes about 700 MB in {folder}, and as much in "
+            f"{tempfile.gettempdir()} while it is unpacked. Free some, or set JAXMEM_CACHE and "
+            "TMPDIR to folders that have it."
+        )
+    lines = [line for line in output.splitlines() if not line.startswith((" ", "Traceback"))]
+    return "\n".join(lines[-12:])
+
+
+def _tidy(folder: pathlib.Path) -> None:
+    """Removes what installations left that were killed."""
+    for part in folder.glob(f"*{_PART}"):
+        if part.stat().st_mtime < time.time() - _STALE:
+            shutil.rmtree(part, ignore_errors=True)

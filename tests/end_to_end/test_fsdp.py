@@ -73,7 +73,7 @@ def test_two_processes_get_the_losses_of_one(alone):
 
 def test_a_lost_process_ends_the_other_and_the_run_goes_on(alone, tmp_path):
     run = start(
-        *("--steps", 500, "--pause", 0.2, "--checkpoints", tmp_path / "saved", "--every", 3),
+        *("--steps", 500, "--pause", 0.2, "--checkpoints", tmp_path / "saved", "--save-every", 3),
         processes=2,
         devices=2,
     )
