@@ -1,7 +1,8 @@
-"""`jaxmem.remat` under two planners. One is for tests: it places regions in however small a
-program, so that no test compares a plain function with itself."""
+"""`jaxmem.remat` under a planner for tests, which places regions in however small a program, so
+that no test compares a plain function with itself; in `make fuzz` under "dp" too."""
 
 import functools
+import os
 
 import pytest
 
@@ -24,7 +25,10 @@ class Everywhere:
         return Layout(self.regions, self.loops, 0, (0,), {}, 0, 0, 0.0, 0.0, 0)
 
 
-@pytest.fixture(params=["dp", "everywhere"])
+PLANNER_NAMES = ["everywhere", "dp"] if "JAXMEM_FUZZ" in os.environ else ["everywhere"]
+
+
+@pytest.fixture(params=PLANNER_NAMES)
 def remat(request, monkeypatch):
     """`jaxmem.remat` by one planner."""
     monkeypatch.setitem(PLANNERS, "everywhere", Everywhere)
