@@ -17,7 +17,7 @@ from jaxmem import _jax
 from jaxmem._bytes import device_budget, format_bytes
 from jaxmem._checks import check_optimizer, is_count
 from jaxmem._errors import BudgetError, CompileError, JaxmemError
-from jaxmem._mean import reduction_of
+from jaxmem._independence import reduction_of
 from jaxmem._problem import Allowed, Problem
 from jaxmem.loss_scale import LossScale
 from jaxmem.memory import MemoryReport, memory

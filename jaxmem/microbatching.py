@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem._checks import is_count, shown
 from jaxmem._errors import JaxmemError, JaxmemWarning
+from jaxmem._independence import Proof, reduction_of
 from jaxmem._loss import Results, call_loss
-from jaxmem._mean import Proof, reduction_of
 
 
 def microbatch(

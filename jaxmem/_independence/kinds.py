@@ -1,0 +1,108 @@
+"""What a value of the program may be, as far as the examples of the batch go."""
+
+import dataclasses
+import math
+from typing import Any
+
+Sizes = tuple[int, int]  # numbers of examples: of the batch, of the slice
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Free:
+    """Nothing of the batch: the same in both traces, times ``growth``.
+
+    Attributes:
+        growth: how many times larger it is for the batch than for the slice.
+        value: where all its elements are one known number, that number in each trace. Only then
+            may its shape depend on the size of the batch.
+        drawn: it comes from the random key of the step, of which each slice gets its own.
+        moved: it comes from a model state that one slice hands on, changed, to the next.
+    """
+
+    growth: float = 1.0
+    value: tuple[Any, Any] | None = None
+    drawn: bool = False
+    moved: bool = False
+
+    @property
+    def is_zero(self) -> bool:
+        return self.value is not None and not any(self.value)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Each:
+    """Parts of the examples, in order, along ``axis``, which has ``outer * examples * inner``
+    indices: examples come once in each of ``outer`` blocks, ``inner`` indices at a time.
+
+    ``inner`` is None where all indices of the axis have the same, as after a broadcast; then
+    ``outer`` says nothing.
+    """
+
+    axis: int
+    outer: int = 1
+    inner: int | None = 1
+    growth: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flat:
+    """As `Each`, of all elements in row-major order, whatever the shapes: in a slice of one example
+    the axis of the examples may be gone."""
+
+    outer: int
+    inner: int
+    growth: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Index:
+    """The number of each example, from 0, along ``axis``: good for picking its own part only."""
+
+    axis: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Columns:
+    """Along the last axis the kinds of several indices for a gather, one of them `Index`."""
+
+    parts: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Total:
+    """A sum over examples of what depends on one alone, times a number of this growth. With the
+    growth of a mean something `Free` may have been added."""
+
+    growth: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unproved:
+    """The reason, a clause that names the operation and its line."""
+
+    why: str
+
+
+Kind = Free | Each | Flat | Index | Columns | Total | Unproved
+
+ANOTHER = Unproved("its program is another for a slice")
+
+
+def is_same(kind: Kind) -> bool:
+    """Whether a value is the same for the batch and for every slice of it."""
+    return isinstance(kind, Free) and close(kind.growth, 1) and not kind.moved
+
+
+def mean_growth(sizes: Sizes) -> float:
+    """How many times larger ``1 / examples`` is for the batch."""
+    return sizes[1] / sizes[0]
+
+
+def close(one: float, two: float) -> bool:
+    """Growths are products of constants, in float32 mostly."""
+    return math.isclose(one, two, rel_tol=1e-5)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, short enough for a reason."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
