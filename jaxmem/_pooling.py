@@ -28,9 +28,10 @@ def pool(step: _jax.Step, operand: jax.Array, alone: bool) -> jax.Array:
     Unless something else reads the operand too: then XLA scatters into the cotangent that this
     leaves, and needs no zeros.
 
-    On a CPU the derivative is JAX's own. XLA's CPU compiler may fuse the slices with a neighbour
-    that reads the same buffer under another shape, and write the result over it (jaxlib 0.10.2:
-    wrong gradients in silence); a scatter is never fused.
+    XLA may fuse the slices with a neighbour that reads the same buffer element by element under
+    another shape, and write the result over it: wrong gradients in silence (for CPUs in jaxlib
+    0.10, for GPUs in 0.12). So a barrier parts the cotangent from what reads it; where barriers do
+    not last, on a CPU, the derivative is JAX's own, whose scatter is never fused.
     """
     fun = _picking if alone and _is_small(step) else _jax.apply
     return jax.checkpoint(functools.partial(fun, step))(operand)
@@ -72,7 +73,7 @@ def _picking(step: _jax.Step, operand: jax.Array) -> jax.Array:
         along = jax.lax.platform_dependent(*primals, *tangents, cpu=scattering, default=picking)
         return pooled(*primals), along
 
-    return pooled(operand)
+    return pooled(*_jax.back_together([operand]))
 
 
 def _elements(

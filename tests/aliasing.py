@@ -1,8 +1,12 @@
 """Finds fusions of a compiled program that write over a buffer which they read elsewhere.
 
 XLA may give a fusion's result the memory of one of its operands. That is right where each element
-is read at the place where it is written, and nowhere else. XLA 0.10 (CPU) forgets that two operands
-may be one buffer, one of them through a bitcast: such a program computes other numbers in silence.
+is read at the place where it is written, and nowhere else. XLA forgets that two operands may be one
+buffer, one of them through a bitcast (for CPUs in jaxlib 0.10, for GPUs in 0.12): such a program
+computes other numbers in silence.
+
+A fusion round a reduction (``kInput``) reads each element once, in the thread that writes there.
+Fusions that the compiler takes as a whole (``kCustom``: matmuls, sorts) are not judged.
 """
 
 import re
@@ -42,14 +46,14 @@ def overwritten(hlo: str, buffers: str) -> list[str]:
     found = []
     for lines in computations.values():
         for name, line in lines.items():
-            if operation_of(line) != "fusion":
+            if operation_of(line) != "fusion" or "kind=kCustom" in line:
                 continue
             (called,) = CALLED.findall(line)
             root_operations = {operation_of(text) for text in computations[called].values()}
             if root_operations & _IN_PLACE:
                 continue
             written = [place for key, place in places.items() if key.partition("{")[0] == name]
-            reads = _reads(computations[called])
+            reads = _reads(computations[called], "kind=kInput" in line)
             for at, operand in enumerate(operands_of(line)):
                 source = places.get(_defining(operand, lines))
                 if source is None or reads.get(at) != _OTHER:
@@ -95,7 +99,7 @@ def _overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
     return a == b and first < second + other_size and second < first + size
 
 
-def _reads(lines: dict[str, str]) -> dict[int, str]:
+def _reads(lines: dict[str, str], reduces: bool) -> dict[int, str]:
     """How a fused computation reads each parameter, by number."""
     read: dict[str, dict[int, str]] = {}
     last: dict[int, str] = {}
@@ -117,6 +121,7 @@ def _reads(lines: dict[str, str]) -> dict[int, str]:
                     operation in ("bitcast", "tuple")
                     or (_dims(lines[operand]) == _dims(line) and _layout(operand, name, lines))
                 )
+                same = same or (reduces and operation == "reduce")
                 worse = how == _OTHER or not same or mine.get(number) == _OTHER
                 mine[number] = _OTHER if worse else _SAME
         read[name] = mine
