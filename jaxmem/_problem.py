@@ -119,7 +119,7 @@ class Problem:
             self.leaves, self.value = call.leaves, call.value
             self.flat = _jax.flatten(call.fun, call.leaves, open_regions)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
-        wanted = {argnums} if isinstance(argnums, int) else set(argnums)
+        wanted = _differentiated(argnums, args)
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
         first = self.flat.input_count - len(call.leaves)
         self.program = read(self.flat, frozenset(first + at for at in self.wanted))
@@ -128,6 +128,7 @@ class Problem:
         """Raises `PlanError` if nothing that the function returns can be differentiated, or if it
         is to be a loss and is no floating-point scalar."""
         outputs = jax.tree.unflatten(self.flat.out_tree, map(self.flat.aval, self.flat.outputs))
+        outputs = self.value(outputs)
         if self.has_aux and isinstance(outputs, tuple):
             outputs = outputs[0]
         leaves = jax.tree.leaves(outputs)
@@ -200,6 +201,27 @@ def input_names(
     ]
     closed_over = ["an array closed over"] * (program.input_count - len(names))
     return list(zip([*closed_over, *names], program.types[: program.input_count], strict=True))
+
+
+def _differentiated(argnums: int | Sequence[int], args: tuple) -> set[int]:
+    """The numbers of the positional arguments that ``argnums`` names, counted from the first.
+
+    Raises:
+        JaxmemError: there is no such argument, or none is named.
+    """
+    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
+    count = max(len(args), 1)  # of a call by keywords alone the first is asked for, and not there
+    for number in chosen:
+        if not isinstance(number, int) or not -count <= number < count:
+            raise JaxmemError(
+                "argnums= are the numbers of the positional arguments to differentiate, and the "
+                f"call has {len(args)}; got {argnums!r}."
+            )
+    if not chosen:
+        raise JaxmemError(
+            "argnums= names no argument to differentiate; leave it out for the first."
+        )
+    return {number % count for number in chosen}
 
 
 def check_function(fun: Any, name: str) -> None:

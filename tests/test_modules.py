@@ -79,7 +79,7 @@ def test_policies_of_an_equinox_module():
     policy = jaxmem.remat_policy(in_regions, net, X, budget="1MiB", target="h200")
     assert policy(jax.lax.dot_general_p, *[jax.typeof(X)] * 2) in (True, False)
     with pytest.raises(jaxmem.BudgetError, match="No policy for these regions fits"):
-        jaxmem.remat_policy(in_regions, net, X, budget=100)
+        jaxmem.remat_policy(in_regions, net, X, budget="100B")
 
 
 def test_memory_of_an_equinox_module():

@@ -473,3 +473,20 @@ def test_tracing_a_planned_function_takes_about_as_long(monkeypatch):
     plan = jaxmem.plan(tanh_chain, *SHAPES)
     jax.make_jaxpr(plan.apply(tanh_chain))(*SHAPES)
     assert calls <= 2 * (2 * LAYERS + 1)
+
+
+def test_argnums_that_are_not_there():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    args = jax.ShapeDtypeStruct((4, 4), "float32"), jax.ShapeDtypeStruct((8, 4), "float32")
+    for argnums, said in [
+        (7, "the call has 2; got 7"),
+        ((0, 2), r"got \(0, 2\)"),
+        ((), "no argument"),
+    ]:
+        with pytest.raises(jaxmem.JaxmemError, match=said):
+            jaxmem.plan(loss, *args, argnums=argnums)
+    last = jaxmem.plan(loss, *args, argnums=-1)
+    assert last.plain_bytes == jaxmem.plan(loss, *args, argnums=1).plain_bytes
+    assert last.plain_bytes != jaxmem.plan(loss, *args, argnums=0).plain_bytes
