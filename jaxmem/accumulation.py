@@ -88,7 +88,6 @@ def accumulate(
     def turn(gradients, state: optax.MultiStepsState, params, flush, extra, finish, result):
         """One call: ``finish`` of the updates where the cycle ends, ``result`` where it does not;
         and the next state."""
-        check_same(("gradients", "in the state"), state.acc_grads, "in this call", gradients)
         good = _all_finite(gradients) if skip_nonfinite else jnp.asarray(True)
         held = state.skip_state["held"] + good.astype(jnp.int32)  # micro-gradients in the mean
 
@@ -124,6 +123,8 @@ def accumulate(
         )
 
     def update(updates, state, params=None, *, flush=False, **extra: Any):
+        _check_call(updates, state, flush)
+
         def first(gradients, inner):
             return optimizer.update(gradients, inner, params, **extra)[0]
 
@@ -132,12 +133,27 @@ def accumulate(
         return turn(updates, state, params, flush, extra, lambda updates, _: updates, zeros)
 
     def update_params(gradients, state, params):
+        _check_call(gradients, state)
+
         def finish(updates, params):
             return optax.apply_updates(params, updates)
 
         return turn(gradients, state, params, False, {}, finish, params)
 
     return _Accumulation(init, update, update_params)
+
+
+def _check_call(gradients: Any, state: Any, flush: Any = False) -> None:
+    """Raises `JaxmemError` for a state of another optimizer, gradients of other parameters, or a
+    ``flush`` that is no bool."""
+    if not isinstance(state, optax.MultiStepsState):
+        raise JaxmemError(
+            "The update of jaxmem.accumulate takes the state that its init made; got a "
+            f"{type(state).__name__}."
+        )
+    check_same(("gradients", "in the state"), state.acc_grads, "in this call", gradients)
+    if isinstance(flush, str) or jnp.shape(flush) or jnp.result_type(flush) != jnp.bool_:
+        raise JaxmemError(f"flush= is True or False, for the last cycle; got {shown(flush)}.")
 
 
 class _Accumulation(optax.GradientTransformationExtraArgs):

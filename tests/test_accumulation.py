@@ -253,3 +253,17 @@ def test_under_strict_promotion_of_dtypes():
     with jax.numpy_dtype_promotion("strict"):
         _, state = optimizer.update(gradient, state, gradient)
     assert int(state.mini_step) == 1
+
+
+def test_calls_that_do_not_belong_to_the_state():
+    optimizer = jaxmem.accumulate(optax.adam(0.1), 2)
+    params = {"w": jnp.ones((4, 4))}
+    state = optimizer.init(params)
+    for gradients, other, flush, said in [
+        ({"v": params["w"]}, state, False, r"gradients\['v'\]|gradients\['w'\]"),
+        ({"w": params["w"][:2]}, state, False, r"gradients\['w'\] is \[2, 4\] in this call"),
+        (params, optax.adam(0.1).init(params), False, "takes the state that its init made; got a"),
+        (params, state, "yes", "flush= is True or False"),
+    ]:
+        with pytest.raises(jaxmem.JaxmemError, match=said):
+            optimizer.update(gradients, other, params, flush=flush)
