@@ -432,8 +432,8 @@ class _Caster:
                 given = [aval for aval in outs if _is_floating(aval.dtype)]
                 with _rule_of(step):
                     backward = _jax.flatten(backward_of, [*kept, *given])
-                inputs = [*backward.consts, *residuals, *cotangents]
-                found = self.run(backward, inputs, [False] * len(inputs))
+                    inputs = [*backward.consts, *residuals, *cotangents]
+                    found = self.run(backward, inputs, [False] * len(inputs))
                 gradients: list[Any] = [None] * len(traced)
                 for i, gradient in zip(at, found, strict=True):
                     gradients[i] = _to(gradient, dtypes[i])

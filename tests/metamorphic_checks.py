@@ -64,14 +64,14 @@ def make_plan(p, planner, tightness, fun=None):
         return made
     low, high = made.projected_bytes, made.plain_bytes
     budget = int(low + tightness * (max(high, low) - low)) + (high if tightness > 1 else 0)
-    return jaxmem.plan(fun, *args, budget=budget, **options)
+    return jaxmem.plan(fun, *args, budget=in_bytes(budget), **options)
 
 
 def plan(p, planner, tightness, way, fun=None):
     fun = fun or p
     if way == "remat":
         budget = None if tightness is None else make_plan(p, planner, tightness, fun).budget
-        return jaxmem.remat(fun, planner=planner, budget=budget)
+        return jaxmem.remat(fun, planner=planner, budget=in_bytes(budget))
     made = make_plan(p, planner, tightness, fun)
     if way == "json":
         made = jaxmem.Plan.from_json(made.to_json())
@@ -481,6 +481,11 @@ def attempt(check, case, seed):
         ]  # fmt: skip
         return f"{type(error).__name__}: {str(error)[:1500]}\n" + "\n".join(frames[-6:])
     return None
+
+
+def in_bytes(budget):
+    """A small number without a unit would be taken for a forgotten one."""
+    return None if budget is None else f"{int(budget)}B"
 
 
 def _contradiction(text):

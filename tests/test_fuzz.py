@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings, strategies as st
 
 import jaxmem
 from jaxmem import _jax
@@ -296,6 +296,7 @@ def test_planned_equals_plain(part):
 @given(cases())
 def test_under_jit_and_vmap(case):
     fun, plan = case
+    assume("signed" not in fun.names)  # JAX has no rule for linear_call under vmap
     args = tuple(jnp.stack([x, 0.5 * x]) for x in arguments())
 
     def gradients(f):
@@ -308,7 +309,7 @@ SHARDED = """
 import sys
 sys.path.insert(0, {tests!r})
 import conftest, jax, jax.numpy as jnp, test_fuzz
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 
 mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
@@ -319,6 +320,7 @@ args = jax.device_put(stacked, sharding)
 @given(test_fuzz.cases())
 def check(case):
     fun, plan = case
+    assume("signed" not in fun.names)
 
     def mean(f):
         def loss(scale, *args):

@@ -209,9 +209,11 @@ def evaluate(model: ResNet, state, source, batch: int) -> float:
 
 def plan_step(batch: int, *, block=Block, dtype=None, **levers):
     """ResNet50's whole training step at 224x224, SGD with momentum, and its arguments; in fp32, and
-    with no lever of `jaxmem.train_step` but those given."""
+    with no lever of `jaxmem.train_step` but those given. Each microbatch is normalised by its own
+    statistics."""
     model = ResNet(block=block, dtype=dtype)
-    step = jaxmem.train_step(make_loss(model), optax.sgd(0.1, momentum=0.9), **levers)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    step = jaxmem.train_step(make_loss(model), optimizer, reduction="mean", **levers)
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
     variables = jax.eval_shape(partial(model.init, train=True), jax.random.key(0), image)
     state = jaxmem.eval_shape(

@@ -195,6 +195,8 @@ def _jitted(step: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
         return _jitted(step.func, (*step.args, *args), kwargs)
     if hasattr(step, "trace"):
         return step, args, kwargs
+    if all(map(_is_data, jax.tree.leaves((args, kwargs)))):
+        return jax.jit(step), args, kwargs
     constants = jax.tree.map(lambda leaf: None if _is_data(leaf) else leaf, (args, kwargs))
     args, kwargs = jax.tree.map(lambda leaf: leaf if _is_data(leaf) else None, (args, kwargs))
 
