@@ -367,10 +367,23 @@ def inner_in(equation: JaxprEqn, dtype: Any) -> dict[str, Any]:
     """The jaxprs of an equation that combine two numbers (of a scatter, a reduction or a window),
     traced anew for numbers of another dtype."""
 
+    def cast(value):
+        return jnp.asarray(
+            value, dtype if jnp.issubdtype(jnp.result_type(value), jnp.floating) else None
+        )
+
     def again(jaxpr):
-        closed = _closed(jaxpr)
-        given = [jax.ShapeDtypeStruct(aval.shape, dtype) for aval in closed.in_avals]
-        new = jax.make_jaxpr(jaxpr_as_fun(closed))(*given)
+        flat = flatten_jaxpr(jaxpr)
+
+        def combine(*numbers):
+            values = dict(enumerate([*flat.consts, *numbers]))
+            for step in flat.steps:
+                operands = [cast(read(values, operand)) for operand in step.inputs]
+                values.update(zip(step.outputs, evaluate(step, operands), strict=True))
+            return [cast(read(values, output)) for output in flat.outputs]
+
+        count = flat.input_count - len(flat.consts)
+        new = jax.make_jaxpr(combine)(*[jax.ShapeDtypeStruct((), dtype)] * count)
         return new if hasattr(jaxpr, "consts") else new.jaxpr
 
     given = equation.params.items()
