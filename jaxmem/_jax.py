@@ -167,6 +167,18 @@ def split_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], C
     return [leaves[index] for index in at], call
 
 
+def of_some(at: Sequence[int], fun: Callable, operands: Sequence[Any]) -> Callable:
+    """A function as one of those of its operands that stand at some places."""
+
+    def of_chosen(*chosen):
+        filled = list(operands)
+        for place, value in zip(at, chosen, strict=True):
+            filled[place] = value
+        return fun(*filled)
+
+    return of_chosen
+
+
 def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
@@ -266,12 +278,7 @@ def scan_residuals(equation: JaxprEqn, constant: Sequence[bool]) -> list[Any]:
     ]  # fmt: skip
 
     def residuals(*operands):
-        def of_real(*chosen):
-            filled = list(operands)
-            for at, value in zip(real, chosen, strict=True):
-                filled[at] = value
-            return body(*filled)
-
+        of_real = of_some(real, body, operands)
         return jax.vjp(of_real, *(operands[at] for at in real))[1]
 
     carry = loop_of(equation).carry
@@ -312,15 +319,12 @@ def has_linear_rule(equation: JaxprEqn) -> bool:
         moving = [at for at, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
         def along(*operands):
-            def moved(*chosen):
-                filled = list(operands)
-                for at, value in zip(moving, chosen, strict=True):
-                    filled[at] = value
+            def called(*operands):
                 parameters = equation.primitive.get_bind_params(equation.params)
-                return equation.primitive.bind(*filled, **parameters)
+                return equation.primitive.bind(*operands, **parameters)
 
             chosen = tuple(operands[at] for at in moving)
-            return jax.jvp(moved, chosen, chosen)
+            return jax.jvp(of_some(moving, called, operands), chosen, chosen)
 
         try:
             with equation.ctx.manager:
