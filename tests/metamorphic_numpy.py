@@ -268,8 +268,34 @@ def _while(args, p):
     return state
 
 
+def _gathered(x, p):
+    return x if p["tiled"] else np.expand_dims(x, p["all_gather_dimension"])
+
+
+def _scattered(x, p):
+    return x if p["tiled"] else np.squeeze(x, p["scatter_dimension"])
+
+
+# Of one device alone: inside `shard_map` over a mesh of one, where JAX would compile each operation.
+ALONE = {
+    "all_gather": _gathered, "all_gather_invariant": _gathered, "reduce_scatter": _scattered,
+    "axis_index": lambda p: np.int32(0), "ppermute": lambda x, p: x,
+}  # fmt: skip
+ALIKE = {"pvary", "pcast"}
+REDUCED = {"psum": np.sum, "psum2": np.sum, "psum_invariant": np.sum, "pmax": np.max, "pmin": np.min}
+
+
 def _equation(eqn, args):
     name, p = eqn.primitive.name, eqn.params
+    if name == "shard_map" and p["mesh"].size == 1:
+        return evaluate(*_closed(p["jaxpr"]), args)
+    if name in ALIKE:
+        return args
+    if name in REDUCED:  # an axis that `vmap` named is a number by now
+        axes = tuple(axis for axis in p["axes"] if isinstance(axis, int))
+        return [REDUCED[name](x, axes) for x in args]
+    if name in ALONE:
+        return [ALONE[name](*args, p)]
     if name == "scan":
         return _scan(args, p)
     if name == "while":
