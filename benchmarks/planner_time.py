@@ -18,8 +18,8 @@ from _models import ViT, classifier, resnet50, unet
 from _record import record
 from planner_gpt import problem as gpt2_medium
 
-from jaxmem._problem import Allowed, Problem
-from jaxmem.planning._chain import Chain, Solution
+from jaxmem.planning.chain import Chain, Solution
+from jaxmem.rematerialization.traced import Allowed, Problem
 
 TEST = pathlib.Path(__file__).parents[1] / "tests" / "test_chain.py"
 

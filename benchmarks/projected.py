@@ -19,7 +19,7 @@ from planner import BUDGETS, GIB, problem as resnet50
 from planner_gpt import problem as gpt2_medium
 from planner_models import CASES as MODELS
 
-from jaxmem._problem import Allowed, Problem
+from jaxmem.rematerialization.traced import Allowed, Problem
 
 SCAN = (5.720, 8.704, 9.659, 14.489, 21.079)
 UNROLLED = (5.345, 8.329, 9.370, 14.055, 20.329)

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import jaxmem
-from jaxmem import cli
+from jaxmem.cli import commands as cli
 
 MIB = 2**20
 LAYERS, ROWS, WIDTH = 8, 4096, 512
@@ -287,7 +287,7 @@ def test_plans_between_two_that_do_not_fit_are_tried(monkeypatch):
         def __init__(self):
             self.device = int(next(sizes) * budget)
 
-    monkeypatch.setattr(jaxmem.fitting, "memory", lambda *args, **_: Report())
+    monkeypatch.setattr(jaxmem.fitting.search, "memory", lambda *args, **_: Report())
     step = fit(budget, keep=("batch", "placement"))
     chosen = step.fitting.chosen
     assert chosen.compiled == int(0.9 * budget)
@@ -307,7 +307,7 @@ def test_plans_above_those_that_do_not_fit_are_tried(monkeypatch):
         def __init__(self):
             self.device = int(next(sizes) * budget)
 
-    monkeypatch.setattr(jaxmem.fitting, "memory", lambda *args, **_: Report())
+    monkeypatch.setattr(jaxmem.fitting.search, "memory", lambda *args, **_: Report())
     batch = {name: jax.ShapeDtypeStruct((2048, 256), jnp.float32) for name in "xy"}
     step = jaxmem.fit(
         loss_fn, ADAM, params, batch, budget=budget, target="h200", keep=("batch", "placement")

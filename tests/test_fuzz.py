@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings, strategies as st
 
 import jaxmem
-from jaxmem import _jax
+from jaxmem import jaxprs
 from jaxmem.planning import Loop, Plan, Region
 from jaxmem.program import Program, read_program
 
@@ -253,7 +253,7 @@ def arguments():
 
 
 def trace(fun):
-    return _jax.flatten(fun, [_jax.abstract(x) for x in arguments()])
+    return jaxprs.flatten(fun, [jaxprs.abstract(x) for x in arguments()])
 
 
 def assert_equal(actual, expected, fun):

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem import _jax
-from jaxmem._emit import _Emission
-from jaxmem._problem import Problem
-from jaxmem.memory._hlo import Work
+from jaxmem import jaxprs
 from jaxmem.planning import Rates
-from jaxmem.planning._dp import Variant
-from jaxmem.planning._loops import loop_options
-from jaxmem.plans import _Compiled
+from jaxmem.planning.dp import Variant
+from jaxmem.planning.loops import loop_options
+from jaxmem.rematerialization.emission import _Emission
+from jaxmem.rematerialization.plans import _Compiled
+from jaxmem.rematerialization.traced import Problem
+from jaxmem.reports.xla.hlo import Work
 
 LAYERS, ROWS, WIDTH = 16, 16384, 1024
 MIB = 2**20
@@ -462,14 +462,14 @@ def test_tracing_a_planned_function_takes_about_as_long(monkeypatch):
     """What is counted is equations evaluated, not seconds: each operation once, and what several
     kernels read once for each."""
     calls = 0
-    evaluate = _jax.evaluate
+    evaluate = jaxprs.evaluate
 
     def counted(*args, **kwargs):
         nonlocal calls
         calls += 1
         return evaluate(*args, **kwargs)
 
-    monkeypatch.setattr(_jax, "evaluate", counted)
+    monkeypatch.setattr(jaxprs, "evaluate", counted)
     plan = jaxmem.plan(tanh_chain, *SHAPES)
     jax.make_jaxpr(plan.apply(tanh_chain))(*SHAPES)
     assert calls <= 2 * (2 * LAYERS + 1)

@@ -1,8 +1,8 @@
 """From a program and a budget to a plan: pure arithmetic, no JAX."""
 
-from jaxmem.planning._dp import Layout as Layout
-from jaxmem.planning._one_liners import one_liners as one_liners
-from jaxmem.planning._plan import (
+from jaxmem.planning.dp import Layout as Layout
+from jaxmem.planning.one_liners import one_liners as one_liners
+from jaxmem.planning.plan import (
     COMPILER_OPTIONS as COMPILER_OPTIONS,
     Choice as Choice,
     Loop as Loop,
@@ -11,11 +11,11 @@ from jaxmem.planning._plan import (
     Row as Row,
     checked as checked,
 )
-from jaxmem.planning._planners import (
+from jaxmem.planning.rates import Rates as Rates
+from jaxmem.planning.registry import (
     PLANNERS as PLANNERS,
     Planner as Planner,
     lowest as lowest,
     write_plan as write_plan,
 )
-from jaxmem.planning._rates import Rates as Rates
-from jaxmem.planning._simulate import recomputed as recomputed, simulate as simulate
+from jaxmem.planning.simulate import recomputed as recomputed, simulate as simulate

@@ -1,0 +1,3 @@
+"""The command line."""
+
+from jaxmem.cli.commands import main as main

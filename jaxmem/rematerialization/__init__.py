@@ -1,0 +1,1 @@
+"""From a function and a budget to a planned function."""
