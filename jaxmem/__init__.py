@@ -7,8 +7,12 @@ numbers for the GPU you name, whether or not that GPU is in the machine.
 import importlib
 
 from jaxmem import optim as optim
-from jaxmem.fitting.largest import BatchSize as BatchSize, max_batch_size as max_batch_size
-from jaxmem.fitting.search import Fitting as Fitting, fit as fit
+from jaxmem.fitting import (
+    BatchSize as BatchSize,
+    Fitting as Fitting,
+    fit as fit,
+    max_batch_size as max_batch_size,
+)
 from jaxmem.ground.bytes import format_bytes as format_bytes
 from jaxmem.ground.errors import (
     BudgetError as BudgetError,
@@ -37,10 +41,11 @@ from jaxmem.levers.precision.loss_scale import (
 )
 from jaxmem.levers.precision.policy import Precision as Precision, precision as precision
 from jaxmem.levers.sharding import Sharding as Sharding, shard as shard
-from jaxmem.planning import Plan as Plan
-from jaxmem.rematerialization.planned import remat as remat
-from jaxmem.rematerialization.plans import Frontier as Frontier, pareto as pareto, plan as plan
+from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto
+from jaxmem.rematerialization.plan import Plan as Plan
+from jaxmem.rematerialization.plans import plan as plan
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
+from jaxmem.rematerialization.transform import remat as remat
 from jaxmem.reports import (
     Diff as Diff,
     Measured as Measured,

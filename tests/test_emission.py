@@ -12,15 +12,18 @@ from jax.interpreters import ad, mlir
 
 import jaxmem
 from jaxmem import jaxprs
-from jaxmem.planning import Loop, Plan, Region
+from jaxmem.planning import Loop, Region
 from jaxmem.program import read_program
+from jaxmem.rematerialization.plan import Plan, Predicted
 
 PLANNERS = ["dp", "dots", "sqrt"]
 
 
 def plan_of(fun, args, *regions, loops=()):
     program = read_program(jaxprs.flatten(fun, [jaxprs.abstract(x) for x in args]))
-    return Plan("by hand", program.fingerprint, regions, tuple(loops), 0, 0, program.flops, 0)
+    return Plan(
+        "by hand", program.fingerprint, regions, tuple(loops), Predicted(0, 0, program.flops, 0)
+    )
 
 
 def kept(fun, *args):

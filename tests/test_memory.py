@@ -76,7 +76,7 @@ def test_sqrt_regions_take_the_memory_of_sqrt_layers():
     assert abs(plan.projected_bytes / planned.device - 1) < 0.05
     assert abs(plan.plain_bytes / plain.device - 1) < 0.05
     extra = planned.work.flops - plain.work.flops
-    assert extra == plan.recompute_flops > 0
+    assert extra == plan.predicted.recompute_flops > 0
 
 
 def test_a_projected_budget_holds_in_the_compiled_program():

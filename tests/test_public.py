@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import jaxmem
-from jaxmem.cli import commands as cli
+from jaxmem import cli
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 PUBLIC = [

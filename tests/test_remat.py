@@ -15,8 +15,9 @@ import pytest
 
 import jaxmem
 from jaxmem import jaxprs
-from jaxmem.planning import Plan, Region
+from jaxmem.planning import Region
 from jaxmem.program import read_program
+from jaxmem.rematerialization.plan import Plan, Predicted
 
 WIDTH = 8
 
@@ -178,7 +179,7 @@ def every_kernel(fun, *args):
     dynamic, call = jaxprs.split_arrays(fun, args, {})
     program = read_program(jaxprs.flatten(call, dynamic))
     regions = tuple(Region(i, i + 1) for i in range(len(program.kernels) - 1))
-    return Plan("each", program.fingerprint, regions, (), 0, 0, program.flops, 0)
+    return Plan("each", program.fingerprint, regions, (), Predicted(0, 0, program.flops, 0))
 
 
 def assert_same(actual, expected):
@@ -220,7 +221,7 @@ def test_regions_reach_the_gradient():
         return count(jax.make_jaxpr(jax.grad(fun))(*args).jaxpr)
 
     extra = matmuls(jaxmem.remat(mlp, plan=chosen)) - matmuls(mlp)
-    assert extra == chosen.recompute_flops // one > 0
+    assert extra == chosen.predicted.recompute_flops // one > 0
 
 
 def test_vmap_per_example_gradients():
@@ -340,7 +341,7 @@ def test_a_smaller_budget_recomputes_more():
     plain = jaxmem.plan(mlp, *abstract, budget=2 * least.plain_bytes)
     half = jaxmem.plan(mlp, *abstract, budget=int(0.75 * least.plain_bytes))
     assert plain.regions == ()
-    assert 0 < half.recompute_flops < least.recompute_flops
+    assert 0 < half.predicted.recompute_flops < least.predicted.recompute_flops
     assert half.projected_bytes <= 0.75 * half.plain_bytes
     reserved = jaxmem.plan(mlp, *abstract, budget=2 * least.plain_bytes, reserved=1000)
     assert reserved.projected_bytes == plain.projected_bytes + 1000

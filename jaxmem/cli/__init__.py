@@ -1,3 +1,3 @@
 """The command line."""
 
-from jaxmem.cli.commands import main as main
+from jaxmem.cli.entry import main as main

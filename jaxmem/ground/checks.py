@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem import jaxprs
-from jaxmem.ground.errors import JaxmemError, OffloadError
+from jaxmem.ground.errors import JaxmemError
 
 _LONGEST = 80  # characters of a value in a message
 _MOST = 10  # arrays of a pytree in a message
@@ -173,16 +172,6 @@ def check_state(
 
     name = ("optimizer state", "by this optimizer's init")
     check_alike(name, like, "in this call", state, after)
-
-
-def check_on_device(name: str, state: Any, at: str = "") -> None:
-    """Raises `OffloadError` if the state that ``name`` was to change is in host memory."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if jaxprs.memory_space(leaf) is jaxprs.HOST:
-            raise OffloadError(
-                f"{name} was given an optimizer whose state{at}{jax.tree_util.keystr(path)} is in "
-                f"host memory. jaxmem.offload goes outside: jaxmem.offload({name}(optimizer))."
-            )
 
 
 def _shapes(tree: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.checks import check_on_device, check_optimizer, check_state, shown
+from jaxmem.ground.checks import check_optimizer, check_state, shown
 from jaxmem.ground.errors import JaxmemError
 
 _SMALL = 2**14
@@ -113,7 +113,7 @@ class Sharding:
 
         def init(params):
             state = optimizer.init(params)
-            check_on_device("Sharding.optimizer", state)
+            jaxprs.check_on_device("Sharding.optimizer", state)
             return self._constrain(state)
 
         def update(updates, state, params=None, **extra):

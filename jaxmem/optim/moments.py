@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.ground.checks import check_on_device, check_optimizer, check_state, is_count
+from jaxmem import jaxprs
+from jaxmem.ground.checks import check_optimizer, check_state, is_count
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.streaming import stream
 from jaxmem.optim.codecs.eight_bits import Quantized, dequantize, quantize
@@ -98,7 +99,7 @@ def small_moments(
                 return leaf
             if dtype == "bfloat16":
                 return leaf.astype(jnp.bfloat16)
-            check_on_device("jaxmem.optim.small_moments", leaf, jax.tree_util.keystr(path))
+            jaxprs.check_on_device("jaxmem.optim.small_moments", leaf, jax.tree_util.keystr(path))
             return quantize(leaf, signed=not _is_second(path), block=block)
 
         state = jax.tree_util.tree_map_with_path(zero, optimizer.init(params))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxmem.planning.chain import Chain, Stretch
-from jaxmem.planning.plan import Region
+from jaxmem.planning.regions import Region
 from jaxmem.planning.simulate import simulate_block
 from jaxmem.program import Program
 

@@ -7,8 +7,8 @@ groups in one region, so that what is between two of them, a block's output say,
 
 from jaxmem.planning.dp import Layout, Variant
 from jaxmem.planning.loops import loop_options
-from jaxmem.planning.plan import Region
 from jaxmem.planning.rates import Rates
+from jaxmem.planning.regions import Region
 from jaxmem.program import Program
 
 _GROUPS = (1, 3, 6, 12)  # regions in one

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
 from jaxmem.planning.loops import LoopOption, loop_options
-from jaxmem.planning.plan import Loop, Region, place_of
 from jaxmem.planning.rates import Rates
+from jaxmem.planning.regions import Loop, Region, place_of
 from jaxmem.planning.simulate import simulate
 from jaxmem.program import Kernel, Program
 

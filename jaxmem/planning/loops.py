@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
-from jaxmem.planning.plan import Loop, place_of
 from jaxmem.planning.rates import DEAR, Rates
+from jaxmem.planning.regions import Loop, place_of
 from jaxmem.planning.simulate import simulate_block
 from jaxmem.program import Operation, Program
 

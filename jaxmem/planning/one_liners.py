@@ -4,8 +4,8 @@ import itertools
 
 from jaxmem.planning.dp import Layout, Variant
 from jaxmem.planning.loops import loop_options
-from jaxmem.planning.plan import Region
 from jaxmem.planning.rates import Rates
+from jaxmem.planning.regions import Region
 from jaxmem.program import Program
 
 

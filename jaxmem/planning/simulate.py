@@ -11,7 +11,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
 
-from jaxmem.planning.plan import Region
+from jaxmem.planning.regions import Region
 from jaxmem.program import Program
 
 _TINY = 1 / 256  # of the largest result: not worth a place in its memory

@@ -2,7 +2,9 @@
 
 import math
 
-from jaxmem.jaxprs import has_linear_rule, inner_jaxprs, operation_of, picked_axis
+from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
+from jaxmem.jaxprs.nested import picked_axis
+from jaxmem.jaxprs.residuals import has_linear_rule
 
 # XLA fuses these into their consumers or producers: recomputing one costs no FLOPs worth counting
 # and no trip to memory of its own. What is not listed here (matmul, convolution, gather, sort,

@@ -6,7 +6,10 @@ import hashlib
 import math
 from collections.abc import Mapping, Set
 
-from jaxmem.jaxprs import FlatJaxpr, Step, called_jaxpr, is_region, loop_of, scan_residuals
+from jaxmem.jaxprs.equations import is_region
+from jaxmem.jaxprs.flat import FlatJaxpr, Step
+from jaxmem.jaxprs.nested import called_jaxpr, loop_of
+from jaxmem.jaxprs.residuals import scan_residuals
 from jaxmem.program.costs import CONTRACTIONS, derivative_reads, flops, is_fused
 from jaxmem.program.kernels import Kernel, read_kernels
 

@@ -4,29 +4,69 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem import jaxprs
-from jaxmem.planning import Loop, Plan, Region, recomputed
+from jaxmem.frameworks.modules import on_arrays
+from jaxmem.planning import Loop, Region, recomputed
 from jaxmem.program import Program
 from jaxmem.program.derivatives.picking import pick
 from jaxmem.program.derivatives.pooling import POOLINGS, pool
 from jaxmem.program.derivatives.widening import widened
+from jaxmem.rematerialization.traced import input_names, read
 
 _EMISSIONS = itertools.count()
 
 
-def emit(flat: jaxprs.FlatJaxpr, program: Program, plan: Plan, leaves: Sequence[Any]) -> Any:
-    """The results of a traced function on ``leaves``, with the plan's regions and loops."""
-    program = program.widened if plan.widens else program
+class Layout(Protocol):
+    """What is emitted of a plan: regions and loops, and whether bfloat16 is widened to float32."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]: ...
+
+    @property
+    def loops(self) -> tuple[Loop, ...]: ...
+
+    @property
+    def widens(self) -> bool: ...
+
+
+# The layout for a program, given what returns the names and types of the program's inputs.
+LayoutFor = Callable[[Program, Callable[[], Sequence[tuple[str, str]]]], Layout]
+
+
+def planned_function(fun: Callable, layout_for: LayoutFor) -> Callable:
+    """``fun`` as a function that is traced when it is called, and emitted with a layout."""
+
+    @functools.wraps(fun)
+    def planned(*args, **kwargs):
+        def evaluate(call, leaves):
+            flat = jaxprs.flatten(call, leaves)
+            program = read(flat)
+            layout = layout_for(program, lambda: input_names(program, fun, args, kwargs))
+            return emit(flat, program, layout, leaves)
+
+        return on_arrays(evaluate, fun, args, kwargs)
+
+    # Flax linen wraps the methods of a module, and would wrap this one around its own wrapper
+    # (as for nn.remat): what is captured of a call would be there twice.
+    planned.method_handler_wrapped = True  # type: ignore[attr-defined]
+    planned.unplanned = fun  # type: ignore[attr-defined]
+    return planned
+
+
+def emit(flat: jaxprs.FlatJaxpr, program: Program, layout: Layout, leaves: Sequence[Any]) -> Any:
+    """The results of a traced function on ``leaves``, with the regions and loops of a layout."""
+    program = program.widened if layout.widens else program
     values = dict(enumerate([*flat.consts, *leaves]))
-    emission = _Emission(flat, program, {loop.kernel: loop for loop in plan.loops}, plan.regions)
-    emission.run(0, len(program.kernels), plan.regions, values)
+    loops = {loop.kernel: loop for loop in layout.loops}
+    emission = _Emission(flat, program, loops, layout.regions)
+    emission.run(0, len(program.kernels), layout.regions, values)
     return jax.tree.unflatten(flat.out_tree, emission.outputs(values))
 
 

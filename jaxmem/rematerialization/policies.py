@@ -10,7 +10,8 @@ from jaxmem.ground.checks import check_call
 from jaxmem.ground.errors import BudgetError, JaxmemError, PlanError
 from jaxmem.planning import Region, simulate
 from jaxmem.program import CONTRACTIONS, Program, contraction_flops, size_of, type_of
-from jaxmem.rematerialization.traced import Allowed, Problem, check_function
+from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.traced import TracedFunction, check_function
 from jaxmem.targets import LocalDevice, Target, known_targets, resolve
 
 _DEAR = 1.25  # times the time of writing the result
@@ -67,8 +68,8 @@ def remat_policy(
     if fun is not None:
         check_function(fun, "jaxmem.remat_policy")
         check_call(fun, args, kwargs, "jaxmem.remat_policy")
-        allowed = Allowed.parse(budget, reserved, target, "dp")
-        return _within(Problem(fun, args, kwargs, argnums, open_regions=True), allowed)
+        constraints = Constraints.parse(budget, reserved, target, "dp")
+        return _within(TracedFunction(fun, args, kwargs, argnums, open_regions=True), constraints)
 
     def policy(primitive, /, *avals, **parameters) -> bool:
         if primitive.name not in CONTRACTIONS:
@@ -86,8 +87,8 @@ def remat_policy(
     return jaxprs.OperationPolicy(policy)
 
 
-def _within(problem: Problem, allowed: Allowed) -> Callable[..., bool]:
-    program, flat = problem.program.as_written, problem.flat
+def _within(traced: TracedFunction, constraints: Constraints) -> Callable[..., bool]:
+    program, flat = traced.program.as_written, traced.flat
     if not flat.regions:
         raise PlanError(
             "The function has no regions for a policy to act in. Put its blocks under "
@@ -108,10 +109,10 @@ def _within(problem: Problem, allowed: Allowed) -> Callable[..., bool]:
     def density(kind: tuple) -> float:
         kernels = [program.kernels[number] for number in kinds[kind]]
         written = sum(program.sizes[value] for kernel in kernels for value in kernel.results)
-        return sum(map(allowed.rates.seconds, kernels)) / max(written, 1)
+        return sum(map(constraints.rates.seconds, kernels)) / max(written, 1)
 
     ranked = sorted(kinds, key=density, reverse=True)
-    around = program.boundary_bytes + allowed.reserved
+    total = constraints.budget_for(program).total
     tried = []
     for count in range(len(ranked), -1, -1):
         saved = {
@@ -125,16 +126,16 @@ def _within(problem: Problem, allowed: Allowed) -> Callable[..., bool]:
             for numbers in spans
             if numbers
         )
-        tried.append((simulate(program, regions).peak + around, count))
-        if allowed.budget is not None and tried[-1][0] <= allowed.budget:
+        tried.append((total(simulate(program, regions).peak), count))
+        if constraints.budget is not None and tried[-1][0] <= constraints.budget:
             break
-    peak, count = tried[-1] if allowed.budget is not None else min(tried)
-    if allowed.budget is not None and peak > allowed.budget:
+    peak, count = tried[-1] if constraints.budget is not None else min(tried)
+    if constraints.budget is not None and peak > constraints.budget:
         lowest, _ = min(tried)
         raise BudgetError(
-            f"No policy for these regions fits the budget of {format_bytes(allowed.budget)}; the "
-            f"lowest one that does is {format_bytes(lowest)} ({lowest} bytes projected). Raise the "
-            "budget, or let jaxmem.remat place and nest regions."
+            f"No policy for these regions fits the budget of {format_bytes(constraints.budget)}; "
+            f"the lowest one that does is {format_bytes(lowest)} ({lowest} bytes projected). "
+            "Raise the budget, or let jaxmem.remat place and nest regions."
         )
     chosen = frozenset(ranked[:count])
 

@@ -1,6 +1,5 @@
-"""What is planned: a function with its arguments as a program, and what its plan may cost."""
+"""A function with its arguments, traced as a program that can be planned."""
 
-import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -11,98 +10,11 @@ import jax.numpy as jnp
 
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import array_call
-from jaxmem.ground.bytes import device_budget, format_bytes, parse_budget
-from jaxmem.ground.errors import BudgetError, JaxmemError, PlanError
-from jaxmem.planning import PLANNERS, Layout, Plan, Planner, Rates, lowest, write_plan
+from jaxmem.ground.errors import JaxmemError, PlanError
 from jaxmem.program import Program, read_program
-from jaxmem.rematerialization.emission import emit
-from jaxmem.targets import LocalDevice, Target, resolve
-
-_HOST_LINK = 64e9  # bytes per second, of an H200's: where no target is named
 
 
-class Allowed:
-    """What a plan may cost, and on what: a budget in bytes, the planner, and whether residuals may
-    wait in host memory."""
-
-    def __init__(
-        self, budget: int | None, reserved: int, gpu: Target | None, name: str, offload: bool
-    ):
-        self.budget, self.reserved, self.gpu, self.name = budget, reserved, gpu, name
-        self.rates = Rates()
-        if gpu:
-            self.rates = Rates(gpu.fp32_flops, gpu.half_flops, gpu.memory_bandwidth)
-        if offload:
-            link = gpu.host_bandwidth if gpu else _HOST_LINK
-            self.rates = dataclasses.replace(self.rates, host=link)
-
-    @classmethod
-    def parse(cls, budget, reserved, target, planner: str, offload: bool = False) -> "Allowed":
-        """From what a user writes."""
-        if planner not in PLANNERS:
-            known = ", ".join(map(repr, PLANNERS))
-            raise PlanError(f"There is no planner named {planner!r}; the known ones are {known}.")
-        chosen = None if target is None else resolve(target)
-        device = (chosen.usable_bytes, chosen.name) if chosen else ()
-        capacity = chosen.usable_bytes if chosen else None
-        return cls(
-            None if budget is None else device_budget(budget, *device),
-            0 if reserved == 0 else parse_budget(reserved, capacity),
-            chosen.gpu if isinstance(chosen, LocalDevice) else chosen,
-            planner,
-            offload,
-        )
-
-    def on_gpu(self, program: Program) -> Program:
-        """A program as the GPU runs it."""
-        return program if self.gpu is None or self.gpu.has_bfloat16 else program.widened
-
-    def planner(self, program: Program) -> Planner:
-        """The plans that there are for a program."""
-        return PLANNERS[self.name](self.on_gpu(program), self.rates)
-
-    def plan(self, program: Program) -> Plan:
-        """The plan of a program by projected bytes.
-
-        Raises:
-            BudgetError: none is projected to fit.
-        """
-        planner = self.planner(program)
-        around = program.boundary_bytes + self.reserved
-        layout = planner.frugal() if self.budget is None else planner.within(self.budget - around)
-        if layout is None:
-            least = planner.least()
-            raise self.too_small(program, least, least.peak + around, "projected")
-        return self.write(program, layout, planner)
-
-    def write(self, program: Program, layout: Layout, planner: Planner) -> Plan:
-        """A layout as a plan."""
-        return write_plan(
-            self.name,
-            self.on_gpu(program),
-            self.rates,
-            layout,
-            planner.plain,
-            self.reserved,
-            self.budget,
-            self.gpu.name if self.gpu else "",
-            self.gpu.time_error if self.gpu else None,
-        )
-
-    def too_small(self, program: Program, least: Layout, total: int, word: str) -> BudgetError:
-        """The error of a budget that nothing fits, when the least takes ``total`` bytes."""
-        return BudgetError(
-            f"No {self.name} plan fits the budget of {format_bytes(self.budget or 0)} with "
-            f"{format_bytes(self.reserved)} of it reserved; the lowest one that does is "
-            f"{format_bytes(total)} ({total} bytes {word}, "
-            f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
-            f"{lowest(program, least)}. Raise the budget, shrink the batch, or accumulate "
-            "gradients over microbatches.",
-            total,
-        )
-
-
-class Problem:
+class TracedFunction:
     """A function, its arguments, and the program that it is."""
 
     def __init__(
@@ -147,14 +59,10 @@ class Problem:
                 "bytes."
             )
 
-    def step(self, plan: Plan) -> Callable:
-        """The value and gradient of the planned function, of its array leaves."""
-
-        def planned(*leaves):
-            return self.value(emit(self.flat, self.program, plan, leaves))
-
+    def differentiated(self, fun: Callable) -> Callable:
+        """The value and gradient of a function of the array leaves."""
         real = [at for at in self.wanted if jnp.issubdtype(self.leaves[at].dtype, jnp.inexact)]
-        return jax.value_and_grad(planned, real, self.has_aux)
+        return jax.value_and_grad(fun, real, self.has_aux)
 
 
 def read(flat: jaxprs.FlatJaxpr, differentiated: frozenset[int] | None = None) -> Program:

@@ -1,6 +1,7 @@
 """What is said when a step runs out of memory at run time."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,13 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports import MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target, resolve
+
+_advisers: list[Callable[..., str]] = []
+
+
+def register_advice(advise: Callable[..., str]) -> None:
+    """``advise(step, state, batch, budget, device)`` says what else there is to do."""
+    _advisers.append(advise)
 
 
 def out_of_memory(step: Any, state: Any, batch: Any, error: Exception) -> JaxmemError:
@@ -56,6 +64,5 @@ def _advice(step, state, batch, report, budget: int, device: Target | LocalDevic
             "(XLA_PYTHON_CLIENT_MEM_FRACTION), or call jaxmem.fit with a budget of "
             f"{format_bytes(int(0.9 * budget))}."
         )
-    from jaxmem.fitting.search import advise
-
-    return advise(step, state, batch, budget, step.fitting.target if step.fitting else device)
+    device = step.fitting.target if step.fitting else device
+    return "\n".join(advise(step, state, batch, budget, device) for advise in _advisers)

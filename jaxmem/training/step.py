@@ -33,7 +33,7 @@ from jaxmem.levers.precision.policy import Precision, precision as parse_precisi
 from jaxmem.levers.sharding import Sharding
 from jaxmem.optim.parameters import HalfState
 from jaxmem.program import size_of
-from jaxmem.rematerialization.planned import remat as plan_regions
+from jaxmem.rematerialization.transform import remat as plan_regions
 from jaxmem.reports import MemoryReport, donated_arguments, memory
 from jaxmem.training.exhausted import out_of_memory
 

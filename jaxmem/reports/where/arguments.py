@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.tree_util import keystr
 
-from jaxmem.jaxprs import is_array
+from jaxmem.jaxprs.operands import is_array
 
 _NAMES = {
     "optimizer state": ("opt_state", "optimizer_state", "optimizer", "opt"),

@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Callable
 
-from jaxmem import jaxprs
-from jaxmem.frameworks.modules import is_module, on_arrays, transform_module
-from jaxmem.planning import Plan
-from jaxmem.rematerialization.emission import emit
-from jaxmem.rematerialization.traced import Allowed, check_function, input_names, read
+from jaxmem.frameworks.modules import is_module, transform_module
+from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.emission import planned_function
+from jaxmem.rematerialization.plan import Plan
+from jaxmem.rematerialization.traced import check_function
 from jaxmem.targets import LocalDevice, Target
 
 
@@ -58,7 +58,7 @@ def remat(
     >>> jax.grad(loss)(jnp.eye(3), jnp.ones((2, 3))).shape
     (3, 3)
     """
-    allowed = Allowed.parse(budget, reserved, target, planner, offload)
+    constraints = Constraints.parse(budget, reserved, target, planner, offload)
     decorator: Callable = functools.partial(
         remat,
         budget=budget,
@@ -73,23 +73,13 @@ def remat(
     if is_module(fun):
         return transform_module(fun, decorator)
     check_function(fun, "jaxmem.remat")
+    if plan is not None:
+        return plan.apply(fun)
     plans: dict[str, Plan] = {}
 
-    @functools.wraps(fun)
-    def planned(*args, **kwargs):
-        def evaluate(call, leaves):
-            flat = jaxprs.flatten(call, leaves)
-            program = read(flat)
-            if plan is not None:
-                plan.check(program.fingerprint, input_names(program, fun, args, kwargs))
-            elif program.fingerprint not in plans:
-                plans[program.fingerprint] = allowed.plan(program)
-            return emit(flat, program, plan or plans[program.fingerprint], leaves)
+    def layout_for(program, inputs):
+        if program.fingerprint not in plans:
+            plans[program.fingerprint] = constraints.plan(program)
+        return plans[program.fingerprint]
 
-        return on_arrays(evaluate, fun, args, kwargs)
-
-    # Flax linen wraps the methods of a module, and would wrap this one around its own wrapper
-    # (as for nn.remat): what is captured of a call would be there twice.
-    planned.method_handler_wrapped = True  # type: ignore[attr-defined]
-    planned.unplanned = fun  # type: ignore[attr-defined]
-    return planned
+    return planned_function(fun, layout_for)
