@@ -20,8 +20,8 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision, precision as parse_precision
 from jaxmem.levers.sharding import Sharding, shard
-from jaxmem.rematerialization import COMPILER_OPTIONS, Plan, remat
-from jaxmem.targets import LocalDevice, Target, resolve
+from jaxmem.rematerialization import Plan, remat
+from jaxmem.targets import LocalDevice, Target, example, family_of, resolve
 from jaxmem.training.step import TrainState, TrainStep, train_step
 
 
@@ -92,15 +92,14 @@ class Problem:
         if target.count != self.devices:
             raise JaxmemError(
                 f"The mesh has {self.devices} devices and the target {target.count}: pass "
-                "one GPU as target, or as many."
+                "one device as target, or as many."
             )
-        gpu = target.gpu if isinstance(target, LocalDevice) else target
-        if gpu is None:
+        if target.known is None:
             raise JaxmemError(
-                f"jaxmem.fit plans for a GPU whose figures it knows, and {target.description} "
-                "is none. Name one: target='h200' (python -m jaxmem targets lists them)."
+                f"jaxmem.fit plans for a device whose figures it knows, and {target.description} "
+                f"is none. Name one: {example()} (python -m jaxmem targets lists them)."
             )
-        self.target, self.gpu = target, dataclasses.replace(gpu, count=1)
+        self.target, self.device = target, dataclasses.replace(target.known, count=1)
         if mesh is not None:
             self.batch = shard(mesh).place_batch(self.batch)
 
@@ -153,7 +152,9 @@ class Problem:
             remat=transform,
             reduction=self.reduction,
             loss_scale=self.loss_scale,
-            compiler_options=plan.compiler_options if plan else dict(COMPILER_OPTIONS),
+            compiler_options=plan.compiler_options
+            if plan
+            else dict(family_of(self.device).compiler_options),
             **options,
         )
         step.abstract(self.params, model_state=self.model_state, key=self.key)

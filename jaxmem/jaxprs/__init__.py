@@ -41,7 +41,7 @@ from jaxmem.jaxprs.lowering import (
     donated_on_host as donated_on_host,
     kept_arguments as kept_arguments,
     kept_on_host as kept_on_host,
-    lower_for_cuda as lower_for_cuda,
+    lower_for as lower_for,
     results_on_host as results_on_host,
     to_bytecode as to_bytecode,
 )
@@ -62,7 +62,6 @@ from jaxmem.jaxprs.operands import (
 from jaxmem.jaxprs.placement import (
     DEVICE as DEVICE,
     HOST as HOST,
-    HOST_KINDS as HOST_KINDS,
     abstract as abstract,
     check_on_device as check_on_device,
     copied_on as copied_on,

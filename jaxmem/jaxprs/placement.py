@@ -6,10 +6,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxmem.ground.errors import OffloadError
+from jaxmem.targets.memories import HOST_KIND, HOST_KINDS
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
-HOST_KINDS = ("pinned_host", "unpinned_host")
 
 
 def memory_kinds() -> list[str]:
@@ -93,7 +93,7 @@ def abstract(value) -> Any:
 def host_sharding() -> NamedSharding:
     """Host memory of the first attached device, in a form that tracing keeps."""
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("host",))
-    return NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=HOST_KIND)
 
 
 def spec_of(sharding) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from jaxmem.ground.errors import CompileError, JaxmemError, JaxmemWarning, Offlo
 from jaxmem.reports.report import CPU_NOTE, MemoryReport, is_cpu
 from jaxmem.reports.where.arguments import Argument, describe_arguments
 from jaxmem.reports.xla.hlo import donated_arguments, results_on_host
-from jaxmem.targets import LocalDevice, Target, compile_module, resolve
+from jaxmem.targets import LocalDevice, Target, family_of, resolve
 
 
 def memory(
@@ -78,7 +78,8 @@ def memory(
             JaxmemWarning,
             stacklevel=2,
         )
-    lowered = jaxprs.lower_for_cuda(traced)
+    family = family_of(chosen)
+    lowered = jaxprs.lower_for(traced, family.platform)
     module, partitions = jaxprs.to_bytecode(lowered, locations=timeline)
     if partitions != chosen.count:
         raise JaxmemError(
@@ -87,7 +88,7 @@ def memory(
             "shard the arguments over a mesh of that size."
         )
     options = jaxprs.compiler_options(lowered) | (compiler_options or {})
-    compiled = compile_module(module, chosen, options=options, timeout=timeout, dump=timeline)
+    compiled = family.compile(module, chosen, options, timeout, timeline)
     described = _arguments(jitted, traced, lowered, args, kwargs)
     report = _report(chosen, compiled.stats, compiled.hlo, compiled.dump, described)
     _check_offload(traced, lowered, compiled.hlo)
@@ -149,7 +150,7 @@ def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
         dump = {
             name: gzip.compress(path.read_bytes(), 3)
             for name in ("buffer-assignment", "live-range")
-            for path in pathlib.Path(folder).glob(f"*_gpu_after_optimizations-{name}.txt")
+            for path in pathlib.Path(folder).glob(f"*_after_optimizations-{name}.txt")
         }
     analysis = compiled.memory_analysis()
     suffix = "_size_in_bytes"

@@ -29,12 +29,12 @@ from jaxmem.reports.where.timeline import Timeline
 from jaxmem.reports.xla.dump import read_dump
 from jaxmem.reports.xla.hlo import Work, count_bytes, count_work
 from jaxmem.reports.xla.schedule import Collectives, Transfers, count_collectives, find_transfers
-from jaxmem.targets import LocalDevice, Target
+from jaxmem.targets import LocalDevice, Target, example
 
 CPU_NOTE = (
-    "compiled for the CPU: these bytes hold for this CPU alone. A GPU's compiler fuses and "
-    "schedules otherwise, and the CPU's undoes rematerialization. Name a GPU for its bytes: "
-    "target='h200'."
+    "compiled for the CPU: these bytes hold for this CPU alone. An accelerator's compiler fuses and "
+    "schedules otherwise, and the CPU's undoes rematerialization. Name one for its bytes: "
+    f"{example()}."
 )
 
 
@@ -112,7 +112,7 @@ class MemoryReport:
                 f"There is no timeline of what was compiled for {self.target}: XLA's CPU compiler "
                 "writes no live ranges, nor are they found where compiler_options has its own "
                 "xla_dump_to, or timeline=False was asked for. Totals are there; for the timeline "
-                "name a GPU, as in jaxmem.memory(step, *args, target='h200')."
+                f"name a target, as in jaxmem.memory(step, *args, {example()})."
             )
         version = jaxlib.__version__
         buffers, ranges = (

@@ -35,6 +35,7 @@ from jaxmem.optim.parameters import HalfState
 from jaxmem.program import size_of
 from jaxmem.rematerialization.transform import remat as plan_regions
 from jaxmem.reports import MemoryReport, donated_arguments, memory
+from jaxmem.targets import HOST_KIND
 from jaxmem.training.exhausted import out_of_memory
 
 
@@ -698,7 +699,7 @@ def _placed_like(params: Any, state: TrainState) -> TrainState:
         found = next((sharding for shape, sharding in like if shape == leaf.shape), None)
         sharding = found or jaxprs.copied_on(there[longest_first[0]][1])
         if jaxprs.memory_space(leaf) is jaxprs.HOST:
-            sharding = sharding.with_memory_kind("pinned_host")
+            sharding = sharding.with_memory_kind(HOST_KIND)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jaxprs.shortest(sharding))
 
     return jax.tree_util.tree_map_with_path(place, state)

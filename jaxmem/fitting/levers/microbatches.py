@@ -58,4 +58,4 @@ class MicrobatchesLever(Lever):
     def seconds(self, problem, levers):
         """The sum is read and written, and the gradients read, for each slice."""
         moved = 3 * levers.microbatches * bytes_in_float32(problem.state(levers).params)
-        return moved / problem.gpu.memory_bandwidth
+        return moved / problem.device.memory_bandwidth

@@ -19,6 +19,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemWarning, OffloadError
 from jaxmem.program.slicing import Slicing, find, pieces, put, take
+from jaxmem.targets import HOST_KIND
 
 # Bytes of state of one parameter, four at least a value, that are on the device at once: one such
 # chunk comes while another goes.
@@ -35,7 +36,7 @@ def to_host(leaf: Any) -> Any:
     if not offloadable(leaf):
         return leaf
     kinds = jaxprs.memory_kinds()
-    if "pinned_host" not in kinds:
+    if HOST_KIND not in kinds:
         raise OffloadError(
             f"Arrays are to be kept in pinned host memory, and the devices of this platform "
             f"({jax.default_backend()}) have {' and '.join(kinds) or 'no memory kinds'}. "

@@ -43,7 +43,7 @@ _TRANSPARENT = frozenset(
 )
 _COPIES = frozenset("bitcast opt-barrier copy copy-start copy-done".split())
 _CONTAINERS = frozenset("fusion call while conditional tuple get-tuple-element parameter".split())
-_ENDS = ("memory", "lower_for_cuda", "saved_residuals")
+_ENDS = ("memory", "lower_for", "saved_residuals")
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-")
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|pmap|shard_map)\((.*)\)$")
 _NOT_A_MODULE = re.compile(
