@@ -282,7 +282,13 @@ ALONE = {
     "axis_index": lambda p: np.int32(0), "ppermute": lambda x, p: x,
 }  # fmt: skip
 ALIKE = {"pvary", "pcast"}
-REDUCED = {"psum": np.sum, "psum2": np.sum, "psum_invariant": np.sum, "pmax": np.max, "pmin": np.min}
+REDUCED = {
+    "psum": np.sum,
+    "psum2": np.sum,
+    "psum_invariant": np.sum,
+    "pmax": np.max,
+    "pmin": np.min,
+}
 
 
 def _equation(eqn, args):
