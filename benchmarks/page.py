@@ -1,18 +1,21 @@
-"""The documentation's page of results: every table of benchmarks/results, and plots of some.
+"""The documentation's page "Measured": the claims, every table of results, and plots of some.
 
-``python benchmarks/_page.py`` writes docs/results.md and docs/plots, which are not committed. A
-guide shows ``plots/NAME.svg``: that of ``benchmarks/NAME.py`` with the oldest version of jax.
+``python -m benchmarks.page`` writes docs/results.md and docs/plots, which are not committed. A
+guide shows ``plots/NAME.svg``: that of the results of this name with the oldest version of jax.
 """
 
 import json
-import pathlib
 import re
 import shutil
+import textwrap
+from importlib import import_module
 
 from matplotlib.figure import Figure
 
-ROOT = pathlib.Path(__file__).parents[1]
-RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+from benchmarks.__main__ import GROUPS, modules
+from benchmarks._record import RESULTS, ROOT, same_rows, source, table
+
+DOCS = ROOT / "docs"
 TIMELINE = ROOT / "examples" / "resnet50" / "report.png"
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -59,19 +62,18 @@ def grouped(title: str, names: list[str], groups: dict[str, list[float]], label:
 def columns(*shown: str, name: str = "step", label: str = "GiB, compiled"):
     """A plot of some columns of bytes, a bar for each in every row that has them all."""
 
-    def draw(results: dict) -> Figure:
-        rows = [row for row in results["rows"] if all(row[column] for column in shown)]
+    def draw(title: str, rows: list[dict]) -> Figure:
+        rows = [row for row in rows if all(row[column] for column in shown)]
         names = [row[name].replace("`", "") for row in rows]
         values = {column: [gib(row[column]) for row in rows] for column in shown}
         if len(shown) == 1:
-            return bars(results["title"], names, values[shown[0]], label)
-        return grouped(results["title"], names, values, label)
+            return bars(title, names, values[shown[0]], label)
+        return grouped(title, names, values, label)
 
     return draw
 
 
-def fit(results: dict) -> Figure:
-    rows = results["rows"]
+def fit(title: str, rows: list[dict]) -> Figure:
     names = []
     for row in rows:
         chosen = row["chosen"].removeprefix("precision as it is")
@@ -82,12 +84,12 @@ def fit(results: dict) -> Figure:
         "budget": [gib(row["budget"]) for row in rows],
         "chosen, compiled": [gib(row["compiled"]) for row in rows],
     }
-    return grouped(results["title"], names, groups, "GiB")
+    return grouped(title, names, groups, "GiB")
 
 
-def layers(results: dict) -> Figure:
-    rows = [row for row in results["rows"] if row["scheduler"] == "default"]
-    figure = titled(results["title"], 7, 4)
+def layers(title: str, rows: list[dict]) -> Figure:
+    rows = [row for row in rows if row["scheduler"] == "default"]
+    figure = titled(title, 7, 4)
     axes = figure.add_subplot()
     for place in ("host", "device"):
         points = [(row["layers"], gib(row[place])) for row in rows]
@@ -101,12 +103,11 @@ def layers(results: dict) -> Figure:
     return figure
 
 
-def optim_training(results: dict) -> Figure:
+def optim_training(title: str, rows: list[dict]) -> Figure:
     """What each state does to the last loss: a point for each task, with its standard error."""
-    rows = results["rows"]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     states = list(dict.fromkeys(row["state"] for row in rows))
-    figure = titled(results["title"], 9, 1.5 + 0.45 * len(states))
+    figure = titled(title, 9, 1.5 + 0.45 * len(states))
     axes = figure.add_subplot()
     for number, task in enumerate(tasks):
         own = [row for row in rows if row["task"] == task]
@@ -131,22 +132,20 @@ def percent(text: str) -> float:
     return float(text.rstrip("%"))
 
 
-def largest_batch(results: dict) -> Figure:
-    rows = results["rows"]
+def largest_batch(title: str, rows: list[dict]) -> Figure:
     names = [row["step"].replace("`", "") for row in rows]
-    return bars(results["title"], names, [row["largest batch"] for row in rows], "images")
+    return bars(title, names, [row["largest batch"] for row in rows], "images")
 
 
-def resnet50(results: dict) -> Figure:
-    rows = results["rows"]
+def resnet50(title: str, rows: list[dict]) -> Figure:
     names = [f"{row['step']}, batch {row['batch']}, {row['target']}" for row in rows]
     values = [gib(row["device"]) for row in rows]
-    return bars(results["title"], [name.replace("`", "") for name in names], values, "GiB")
+    return bars(title, [name.replace("`", "") for name in names], values, "GiB")
 
 
-def planner(results: dict) -> Figure:
-    rows = [row for row in results["rows"] if {"whole step", "FLOPs"} <= row.keys()]
-    figure = titled(results["title"], 7, 4)
+def planner(title: str, rows: list[dict]) -> Figure:
+    rows = [row for row in rows if {"whole step", "FLOPs"} <= row.keys()]
+    figure = titled(title, 7, 4)
     axes = figure.add_subplot()
     axes.plot(
         [gib(row["whole step"]) for row in rows],
@@ -158,17 +157,17 @@ def planner(results: dict) -> Figure:
     return figure
 
 
-def curves(results: dict, group, line, name, x: str) -> Figure:
+def curves(title: str, rows: list[dict], group, line, name, x: str) -> Figure:
     """FLOPs against bytes, a picture for each ``group(row)``: what ``line(row)`` names is joined,
     the rest are points by ``name(row)``."""
-    groups = list(dict.fromkeys(map(group, results["rows"])))
+    groups = list(dict.fromkeys(map(group, rows)))
     across = min(len(groups), 2)
-    rows = -(-len(groups) // across)
-    figure = titled(results["title"], 3 + 3.5 * across, 3.6 * rows)
+    down = -(-len(groups) // across)
+    figure = titled(title, 3 + 3.5 * across, 3.6 * down)
     for place, one in enumerate(groups):
-        axes = figure.add_subplot(rows, across, place + 1)
+        axes = figure.add_subplot(down, across, place + 1)
         joined: dict[str, list] = {}
-        for row in (row for row in results["rows"] if group(row) == one):
+        for row in (row for row in rows if group(row) == one):
             point = gib(row[x]), float(row["FLOPs"].rstrip("x"))
             if line(row):
                 joined.setdefault(line(row), []).append(point)
@@ -182,21 +181,27 @@ def curves(results: dict, group, line, name, x: str) -> Figure:
     return figure
 
 
-def frontiers(results: dict) -> Figure:
+def frontiers(title: str, rows: list[dict]) -> Figure:
+    def network(row):
+        return row["network"]
+
     def line(row):
         return "jaxmem" if row["step"] == "plain" or row["step"].startswith("jaxmem, ") else ""
 
-    return curves(results, lambda row: row["network"], line, lambda row: row["step"], "compiled")
+    def name(row):
+        return row["step"]
+
+    return curves(title, rows, network, line, name, "compiled")
 
 
-def pytorch(results: dict) -> Figure:
+def pytorch(title: str, rows: list[dict]) -> Figure:
     def network(row):
         return row["part"].rpartition(", ")[0]
 
     def system(row):
         return row["part"].rpartition(", ")[2]
 
-    return curves(results, network, system, system, "peak")
+    return curves(title, rows, network, system, system, "peak")
 
 
 PLOTS = {
@@ -216,29 +221,45 @@ PLOTS = {
 }
 
 
+def claims() -> str:
+    """The first part of benchmarks/README.md, its links leading to the sections of the page."""
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    text = text.partition("\n")[2].partition("\n## ")[0]
+    return re.sub(r"\(results/(\w+)\.md\)", r"(#\1)", text).strip()
+
+
+def section(name: str) -> list[str]:
+    """The tables of a result, a tab for each version of jax, and its plots."""
+    results = json.loads((RESULTS / f"{name}.json").read_text())
+    lines = [f"### {results['title']} {{ #{name} }}"]
+    runs = same_rows(results["runs"])
+    for number, (versions, run) in enumerate(runs):
+        body = [
+            table(run["rows"]),
+            run["note"],
+            *(source(results["runs"][jax]) for jax in versions),
+        ]
+        if name in PLOTS:
+            picture = f"plots/{name}{f'-jax-{versions[0]}' if number else ''}.svg"
+            PLOTS[name](results["title"], run["rows"]).savefig(DOCS / picture)
+            body.insert(0, f"![{results['title']}]({picture})")
+        tab = f'=== "jax {" and ".join(versions)}"'
+        lines.append(f"{tab}\n\n" + textwrap.indent("\n\n".join(filter(None, body)), "    "))
+    return lines
+
+
 def main():
     (DOCS / "plots").mkdir(exist_ok=True)
     shutil.copy(TIMELINE, DOCS / "plots" / "report.png")
-    drawn = set()
-    lines = [
-        "# Measured",
-        "Every table is the committed output of the script under it, by `make bench`. Bytes are "
-        "compiled for GPUs that were not in the machine; times are of its two CPU cores.",
-    ]
-    for path in sorted(RESULTS.glob("*.json")):
-        name, _, version = path.stem.partition("-jax-")
-        results = json.loads(path.read_text())
-        text = path.with_suffix(".md").read_text()
-        title, _, body = text.partition("\n")
-        lines.append(f"## {title.lstrip('# ')} (jax {version})")
-        if name in PLOTS and results["rows"]:
-            picture = f"plots/{path.stem}.svg"
-            PLOTS[name](results).savefig(DOCS / picture)
-            if name not in drawn:
-                shutil.copy(DOCS / picture, DOCS / "plots" / f"{name}.svg")
-            drawn.add(name)
-            lines.append(f"![{results['title']}]({picture})")
-        lines.append(re.sub(r"(?m)^#+ ", "### ", body).strip())
+    lines = ["# Measured", claims()]
+    for group in GROUPS:
+        names = [module.rpartition(".")[2] for module in modules(group)]
+        names = [name for name in names if (RESULTS / f"{name}.json").exists()]
+        if names:
+            about = import_module(f"benchmarks.{group}").__doc__.partition("\n\n")[0].strip()
+            heading, _, rest = about.rstrip(".").partition(": ")
+            lines += [f"## {heading}", f"{rest[:1].upper()}{rest[1:]}"]
+            lines += [line for name in names for line in section(name)]
     (DOCS / "results.md").write_text("\n\n".join(lines) + "\n")
 
 

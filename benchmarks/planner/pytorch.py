@@ -1,8 +1,8 @@
 """PyTorch's `activation_memory_budget` and jaxmem on the same ResNet50 and GPT-2 medium.
 
-    pip install torch                                   # the CPU build does; for this one benchmark
-    python -m benchmarks.planner.pytorch                     # all four parts, some 40 minutes on two cores
-    python -m benchmarks.planner.pytorch "ResNet50, jaxmem"  # one; the others stay
+    pip install torch                      # the CPU build does; for this one benchmark
+    python -m benchmarks.planner.pytorch   # all four parts, some 40 minutes on two cores
+    python -m benchmarks.planner.pytorch "ResNet50, jaxmem"    # one; the others stay
 
 Value and gradient of the loss: ResNet50 200 x 224^2 in fp32, GPT-2 medium 8 x 1024 in bf16 with
 fp32 parameters. PyTorch's rows are read off the graphs of its min-cut partitioner: "saved" is what
