@@ -19,6 +19,7 @@ lint: $(VENV)/.ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
 
 fuzz: $(VENV)/.ready  ## many more random programs under random plans, with seeds of the day
 	JAXMEM_FUZZ=20000 JAXMEM_DAY=$$(date +%Y%m%d) $(RUN) -m pytest -n 2 --dist worksteal \

@@ -59,7 +59,7 @@ def measured(network: str, share: float) -> dict:
         "plan": f"{share:.0%}" if fits else "floor",
         "compiled": plan.compiled_bytes,
         "peak": (run.peak or 0) - (run.others or 0),
-        "predicted": 3 * plan.seconds + plan.recompute_seconds,
+        "predicted": 3 * plan.predicted.seconds + plan.predicted.recompute_seconds,
         "seconds": seconds(lambda: step(*args)),
     }
 

@@ -7,8 +7,14 @@ numbers for the GPU you name, whether or not that GPU is in the machine.
 import importlib
 
 from jaxmem import optim as optim
-from jaxmem._bytes import format_bytes as format_bytes
-from jaxmem._errors import (
+from jaxmem.fitting import (
+    BatchSize as BatchSize,
+    Fitting as Fitting,
+    fit as fit,
+    max_batch_size as max_batch_size,
+)
+from jaxmem.ground.bytes import format_bytes as format_bytes
+from jaxmem.ground.errors import (
     BudgetError as BudgetError,
     CompileError as CompileError,
     JaxmemError as JaxmemError,
@@ -16,13 +22,31 @@ from jaxmem._errors import (
     OffloadError as OffloadError,
     PlanError as PlanError,
 )
-from jaxmem.accumulation import accumulate as accumulate
-from jaxmem.autocast import autocast as autocast
-from jaxmem.fitting import Fitting as Fitting, fit as fit
-from jaxmem.layering import Layers as Layers, layers as layers
-from jaxmem.loss_scale import LossScale as LossScale, LossScaleState as LossScaleState
-from jaxmem.max_batch import BatchSize as BatchSize, max_batch_size as max_batch_size
-from jaxmem.memory import (
+from jaxmem.levers.batch.accumulation import accumulate as accumulate
+from jaxmem.levers.batch.microbatching import microbatch as microbatch
+from jaxmem.levers.host.layering import Layers as Layers, layers as layers
+from jaxmem.levers.host.offloading import (
+    eval_shape as eval_shape,
+    offload as offload,
+    place as place,
+)
+from jaxmem.levers.host.updating import (
+    LayerStack as LayerStack,
+    value_and_update as value_and_update,
+)
+from jaxmem.levers.precision.autocasting import autocast as autocast
+from jaxmem.levers.precision.loss_scale import (
+    LossScale as LossScale,
+    LossScaleState as LossScaleState,
+)
+from jaxmem.levers.precision.policy import Precision as Precision, precision as precision
+from jaxmem.levers.sharding import Sharding as Sharding, shard as shard
+from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto
+from jaxmem.rematerialization.plan import Plan as Plan
+from jaxmem.rematerialization.plans import plan as plan
+from jaxmem.rematerialization.policies import remat_policy as remat_policy
+from jaxmem.rematerialization.transform import remat as remat
+from jaxmem.reports import (
     Diff as Diff,
     Measured as Measured,
     MemoryReport as MemoryReport,
@@ -32,17 +56,12 @@ from jaxmem.memory import (
     memory as memory,
     residuals as residuals,
 )
-from jaxmem.microbatching import microbatch as microbatch
-from jaxmem.offloading import eval_shape as eval_shape, offload as offload, place as place
-from jaxmem.planning import Plan as Plan
-from jaxmem.plans import Frontier as Frontier, pareto as pareto, plan as plan
-from jaxmem.policies import remat_policy as remat_policy
-from jaxmem.precision import Precision as Precision, precision as precision
-from jaxmem.remat import remat as remat
-from jaxmem.sharding import Sharding as Sharding, shard as shard
 from jaxmem.targets import Target as Target, install_compiler as install_compiler, target as target
-from jaxmem.train import TrainState as TrainState, TrainStep as TrainStep, train_step as train_step
-from jaxmem.updating import LayerStack as LayerStack, value_and_update as value_and_update
+from jaxmem.training.step import (
+    TrainState as TrainState,
+    TrainStep as TrainStep,
+    train_step as train_step,
+)
 
 __version__ = "0.1.0"
 

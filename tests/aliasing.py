@@ -11,7 +11,7 @@ Fusions that the compiler takes as a whole (``kCustom``: matmuls, sorts) are not
 
 import re
 
-from jaxmem.memory._hlo import CALLED, SHAPE, computations_of, operands_of, operation_of
+from jaxmem.reports.xla.hlo import CALLED, SHAPE, computations_of, operands_of, operation_of
 
 _ALLOCATION = re.compile(r"allocation (\d+):")
 _VALUE = re.compile(

@@ -284,7 +284,7 @@ PROGRAM = """
 def damage_results(folder: pathlib.Path, dice: random.Random) -> list[Row]:
     """Every kept result of the compiler, in every way; and a cache on a full disk."""
     sys.path.insert(0, str(ROOT))
-    from jaxmem.targets._install import cache_folder
+    from jaxmem.targets.cuda.install import cache_folder
 
     cache, compilers = folder / "cache", cache_folder() / "compilers"
 
@@ -325,25 +325,25 @@ def damage_results(folder: pathlib.Path, dice: random.Random) -> list[Row]:
 
 COMPILING = """
     import jax, jax.numpy as jnp, jaxmem
-    from jaxmem.targets import _compiler
+    from jaxmem.targets.cuda import compiler
 
     def loss(w, x):
         for scale in range(400):
             x = jnp.tanh(x @ w) + scale * jnp.sin(x)
         return x.sum()
 
-    _compiler.read = lambda path: None  # nothing is kept
-    _compiler.write = lambda path, compiled: None
+    compiler.read = lambda path: None  # nothing is kept
+    compiler.write = lambda path, compiled: None
     shapes = [jax.ShapeDtypeStruct((256, 256), "float32")] * 2
     compile_long = lambda: jaxmem.memory(jax.grad(loss), *shapes, target="h200")
     compile_short = lambda: jaxmem.memory(jnp.sin, shapes[0], target="h200")
-    start_worker = _compiler._Worker.__init__
+    start_worker = compiler._Worker.__init__
 
     def started(self, compiler):
         start_worker(self, compiler)
         print("worker", self.process.pid, flush=True)
 
-    _compiler._Worker.__init__ = started
+    compiler._Worker.__init__ = started
 """
 BUSY = "compile_short()\nprint('compiling', flush=True)\ncompile_long()\nprint('too late')"
 IDLE = "compile_short()\nprint('idle', flush=True)\nimport time\ntime.sleep(600)"

@@ -350,7 +350,8 @@ def of_jit(case, rng):
     one, two = (make_plan(p, case.planner, case.tightness, f) for f in (p, jax.jit(p)))
     # Bytes of arrays that the function closes over are in one and not in the other.
     facts = [
-        (len(q.regions), q.plain_bytes - q.projected_bytes, q.recompute_flops) for q in (one, two)
+        (len(q.regions), q.plain_bytes - q.projected_bytes, q.predicted.recompute_flops)
+        for q in (one, two)
     ]
     if facts[0] != facts[1] and case.tightness is None:
         raise Mismatch(f"plans of f and jit(f): {facts[0]}, {facts[1]}")

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxmem import BudgetError, JaxmemWarning, format_bytes
-from jaxmem._bytes import device_budget, parse_budget
+from jaxmem.ground.bytes import device_budget, parse_budget
 
 
 @pytest.mark.parametrize(

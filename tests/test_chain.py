@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxmem.planning._chain import Chain, Solution, Stretch
+from jaxmem.planning.chain import Chain, Solution, Stretch
 
 
 def random_chain(seed: int) -> tuple[Chain, int]:

@@ -39,7 +39,7 @@ def arguments(width, rows, dtype="float64"):
 def test_values_and_gradients_are_equal_and_no_matmul_is_done_twice(fun):
     args = arguments(16, 512)
     plan = jaxmem.plan(fun, *args, planner="dots")
-    assert plan.regions and not plan.recompute_flops
+    assert plan.regions and not plan.predicted.recompute_flops
     assert plan.projected_bytes < plan.plain_bytes
     plain = jax.jit(jax.value_and_grad(fun))(*args)
     planned = jax.jit(jax.value_and_grad(plan.apply(fun)))(*args)
@@ -51,7 +51,7 @@ def test_compiled_it_keeps_what_matmuls_make():
     args = jax.eval_shape(lambda: arguments(1024, 8192, "float32"))
     plain = jaxmem.memory(jax.jit(jax.value_and_grad(network)), *args, target="h200")
     plan = jaxmem.plan(network, *args, planner="dots", target="h200")
-    assert plan.compiled_flops == plain.work.flops
+    assert plan.compiled.flops == plain.work.flops
     kept = (2 * DEPTH + 5) * 8192 * 1024 * 4
     around = 2 * 2 * DEPTH * 1024**2 * 4 + 8192 * 1024 * 4
     assert plan.compiled_bytes < around + kept < plain.device

@@ -11,21 +11,24 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import jaxmem
-from jaxmem import _jax
-from jaxmem.planning import Loop, Plan, Region
+from jaxmem import jaxprs
+from jaxmem.planning import Loop, Region
 from jaxmem.program import read_program
+from jaxmem.rematerialization.plan import Plan, Predicted
 
 PLANNERS = ["dp", "dots", "sqrt"]
 
 
 def plan_of(fun, args, *regions, loops=()):
-    program = read_program(_jax.flatten(fun, [_jax.abstract(x) for x in args]))
-    return Plan("by hand", program.fingerprint, regions, tuple(loops), 0, 0, program.flops, 0)
+    program = read_program(jaxprs.flatten(fun, [jaxprs.abstract(x) for x in args]))
+    return Plan(
+        "by hand", program.fingerprint, regions, tuple(loops), Predicted(0, 0, program.flops, 0)
+    )
 
 
 def kept(fun, *args):
     """Shapes of the values that the backward pass needs, arguments apart."""
-    found = _jax.saved_residuals(fun, args)
+    found = jaxprs.saved_residuals(fun, args)
     return sorted(value.aval.shape for value in found if value.argument is None)
 
 
@@ -167,7 +170,7 @@ def layers(w, x):
 
 def test_an_outer_plan_does_not_keep_what_an_inner_one_saves():
     w, x = jnp.ones((8, 8)), jnp.ones((16, 8))
-    program = read_program(_jax.flatten(layers, [w, x]))
+    program = read_program(jaxprs.flatten(layers, [w, x]))
     values = [value for kernel in program.kernels for value in kernel.results]
     inner = plan_of(layers, (w, x), Region(0, len(program.kernels), tuple(values)))
 
@@ -176,7 +179,7 @@ def test_an_outer_plan_does_not_keep_what_an_inner_one_saves():
 
     # Every number that names a value inside is saved outside too.
     whole = plan_of(outer, (w, x))
-    count = len(read_program(_jax.flatten(outer, [w, x])).kernels)
+    count = len(read_program(jaxprs.flatten(outer, [w, x])).kernels)
     whole = dataclasses.replace(whole, regions=(Region(0, count, tuple(range(200))),))
     kept_outside = kept(whole.apply(outer), w, x)
     assert kept_outside.count((16, 8)) <= 1, kept_outside
@@ -195,7 +198,7 @@ def test_a_loop_does_not_keep_what_the_program_around_it_saves():
         return jnp.sum(y @ w)
 
     w, x = jnp.ones((8, 8)), jnp.ones((16, 8))
-    program = read_program(_jax.flatten(loss, [w, x]))
+    program = read_program(jaxprs.flatten(loss, [w, x]))
     (scan,) = program.scans
     values = {value for kernel in program.kernels for value in kernel.results}
     region = Region(0, len(program.kernels), tuple(values - {program.kernels[scan].residuals}))
@@ -216,7 +219,7 @@ def test_values_whose_cotangents_are_absent():
         return jnp.sum(jnp.tanh(h @ w) * side), (dead, side @ w)
 
     w, frozen, x = (jax.random.normal(jax.random.key(i), (4, 4)) for i in range(3))
-    count = len(read_program(_jax.flatten(loss, [w, frozen, x])).kernels)
+    count = len(read_program(jaxprs.flatten(loss, [w, frozen, x])).kernels)
     for first in range(count):
         for last in range(first + 1, count + 1, 3):
             planned = plan_of(loss, (w, frozen, x), Region(first, last)).apply(loss)
@@ -227,7 +230,7 @@ def test_values_whose_cotangents_are_absent():
 
 def test_cotangents_that_pass_together_may_be_absent():
     def fun(a, b, c):
-        a, b, c = _jax.back_together([a, b * 2, c])
+        a, b, c = jaxprs.back_together([a, b * 2, c])
         return jnp.sum(a), b, c
 
     x, whole = jnp.arange(3.0), jnp.arange(3)
@@ -264,7 +267,7 @@ def test_complex_values_are_saved():
         return jnp.sum(x)
 
     w, x = jnp.eye(4), jnp.ones((32, 4))
-    program = read_program(_jax.flatten(loss, [w, x]))
+    program = read_program(jaxprs.flatten(loss, [w, x]))
     values = tuple(value for kernel in program.kernels for value in kernel.results)
     plan = plan_of(loss, (w, x), Region(0, len(program.kernels), values))
     np.testing.assert_allclose(jax.grad(plan.apply(loss))(w, x), jax.grad(loss)(w, x), rtol=1e-10)
@@ -328,7 +331,7 @@ def test_our_policy_saves_matmuls_and_convolutions(flag):
 
 def test_plans_keep_what_they_save(flag):
     w, x = jnp.eye(8), jnp.ones((16, 8))
-    program = read_program(_jax.flatten(layers, [w, x]))
+    program = read_program(jaxprs.flatten(layers, [w, x]))
     values = [value for kernel in program.kernels for value in kernel.results]
     nothing = plan_of(layers, (w, x), Region(0, len(program.kernels)))
     some = plan_of(layers, (w, x), Region(0, len(program.kernels), tuple(values[:3])))
@@ -375,7 +378,7 @@ def test_parameters_of_an_operation_may_have_any_name():
     for planner in PLANNERS:
         planned = jax.grad(jaxmem.remat(loss, planner=planner))
         np.testing.assert_allclose(planned(w, x), jax.grad(loss)(w, x), rtol=1e-12)
-    count = len(read_program(_jax.flatten(loss, [w, x])).kernels)
+    count = len(read_program(jaxprs.flatten(loss, [w, x])).kernels)
     planned = jax.grad(plan_of(loss, (w, x), Region(0, count)).apply(loss))
     np.testing.assert_allclose(planned(w, x), jax.grad(loss)(w, x), rtol=1e-12)
     policy = jax.checkpoint(loss, policy=jaxmem.remat_policy(target="h200"))
@@ -391,7 +394,7 @@ def test_a_rule_that_refuses_to_be_traced():
 
     @functools.partial(refusing.defjvp, symbolic_zeros=True)
     def _(primals, tangents):
-        if not _jax.is_zero(tangents[1]):
+        if not jaxprs.is_zero(tangents[1]):
             raise RuntimeError("Unexpected tangent")
         x, table = primals
         return refusing(x, table), jnp.cos(x) * table * tangents[0]

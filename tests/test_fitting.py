@@ -17,6 +17,7 @@ from flax import nnx
 
 import jaxmem
 from jaxmem import cli
+from jaxmem.fitting.verdicts import Verdicts
 
 MIB = 2**20
 LAYERS, ROWS, WIDTH = 8, 4096, 512
@@ -45,7 +46,7 @@ def compiled(step):
 def test_what_fits_as_it_is_stays_as_it_is(capsys):
     step = fit("1GiB")
     chosen = step.fitting.chosen
-    assert chosen.levers == jaxmem.fitting.Levers("", 1) and chosen.remat == "none"
+    assert chosen.levers == jaxmem.fitting.Levers() and chosen.remat == "none"
     assert compiled(step).device == chosen.compiled == step.fitting.report.device
     out, err = capsys.readouterr()
     assert out.startswith("jaxmem.fit: 1.00 GiB on h200: NVIDIA H200")
@@ -106,7 +107,7 @@ def test_residuals_of_a_scan_wait_in_host_memory_where_that_is_needed(monkeypatc
     common = {"target": "h200", "budget": "190MiB"}
     step = jaxmem.fit(loss, ADAM, weights, x, keep="batch", **common)
     chosen = step.fitting.chosen
-    assert chosen.plan.host_bytes == carries and chosen.host >= 2 * carries
+    assert chosen.plan.predicted.host_bytes == carries and chosen.host >= 2 * carries
     assert "256.00 MiB on the host" in chosen.remat
     assert step.fitting.report.host >= carries and chosen.compiled <= 190 * MIB
     with pytest.raises(jaxmem.BudgetError, match="Nothing fits the budget of 190.00 MiB"):
@@ -177,24 +178,24 @@ def normalised_loss(params, batch):
     ],
 )
 def test_a_loss_that_is_no_mean_over_examples_is_not_cut(loss, why):
-    search = jaxmem.fitting.Search(loss, ADAM, PARAMS, BATCH, budget="1GiB", target="h200")
-    assert {levers.microbatches for levers in search.options} == {1}
-    assert search.refused["statistics"].startswith(why)
-    assert search.refused["statistics"].endswith("; allow=('statistics',)")
-    search = jaxmem.fitting.Search(
+    problem = jaxmem.fitting.Problem(loss, ADAM, PARAMS, BATCH, budget="1GiB", target="h200")
+    assert {levers.microbatches for levers in problem.options} == {1}
+    assert problem.refused["statistics"].startswith(why)
+    assert problem.refused["statistics"].endswith("; allow=('statistics',)")
+    problem = jaxmem.fitting.Problem(
         loss, ADAM, PARAMS, BATCH, budget="1GiB", target="h200", allow="statistics"
     )
-    assert 64 in {levers.microbatches for levers in search.options}
+    assert 64 in {levers.microbatches for levers in problem.options}
 
 
 def test_a_sum_over_examples_is_cut_as_one():
-    search = jaxmem.fitting.Search(
+    problem = jaxmem.fitting.Problem(
         lambda params, batch: jnp.sum((batch["x"] @ params["layers"][0]) ** 2),
         *(ADAM, PARAMS, BATCH),
         budget="1GiB",
         target="h200",
     )
-    assert search.reduction == "sum" and 64 in {one.microbatches for one in search.options}
+    assert problem.reduction == "sum" and 64 in {one.microbatches for one in problem.options}
 
 
 def test_a_model_state_is_seen_and_its_batch_is_not_cut():
@@ -230,15 +231,15 @@ def test_on_a_mesh_zero_stages_are_searched():
 
 def test_stage_3_counts_the_parameters_that_xla_gathers():
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
-    search = jaxmem.fitting.Search(loss_fn, ADAM, PARAMS, BATCH, target="h100", mesh=mesh)
-    assert search.refused["residuals in host memory"] == "not tried on several devices"
-    levers = jaxmem.fitting.Levers("", 1, stage=3)
-    plain = search._plan(levers, None)
+    problem = jaxmem.fitting.Problem(loss_fn, ADAM, PARAMS, BATCH, target="h100", mesh=mesh)
+    assert problem.refused["residuals in host memory"] == "not tried on several devices"
+    levers = jaxmem.fitting.Levers(stage=3)
+    plain = jaxmem.fitting.Search(problem).costs.plain(levers)
     report = jaxmem.memory(
-        search.step(levers, plain), search.state(levers), search.batch, target=search.target
+        problem.step(levers, plain), problem.state(levers), problem.batch, target=problem.target
     )
     assert report.collectives.count["all-gather"] >= 1
-    projected = search._priced(levers, plain).projected
+    projected = jaxmem.fitting.Search(problem).costs.priced(levers, plain).projected
     assert 0.8 * projected < report.device < 1.12 * projected, report.device / projected
 
 
@@ -287,7 +288,7 @@ def test_plans_between_two_that_do_not_fit_are_tried(monkeypatch):
         def __init__(self):
             self.device = int(next(sizes) * budget)
 
-    monkeypatch.setattr(jaxmem.fitting, "memory", lambda *args, **_: Report())
+    monkeypatch.setattr(jaxmem.fitting.search, "memory", lambda *args, **_: Report())
     step = fit(budget, keep=("batch", "placement"))
     chosen = step.fitting.chosen
     assert chosen.compiled == int(0.9 * budget)
@@ -307,7 +308,7 @@ def test_plans_above_those_that_do_not_fit_are_tried(monkeypatch):
         def __init__(self):
             self.device = int(next(sizes) * budget)
 
-    monkeypatch.setattr(jaxmem.fitting, "memory", lambda *args, **_: Report())
+    monkeypatch.setattr(jaxmem.fitting.search, "memory", lambda *args, **_: Report())
     batch = {name: jax.ShapeDtypeStruct((2048, 256), jnp.float32) for name in "xy"}
     step = jaxmem.fit(
         loss_fn, ADAM, params, batch, budget=budget, target="h200", keep=("batch", "placement")
@@ -322,13 +323,13 @@ def test_more_than_the_gpu_has_is_never_said_to_fit(capsys):
     usable = jaxmem.target("rtx-3090").usable_bytes
     layers = [jax.ShapeDtypeStruct((8192, 8192), jnp.float32)] * 8  # of 256 MiB
     x = jax.ShapeDtypeStruct((8192 * 11, 8192), jnp.float32)  # of 2.75 GiB
-    search = functools.partial(
-        jaxmem.fitting.Search, loss_fn, ADAM, {"layers": layers}, {"x": x, "y": x}
+    problem = functools.partial(
+        jaxmem.fitting.Problem, loss_fn, ADAM, {"layers": layers}, {"x": x, "y": x}
     )
     for budget in ("24GiB", "120%", "80GiB"):
         said = f"The budget '{budget}' is .* GiB, and rtx-3090 has 23.19 GiB that a step can use"
         with pytest.warns(jaxmem.JaxmemWarning, match=said):
-            assert search(budget=budget, target="rtx-3090").budget == usable
+            assert problem(budget=budget, target="rtx-3090").budget == usable
         with pytest.warns(jaxmem.JaxmemWarning, match=said):
             plan = jaxmem.plan(
                 loss_fn, PARAMS, BATCH, budget=budget, target="rtx-3090", compilations=0
@@ -466,11 +467,11 @@ def test_a_sharded_step_is_advised_for_its_mesh():
 
 
 def test_remedies_name_what_was_not_asked_for_yet():
-    search = jaxmem.fitting.Search(
+    problem = jaxmem.fitting.Problem(
         loss_fn, ADAM, PARAMS, BATCH, target="rtx-2080-ti", allow="precision", keep="residuals"
     )
-    assert "has no bfloat16 arithmetic" in search.refused["precision"]
-    text = search.remedies()
+    assert "has no bfloat16 arithmetic" in problem.refused["precision"]
+    text = Verdicts(jaxmem.fitting.Search(problem)).remedies()
     assert "allow='moments'" in text and "allow='precision'" not in text
     assert "What is kept and need not be: 'residuals'." in text
 
@@ -496,7 +497,7 @@ def test_resnet50_at_batch_200_on_11_gb():
     chosen = step.fitting.chosen
     assert chosen.compiled <= step.fitting.budget < 15 * 2**30
     assert chosen.levers.microbatches == 1, "batch norm sees the whole batch"
-    assert chosen.plan.recompute_seconds <= 0.05 * 3 * chosen.plan.seconds
+    assert chosen.plan.predicted.recompute_seconds <= 0.05 * 3 * chosen.plan.predicted.seconds
 
 
 def make():

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxmem
-from jaxmem import cli, max_batch
+from jaxmem import cli
+from jaxmem.fitting import largest
 
 MIB = 2**20
 STEP = jaxmem.train_step(
@@ -91,7 +92,7 @@ def test_whatever_the_bytes_do_the_answer_fits(monkeypatch, name, of_batch):
         def __init__(self, batch):
             self.device = of_batch(batch)
 
-    monkeypatch.setattr(max_batch, "memory", lambda step, x, **_: Report(x.shape[0]))
+    monkeypatch.setattr(largest, "memory", lambda step, x, **_: Report(x.shape[0]))
     shapes = lambda n: (jax.ShapeDtypeStruct((n, 1), jnp.int8),)  # noqa: E731
     answer = jaxmem.max_batch_size(STEP, shapes, budget=60_000, target="h200")
     best = max(n for n in range(8, 60_000, 8) if of_batch(n) <= 60_000)

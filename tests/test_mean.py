@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxmem
-from jaxmem._independence import reduction_of
+from jaxmem.levers.batch.independence import reduction_of
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 Y = jax.ShapeDtypeStruct((8,), jnp.int32)

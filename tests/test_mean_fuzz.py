@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmem._independence import reduction_of
+from jaxmem.levers.batch.independence import reduction_of
 
 LENGTH, WIDTH, CLASSES = 4, 6, 5
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
 import jaxmem
-from jaxmem.memory._schedule import count_collectives
+from jaxmem.reports.xla.schedule import count_collectives
 
 LAYERS, BATCH, WIDTH = 32, 8192, 1024
 ACTIVATION = BATCH * WIDTH * 4
@@ -76,7 +76,7 @@ def test_sqrt_regions_take_the_memory_of_sqrt_layers():
     assert abs(plan.projected_bytes / planned.device - 1) < 0.05
     assert abs(plan.plain_bytes / plain.device - 1) < 0.05
     extra = planned.work.flops - plain.work.flops
-    assert extra == plan.recompute_flops > 0
+    assert extra == plan.predicted.recompute_flops > 0
 
 
 def test_a_projected_budget_holds_in_the_compiled_program():
@@ -147,7 +147,7 @@ def test_loops_count_their_iterations_and_conditionals_their_dearest_branch():
 
 
 def test_unknown_hlo_is_refused():
-    from jaxmem.memory._hlo import count_work
+    from jaxmem.reports.xla.hlo import count_work
 
     with pytest.raises(jaxmem.JaxmemError, match="no ENTRY computation"):
         count_work("HloModule nothing")
@@ -287,7 +287,7 @@ def test_a_device_whose_memory_is_not_known():
     ("dtype", "size"), [("pred", 1), ("s16", 2), ("bf16", 2), ("f8e4m3fn", 1), ("c64", 8)]
 )
 def test_bytes_of_an_array_by_its_dtype(dtype, size):
-    from jaxmem.memory._hlo import array_bytes
+    from jaxmem.reports.xla.hlo import array_bytes
 
     assert array_bytes(dtype, "2,3") == 6 * size
     assert array_bytes(dtype, "") == size

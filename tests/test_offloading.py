@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jaxmem
-from jaxmem import _streaming
+from jaxmem.levers.host import streaming
 
 PARAMS = {f"layer{i}": jnp.linspace(-1, 1, 12).reshape(3, 4) * (i + 1) for i in range(4)}
 OPTIMIZERS = {
@@ -105,7 +105,7 @@ def test_what_takes_the_state_whole_is_warned_of(name, monkeypatch):
         "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
         "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
     }[name]
-    monkeypatch.setattr(_streaming, "CHUNK", 700)  # the state is of 768 bytes
+    monkeypatch.setattr(streaming, "CHUNK", 700)  # the state is of 768 bytes
     optimizer = jaxmem.offload(around(optax.adam(0.1)))
     expected = r"has all of .* B of the optimizer's state \(state.*mu\['layer0'\] is the first\) on"
     with pytest.warns(jaxmem.JaxmemWarning, match=expected) as caught:
@@ -117,7 +117,7 @@ def test_what_takes_the_state_whole_is_warned_of(name, monkeypatch):
         warnings.simplefilter("error")
         run(around(jaxmem.offload(optax.adam(0.1))), jitted=True, steps=1)
         run(jaxmem.offload(optax.contrib.muon(0.1)), jitted=True, steps=1)  # loops of its own
-        monkeypatch.setattr(_streaming, "CHUNK", 2000)
+        monkeypatch.setattr(streaming, "CHUNK", 2000)
         run(optimizer, jitted=True, steps=1)
 
 
@@ -228,7 +228,7 @@ def test_empty_arrays_and_scalars_stay_on_the_device():
 
 
 def test_a_platform_without_host_memory(monkeypatch):
-    monkeypatch.setattr(jaxmem._jax, "memory_kinds", lambda: ["device"])
+    monkeypatch.setattr(jaxmem.jaxprs, "memory_kinds", lambda: ["device"])
     expected = r"kept in pinned host memory, and the devices of this platform \(cpu\) have device\."
     with pytest.raises(jaxmem.OffloadError, match=expected):
         jaxmem.offload(optax.adam(0.1)).init(PARAMS)

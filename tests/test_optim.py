@@ -12,7 +12,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 import jaxmem
-from jaxmem.optim._quantize import table
+from jaxmem.optim.codecs.eight_bits import table
 
 slow = pytest.mark.slow
 quantize = jax.jit(jaxmem.optim.quantize, static_argnames="signed")

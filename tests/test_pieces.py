@@ -10,9 +10,10 @@ import optax
 import pytest
 
 import jaxmem
-from jaxmem import _jax, _streaming
-from jaxmem._slicing import pieces
+from jaxmem import jaxprs
+from jaxmem.levers.host import streaming
 from jaxmem.optim import half_params, small_moments
+from jaxmem.program.slicing import pieces
 
 SHAPES = {"stack": (3, 7, 40), "ragged": (13, 40), "vector": (111,), "small": (4,)}
 
@@ -27,14 +28,14 @@ def values(shift, dtype):
 def swept(monkeypatch, chunk):
     """The sweeps that happen from here on: group, axes cut and length of a piece."""
     seen = []
-    sweep = _streaming._Stream.sweep
+    sweep = streaming._Stream.sweep
 
     def recorded(self, at, slicing, group, length):
         seen.append((slicing.lead, length))
         return sweep(self, at, slicing, group, length)
 
-    monkeypatch.setattr(_streaming, "CHUNK", chunk)
-    monkeypatch.setattr(_streaming._Stream, "sweep", recorded)
+    monkeypatch.setattr(streaming, "CHUNK", chunk)
+    monkeypatch.setattr(streaming._Stream, "sweep", recorded)
     return seen
 
 
@@ -147,7 +148,7 @@ STACK = DEPTH * WIDTH**2 * 4
 
 @pytest.mark.parametrize("chunk", [8, 16])
 def test_a_stack_on_the_host_takes_two_chunks(chunk, monkeypatch):
-    monkeypatch.setattr(_streaming, "CHUNK", chunk * 2**20)
+    monkeypatch.setattr(streaming, "CHUNK", chunk * 2**20)
     report = compiled(jaxmem.offload(optax.adam(1e-3)))
     assert report.host == report.host_alias == 2 * STACK
     gradient, inputs = STACK, DEPTH * 64 * WIDTH * 4
@@ -156,7 +157,7 @@ def test_a_stack_on_the_host_takes_two_chunks(chunk, monkeypatch):
 
 
 def test_a_stack_of_small_moments_is_expanded_in_chunks(monkeypatch):
-    monkeypatch.setattr(_streaming, "CHUNK", 8 * 2**20)
+    monkeypatch.setattr(streaming, "CHUNK", 8 * 2**20)
     report = compiled(small_moments(optax.adam(1e-3)))
     gradient, inputs = STACK, DEPTH * 64 * WIDTH * 4
     assert report.temp < gradient + inputs + 3 * 8 * 2**20
@@ -165,7 +166,7 @@ def test_a_stack_of_small_moments_is_expanded_in_chunks(monkeypatch):
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_many_matrices_take_the_room_of_few(where, monkeypatch):
     """What one update leaves to be written is written before the next begins."""
-    monkeypatch.setattr(_streaming, "CHUNK", 3 * 2**20)  # a last piece that is not as the others
+    monkeypatch.setattr(streaming, "CHUNK", 3 * 2**20)  # a last piece that is not as the others
     optimizer = half_params(small_moments(optax.adam(1e-3)))
     optimizer = jaxmem.offload(optimizer) if where == "host" else optimizer
 
@@ -198,7 +199,7 @@ def test_gradients_are_ordered_as_the_backward_pass_makes_them():
             return jnp.sum(y.astype(jnp.float32))
 
         gradient = jax.grad(loss)(params)
-        found.append(_jax.making_order(jax.tree.leaves(gradient)))
+        found.append(jaxprs.making_order(jax.tree.leaves(gradient)))
         return gradient
 
     leaf = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -206,4 +207,4 @@ def test_gradients_are_ordered_as_the_backward_pass_makes_them():
     jax.eval_shape(jax.jit(step), params, jax.ShapeDtypeStruct((2, 8), jnp.bfloat16))
     first, second, embed, head = found[0]
     assert 0 < head < second < first < embed
-    assert _jax.making_order([jnp.ones(2)]) == [0]
+    assert jaxprs.making_order([jnp.ones(2)]) == [0]

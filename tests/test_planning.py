@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxmem.planning import PLANNERS, Loop, Rates, Region, one_liners, simulate
-from jaxmem.planning._dp import DP, _depth
-from jaxmem.planning._loops import loop_options
-from jaxmem.planning._sqrt import Sqrt, _Chain
+from jaxmem.planning.dp import DP, _depth
+from jaxmem.planning.loops import loop_options
+from jaxmem.planning.sqrt import Sqrt, _Chain
 from jaxmem.program import Operation, Program
 
 RATES = Rates()

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem import _jax
-from jaxmem._emit import _Emission
-from jaxmem._problem import Problem
-from jaxmem.memory._hlo import Work
+from jaxmem import jaxprs
 from jaxmem.planning import Rates
-from jaxmem.planning._dp import Variant
-from jaxmem.planning._loops import loop_options
-from jaxmem.plans import _Compiled
+from jaxmem.planning.dp import Variant
+from jaxmem.planning.loops import loop_options
+from jaxmem.rematerialization.compiled_plans import CompiledPlans
+from jaxmem.rematerialization.emission import _Emission
+from jaxmem.rematerialization.traced import TracedFunction
+from jaxmem.reports.xla.hlo import Work
 
 LAYERS, ROWS, WIDTH = 16, 16384, 1024
 MIB = 2**20
@@ -50,9 +50,11 @@ def test_a_compiled_plan_keeps_its_budget(capsys):
     # What was planned is what a user's own jit compiles.
     report = compiled(plan.apply(tanh_chain), *SHAPES, compiler_options=plan.compiler_options)
     assert report.device == plan.compiled_bytes
-    assert report.work.flops == plan.compiled_flops
+    assert report.work.flops == plan.compiled.flops
     plain = compiled(tanh_chain, *SHAPES)
-    assert plan.compiled_flops - plain.work.flops == pytest.approx(plan.recompute_flops, rel=0.01)
+    assert plan.compiled.flops - plain.work.flops == pytest.approx(
+        plan.predicted.recompute_flops, rel=0.01
+    )
     assert abs(plan.projected_bytes - plan.compiled_bytes) <= 0.15 * plan.compiled_bytes
     assert "jaxmem: compiled 1 of at most 5 plans for h200: " in capsys.readouterr().err
     assert f"compiled  {jaxmem.format_bytes(plan.compiled_bytes)} for h200" in str(plan)
@@ -68,7 +70,7 @@ def test_what_is_projected_a_little_too_large_is_tried_last(monkeypatch):
         device = plan.projected_bytes * (3 if plan.projected_bytes <= budget else 0.9)
         return types.SimpleNamespace(device=int(device), host=0, moved=0, work=Work(0, 0, 0))
 
-    monkeypatch.setattr(_Compiled, "report", report)
+    monkeypatch.setattr(CompiledPlans, "report", report)
     plan = jaxmem.plan(tanh_chain, *SHAPES, budget=budget, target="h200", compilations=20)
     assert plan.compiled_bytes <= budget < plan.projected_bytes
 
@@ -174,7 +176,7 @@ def test_a_ratio_is_believed_of_plans_that_peak_at_the_same_place(monkeypatch, e
         kernel = hash(regions) % len(self.program.kernels) if elsewhere else 0
         return dataclasses.replace(original(self, regions), place=(kernel,))
 
-    monkeypatch.setattr(_Compiled, "report", report)
+    monkeypatch.setattr(CompiledPlans, "report", report)
     monkeypatch.setattr(Variant, "layout", layout)
     budget = 14 * ACTIVATION
     plan = jaxmem.plan(tanh_chain, *SHAPES, budget=budget, target="h200", compilations=3)
@@ -209,7 +211,7 @@ def test_64_layers_in_520_mib_and_with_one_more_forward_pass():
     assert low.compiled_bytes <= around + 520 * MIB
     high = jaxmem.plan(layers, weights, SHAPES[1], budget=around + 1088 * MIB, target="h200")
     assert high.compiled_bytes <= around + 1088 * MIB
-    assert high.recompute_flops <= high.flops
+    assert high.predicted.recompute_flops <= high.predicted.flops
     for plan in (low, high):
         assert abs(plan.projected_bytes - plan.compiled_bytes) <= 0.1 * plan.compiled_bytes
 
@@ -275,7 +277,7 @@ def test_a_scan_is_planned_from_inside():
     assert f"{LAYERS} x scan" in str(plan)
     frugal = jaxmem.plan(scanned, *STACK, target="h200")
     assert frugal.compiled_bytes < plan.compiled_bytes
-    assert 0 < frugal.recompute_seconds <= 1.1 * frugal.seconds
+    assert 0 < frugal.predicted.recompute_seconds <= 1.1 * frugal.predicted.seconds
     with pytest.raises(jaxmem.BudgetError, match="No dp plan fits"):
         jaxmem.plan(scanned, *STACK, budget="100MiB")
 
@@ -317,8 +319,11 @@ def test_residuals_of_a_scan_wait_in_host_memory(monkeypatch):
     usual = jaxmem.plan(loss, weights, x, target="h200")
     budget = usual.compiled_bytes - carries // 2
     plan = jaxmem.plan(loss, weights, x, budget=budget, target="h200", offload=True)
-    assert plan.host_bytes == carries and plan.compiled_bytes < usual.compiled_bytes - carries // 2
-    assert plan.recompute_flops == usual.recompute_flops
+    assert (
+        plan.predicted.host_bytes == carries
+        and plan.compiled_bytes < usual.compiled_bytes - carries // 2
+    )
+    assert plan.predicted.recompute_flops == usual.predicted.recompute_flops
     assert "256.00 MiB to the host" in str(plan) and "in host memory 256.00 MiB" in str(plan)
     assert jaxmem.Plan.from_json(plan.to_json()) == plan
     report = jaxmem.memory(jax.jit(jax.grad(plan.apply(loss))), weights, x, target="h200")
@@ -344,7 +349,7 @@ def test_offloaded_residuals_give_the_same_gradients():
 
     weights = jax.random.normal(jax.random.key(0), (6, 32, 32))
     x = jax.random.normal(jax.random.key(1), (64, 32))
-    program = Problem(loss, (weights, x), {}, (0, 1)).program
+    program = TracedFunction(loss, (weights, x), {}, (0, 1)).program
     menu = loop_options(program, program.scans[0], Rates(host=64e9))
     loops = {o.loop.offloaded: o.loop for o in menu if o.loop and o.loop.offloaded}
     assert len(loops) > 1
@@ -417,7 +422,7 @@ def test_users_regions_and_names_stay():
 def test_frontier(tmp_path):
     frontier = jaxmem.pareto(tanh_chain, *SHAPES)
     peaks = [plan.projected_bytes for plan in frontier.plans]
-    times = [plan.recompute_seconds for plan in frontier.plans]
+    times = [plan.predicted.recompute_seconds for plan in frontier.plans]
     assert peaks == sorted(peaks, reverse=True) and times == sorted(times)
     assert times[0] == 0 and peaks[-1] < peaks[0] / 2
     assert "everything_saveable" in str(frontier)
@@ -462,14 +467,14 @@ def test_tracing_a_planned_function_takes_about_as_long(monkeypatch):
     """What is counted is equations evaluated, not seconds: each operation once, and what several
     kernels read once for each."""
     calls = 0
-    evaluate = _jax.evaluate
+    evaluate = jaxprs.evaluate
 
     def counted(*args, **kwargs):
         nonlocal calls
         calls += 1
         return evaluate(*args, **kwargs)
 
-    monkeypatch.setattr(_jax, "evaluate", counted)
+    monkeypatch.setattr(jaxprs, "evaluate", counted)
     plan = jaxmem.plan(tanh_chain, *SHAPES)
     jax.make_jaxpr(plan.apply(tanh_chain))(*SHAPES)
     assert calls <= 2 * (2 * LAYERS + 1)

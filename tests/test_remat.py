@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem import _jax
-from jaxmem.planning import Plan, Region
+from jaxmem import jaxprs
+from jaxmem.planning import Region
 from jaxmem.program import read_program
+from jaxmem.rematerialization.plan import Plan, Predicted
 
 WIDTH = 8
 
@@ -175,10 +176,10 @@ CASES = {
 
 def every_kernel(fun, *args):
     """A plan with a region round every single kernel but the last: the hardest to emit."""
-    dynamic, call = _jax.split_arrays(fun, args, {})
-    program = read_program(_jax.flatten(call, dynamic))
+    dynamic, call = jaxprs.split_arrays(fun, args, {})
+    program = read_program(jaxprs.flatten(call, dynamic))
     regions = tuple(Region(i, i + 1) for i in range(len(program.kernels) - 1))
-    return Plan("each", program.fingerprint, regions, (), 0, 0, program.flops, 0)
+    return Plan("each", program.fingerprint, regions, (), Predicted(0, 0, program.flops, 0))
 
 
 def assert_same(actual, expected):
@@ -214,13 +215,13 @@ def test_regions_reach_the_gradient():
 
     def matmuls(fun):
         def count(jaxpr):
-            inner = sum(count(j) for eqn in jaxpr.eqns for j in _jax.inner_jaxprs(eqn))
+            inner = sum(count(j) for eqn in jaxpr.eqns for j in jaxprs.inner_jaxprs(eqn))
             return inner + sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
 
         return count(jax.make_jaxpr(jax.grad(fun))(*args).jaxpr)
 
     extra = matmuls(jaxmem.remat(mlp, plan=chosen)) - matmuls(mlp)
-    assert extra == chosen.recompute_flops // one > 0
+    assert extra == chosen.predicted.recompute_flops // one > 0
 
 
 def test_vmap_per_example_gradients():
@@ -335,19 +336,19 @@ def test_plan_prints_its_regions():
 
 
 def test_a_smaller_budget_recomputes_more():
-    abstract = jax.tree.map(_jax.abstract, mlp_arguments(16))
+    abstract = jax.tree.map(jaxprs.abstract, mlp_arguments(16))
     least = jaxmem.plan(mlp, *abstract)
     plain = jaxmem.plan(mlp, *abstract, budget=2 * least.plain_bytes)
     half = jaxmem.plan(mlp, *abstract, budget=int(0.75 * least.plain_bytes))
     assert plain.regions == ()
-    assert 0 < half.recompute_flops < least.recompute_flops
+    assert 0 < half.predicted.recompute_flops < least.predicted.recompute_flops
     assert half.projected_bytes <= 0.75 * half.plain_bytes
     reserved = jaxmem.plan(mlp, *abstract, budget=2 * least.plain_bytes, reserved=1000)
     assert reserved.projected_bytes == plain.projected_bytes + 1000
 
 
 def test_budget_below_every_plan_names_the_lowest():
-    abstract = jax.tree.map(_jax.abstract, mlp_arguments(16))
+    abstract = jax.tree.map(jaxprs.abstract, mlp_arguments(16))
     with pytest.raises(jaxmem.BudgetError) as caught:
         jaxmem.plan(mlp, *abstract, budget=5000)
     least = int(re.search(r"\((\d+) bytes projected, ", str(caught.value))[1])
@@ -560,7 +561,7 @@ def test_costs_count_every_contraction():
         y, _ = jax.lax.scan(lambda c, _: (c @ w, None), y, length=5)
         return jax.lax.cond(jnp.sum(y) > 0, lambda y: y @ w, lambda y: y, y)
 
-    flat = _jax.flatten(fun, [x, jnp.ones((4, 4))])
+    flat = jaxprs.flatten(fun, [x, jnp.ones((4, 4))])
     from jaxmem.program import read_program
 
     convolution = 2 * (2 * 4 * 4 * 4) * (3 * 3 * 3)

@@ -327,7 +327,7 @@ class Gpu:
 def test_measure_beside_an_allocator(monkeypatch):
     """Before the run 1,000 bytes of others and the step's arguments are in use; the run takes what
     was compiled and 7 * 256 bytes more. The peak of earlier was lower."""
-    from jaxmem.memory import _measure
+    from jaxmem.reports import measured
 
     step, args, _ = mlp()
     args = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), args)
@@ -337,7 +337,7 @@ def test_measure_beside_an_allocator(monkeypatch):
     peak = compiled + 1000 + 7 * 256
     first = {"bytes_in_use": before, "peak_bytes_in_use": before + 50, "bytes_limit": 10**12}
     gpu = Gpu(first, {"bytes_in_use": before + 8, "peak_bytes_in_use": peak})
-    monkeypatch.setattr(_measure, "_device", lambda: gpu)
+    monkeypatch.setattr(measured, "_device", lambda: gpu)
     measured = jaxmem.measure(step, *args)
     assert sum(measured.arguments.values()) == given
     assert (measured.before, measured.after) == (before, before + 8)
@@ -361,10 +361,10 @@ def test_measure_beside_an_allocator(monkeypatch):
     ids=str,
 )
 def test_a_device_that_does_not_tell(monkeypatch, known):
-    from jaxmem.memory import _measure
+    from jaxmem.reports import measured
 
     gpu = Gpu(known, known)
-    monkeypatch.setattr(_measure, "_device", lambda: gpu)
+    monkeypatch.setattr(measured, "_device", lambda: gpu)
     measured = jaxmem.measure(jnp.sin, jnp.zeros(8))
     assert measured.peak is None and measured.others is None and measured.unexplained is None
     assert "keeps no statistics of its memory" in str(measured)

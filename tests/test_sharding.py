@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import jaxmem
-from jaxmem import _streaming
+from jaxmem.levers.host import streaming
 
 P = PartitionSpec
 EIGHT = AbstractMesh((8,), ("data",))
@@ -166,7 +166,7 @@ def test_stages_1_and_2_spread_the_state_alone(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_stay_whole_where_state_comes_in_pieces(stage, monkeypatch):
-    monkeypatch.setattr(_streaming, "CHUNK", 2**20)
+    monkeypatch.setattr(streaming, "CHUNK", 2**20)
     fsdp = jaxmem.shard(EIGHT, stage=stage, scanned="blocks")
 
     def loss_fn(params, x):

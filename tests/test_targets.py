@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import jaxmem
-from jaxmem.targets import _compiler, _install, _results, known_targets
+from jaxmem.targets import cache, known_targets
+from jaxmem.targets.cuda import compiler, install
 from tests.faults import BUSY, IDLE, run_compiling, seconds_after
 
 NAMES = [
@@ -37,11 +38,11 @@ SHAPES = [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(64, 32), (16, 64)]]
 def fresh_workers(monkeypatch, tmp_path):
     """Neither a worker nor a result of an earlier compilation is used."""
     count = itertools.count()
-    monkeypatch.setattr(_compiler, "_result_path", lambda *_: tmp_path / str(next(count)))
-    monkeypatch.setattr(_compiler._Worker, "_idle", [])
+    monkeypatch.setattr(compiler, "_result_path", lambda *_: tmp_path / str(next(count)))
+    monkeypatch.setattr(compiler._Worker, "_idle", [])
     yield
-    while _compiler._Worker._idle:
-        _compiler._Worker._idle.pop().close()
+    while compiler._Worker._idle:
+        compiler._Worker._idle.pop().close()
 
 
 def test_thirteen_gpus_are_known():
@@ -132,7 +133,7 @@ def test_nothing_is_said_by_jax_where_the_compiler_is_installed():
         text=True,
         env=environment,
     )
-    assert _install.find_compiler(13).plugin.exists()
+    assert install.find_compiler(13).plugin.exists()
     assert (done.stderr, done.returncode) == ("", 0)
     assert "CpuDevice" in done.stdout
 
@@ -177,7 +178,7 @@ def test_without_the_compiler_the_error_gives_the_command(monkeypatch, tmp_path)
     with pytest.raises(jaxmem.JaxmemError) as caught:
         jaxmem.memory(step, *SHAPES, target="h200")
     text = str(caught.value)
-    version = _install._jaxlib_version()
+    version = install._jaxlib_version()
     assert "    python -m jaxmem install-compiler --cuda 13\n" in text
     assert f"python -m pip install --target {tmp_path}/compilers/cuda13-{version}-py" in text
     assert f"jax-cuda13-plugin=={version} 'nvidia-cuda-nvcc>=13,<14'" in text
@@ -193,7 +194,7 @@ def test_v100_asks_for_the_compiler_of_cuda_12(monkeypatch, tmp_path):
 
 def test_an_installation_that_fails_says_why_and_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
-    monkeypatch.setattr(_install, "_jaxlib_version", lambda: "0.0.1")
+    monkeypatch.setattr(install, "_jaxlib_version", lambda: "0.0.1")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(jaxmem.JaxmemError, match=r"pip could not install[\s\S]*plugin==0\.0\.1"):
         jaxmem.install_compiler()
@@ -206,20 +207,20 @@ def test_an_installation_that_fails_says_why_and_leaves_nothing(monkeypatch, tmp
 def test_an_abort_in_the_compiler_is_an_error_with_its_last_lines(monkeypatch, tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text("import os, sys; print('Check failed: false', file=sys.stderr); os.abort()")
-    monkeypatch.setattr(_compiler, "_WORKER", worker)
+    monkeypatch.setattr(compiler, "_WORKER", worker)
     with pytest.raises(jaxmem.CompileError) as caught:
         jaxmem.memory(step, *SHAPES, target="h200")
     text = str(caught.value)
     assert text.startswith("XLA died (exit code -6) while compiling for h200; this process is unh")
     assert text.endswith("Its last lines:\nCheck failed: false")
-    assert _compiler._Worker._idle == []
+    assert compiler._Worker._idle == []
 
 
 @pytest.mark.usefixtures("fresh_workers")
 def test_a_compilation_that_takes_too_long_is_stopped(monkeypatch, tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(_compiler, "_WORKER", worker)
+    monkeypatch.setattr(compiler, "_WORKER", worker)
     with pytest.raises(
         jaxmem.CompileError, match="within 0.5 s and was stopped. Pass a longer tim"
     ):
@@ -232,9 +233,9 @@ def test_what_xla_refuses_is_an_error_and_the_worker_lives_on():
         jaxmem.CompileError, match=r"XLA could not compile .* h200:[\s\S]*no_such_f"
     ):
         jaxmem.memory(step, *SHAPES, target="h200", compiler_options={"xla_no_such_flag": 1})
-    (worker,) = _compiler._Worker._idle
+    (worker,) = compiler._Worker._idle
     assert jaxmem.memory(step, *SHAPES, target="h200").temp >= 0
-    assert _compiler._Worker._idle == [worker]
+    assert compiler._Worker._idle == [worker]
 
 
 @pytest.mark.usefixtures("fresh_workers")
@@ -247,12 +248,12 @@ def test_candidates_compile_side_by_side():
         assert list(pool.map(compile_width, (16, 32, 48, 64))) == [
             4 * width**2 for width in (16, 32, 48, 64)
         ]
-    assert 1 <= len(_compiler._Worker._idle) <= (os.cpu_count() or 1)
+    assert 1 <= len(compiler._Worker._idle) <= (os.cpu_count() or 1)
 
 
 def test_results_are_kept_on_disk(monkeypatch):
     first = jaxmem.memory(step, *SHAPES, target="t4")
-    monkeypatch.setattr(_compiler._Worker, "borrow", None)  # compiling again would fail
+    monkeypatch.setattr(compiler._Worker, "borrow", None)  # compiling again would fail
     assert jaxmem.memory(step, *SHAPES, target="t4") == first
 
 
@@ -288,15 +289,15 @@ def test_names_of_other_types_are_refused():
         jaxmem.remat_policy(target=["h200"])
 
 
-RESULT = _results.Compiled({"temp": 1471264, "argument": 7}, b"a program", {"live-range": b"x" * 9})
+RESULT = cache.Compiled({"temp": 1471264, "argument": 7}, b"a program", {"live-range": b"x" * 9})
 
 
 @pytest.fixture
 def kept(tmp_path):
     """A result on disk."""
-    path = _results.result_path(tmp_path / "compiled", "0123abcd")
-    _results.write(path, RESULT)
-    assert _results.read(path) == RESULT and list(path.parent.iterdir()) == [path]
+    path = cache.result_path(tmp_path / "compiled", "0123abcd")
+    cache.write(path, RESULT)
+    assert cache.read(path) == RESULT and list(path.parent.iterdir()) == [path]
     return path
 
 
@@ -318,16 +319,16 @@ def test_a_result_that_is_damaged_or_foreign_is_a_miss_and_is_replaced(kept):
     whole = kept.read_bytes()
     for content in damaged(whole):
         kept.write_bytes(content)
-        assert _results.read(kept) is None, content
-    other = _results.result_path(kept.parent, "another")
+        assert cache.read(kept) is None, content
+    other = cache.result_path(kept.parent, "another")
     other.write_bytes(whole)  # a whole one, of another program
-    assert _results.read(other) is None
-    _results.write(kept, RESULT)
-    assert _results.read(kept) == RESULT
+    assert cache.read(other) is None
+    cache.write(kept, RESULT)
+    assert cache.read(kept) == RESULT
     other.unlink()
     other.mkdir()
-    assert _results.read(other) is None
-    _results.write(other, RESULT)
+    assert cache.read(other) is None
+    cache.write(other, RESULT)
     assert sorted(kept.parent.iterdir()) == [kept, other]
 
 
@@ -336,29 +337,29 @@ def test_half_written_results_are_removed_and_full_disks_leave_nothing(kept):
     for part in (stale, fresh):
         part.write_bytes(b"half")
     os.utime(stale, (0, 0))
-    _results.write(kept, RESULT)
+    cache.write(kept, RESULT)
     assert sorted(kept.parent.iterdir()) == [kept, fresh]  # a living process may be at it
     fresh.unlink()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
-        _results.write(kept.with_name("new.compiled"), RESULT)
+        cache.write(kept.with_name("new.compiled"), RESULT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(kept.parent.iterdir()) == [kept]
-    assert _results.read(kept) == RESULT
+    assert cache.read(kept) == RESULT
 
 
 def test_a_damaged_result_is_compiled_again(monkeypatch, tmp_path):
     path = tmp_path / "result"
-    monkeypatch.setattr(_compiler, "_result_path", lambda *_: path)
+    monkeypatch.setattr(compiler, "_result_path", lambda *_: path)
     first = jaxmem.memory(step, *SHAPES, target="t4")
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b'"argument": 12', b'"argument": 13'))
     assert path.read_bytes() != whole
     assert jaxmem.memory(step, *SHAPES, target="t4") == first
-    assert _results.read(path).stats == _compiler.read(path).stats
-    monkeypatch.setattr(_compiler._Worker, "borrow", None)  # compiling again would fail
+    assert cache.read(path).stats == compiler.read(path).stats
+    monkeypatch.setattr(compiler._Worker, "borrow", None)  # compiling again would fail
     assert jaxmem.memory(step, *SHAPES, target="t4") == first
 
 
@@ -373,7 +374,7 @@ def test_a_cache_that_cannot_be_read(monkeypatch, tmp_path):
         jaxmem.install_compiler()
     monkeypatch.delenv("JAXMEM_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(_install.pathlib.Path, "home", raiser(RuntimeError("no home")))
+    monkeypatch.setattr(install.pathlib.Path, "home", raiser(RuntimeError("no home")))
     with pytest.raises(jaxmem.JaxmemError, match="There is no home folder .* Set JAXMEM_CACHE to"):
         jaxmem.memory(step, *SHAPES, target="h200")
 
@@ -391,7 +392,7 @@ def test_a_disk_that_is_full_while_installing_is_said_without_pips_traceback(mon
     stale.mkdir(parents=True)
     os.utime(stale, (0, 0))
     code = "import os; os.write(2, b'pip at work\\n'); raise OSError(28, os.strerror(28))"
-    monkeypatch.setattr(_install, "_pip", lambda *_: ["-c", code])
+    monkeypatch.setattr(install, "_pip", lambda *_: ["-c", code])
     with pytest.raises(jaxmem.JaxmemError) as caught:
         jaxmem.install_compiler()
     said = str(caught.value)
@@ -402,7 +403,7 @@ def test_a_disk_that_is_full_while_installing_is_said_without_pips_traceback(mon
 
 
 def test_without_a_temporary_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(_compiler, "_result_path", lambda *_: tmp_path / "result")
+    monkeypatch.setattr(compiler, "_result_path", lambda *_: tmp_path / "result")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(jaxmem.CompileError, match="a temporary folder, and could not have them: "):
         jaxmem.memory(step, *SHAPES, target="h200")
@@ -424,30 +425,30 @@ def test_a_fork_compiles_while_its_parent_does():
     """In the fork nobody would give back the slots and the lock that its parent's threads hold."""
     done = run_compiling("""
         import os, sys, threading, time
-        _compiler._slots = threading.BoundedSemaphore(1)
+        compiler._slots = threading.BoundedSemaphore(1)
         thread = threading.Thread(target=compile_short, daemon=True)
-        modules, compile_module = [], _compiler.compile_module
-        request = _compiler._Worker.request
+        modules, compile_module = [], compiler.compile_module
+        request = compiler._Worker.request
         def request_slowly(self, *args):
             locked.set()
             time.sleep(5)
             return request(self, *args)
         locked = threading.Event()
         from jaxmem import memory
-        package = sys.modules["jaxmem.memory._memory"]
+        package = sys.modules["jaxmem.reports.compiled"]
         package.compile_module = lambda *args, **options: modules.append((args, options)) or (
             compile_module(*args, **options))
         compile_short()
-        _compiler._Worker.request = request_slowly
+        compiler._Worker.request = request_slowly
         thread.start()
         locked.wait()
-        _compiler._Worker._lock.acquire()
+        compiler._Worker._lock.acquire()
         child = os.fork()
         if not child:
             args, options = modules[0]
-            _compiler._Worker.request = request
+            compiler._Worker.request = request
             os._exit(0 if compile_module(*args, **options).stats else 1)
-        _compiler._Worker._lock.release()
+        compiler._Worker._lock.release()
         deadline = time.monotonic() + 60
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -463,16 +464,16 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     with pytest.raises(jaxmem.JaxmemError, match="Set JAXMEM_CACHE to a folder that can be writ"):
         jaxmem.install_compiler()
     nowhere = tmp_path / "file" / "compiled" / "result"
-    _results.write(nowhere, _results.Compiled({}, b""))  # costs the result, nothing else
-    assert _results.read(nowhere) is None
+    cache.write(nowhere, cache.Compiled({}, b""))  # costs the result, nothing else
+    assert cache.read(nowhere) is None
 
 
 @pytest.mark.usefixtures("fresh_workers")
 def test_an_idle_worker_that_died_is_replaced():
     first = jaxmem.memory(step, *SHAPES, target="h200")
-    (worker,) = _compiler._Worker._idle
+    (worker,) = compiler._Worker._idle
     worker.process.kill()
     worker.process.wait()
     assert jaxmem.memory(step, *SHAPES, target="h200") == first
-    assert len(_compiler._Worker._idle) == 1
-    assert _compiler._Worker._idle != [worker]
+    assert len(compiler._Worker._idle) == 1
+    assert compiler._Worker._idle != [worker]

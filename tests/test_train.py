@@ -862,7 +862,7 @@ def wide():
 def test_out_of_memory_names_bytes_and_what_fit_would_do(monkeypatch):
     gpu = jaxmem.target("rtx-2080-ti")
     small = jaxmem.targets.LocalDevice("cpu", gpu.description, 20 * 2**20, gpu)
-    monkeypatch.setattr("jaxmem._exhausted.resolve", lambda _: small)
+    monkeypatch.setattr("jaxmem.training.exhausted.resolve", lambda _: small)
     params, batch = wide()
     step = jaxmem.train_step(loss_fn, optax.adam(1e-3))
     text = run_out(step, step.init(params), batch)
@@ -877,7 +877,7 @@ def test_out_of_memory_names_bytes_and_what_fit_would_do(monkeypatch):
     assert ": projected 1" in text and " (unchecked) ms a step.\n" in text
     assert text.endswith(f"XLA said: {EXHAUSTED}")
     monkeypatch.setattr(
-        "jaxmem._exhausted.resolve",
+        "jaxmem.training.exhausted.resolve",
         lambda _: jaxmem.targets.LocalDevice("cpu", gpu.description, 2**20, gpu),
     )
     step = jaxmem.train_step(loss_fn, optax.adam(1e-3))
@@ -895,8 +895,8 @@ def test_out_of_memory_names_the_measured_peak(monkeypatch):
             return {"peak_bytes_in_use": 12 * 2**20}
 
     small = jaxmem.targets.LocalDevice("cpu", "a GPU", 20 * 2**20, jaxmem.target("h200"))
-    monkeypatch.setattr("jaxmem._exhausted.resolve", lambda _: small)
-    monkeypatch.setattr("jaxmem._exhausted.jax.local_devices", lambda: [Device()])
+    monkeypatch.setattr("jaxmem.training.exhausted.resolve", lambda _: small)
+    monkeypatch.setattr("jaxmem.training.exhausted.jax.local_devices", lambda: [Device()])
     assert "  measured  12.00 MiB at the peak\n" in run_out(step, state, batch)
 
 
@@ -928,7 +928,7 @@ def test_memory_that_runs_out_after_the_dispatch_is_told_of_at_the_first_call(mo
             raise jax.errors.JaxRuntimeError(EXHAUSTED)
         return results
 
-    monkeypatch.setattr("jaxmem.train.jax.block_until_ready", wait)
+    monkeypatch.setattr("jaxmem.training.step.jax.block_until_ready", wait)
     with pytest.raises(jaxmem.JaxmemError, match="The step ran out of memory on"):
         step(state, batch)
     state = step.init(jax.tree.map(jnp.ones_like, wide()[0]))

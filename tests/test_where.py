@@ -11,9 +11,9 @@ import pytest
 from programs import FIVE, array, cnn, fsdp, mlp, nnx_transformer, report, scan_transformer
 
 import jaxmem
-from jaxmem.memory._arguments import Argument
-from jaxmem.memory._dump import read_dump
-from jaxmem.memory._peak import MemoryMap
+from jaxmem.reports.where.arguments import Argument
+from jaxmem.reports.where.peak import MemoryMap
+from jaxmem.reports.xla.dump import read_dump
 
 SAMPLES = sorted((pathlib.Path(__file__).parent / "samples").glob("*.json.gz"))
 BREAKDOWNS = ("by_phase", "by_kind", "by_module", "by_source")

@@ -120,7 +120,7 @@ def main():
         loss = network(unfused(act))
         plain = compiled(loss)
         found = jaxmem.pareto(loss, *args, target="h200", points=30).plans
-        once = [plan for plan in found if not plan.recompute_flops][-1]
+        once = [plan for plan in found if not plan.predicted.recompute_flops][-1]
         plans = once, jaxmem.plan(loss, *args, planner="dots")
         planned = [compiled(plan.apply(loss)) for plan in plans]
         reports = {"plain": plain, "plan": min(planned, key=lambda report: report.device)}

@@ -56,9 +56,9 @@ def main():
             "plain": f"{plain.device / GIB:.2f} GiB",
             "asked": f"{budget / GIB:.2f} GiB",
             "dp": f"{plan.compiled_bytes / GIB:.2f} GiB",
-            "dp: FLOPs": f"{plan.compiled_flops / plain.work.flops:.3f}x",
+            "dp: FLOPs": f"{plan.compiled.flops / plain.work.flops:.3f}x",
             "dots": f"{once.compiled_bytes / GIB:.2f} GiB",
-            "dots: FLOPs": f"{once.compiled_flops / plain.work.flops:.3f}x",
+            "dots: FLOPs": f"{once.compiled.flops / plain.work.flops:.3f}x",
         }
         rows = merge("network", list(CASES), [row])
         record("Norm, activation and convolution in whole networks", rows, __doc__.split("\n\n")[1])

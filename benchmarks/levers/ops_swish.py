@@ -58,7 +58,7 @@ def main():
         args = params, (data, data)
         plain = network(lambda x: x * jax.nn.sigmoid(x))
         plans = jaxmem.pareto(plain, *args, target="h200", points=20).plans
-        plan = [plan for plan in plans if not plan.recompute_flops][-1]
+        plan = [plan for plan in plans if not plan.predicted.recompute_flops][-1]
         forms = {
             "plain": plain,
             "custom_vjp": network(efficient_swish),

@@ -50,7 +50,7 @@ def transformer():
         budget = 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
         plan = jaxmem.plan(loss_fn, params, batch, budget=budget + ACTIVATIONS)
         report = compile_step(plan.apply(loss_fn), optimizer, params, batch)
-        flops = 1 + plan.recompute_flops / (3 * plan.flops)
+        flops = 1 + plan.predicted.recompute_flops / (3 * plan.predicted.flops)
         found = row(name, report, report.argument / gpt.parameters())
         found["FLOPs"] = f"{flops:.3f}x"
         print(found, flush=True)

@@ -72,7 +72,7 @@ def fit(name, make, batch, target, options) -> dict:
     plain = next(
         row
         for row in fitting.considered
-        if row.remat == "none" and row.levers == jaxmem.fitting.Levers("", 1)
+        if row.remat == "none" and row.levers == jaxmem.fitting.Levers()
     )
     chosen = fitting.chosen
     return {

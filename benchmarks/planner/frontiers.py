@@ -105,7 +105,7 @@ def rows_of(name):
             "predicted time": "",
         }
         if plan:
-            more = plan.recompute_seconds / (3 * plan.seconds)
+            more = plan.predicted.recompute_share
             found["predicted time"] = f"{1 + more:.3f}x"
         print(f"{time.monotonic() - began:.0f} s", found, flush=True)
         return found
@@ -117,7 +117,7 @@ def rows_of(name):
     for share in (*SHARES, 0):
         plan, fits = planned(loss, args, max(int(share * plain.device), 1))
         label = f"jaxmem, {share:.0%}" if fits else "jaxmem, floor"
-        yield row(label, plan.compiled_bytes, plan.compiled_flops, plan)
+        yield row(label, plan.compiled_bytes, plan.compiled.flops, plan)
         if not fits:
             break
 

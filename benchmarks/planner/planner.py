@@ -88,7 +88,7 @@ def row(name, plan, report, plain):
         "convolutions": report.work.convolutions,
         "projected": jaxmem.format_bytes(plan.projected_bytes) if plan else "",
         "compiled": jaxmem.format_bytes(plan.compiled_bytes) if plan else "",
-        "predicted extra ms": f"{plan.recompute_seconds * 1e3:.1f}" if plan else "0",
+        "predicted extra ms": f"{plan.predicted.recompute_seconds * 1e3:.1f}" if plan else "0",
     }
 
 

@@ -81,8 +81,8 @@ def planned(form, what: str, budget: float, usual: str, flops: int, planner="dp"
     return row | {
         "projected": f"{plan.projected_bytes / GIB:.3f} GiB",
         "compiled": f"{plan.compiled_bytes / GIB:.3f} GiB",
-        "FLOPs": f"{plan.compiled_flops / flops:.3f}x",
-        "predicted extra time": f"{plan.recompute_seconds / plan.seconds / 3:.1%}",
+        "FLOPs": f"{plan.compiled.flops / flops:.3f}x",
+        "predicted extra time": f"{plan.predicted.recompute_share:.1%}",
     }
 
 

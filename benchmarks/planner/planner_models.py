@@ -44,8 +44,8 @@ def main():
                 "budget": f"{plain.device / 2 / GIB:.2f} GiB",
                 "projected": f"{plan.projected_bytes / GIB:.2f} GiB",
                 "compiled": f"{plan.compiled_bytes / GIB:.2f} GiB",
-                "FLOPs": f"{plan.compiled_flops / plain.work.flops:.3f}x",
-                "predicted extra time": f"{plan.recompute_seconds / plan.seconds / 3:.1%}",
+                "FLOPs": f"{plan.compiled.flops / plain.work.flops:.3f}x",
+                "predicted extra time": f"{plan.predicted.recompute_share:.1%}",
             }
         )
         print(rows[-1], flush=True)

@@ -19,7 +19,8 @@ from benchmarks.planner.frontiers import TARGET, compiled
 from benchmarks.planner.planner import BUDGETS, GIB, problem as resnet50
 from benchmarks.planner.planner_gpt import problem as gpt2_medium
 from benchmarks.planner.planner_models import CASES as MODELS
-from jaxmem._problem import Allowed, Problem
+from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.traced import TracedFunction
 
 SCAN = (5.720, 8.704, 9.659, 14.489, 21.079)
 UNROLLED = (5.345, 8.329, 9.370, 14.055, 20.329)
@@ -54,8 +55,8 @@ CASES = {
 def rows_of(name):
     loss, args, budgets = CASES[name]()
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
-    allowed = Allowed.parse(None, 0, TARGET, "dp")
-    program = Problem(loss, args, {}, 0, has_aux).program
+    allowed = Constraints.parse(None, 0, TARGET, "dp")
+    program = TracedFunction(loss, args, {}, 0, has_aux).program
     around = program.boundary_bytes
     for budget in budgets:
         planner = allowed.planner(program)

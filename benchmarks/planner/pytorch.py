@@ -73,7 +73,7 @@ def jaxmem_rows(network):
     yield row(part, "none", saved(loss), plain.device, 1)
     for share in (*SHARES, 0):
         plan, fits = planned(loss, args, max(int(share * plain.device), 1))
-        peak, flops = plan.compiled_bytes, plan.compiled_flops / plain.work.flops
+        peak, flops = plan.compiled_bytes, plan.compiled.flops / plain.work.flops
         measured = None
         if attached():
             there = apart(network, str(share))

@@ -18,8 +18,9 @@ import numpy as np
 from benchmarks._models import ViT, classifier, resnet50, unet
 from benchmarks._record import record
 from benchmarks.planner.planner_gpt import problem as gpt2_medium
-from jaxmem._problem import Allowed, Problem
-from jaxmem.planning._chain import Chain, Solution
+from jaxmem.planning.chain import Chain, Solution
+from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.traced import TracedFunction
 
 TEST = pathlib.Path(__file__).parents[2] / "tests" / "test_chain.py"
 
@@ -59,14 +60,14 @@ def planned(name) -> dict:
     loss, args = make(*given)  # not traced before
 
     def trace():
-        program = Problem(loss, args, {}, 0, has_aux).program
+        program = TracedFunction(loss, args, {}, 0, has_aux).program
         return program, len(program.kernels)
 
     traced, (program, kernels) = taken(trace)
-    plain = Allowed.parse(2**62, 0, "h200", "dp").plan(program).plain_bytes
-    allowed = Allowed.parse(plain // 2, 0, "h200", "dp")
+    plain = Constraints.parse(2**62, 0, "h200", "dp").plan(program).plain_bytes
+    allowed = Constraints.parse(plain // 2, 0, "h200", "dp")
     seconds, plan = taken(lambda: allowed.plan(program))
-    more = plan.recompute_seconds / (3 * plan.seconds)
+    more = plan.predicted.recompute_share
     return {
         "program": name,
         "kernels or blocks": kernels,

@@ -1,21 +1,12 @@
-"""From a program and a budget to a plan: pure arithmetic, no JAX."""
+"""From a program and a budget to regions: pure arithmetic, no JAX."""
 
-from jaxmem.planning._dp import Layout as Layout
-from jaxmem.planning._one_liners import one_liners as one_liners
-from jaxmem.planning._plan import (
-    COMPILER_OPTIONS as COMPILER_OPTIONS,
-    Choice as Choice,
-    Loop as Loop,
-    Plan as Plan,
-    Region as Region,
-    Row as Row,
-    checked as checked,
+from jaxmem.planning.dp import Layout as Layout
+from jaxmem.planning.one_liners import one_liners as one_liners
+from jaxmem.planning.rates import Rates as Rates
+from jaxmem.planning.regions import Loop as Loop, Region as Region, place_of as place_of
+from jaxmem.planning.registry import PLANNERS as PLANNERS, Planner as Planner, lowest as lowest
+from jaxmem.planning.simulate import (
+    recomputed as recomputed,
+    simulate as simulate,
+    simulate_block as simulate_block,
 )
-from jaxmem.planning._planners import (
-    PLANNERS as PLANNERS,
-    Planner as Planner,
-    lowest as lowest,
-    write_plan as write_plan,
-)
-from jaxmem.planning._rates import Rates as Rates
-from jaxmem.planning._simulate import recomputed as recomputed, simulate as simulate

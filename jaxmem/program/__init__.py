@@ -1,11 +1,11 @@
 """A traced function as a flat list of operations: values, bytes, FLOPs, liveness."""
 
-from jaxmem.program._costs import (
+from jaxmem.program.costs import (
     CONTRACTIONS as CONTRACTIONS,
     contraction_flops as contraction_flops,
 )
-from jaxmem.program._kernels import Kernel as Kernel, read_kernels as read_kernels
-from jaxmem.program._program import (
+from jaxmem.program.kernels import Kernel as Kernel, read_kernels as read_kernels
+from jaxmem.program.operations import (
     Operation as Operation,
     Program as Program,
     read_program as read_program,

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxmem
-from jaxmem import _streaming
+from jaxmem.levers.host import streaming
 from jaxmem.optim import half_params, small_moments
 
 WIDTH = 128
@@ -94,7 +94,7 @@ for name, case in CASES.items():
     outer = case.pop("outer", lambda optimizer: optimizer)
     adamw = case.pop("inner", lambda optimizer: optimizer)(optax.adamw(1e-2))
     fsdp = jaxmem.shard(mesh, stage=stage, scanned="blocks" if case.get("scanned") else None)
-    _streaming.CHUNK = case.pop("chunk", 64 * 2**20)
+    streaming.CHUNK = case.pop("chunk", 64 * 2**20)
     plain = {key: case[key] for key in case if key in ("precision", "dtype", "scanned")}
     expected = losses(layer, adamw, **plain)
     got = losses(fsdp.gather(layer), outer(fsdp.optimizer(adamw)), sharding=fsdp, **case)

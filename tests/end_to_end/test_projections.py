@@ -68,4 +68,4 @@ def test_the_projection_holds(network, budget):
         target="h200", compiler_options=plan.compiler_options, timeline=False,
     )  # fmt: skip
     again = report.work.flops - plain.work.flops
-    assert again == pytest.approx(plan.recompute_flops, rel=0.01, abs=1e9)
+    assert again == pytest.approx(plan.predicted.recompute_flops, rel=0.01, abs=1e9)

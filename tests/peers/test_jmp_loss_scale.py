@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem._update_if import update_if
+from jaxmem.levers.batch.skipping import update_if
 
 GOOD, BAD = {"a": jnp.ones([])}, {"a": jnp.asarray(jnp.nan)}
 

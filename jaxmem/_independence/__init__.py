@@ -1,7 +1,0 @@
-"""Whether a loss is a mean, or a sum, over examples: proved from its program, or not.
-
-Microbatches add up gradients of slices. That is exact for a mean, or a sum, over examples that do
-not see one another, and for nothing else. README.md beside this file tells how it is proved.
-"""
-
-from jaxmem._independence.proof import Proof as Proof, reduction_of as reduction_of

@@ -1,0 +1,3 @@
+"""The command line."""
+
+from jaxmem.cli.entry import main as main

@@ -1,0 +1,57 @@
+"""``jaxmem fit``: the levers that make a step fit."""
+
+import inspect
+import json
+
+from jaxmem.cli.loading import FIT, described, load_function
+from jaxmem.cli.options import add_command, add_files, check_files
+from jaxmem.cli.output import write_files
+from jaxmem.fitting.levers import allowed, kept
+from jaxmem.fitting.one_call import fit
+from jaxmem.fitting.problem import Problem
+from jaxmem.fitting.search import Search
+from jaxmem.ground.errors import JaxmemError
+
+
+def add_fit(commands) -> None:
+    about = "choose the levers that make a step fit; exit code 3 if nothing does"
+    parser = add_command(commands, "fit", _fit, about)
+    parser.add_argument("problem", help=f"{FIT}; options given here win")
+    parser.add_argument("--target", help="a GPU's name (default: local)")
+    parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the target's)")
+    for name, about, known in (
+        ("allow", "what may be done although it changes the numerics", allowed()),
+        ("keep", "what may NOT be done although it changes no numerics", kept()),
+    ):
+        what = "; ".join(f"'{word}', {text}" for word, text in known.items())
+        about = f"{about}, by name (may be repeated): {what}"
+        parser.add_argument(f"--{name}", action="append", default=[], metavar="NAME", help=about)
+    parser.add_argument("--compilations", type=int, help="at most (default: 6)")
+    add_files(parser)
+
+
+def _fit(options) -> int:
+    check_files(options)
+    returns = "(loss_fn, optimizer, params, batch)"
+    made = load_function(
+        options.problem, FIT, (), returns, "one that makes the loss, the optimizer"
+    )()
+    parts = made if isinstance(made, tuple) else ()
+    extra = parts[4] if len(parts) == 5 else {}
+    if len(parts) not in (4, 5) or not callable(parts[0]) or not isinstance(extra, dict):
+        raise JaxmemError(
+            f"{options.problem} must return {returns}, with a dict of "
+            f"jaxmem.fit's options after it if it likes. It returned {described(made)}."
+        )
+    unknown = sorted(map(str, extra.keys() - inspect.signature(fit).parameters))
+    if unknown:
+        raise JaxmemError(f"{options.problem} returns options that jaxmem.fit has not: {unknown}.")
+    names = ("budget", "target", "allow", "keep", "compilations")
+    given = {name: getattr(options, name) for name in names}
+    given = {name: value for name, value in given.items() if value not in (None, [])}
+    chosen = {"compilations": 6, **extra, **given}
+    compilations = chosen.pop("compilations")
+    fitting = Search(Problem(*parts[:4], **chosen)).run(compilations).fitting
+    print(json.dumps(fitting.to_dict(), indent=1) if options.json else fitting)
+    write_files(fitting.report, options)
+    return 0

@@ -1,0 +1,63 @@
+"""``jaxmem plan``: what a loss saves and recomputes."""
+
+from typing import Any
+
+import jax
+
+from jaxmem.cli.loading import LOSS, load
+from jaxmem.cli.options import add_command, check_files
+from jaxmem.cli.output import compile_step, progress, write_to
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.levers.host.offloading import eval_shape
+from jaxmem.rematerialization.frontier import pareto
+from jaxmem.rematerialization.plans import plan
+from jaxmem.targets import target
+
+
+def add_plan(commands) -> None:
+    about = "plan what a loss saves and recomputes within a budget; exit code 3 if none fits"
+    parser = add_command(commands, "plan", _plan, about)
+    parser.add_argument("loss", help=LOSS)
+    parser.add_argument("--target", help="a GPU's name: compile the plan for it, and correct it")
+    parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the least memory)")
+    parser.add_argument("--reserved", default="0", help="of it, for the optimizer's state, say")
+    parser.add_argument("--planner", default="dp", help="dp, dots or sqrt (default: dp)")
+    about = "let residuals of scans wait in host memory"
+    parser.add_argument("--offload", action="store_true", help=about)
+    parser.add_argument("--plot", metavar="FILE", help="draw the frontier as .png, .svg or .pdf")
+    about = "write the compiled timeline of value and gradient under the plan as a page (--target)"
+    parser.add_argument("--html", metavar="FILE", help=about)
+
+
+def _plan(options) -> int:
+    check_files(options)
+    if options.html and not options.target:
+        raise JaxmemError("--html shows what was compiled: name a GPU to compile for (--target).")
+    loss, args = load(options.loss, "loss")
+    reserved = 0 if options.reserved == "0" else options.reserved
+    common: dict[str, Any] = {"planner": options.planner, "target": options.target}
+    with progress(f"planning {options.loss}"):
+        has_aux = isinstance(eval_shape(loss, *args), tuple)
+        found = plan(
+            loss,
+            *args,
+            budget=options.budget,
+            reserved=reserved,
+            has_aux=has_aux,
+            offload=options.offload,
+            **common,
+        )
+    print(found.to_json() if options.json else found)
+    if options.html:
+        step = jax.jit(
+            jax.value_and_grad(found.apply(loss), has_aux=has_aux),
+            compiler_options=found.compiler_options,
+        )
+        write_to(
+            options.html, compile_step(options.loss, step, args, target(options.target)).to_html
+        )
+    if options.plot:
+        with progress("planning the frontier"):
+            frontier = pareto(loss, *args, reserved=reserved, **common)
+        write_to(options.plot, frontier.plot)
+    return 0

@@ -1,0 +1,15 @@
+"""All levers chosen together, for the least predicted time whose compiled bytes fit."""
+
+from jaxmem.fitting.advice import advise as advise
+from jaxmem.fitting.largest import BatchSize as BatchSize, max_batch_size as max_batch_size
+from jaxmem.fitting.levers import (
+    LEVERS as LEVERS,
+    Lever as Lever,
+    Levers as Levers,
+    allowed as allowed,
+    kept as kept,
+)
+from jaxmem.fitting.one_call import fit as fit
+from jaxmem.fitting.problem import Problem as Problem
+from jaxmem.fitting.search import Search as Search
+from jaxmem.fitting.table import Candidate as Candidate, Fitting as Fitting

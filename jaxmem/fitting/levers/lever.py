@@ -1,0 +1,71 @@
+"""What `fit` asks of a lever."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import optax
+
+if TYPE_CHECKING:
+    from jaxmem.fitting.levers.setting import Levers
+    from jaxmem.fitting.problem import Problem
+
+
+class Lever:
+    """One thing that `fit` may turn. To add one: a subclass in a file of its own, and an entry of
+    `LEVERS` in ``jaxmem/fitting/levers/__init__.py``.
+
+    Attributes:
+        name: of the lever in `Levers`; ``neutral`` is its value where it is not used.
+        allowed: names for ``allow=``, and what each permits that changes the mathematics.
+        kept: names for ``keep=``, and what each forbids that does not.
+        shrinks_state: whether its last value is the one of the fewest bytes of state.
+        changes_state: whether the state of a step depends on it.
+        changes_loss: whether the loss that is planned depends on it.
+        own_ratio: whether projections are off in a way of their own where it is used.
+    """
+
+    name: str
+    neutral: Any = False
+    allowed: ClassVar[dict[str, str]] = {}
+    kept: ClassVar[dict[str, str]] = {}
+    shrinks_state = False
+    changes_state = True
+    changes_loss = False
+    own_ratio = False
+
+    def as_is(self, problem: "Problem") -> Any:
+        """Its value in the step as the user has it."""
+        return self.neutral
+
+    def values(self, problem: "Problem") -> list[Any]:
+        """The values to search, the one as it is first. What is not searched, and why, goes to
+        ``problem.refused``; ``problem.may(name)`` asks for a permission."""
+        raise NotImplementedError
+
+    def text(self, value: Any) -> str:
+        """A value that is not neutral, in a few words for the table."""
+        raise NotImplementedError
+
+    def optimizer(
+        self, problem: "Problem", optimizer: optax.GradientTransformation, value: Any
+    ) -> optax.GradientTransformation:
+        """The optimizer of a step with a value that is not neutral; levers wrap it in order."""
+        return optimizer
+
+    def options(self, problem: "Problem", value: Any) -> dict[str, Any]:
+        """Arguments of `jaxmem.train_step` for a value that is not neutral."""
+        return {}
+
+    def reserved_bytes(self, problem: "Problem", levers: "Levers", share: int) -> int:
+        """What a value that is not neutral adds, on each device, to what is alive beside the loss
+        and its gradient. The program that is planned is divided among ``share`` devices."""
+        return 0
+
+    def seconds(self, problem: "Problem", levers: "Levers") -> float:
+        """What a value that is not neutral adds to a step outside the loss and its gradient."""
+        return 0.0
+
+
+def names_of(levers: dict[str, Lever], which: Callable[[Lever], dict[str, str]]) -> dict[str, str]:
+    """The permissions of all levers."""
+    return {name: text for lever in levers.values() for name, text in which(lever).items()}

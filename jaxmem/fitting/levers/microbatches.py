@@ -1,0 +1,61 @@
+"""Microbatches as a lever."""
+
+import jax
+
+from jaxmem.fitting.levers.lever import Lever
+from jaxmem.fitting.sizes import bytes_in_float32, bytes_of, slice_counts, whole
+from jaxmem.levers.batch.independence import reduction_of
+
+
+class MicrobatchesLever(Lever):
+    """``microbatches``: into how many slices the batch is cut."""
+
+    name, neutral = "microbatches", 1
+    allowed = {  # noqa: RUF012
+        "statistics": "cut a batch whose loss is not proved to be a mean over its examples"
+    }
+    kept = {"batch": "cut the batch into microbatches"}  # noqa: RUF012
+    changes_state = False
+    changes_loss = own_ratio = True
+
+    def values(self, problem):
+        counts = slice_counts(problem.batch, problem.devices) if problem.may("batch") else [1]
+        return self._provable(problem, counts) if len(counts) > 1 else counts
+
+    def _provable(self, problem, counts: list[int]) -> list[int]:
+        """The counts for which the loss of the batch is proved to be the mean, or the sum, of its
+        slices'; all of them where that does not matter."""
+        step, state = problem.step(problem.as_is), jax.tree.map(whole, problem.state(problem.as_is))
+        batch = jax.tree.map(whole, problem.batch)
+        size = jax.tree.leaves(batch)[0].shape[0]
+        # A slice of one example may make a program of its own, with axes that are gone.
+        several = [count for count in counts if count * problem.devices < size]
+        for fewer in (counts, several) if len(several) > 1 else (counts,):
+            parts = {size // (count * among) for count in fewer for among in (1, problem.devices)}
+            proof = reduction_of(
+                step.plain_loss, batch, parts, state.params, state.model_state, state.key
+            )
+            if proof.reduction is not None:
+                problem.reduction = proof.reduction
+                return fewer
+        if "statistics" in problem.allow:
+            return counts
+        kept = "it is to be kept" if "statistics" in problem.keep else "allow=('statistics',)"
+        problem.refused["statistics"] = f"the loss cannot be cut: {proof.why}; {kept}"
+        return [1]
+
+    def text(self, value):
+        return f"{value} microbatches"
+
+    def options(self, problem, value):
+        return {"microbatches": value}
+
+    def reserved_bytes(self, problem, levers, share):
+        """The rest of the batch, and the sum of the gradients."""
+        batch, params = bytes_of(problem.batch), problem.state(levers).params
+        return batch - batch // levers.microbatches + bytes_in_float32(params)
+
+    def seconds(self, problem, levers):
+        """The sum is read and written, and the gradients read, for each slice."""
+        moved = 3 * levers.microbatches * bytes_in_float32(problem.state(levers).params)
+        return moved / problem.gpu.memory_bandwidth

@@ -1,0 +1,21 @@
+"""8-bit moments as a lever."""
+
+from jaxmem.fitting.levers.lever import Lever
+from jaxmem.optim import small_moments
+
+
+class MomentsLever(Lever):
+    """``moments``: whether the optimizer's moments are in 8 bits."""
+
+    name = "moments"
+    allowed = {"moments": "keep the optimizer's moments in 8 bits, with other rounding"}  # noqa: RUF012
+    shrinks_state = True
+
+    def values(self, problem):
+        return [False, True] if problem.may("moments") and problem.has_large_state else [False]
+
+    def text(self, value):
+        return "8-bit moments"
+
+    def optimizer(self, problem, optimizer, value):
+        return small_moments(optimizer)

@@ -1,0 +1,112 @@
+"""One call that makes a step fit."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxmem.fitting.problem import Problem
+from jaxmem.fitting.search import Search
+from jaxmem.levers.precision.loss_scale import LossScale
+from jaxmem.levers.precision.policy import Precision
+from jaxmem.targets import LocalDevice, Target
+from jaxmem.training.step import TrainStep
+
+
+def fit(
+    loss_fn: Callable,
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    batch: Any,
+    *,
+    budget: int | str | None = None,
+    target: str | Target | LocalDevice | None = None,
+    model_state: Any = None,
+    key: jax.Array | None = None,
+    precision: str | Precision | None = None,
+    loss_scale: LossScale | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    allow: str | Collection[str] = (),
+    keep: str | Collection[str] = (),
+    compilations: int = 6,
+) -> TrainStep:
+    """The training step of the least predicted time whose compiled bytes fit a budget.
+
+    Searches rematerialization plans (with residuals of a scan in host memory, where that takes less
+    time), microbatches and the optimizer's state in host memory together, on a mesh ZeRO's stages,
+    and what ``allow`` names besides. A candidate's time is predicted: its kernels by roofline, the
+    update and the sums of gradients by the bytes they move, transfers to the host and between GPUs
+    by the links, with nothing overlapped but those of residuals. Candidates are compiled for the
+    target in the order of their times; what the compiler says of one corrects the projected bytes
+    of the next. So the first that fits is the one, unless a nearer plan takes less recomputation.
+
+    Everything that was considered is printed, with bytes, time and the reason for each refusal;
+    it stays in ``step.fitting``.
+
+    Args:
+        loss_fn, optimizer: as for `jaxmem.train_step`; the optimizer not offloaded yet, if its
+            place is to be searched.
+        params, batch, model_state, key: what the step takes, real or abstract
+            (`jax.ShapeDtypeStruct`): nothing is allocated. ``params`` may be a Flax nnx module.
+        budget: device bytes for the whole step, an int or text; None: what is usable on the target,
+            which counts too where the budget is more (`JaxmemWarning`).
+        target: the GPU, present or not; None: the attached one.
+        precision, loss_scale: as for `jaxmem.train_step`; not changed.
+        mesh: of GPUs of the target, real or abstract: ZeRO's stages 1 to 3 along its last axis
+            (`jaxmem.shard`) are searched too, and the budget is each GPU's.
+        allow: what may be done although it changes the mathematics: ``"precision"`` (bfloat16
+            compute by `jaxmem.autocast`), ``"moments"`` (`jaxmem.optim.small_moments`),
+            ``"statistics"`` (microbatches where a slice's loss is not proved to be its share of the
+            whole one: under batch norm each slice is normalised by its own statistics; a mean over
+            what a mask leaves becomes a mean of means). That a loss is a mean, or a sum, over
+            examples is proved from its program, for every size of slice that is searched; the
+            table names the operation that stands in the way. From ``key`` each slice draws other
+            random numbers (dropout masks) than the whole batch would.
+        keep: what may not be done although it does not: ``"batch"`` (no microbatches),
+            ``"placement"`` (no transfers to host memory), ``"residuals"`` (no recomputation).
+        compilations: how many at most. Where they end before the search does, the table says so;
+            the only one goes to a plan with room for what projections miss.
+
+    Returns:
+        A `TrainStep` whose ``fitting`` is the table, and which is compiled with XLA's own
+        rematerialization pass off, as it was here.
+
+    Raises:
+        BudgetError: nothing that was compiled fits: names the lowest bytes met, what holds them,
+            and what else could be allowed; or the budget does not parse.
+        JaxmemError: an unknown name in ``allow`` or ``keep``, a target that is no known GPU, or
+            what `jaxmem.train_step` raises.
+
+    >>> import jax, jax.numpy as jnp, jaxmem, optax
+    >>> def loss_fn(params, batch):
+    ...     return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2)
+    >>> params = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
+    >>> batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    >>> step = jaxmem.fit(
+    ...     loss_fn, optax.adam(1e-3), params, batch, budget="2GiB", target="h200"
+    ... )  # doctest: +ELLIPSIS
+    jaxmem.fit: 2.00 GiB on h200: NVIDIA H200, 141.00 GiB (140.50 GiB usable)
+    ...
+    >>> print(step.fitting.chosen.levers)
+    precision as it is
+    """
+    problem = Problem(
+        loss_fn,
+        optimizer,
+        params,
+        batch,
+        budget=budget,
+        target=target,
+        model_state=model_state,
+        key=key,
+        precision=precision,
+        loss_scale=loss_scale,
+        mesh=mesh,
+        allow=allow,
+        keep=keep,
+    )
+    step = Search(problem).run(compilations)
+    print(step.fitting)
+    return step

@@ -1,0 +1,191 @@
+"""What is to fit: a loss, an optimizer and a batch, on a target, and what may be done."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxmem import jaxprs
+from jaxmem.fitting.levers import LEVERS, Levers, allowed, kept
+from jaxmem.fitting.sizes import bytes_of
+from jaxmem.ground.bytes import device_budget
+from jaxmem.ground.checks import check_optimizer
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.levers.precision.loss_scale import LossScale
+from jaxmem.levers.precision.policy import Precision, precision as parse_precision
+from jaxmem.levers.sharding import Sharding, shard
+from jaxmem.rematerialization import COMPILER_OPTIONS, Plan, remat
+from jaxmem.targets import LocalDevice, Target, resolve
+from jaxmem.training.step import TrainState, TrainStep, train_step
+
+
+class Problem:
+    """The arguments of `fit`, checked, and the steps that levers make of them.
+
+    Attributes:
+        options: the settings of the levers to search.
+        refused: what is not searched, by name, and why.
+        reduction: what the loss is over its examples, or is taken for.
+        offload: whether residuals of scans may wait in host memory.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable,
+        optimizer: optax.GradientTransformation,
+        params: Any,
+        batch: Any,
+        *,
+        budget: int | str | None = None,
+        target: str | Target | LocalDevice | None = None,
+        model_state: Any = None,
+        key: jax.Array | None = None,
+        precision: str | Precision | None = None,
+        loss_scale: LossScale | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+        allow: str | Collection[str] = (),
+        keep: str | Collection[str] = (),
+    ):
+        check_optimizer(optimizer, "jaxmem.fit")
+        self.loss_fn, self.optimizer = loss_fn, optimizer
+        self.params, self.model_state, self.key = params, model_state, key
+        self.batch = jax.tree.map(_abstract, batch)
+        self.precision = None if precision is None else parse_precision(precision)
+        self.loss_scale = loss_scale
+        self.allow = _names_in(allow, "allow", allowed())
+        self.keep = _names_in(keep, "keep", {**allowed(), **kept()})
+        for name in sorted(self.allow & self.keep):
+            raise JaxmemError(f"jaxmem.fit is to allow {name!r} and to keep it: name it once.")
+        self._place(mesh, resolve(target))
+        budget = "100%" if budget is None else budget
+        self.budget = device_budget(budget, self.target.usable_bytes, self.target.name)
+        self._check_batch()
+        self.refused: dict[str, str] = {}
+        self.reduction = "mean"
+        self._steps: dict[Levers, TrainStep] = {}  # before they are planned
+        self._states: dict[Levers, TrainState] = {}
+        # Residuals of scans may wait in host memory; of partitioned programs nobody has tried it.
+        self.offload = "placement" not in self.keep
+        if self.offload and self.devices > 1:
+            self.offload = False
+            self.refused["residuals in host memory"] = "not tried on several devices"
+        self.as_is = Levers(**{name: lever.as_is(self) for name, lever in LEVERS.items()})
+        self.may("residuals")
+        values = {name: lever.values(self) for name, lever in LEVERS.items()}
+        self.options = [
+            Levers(**dict(zip(values, chosen, strict=True)))
+            for chosen in itertools.product(*values.values())
+        ]
+
+    def _place(self, mesh: Mesh | AbstractMesh | None, target: Target | LocalDevice) -> None:
+        if mesh is not None:
+            shard(mesh)  # checks it
+        self.mesh, self.devices = mesh, mesh.size if mesh is not None else 1
+        if target.count == 1:
+            target = dataclasses.replace(target, count=self.devices)
+        if target.count != self.devices:
+            raise JaxmemError(
+                f"The mesh has {self.devices} devices and the target {target.count}: pass "
+                "one GPU as target, or as many."
+            )
+        gpu = target.gpu if isinstance(target, LocalDevice) else target
+        if gpu is None:
+            raise JaxmemError(
+                f"jaxmem.fit plans for a GPU whose figures it knows, and {target.description} "
+                "is none. Name one: target='h200' (python -m jaxmem targets lists them)."
+            )
+        self.target, self.gpu = target, dataclasses.replace(gpu, count=1)
+        if mesh is not None:
+            self.batch = shard(mesh).place_batch(self.batch)
+
+    def _check_batch(self) -> None:
+        leaves = jax.tree.leaves(self.batch)
+        if any(leaf.shape[:1] == (0,) for leaf in leaves):
+            shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+            raise JaxmemError(f"The batch has no examples; its arrays are {shapes}.")
+
+    def may(self, name: str) -> bool:
+        """Whether something may be searched; if not, ``refused`` says why."""
+        if name in self.keep:
+            self.refused[name] = "it is to be kept"
+        elif name in allowed() and name not in self.allow:
+            self.refused[name] = f"would {allowed()[name]}; allow=({name!r},)"
+        return name not in self.refused
+
+    @functools.cached_property
+    def has_large_state(self) -> bool:
+        """Whether the optimizer has a state that is worth a lever, all of it on the device."""
+        state = jax.tree.leaves(self.state(self.as_is).opt_state)
+        large = [leaf for leaf in state if leaf.ndim and leaf.size]
+        placed = any(jaxprs.memory_space(leaf) is jaxprs.HOST for leaf in large)
+        return bool(large) and not placed
+
+    def sharding(self, stage: int) -> Sharding | None:
+        """How state is sharded at a stage of ZeRO's."""
+        return None if self.mesh is None or not stage else shard(self.mesh, stage=stage)
+
+    def step(self, levers: Levers, plan: Plan | None = None) -> TrainStep:
+        """The step of some levers, with a plan or before it is planned."""
+        if plan is not None:
+            return self._make_step(levers, plan)
+        if levers not in self._steps:
+            self._steps[levers] = self._make_step(levers, None)
+        return self._steps[levers]
+
+    def _make_step(self, levers: Levers, plan: Plan | None) -> TrainStep:
+        optimizer = self.optimizer
+        options: dict[str, Any] = {}
+        for lever, value in levers.used():
+            optimizer = lever.optimizer(self, optimizer, value)
+            options |= lever.options(self, value)
+        transform: Callable | None = functools.partial(remat, plan=plan)
+        if plan is not None and not (plan.recomputes or plan.widens):
+            transform = None
+        step = train_step(
+            self.loss_fn,
+            optimizer,
+            remat=transform,
+            reduction=self.reduction,
+            loss_scale=self.loss_scale,
+            compiler_options=plan.compiler_options if plan else dict(COMPILER_OPTIONS),
+            **options,
+        )
+        step.abstract(self.params, model_state=self.model_state, key=self.key)
+        return step
+
+    def state(self, levers: Levers) -> TrainState:
+        """The abstract state of the levers' step."""
+        alike = Levers(**{lever.name: v for lever, v in levers.used() if lever.changes_state})
+        if alike not in self._states:
+            self._states[alike] = self.step(alike).abstract(
+                self.params, model_state=self.model_state, key=self.key
+            )
+        return self._states[alike]
+
+    def host_bytes(self, levers: Levers) -> int:
+        """Of the optimizer's state, on each device's host."""
+        leaves = jax.tree.leaves(self.state(levers).opt_state)
+        return bytes_of([leaf for leaf in leaves if jaxprs.memory_space(leaf) is jaxprs.HOST])
+
+
+def _abstract(leaf: Any) -> Any:
+    return jaxprs.abstract(leaf if hasattr(leaf, "shape") else jnp.asarray(leaf))
+
+
+def _names_in(given: str | Collection[str], argument: str, known: dict[str, str]) -> frozenset[str]:
+    if not isinstance(given, str | Collection):
+        raise JaxmemError(f"jaxmem.fit takes {argument}=, names as text; got {given!r}.")
+    names = frozenset([given] if isinstance(given, str) else given)
+    unknown = sorted(names - known.keys())
+    if unknown:
+        raise JaxmemError(
+            f"jaxmem.fit knows no {argument}={unknown[0]!r}; the names are "
+            f"{', '.join(map(repr, known))}."
+        )
+    return names

@@ -1,0 +1,216 @@
+"""The search over the levers together: candidates by predicted time, corrected by the compiler."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jaxmem.fitting.costs import Costs
+from jaxmem.fitting.levers import LEVERS, Levers
+from jaxmem.fitting.problem import Problem
+from jaxmem.fitting.table import Candidate, Fitting
+from jaxmem.fitting.verdicts import GAIN, Verdicts, key_of
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.checks import is_count
+from jaxmem.ground.errors import CompileError, JaxmemError
+from jaxmem.rematerialization import Outcome, Plan, Search as CompiledSearch
+from jaxmem.reports import MemoryReport, memory
+from jaxmem.training.step import TrainStep
+
+_CLOSE = 0.97  # of the budget: no need to look for less recomputation
+_NEAR = 1.2  # times the budget: near enough to try plans in between
+_ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less
+_OVER = 1.01  # times the ratio of what did not fit: the next one differs from it
+# Compiled bytes over projected ones, at most, before anything was compiled: networks were within
+# 15 % (benchmarks/projected.py), microbatches of a small one 26 % off.
+_FIRST_ERROR = 1.3
+
+
+class Search:
+    """The search of `fit`."""
+
+    def __init__(self, problem: Problem):
+        self.problem, self.costs = problem, Costs(problem)
+        self.options = list(problem.options)
+        self.seen: dict[Levers, Candidate] = {}  # the last plan of each
+        self.found: dict[tuple, Candidate] = {}  # by key: what was compiled
+        self.reports: dict[tuple, MemoryReport] = {}
+        self.compiled: CompiledSearch[Candidate] = CompiledSearch(problem.budget, 0)
+
+    def run(self, compilations: int) -> TrainStep:
+        """The step that fits, after compiling so many candidates at most.
+
+        Raises:
+            BudgetError: nothing that was compiled fits.
+        """
+        if not is_count(compilations):
+            raise JaxmemError(
+                f"jaxmem.fit takes compilations=, an int of 1 or more; got {compilations!r}."
+            )
+        self.compiled = CompiledSearch(self.problem.budget, compilations, _OVER)
+        self.compiled.run(self._proposals(), self._compile)
+        best = self._best
+        if best is None:
+            raise Verdicts(self).too_small()
+        step = self.problem.step(best.levers, best.plan)
+        step.fitting = self.fitting(best)
+        return step
+
+    def fitting(self, best: Candidate | None = None) -> Fitting:
+        """The table of everything that was considered so far."""
+        return Verdicts(self).table(best)
+
+    def projected(self) -> Candidate | None:
+        """The candidate of the least predicted time that is projected to fit; nothing compiled."""
+        return self.cheapest(None)
+
+    @property
+    def _best(self) -> Candidate | None:
+        best = self.compiled.best
+        return self.found[key_of(best)] if best else None
+
+    def _proposals(self) -> Iterator[Candidate]:
+        while True:
+            best = self._best
+            # After others failed the last one goes to what is the most likely to fit.
+            last = self.found and self.compiled.left == 1
+            candidate = self.cheapest(best)
+            if best is None and (candidate is None or last):
+                candidate = self._smallest() or self._between()
+            if candidate is None:
+                return
+            yield candidate
+
+    def cheapest(self, best: Candidate | None) -> Candidate | None:
+        """The least predicted time that is projected to fit and not compiled yet; None: nothing
+        promises to be faster than ``best``."""
+        found: Candidate | None = None
+        limit = best.seconds if best else 1e30
+        bound = self.costs.bound
+        for levers in sorted(self.options, key=lambda levers: (bound(levers), str(levers))):
+            if bound(levers) >= min(limit, found.seconds if found else math.inf):
+                break
+            close = best is not None and (best.compiled or 0) >= _CLOSE * self.problem.budget
+            if best and levers == best.levers and close:
+                continue
+            candidate = self._candidate(levers)
+            if candidate is None or key_of(candidate) in self.found:
+                continue
+            gain = limit - candidate.seconds
+            if gain > GAIN * limit and (found is None or candidate.seconds < found.seconds):
+                found = candidate
+        return found
+
+    def _candidate(self, levers: Levers) -> Candidate | None:
+        """The levers with the plan that is projected to fit; None: none is."""
+        costs = self.costs
+        found = costs.plan(levers, int(self.problem.budget / self._ratio(levers)))
+        lowest = found if isinstance(found, int) else None
+        if isinstance(found, Plan) and "residuals" in self.problem.keep and found.recomputes:
+            lowest = costs.priced(levers, costs.plain(levers)).projected
+        if lowest is not None or not isinstance(found, Plan):
+            self.seen[levers] = Candidate(levers, None, lowest, costs.bound(levers))
+            return None
+        self.seen[levers] = costs.priced(levers, found)
+        return self.seen[levers]
+
+    def _smallest(self) -> Candidate | None:
+        """The fewest projected bytes of what is not compiled yet: the state as small as may be, and
+        the batch whole or in the most slices. None: there is no hope in it."""
+        most = max((levers.microbatches for levers in self.options), default=1)
+        least: Candidate | None = None
+        smallest = max(map(_shrunk, self.options), default=None)
+        for levers in self.options:
+            if _shrunk(levers) != smallest or levers.microbatches not in (1, most):
+                continue
+            found = self.costs.plan(levers, None if "residuals" in self.problem.keep else 1)
+            found = self.costs.plan(levers, found) if isinstance(found, int) else found
+            assert isinstance(found, Plan)
+            candidate = self.costs.priced(levers, found)
+            self.seen.setdefault(levers, candidate)
+            if key_of(candidate) in self.found:
+                continue
+            if least is None or self.expected(candidate) < self.expected(least):
+                least = candidate
+        tried = len(self.found) > 1
+        hopeless = least and tried and self.expected(least) > _NEAR * self.problem.budget
+        return None if hopeless else least
+
+    def _between(self) -> Candidate | None:
+        """A plan between two that were compiled, or a little above them, of the levers that came
+        nearest to the budget: bytes do not fall evenly with what is recomputed. None: it is too
+        far off."""
+        known = [one for one in self.found.values() if one.compiled and one.projected]
+        nearest = min(known, key=lambda one: one.compiled or 0, default=None)
+        if nearest is None or (nearest.compiled or 0) > _NEAR * self.problem.budget:
+            return None
+        sizes = sorted(one.projected or 0 for one in known if one.levers == nearest.levers)
+        sizes.append(int(_ABOVE * sizes[-1]))
+        gaps = sorted(itertools.pairwise(sizes), key=lambda gap: gap[0] - gap[1])
+        goals = [goal for low, high in gaps for goal in ((low + high) // 2, high)]
+        for goal in goals:
+            found = self.costs.plan(nearest.levers, goal)
+            if isinstance(found, Plan):
+                candidate = self.costs.priced(nearest.levers, found)
+                if key_of(candidate) not in self.found:
+                    return candidate
+        return None
+
+    def expected(self, candidate: Candidate) -> int:
+        """Bytes that are expected of the compiler."""
+        return int((candidate.projected or 0) * self._ratio(candidate.levers))
+
+    def _ratio(self, levers: Levers) -> float:
+        # What was not compiled borrows the last one, rounded up: fewer plans are made so. The only
+        # one to be compiled has no other to learn from.
+        ratios = self.compiled.ratios
+        alike = [ratio for place, ratio in ratios.items() if place.stage == levers.stage]
+        last = _FIRST_ERROR if self.compiled.compilations == 1 else 1.0
+        last = math.ceil(alike[-1] * 50) / 50 if alike else last
+        return ratios.get(_place(levers), last)
+
+    def _compile(self, candidate: Candidate) -> Outcome:
+        levers, key = candidate.levers, key_of(candidate)
+        assert candidate.projected and candidate.plan
+        about = f"{levers}; recompute {candidate.remat}"
+
+        def outcome(said: str, **fields: Any) -> Outcome:
+            self.found[key] = found = dataclasses.replace(candidate, **fields)
+            assert found.projected
+            return Outcome(said, found.seconds, found.projected, found.compiled, _place(levers))
+
+        try:
+            report = memory(
+                self.problem.step(levers, candidate.plan),
+                self.problem.state(levers),
+                self.problem.batch,
+                target=self.problem.target,
+            )
+        except CompileError as error:
+            lines = str(error).splitlines()
+            why = f"XLA could not compile it: {lines[min(1, len(lines) - 1)]}"
+            self.options.remove(levers)
+            return outcome(f": {about}: {why}", verdict=why)
+        away = candidate.plan.predicted.host_bytes
+        if away and report.host < away + self.problem.host_bytes(levers):
+            why = "XLA keeps on the device what was to wait in host memory"
+            self.problem.refused["residuals in host memory"] = why
+            self.problem.offload = False
+            return outcome(f": {about}: {why}", verdict=why)
+        self.reports[key] = report
+        said = (
+            f" for {self.problem.target.name}: {about}: {format_bytes(report.device)} "
+            f"(projected {format_bytes(candidate.projected)})"
+        )
+        return outcome(said, compiled=report.device)
+
+
+def _place(levers: Levers) -> Levers:
+    """What levers have in common whose projections are off alike."""
+    return Levers(**{lever.name: value for lever, value in levers.used() if lever.own_ratio})
+
+
+def _shrunk(levers: Levers) -> tuple:
+    """How far the levers shrink the state, to be compared."""
+    return tuple(getattr(levers, name) for name, lever in LEVERS.items() if lever.shrinks_state)

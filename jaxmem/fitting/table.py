@@ -1,0 +1,127 @@
+"""What `fit` considered, as a table."""
+
+import dataclasses
+from typing import Any
+
+from jaxmem.fitting.levers import Levers
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.rematerialization import Plan, checked
+from jaxmem.reports import MemoryReport
+from jaxmem.targets import LocalDevice, Target
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A step that was considered.
+
+    Attributes:
+        levers, plan: how it is made; None: not planned, since it cannot be the fastest.
+        projected: device bytes of the whole step by jaxmem's own arithmetic, of a plan.
+        seconds: predicted time of one step on the target; without a plan, at best.
+        host: bytes that cross the link to the host in a step.
+        compiled: device bytes by XLA, or None: not compiled.
+        verdict: why it was chosen or refused.
+    """
+
+    levers: Levers
+    plan: Plan | None
+    projected: int | None
+    seconds: float
+    host: int = 0
+    compiled: int | None = None
+    verdict: str = ""
+
+    @property
+    def remat(self) -> str:
+        """The plan in two words."""
+        if self.plan is None:
+            return ""
+        if not self.plan.recomputes:
+            return "none"
+        again, away = self.plan.predicted.recompute_share, self.plan.predicted.host_bytes
+        where = f", {format_bytes(away)} on the host" if away else ""
+        return f"{self.plan.planner}, +{again:.1%}{where}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Fitting:
+    """What `fit` considered: ``TrainStep.fitting`` of the step that it returns.
+
+    Attributes:
+        chosen: the candidate that became the step; None: nothing fits, or nothing was compiled.
+        considered: every candidate, by predicted time.
+        refused: what was not searched, by name, and why.
+        budget, target: what for.
+        report: of the chosen step, or of the one with the fewest bytes.
+
+    Predicted times are printed with their error on the target (`Target.time_error`), or as
+    "unchecked".
+    """
+
+    chosen: Candidate | None
+    considered: tuple[Candidate, ...]
+    refused: dict[str, str]
+    budget: int
+    target: Target | LocalDevice
+    report: MemoryReport | None = dataclasses.field(compare=False)
+
+    def __str__(self):
+        lines = [f"jaxmem.fit: {format_bytes(self.budget)} on {self.target}"]
+        rows: list[tuple[str, ...]] = [("", "recompute", "projected", "compiled", "ms a step", "")]
+        for one in self.considered:
+            sizes = [
+                format_bytes(n) if n is not None else "" for n in (one.projected, one.compiled)
+            ]
+            rows.append(
+                (str(one.levers), one.remat, *sizes, milliseconds(one, self.target), one.verdict)
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        for name, *cells, verdict in rows:
+            numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *numbers, verdict]).rstrip())
+        lines += [f"not searched: {name}: {why}" for name, why in self.refused.items()]
+        known = "have not been compared with a real GPU's"
+        if time_error(self.target) is not None:
+            known = "are as far from measured ones on such a GPU as is printed (in the median)"
+        how = "roofline, and the host link with nothing overlapped"
+        lines.append(f"times are predicted ({how}) and {known}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table as plain data."""
+
+        def row(one: Candidate) -> dict[str, Any]:
+            fields = ("projected", "compiled", "seconds", "host", "verdict")
+            levers = one.levers.to_dict()
+            return levers | {"remat": one.remat} | {name: getattr(one, name) for name in fields}
+
+        return {
+            "budget": self.budget,
+            "target": str(self.target),
+            "time_error": time_error(self.target),
+            "chosen": self.chosen and row(self.chosen),
+            "considered": [row(one) for one in self.considered],
+            "refused": self.refused,
+        }
+
+
+def holders(report: MemoryReport, most: int = 3) -> str:
+    """What holds the most bytes at the peak, by source line, in words."""
+    if not report.has_timeline:
+        held = {"arguments": report.argument, "temporary values": report.temp}
+    else:
+        held = dict(list(report.by_source.items())[:most])
+    return ", ".join(f"{format_bytes(size)} by {line}" for line, size in held.items())
+
+
+def time_error(target: Target | LocalDevice) -> float | None:
+    """How far predicted times may be off there; None: unchecked."""
+    gpu = target.gpu if isinstance(target, LocalDevice) else target
+    return gpu.time_error if gpu else None
+
+
+def milliseconds(candidate: Candidate, target: Target | LocalDevice) -> str:
+    """The predicted time, and how far off it may be."""
+    return f"{candidate.seconds * 1e3:.4g} {checked(time_error(target))}"

@@ -1,0 +1,131 @@
+"""What is said of a search: a verdict for each candidate, and what else could be done."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from jaxmem.fitting.levers import allowed
+from jaxmem.fitting.table import Candidate, Fitting, holders
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.errors import BudgetError
+
+if TYPE_CHECKING:
+    from jaxmem.fitting.search import Search
+
+CHOSEN = "chosen"
+GAIN = 0.005  # of a step's time: what is worth one more compilation
+
+
+class Verdicts:
+    """The words for what a search has done so far."""
+
+    def __init__(self, search: "Search"):
+        self.search, self.problem = search, search.problem
+
+    def table(self, best: Candidate | None) -> Fitting:
+        """Everything that was considered, by predicted time."""
+        reports = self.search.reports
+        rows = sorted(self._rows(best), key=lambda row: row.seconds)
+        chosen = next((row for row in rows if row.verdict.startswith(CHOSEN)), None)
+        known = {key: report.device for key, report in reports.items()}
+        key = key_of(best) if best else min(known, key=known.__getitem__, default=None)
+        report = None if key is None else reports[key]
+        problem = self.problem
+        return Fitting(chosen, tuple(rows), problem.refused, problem.budget, problem.target, report)
+
+    def _rows(self, best: Candidate | None) -> Iterator[Candidate]:
+        """What was compiled, and one row for each setting of the levers that was not."""
+        search = self.search
+        for found in search.found.values():
+            verdict = found.verdict
+            if best and key_of(found) == key_of(best):
+                verdict = f"{CHOSEN}: {self._why(best)}"
+            elif found.compiled is not None and found.compiled > self.problem.budget:
+                over = format_bytes(found.compiled - self.problem.budget)
+                verdict = f"compiled: {over} over the budget"
+            elif best and found.compiled is not None:
+                verdict = f"fits, {_slower(found, best):.1%} slower"
+            yield dataclasses.replace(found, verdict=verdict)
+        compiled = {found.levers for found in search.found.values()}
+        if search.options:
+            first = search.options[0]  # everything as it is
+            row = search.costs.priced(first, search.costs.plain(first))
+            if key_of(row) not in search.found:
+                compiled.add(first)
+                yield dataclasses.replace(row, verdict=self._not_compiled(row, best))
+        for levers in search.options:
+            if levers not in compiled:
+                unplanned = Candidate(levers, None, None, search.costs.bound(levers))
+                row = search.seen.get(levers, unplanned)
+                yield dataclasses.replace(row, verdict=self._not_compiled(row, best))
+
+    def _not_compiled(self, candidate: Candidate, best: Candidate | None) -> str:
+        over = self.search.expected(candidate) - self.problem.budget
+        if candidate.projected is not None and over > 0:
+            least = "at least " if candidate.plan is None else ""
+            return f"not compiled: expected {least}{format_bytes(over)} over the budget"
+        if best is None:
+            return "not compiled"
+        least = "at least " if candidate.plan is None else ""
+        if candidate.seconds > best.seconds:
+            return f"not compiled: {least}{_slower(candidate, best):.1%} slower"
+        gain = -_slower(candidate, best)
+        if gain <= GAIN:
+            return "not compiled: gains too little"
+        most = "at most " if candidate.plan is None else ""
+        return f"not compiled: {most}{gain:.1%} faster"
+
+    def _why(self, best: Candidate) -> str:
+        """Why the best one found was chosen: it is the fastest, or the search ended too early."""
+        compiled = self.search.compiled
+        if compiled.left or self.search.cheapest(best) is None:
+            return "the least predicted time that fits"
+        return (
+            f"the least predicted time of {len(self.search.found)} compiled; faster ones are "
+            f"projected to fit (compilations={compiled.compilations})"
+        )
+
+    def too_small(self) -> BudgetError:
+        """The error of a budget that nothing fits: the lowest bytes met, and what holds them."""
+        fitting, search = self.table(None), self.search
+        budget, target = format_bytes(self.problem.budget), self.problem.target.name
+        lines = [f"Nothing fits the budget of {budget} on {target}."]
+        lowest = None
+        if fitting.report is not None:
+            key = min(search.reports, key=lambda key: search.reports[key].device)
+            lowest = fitting.report.device
+            lines.append(
+                f"The lowest compiled is {format_bytes(lowest)} ({lowest} bytes: "
+                f"{search.found[key].levers}; recompute {search.found[key].remat}), held by "
+                f"{holders(fitting.report)}."
+            )
+        if not search.compiled.left:
+            most = search.compiled.compilations
+            lines.append(f"More compilations than {most} may find one that does.")
+        lines.append(self.remedies())
+        return BudgetError(" ".join(lines) + f"\n{fitting}", lowest)
+
+    def remedies(self) -> str:
+        """What else could be done, in words."""
+        lines, problem = [], self.problem
+        named = problem.allow | problem.keep
+        more = [name for name in allowed() if name in problem.refused and name not in named]
+        if more:
+            what = "; ".join(f"allow={name!r} to {allowed()[name]}" for name in more)
+            lines.append(f"What else could be allowed: {what}.")
+        kept = [name for name in problem.refused if name in problem.keep]
+        if kept:
+            lines.append(f"What is kept and need not be: {', '.join(map(repr, kept))}.")
+        lines.append("Or raise the budget, shrink the batch, or shard over more GPUs.")
+        return " ".join(lines)
+
+
+def key_of(candidate: Candidate) -> tuple:
+    """What tells candidates apart: their levers and their regions."""
+    plan = candidate.plan
+    return (candidate.levers, plan and plan.regions, plan and plan.loops)
+
+
+def _slower(candidate: Candidate, best: Candidate) -> float:
+    """By what share of the best one's time."""
+    return candidate.seconds / max(best.seconds, 1e-30) - 1  # a program may do nothing

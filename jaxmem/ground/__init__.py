@@ -1,0 +1,1 @@
+"""Errors, bytes and checks that every wing uses."""

@@ -1,0 +1,195 @@
+"""Arguments checked at the door, before anything is traced or allocated."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem.ground.errors import JaxmemError
+
+_LONGEST = 80  # characters of a value in a message
+_MOST = 10  # arrays of a pytree in a message
+
+
+def shown(value: Any) -> str:
+    """A value as a message has it: arrays by dtype and shape, and not more than a line."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"an array {dtype}{list(shape)}"
+    text = " ".join(repr(value).split())
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 4]} ... of type {type(value).__qualname__}"
+
+
+def shapes_of(tree: Any) -> str:
+    """The arrays of a pytree, as a message has them: path, dtype and shape of each, ten at most."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    texts = [
+        f"{jax.tree_util.keystr(path)} {shown(leaf).removeprefix('an array ')}".strip()
+        for path, leaf in leaves[:_MOST]
+    ]
+    more = f" and {len(leaves) - _MOST} more" if len(leaves) > _MOST else ""
+    return ", ".join(texts) + more if leaves else f"no arrays ({shown(tree)})"
+
+
+def check_arrays(name: str, tree: Any, advice: str) -> None:
+    """Raises `JaxmemError` at the first leaf of ``name`` that is no array or was deleted."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        at = name + jax.tree_util.keystr(path)
+        if not is_numeric(leaf):
+            raise JaxmemError(f"{at} is {shown(leaf)}, which is no array. {advice}")
+        if is_deleted(leaf):
+            raise JaxmemError(
+                f"{at} was deleted: a step that it was given to took over its memory. Take the "
+                "arrays of the state that the step returned, or give init a copy: "
+                "init(jax.tree.map(jnp.copy, params))."
+            )
+
+
+def check_batch(batch: Any) -> None:
+    """Raises `JaxmemError` for a batch with no examples, or with something that is no array."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    for path, leaf in leaves:
+        if not is_numeric(leaf):
+            raise JaxmemError(
+                f"batch{jax.tree_util.keystr(path)} is {shown(leaf)}, which is no array. Leave it "
+                "out of the batch, or make it a number."
+            )
+    lengths = [jnp.shape(leaf)[0] for _, leaf in leaves if jnp.shape(leaf)]
+    if lengths and not any(lengths):
+        raise JaxmemError(
+            f"The batch has no examples ({shapes_of(batch)}), and a mean over none is not a "
+            "number. Leave this batch out."
+        )
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Whether it is an array whose memory was given away."""
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_array and leaf.is_deleted()
+
+
+def is_numeric(leaf: Any) -> bool:
+    """Whether it is an array, real or abstract, or a number."""
+    if isinstance(leaf, bool | int | float | complex):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    if isinstance(dtype, np.dtype):
+        return dtype.kind not in "OSU" and hasattr(leaf, "shape")
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether it is an int, and no bool, of so many or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_optimizer(optimizer: Any, name: str) -> None:
+    """Raises `JaxmemError` if the argument of ``name`` is not an optax transformation."""
+    if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
+        hint = " Pass its tx, the optax transformation in it." if hasattr(optimizer, "tx") else ""
+        raise JaxmemError(
+            f"{name} takes an optax.GradientTransformation, such as optax.adam(1e-3); got "
+            f"{shown(optimizer)}.{hint}"
+        )
+
+
+def check_call(fun: Callable, args: tuple, kwargs: dict, name: str) -> None:
+    """Raises `JaxmemError` if ``fun`` cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return  # built in: what it takes is not known
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        called = getattr(fun, "__qualname__", repr(fun))
+        raise JaxmemError(
+            f"{name} was given {called}{signature} and arguments that it does not take: {error}. "
+            "Pass the arguments of one call, real or abstract."
+        ) from error
+
+
+def check_same(name: tuple[str, str], expected: Any, place: str, found: Any) -> None:
+    """Raises `JaxmemError` at the first leaf of two trees that differs in path or shape.
+
+    ``name`` is what the tree is, and where the expected one comes from.
+    """
+    wanted, given = _shapes(expected), _shapes(found)
+    for path in [*wanted, *given]:
+        here, there = (shapes.get(path, "absent") for shapes in (given, wanted))
+        if here != there:
+            raise JaxmemError(
+                f"{name[0]}{path} is {here} {place} and {there} {name[1]}. Both must have one "
+                "structure and one shape for each array."
+            )
+
+
+def check_alike(
+    name: tuple[str, str], expected: Any, place: str, found: Any, also: Callable | None = None
+) -> None:
+    """`check_same`, of what has no leaves and of dtypes too.
+
+    A leaf that differs in dtype may have that of ``also()``, another such tree.
+    """
+    check_same(name, expected, place, found)
+    if jax.tree.structure(expected) != jax.tree.structure(found):
+        path, there, here = _difference("", expected, found)
+        raise JaxmemError(
+            f"{name[0]}{path} is {here} {place} and {there} {name[1]}. Both must have one "
+            "structure."
+        )
+    others = None
+    leaves = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True)
+    for at, ((path, wanted), leaf) in enumerate(leaves):
+        given, meant = (getattr(value, "dtype", None) for value in (leaf, wanted))
+        if given == meant:
+            continue
+        if also is not None and others is None:
+            others = jax.tree.leaves(also())
+        if others is None or given != others[at].dtype:
+            raise JaxmemError(
+                f"{name[0]}{jax.tree_util.keystr(path)} is {given} {place} and {meant} {name[1]}. "
+                "Cast it, if it is to be the same."
+            )
+
+
+def check_state(
+    init: Callable, update: Callable, updates: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> None:
+    """Raises `JaxmemError` if ``state`` is not that of the optimizer of ``init`` and ``update``."""
+    like = jax.eval_shape(init, updates if params is None else params)
+
+    def after():
+        if params is None:  # nobody knows of what dtype they were at init
+            return state
+        # Gradients wider than the parameters make the state wider at the first update.
+        return jax.eval_shape(update, updates, like, params, **extra)[1]
+
+    name = ("optimizer state", "by this optimizer's init")
+    check_alike(name, like, "in this call", state, after)
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): str(list(jnp.shape(leaf))) for path, leaf in leaves}
+
+
+def _difference(path: str, *trees: Any) -> tuple[str, str, str]:
+    """The path of the first node in which two trees differ, and what it is in each."""
+    levels = [
+        jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node, tree=tree: node is not tree)
+        for tree in trees
+    ]
+    if type(trees[0]) is type(trees[1]):
+        for (key, one), (_, other) in zip(*levels, strict=False):
+            if jax.tree.structure(one) != jax.tree.structure(other):
+                return _difference(path + jax.tree_util.keystr(key), one, other)
+    first, second = (
+        f"{type(tree).__name__} of {len(level)}" for tree, level in zip(trees, levels, strict=True)
+    )
+    return path, first, second

@@ -1,0 +1,90 @@
+"""JAX's inside: every use of what its documentation does not promise, in one wing.
+
+Tested on jax 0.10.2 to 0.12. What differs between versions is met here and nowhere else.
+"""
+
+from jaxmem.jaxprs.barriers import (
+    after as after,
+    back_together as back_together,
+    together as together,
+)
+from jaxmem.jaxprs.equations import (
+    closed_of as closed_of,
+    custom_function as custom_function,
+    find_callback as find_callback,
+    inner_jaxprs as inner_jaxprs,
+    is_callback as is_callback,
+    is_region as is_region,
+    is_zero as is_zero,
+    line_of as line_of,
+    operation_of as operation_of,
+    parameters_of as parameters_of,
+    primitive_names as primitive_names,
+    result_of as result_of,
+)
+from jaxmem.jaxprs.flat import (
+    FlatJaxpr as FlatJaxpr,
+    Step as Step,
+    apply as apply,
+    context as context,
+    evaluate as evaluate,
+    flatten as flatten,
+    flatten_jaxpr as flatten_jaxpr,
+    inside as inside,
+    output_avals as output_avals,
+    read as read,
+    side_effects as side_effects,
+)
+from jaxmem.jaxprs.lowering import (
+    argument_names as argument_names,
+    compiler_options as compiler_options,
+    donated_on_host as donated_on_host,
+    kept_arguments as kept_arguments,
+    kept_on_host as kept_on_host,
+    lower_for_cuda as lower_for_cuda,
+    results_on_host as results_on_host,
+    to_bytecode as to_bytecode,
+)
+from jaxmem.jaxprs.nested import (
+    Loop as Loop,
+    branches_of as branches_of,
+    called_jaxpr as called_jaxpr,
+    inner_in as inner_in,
+    loop_of as loop_of,
+    picked_axis as picked_axis,
+)
+from jaxmem.jaxprs.operands import (
+    is_array as is_array,
+    is_opaque as is_opaque,
+    of_some as of_some,
+    split_arrays as split_arrays,
+)
+from jaxmem.jaxprs.placement import (
+    DEVICE as DEVICE,
+    HOST as HOST,
+    HOST_KINDS as HOST_KINDS,
+    abstract as abstract,
+    check_on_device as check_on_device,
+    copied_on as copied_on,
+    host_sharding as host_sharding,
+    is_committed as is_committed,
+    memory_kinds as memory_kinds,
+    memory_space as memory_space,
+    of_shape as of_shape,
+    on_several_devices as on_several_devices,
+    shortest as shortest,
+    spec_of as spec_of,
+    varying as varying,
+)
+from jaxmem.jaxprs.regions import (
+    NamePolicy as NamePolicy,
+    OperationPolicy as OperationPolicy,
+    checkpoint_like as checkpoint_like,
+)
+from jaxmem.jaxprs.residuals import (
+    Kept as Kept,
+    has_linear_rule as has_linear_rule,
+    making_order as making_order,
+    saved_residuals as saved_residuals,
+    scan_residuals as scan_residuals,
+)

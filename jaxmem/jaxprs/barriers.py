@@ -1,0 +1,97 @@
+"""Barriers that keep XLA from moving work across them, with derivatives and batching rules."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import Primitive
+
+from jaxmem.jaxprs import internals
+
+
+def together(values: Sequence[Any]) -> list[Any]:
+    """The values, none of which is there before all are: `jax.lax.optimization_barrier`, but
+    cotangents are none of it (XLA may fuse them), and a value that nothing needs is not computed
+    for the others."""
+    return _together().bind(*values) if values else []
+
+
+def back_together(values: Sequence[Any]) -> list[Any]:
+    """The values as they are; of their cotangents none is there before all are."""
+    return _back_together().bind(*values) if values else []
+
+
+def after(value: Any, other: Any) -> Any:
+    """The value, which is not there before ``other`` is; cotangents are none of it."""
+    return _after().bind(value, other)[0]
+
+
+# Each primitive is made when it is first bound: its rules are registered with JAX's internals.
+
+
+@functools.cache
+def _together() -> Primitive:
+    barrier = _identity("together")
+    internals.ad.primitive_jvps[barrier] = _with_tangents_as_they_are(barrier)
+    internals.mlir.register_lowering(barrier, internals._optimization_barrier_lowering_rule)
+    internals.partial_eval.dce_rules[barrier] = _needed_together
+    return barrier
+
+
+@functools.cache
+def _after() -> Primitive:
+    barrier = _identity("after")
+    internals.ad.primitive_jvps[barrier] = _with_tangents_as_they_are(barrier)
+    internals.mlir.register_lowering(barrier, internals._optimization_barrier_lowering_rule)
+    return barrier
+
+
+@functools.cache
+def _back_together() -> Primitive:
+    """A primitive, since only a primitive can say how it is transposed."""
+    identity = _identity("back_together")
+    internals.ad.primitive_jvps[identity] = lambda values, tangents: (
+        list(values),
+        _among_those_there(identity.bind, tangents),
+    )
+    internals.ad.primitive_transposes[identity] = lambda cotangents, *_: _among_those_there(
+        _together().bind, cotangents
+    )
+    internals.mlir.register_lowering(identity, lambda _, *values: list(values))
+    internals.partial_eval.dce_rules[identity] = _needed_together
+    return identity
+
+
+def _identity(name: str) -> Primitive:
+    identity = Primitive(name)
+    identity.multiple_results = True
+    identity.def_impl(lambda *values: list(values))
+    identity.def_abstract_eval(lambda *values: values)
+    batchers = internals.batching.primitive_batchers
+    batchers[identity] = lambda values, axes: (identity.bind(*values), axes)
+    return identity
+
+
+def _with_tangents_as_they_are(primitive: Primitive) -> Callable:
+    return lambda values, tangents: (primitive.bind(*values), tangents)
+
+
+def _needed_together(used: list[bool], *rest):
+    equation = rest[-1]  # jax 0.12 tells in between which operands are alive
+    if not any(used):
+        return used, None
+    needed = {
+        name: [x for x, use in zip(getattr(equation, name), used, strict=True) if use]
+        for name in ("invars", "outvars")
+    }
+    return used, equation.replace(**needed)
+
+
+def _among_those_there(fun: Callable, values: Sequence) -> list[Any]:
+    """A function of all values at once, applied to those that are no symbolic zeros. A zero that is
+    made an array depends on nothing, and `jax.checkpoint` cannot transpose what has such results.
+    """
+    zero = internals.ad.Zero
+    there = [value for value in values if type(value) is not zero]
+    made = iter(fun(*there) if there else [])
+    return [value if type(value) is zero else next(made) for value in values]

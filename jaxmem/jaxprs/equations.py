@@ -1,0 +1,114 @@
+"""One equation of a jaxpr: what it is called, where it stands, what is inside it."""
+
+import functools
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from jaxmem.jaxprs import internals
+
+# Code that is never the user's own.
+_OWN_FOLDER = os.path.join(str(pathlib.Path(__file__).parents[1]), "")
+_LIBRARIES = ("chex", "equinox", "flax", "haiku", "optax")
+
+
+# `jax.checkpoint`, under the names that it has had.
+_REGIONS = frozenset({"checkpoint", "remat", "remat2"})
+# With the flag jax_remat3 it is a class of "call_hi_primitive", and so is `checkpoint_name`.
+_HIGH = {"RematTraced": "checkpoint", "CheckpointName": "name"}
+
+
+def line_of(equation: JaxprEqn) -> str:
+    """``file.py:line (function)`` of the innermost frame of the user's own code."""
+    frames = list(internals.source_info_util.user_frames(equation.source_info.traceback))
+    own = (frame for frame in frames if not _is_library(frame.file_name))
+    frame = next(own, frames[0] if frames else None)
+    if frame is None:
+        return "unknown"
+    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    folders = (os.path.join(os.sep, name, "") for name in _LIBRARIES)
+    return file.startswith(_OWN_FOLDER) or any(folder in file for folder in folders)
+
+
+def operation_of(equation: JaxprEqn) -> str:
+    """The name of what an equation does."""
+    high = equation.params.get("_prim")
+    return _HIGH.get(type(high).__name__, "") or equation.primitive.name
+
+
+def is_region(equation: JaxprEqn) -> bool:
+    """Whether it is a `jax.checkpoint` of the user's own."""
+    return operation_of(equation) in _REGIONS
+
+
+def parameters_of(equation: JaxprEqn) -> dict[str, Any]:
+    """An equation's parameters; those of the class, where it is of "call_hi_primitive"."""
+    high = equation.params.get("_prim")
+    return equation.params if high is None else vars(high)
+
+
+def closed_of(jaxpr):
+    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
+
+
+def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
+    """The jaxprs among an equation's parameters (of scan, cond, checkpoint, custom rules)."""
+    found = []
+    for value in parameters_of(equation).values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
+                found.append(getattr(item, "jaxpr", item))
+    return found
+
+
+def primitive_names() -> set[str]:
+    """The names of JAX's operations, as they stand in a jaxpr."""
+    return {
+        primitive.name for primitive in {*internals.mlir._lowerings, *internals.ad.primitive_jvps}
+    }
+
+
+def result_of(primitive, avals: Sequence[Any], parameters: dict) -> Any:
+    """The abstract result of a primitive of one result."""
+    result, _ = primitive.abstract_eval(*avals, **parameters)
+    return result
+
+
+def is_callback(name: str) -> bool:
+    """Whether an operation calls into Python."""
+    return "callback" in name or name == "debug_print"
+
+
+def find_callback(jaxpr) -> str | None:
+    """The first call from the device to Python in a jaxpr, and where it stands; None: none."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if is_callback(name):
+            return f"{name} at {line_of(equation)}"
+        for inner in inner_jaxprs(equation):
+            found = find_callback(inner)
+            if found:
+                return found
+    return None
+
+
+def custom_function(equation: JaxprEqn) -> str:
+    """``name at file:line`` of the function that a custom_jvp or custom_vjp equation calls."""
+    for name in ("call_jaxpr", "fun_jaxpr"):
+        if name in equation.params:
+            inner = equation.params[name]
+            return str(getattr(inner, "jaxpr", inner).debug_info.func_src_info)
+    return ""
+
+
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent or a cotangent is known to be zero when a custom rule is traced."""
+    return isinstance(tangent, SymbolicZero)

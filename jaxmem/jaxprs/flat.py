@@ -1,0 +1,209 @@
+"""A traced function as one flat list of equations, and how it is evaluated."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal
+from jax.sharding import Sharding
+
+from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.equations import closed_of, is_region, line_of, operation_of, parameters_of
+
+# Calls that are only a boundary for tracing; what is in them is planned as if written in place.
+_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One equation of a flat jaxpr: operands are value numbers or literals; ``callers`` are the
+    calls that it was inlined from, the innermost first."""
+
+    equation: JaxprEqn
+    inputs: tuple[int | Literal, ...]
+    outputs: tuple[int, ...]
+    name_stack: Any
+    callers: tuple[JaxprEqn, ...] = ()
+
+    @property
+    def uses(self) -> Iterator[int]:
+        """The numbers of the values it reads."""
+        return (value for value in self.inputs if isinstance(value, int))
+
+    @property
+    def primitive(self) -> str:
+        return operation_of(self.equation)
+
+    @property
+    def line(self) -> str:
+        """``file:line (function)`` of the user's frame that made it."""
+        lines = map(line_of, (self.equation, *self.callers))
+        return next((line for line in lines if line != "unknown"), "unknown")
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatJaxpr:
+    """A traced function as one list of equations over numbered values.
+
+    Values 0 to ``len(consts) + number of array arguments - 1`` are its inputs, the closed-over
+    ones (``consts``, possibly tracers) first.
+    """
+
+    steps: tuple[Step, ...]
+    avals: tuple[Any, ...]
+    consts: tuple[Any, ...]
+    input_count: int
+    outputs: tuple[int | Literal, ...]
+    out_tree: Any
+    regions: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def arrays_closed_over(self) -> set[int]:
+        """Numbers of the constants that are arrays, which no derivative is taken of; of a tracer
+        one may be."""
+        return {at for at, one in enumerate(self.consts) if not isinstance(one, jax.core.Tracer)}
+
+    def aval(self, value: int | Literal) -> Any:
+        """The shape and dtype of one of its values."""
+        return self.avals[value] if isinstance(value, int) else value.aval
+
+    def run(self, steps: Iterable[Step], values: dict[int, Any]) -> None:
+        """Evaluates equations, reading and writing ``values`` by number."""
+        for step in steps:
+            results = evaluate(step, [read(values, operand) for operand in step.inputs])
+            values.update(zip(step.outputs, results, strict=True))
+
+
+def evaluate(step: Step, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """The results of one equation on other operands, with parameters changed as given."""
+    equation = step.equation
+    parameters = equation.primitive.get_bind_params({**equation.params, **changed})
+    with context(step):
+        results = equation.primitive.bind(*operands, **parameters)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def apply(step: Step, *operands: Any) -> Any:
+    """The only result of one equation on other operands."""
+    (result,) = evaluate(step, operands)
+    return result
+
+
+@contextlib.contextmanager
+def context(step: Step) -> Iterator[None]:
+    """What is bound inside belongs to the line and the module of the step."""
+    equation = step.equation
+    stack = internals.source_info_util.current_name_stack() + step.name_stack
+    traceback = equation.source_info.traceback
+    with internals.source_info_util.user_context(traceback, name_stack=stack), equation.ctx.manager:
+        yield
+
+
+def inside(step: Step) -> Step:
+    """The step as it is in its own `context`, which has its name stack already."""
+    return dataclasses.replace(step, name_stack=internals.source_info_util.new_name_stack())
+
+
+def read(values: dict[int, Any], operand: int | Literal) -> Any:
+    """The value of an operand of a step."""
+    return values[operand] if isinstance(operand, int) else operand.val
+
+
+def flatten(fun: Callable, leaves: Sequence[Any], open_regions: bool = False) -> FlatJaxpr:
+    """Traces ``fun(*leaves)`` and inlines its jit-like calls into one flat list; with
+    ``open_regions`` the user's own regions too, whose bounds ``regions`` then has."""
+    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*leaves)
+    return flatten_jaxpr(closed, jax.tree.structure(shape), open_regions)
+
+
+def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> FlatJaxpr:
+    """A jaxpr (closed, or open and without constants) as one flat list."""
+    closed = closed_of(closed)
+    if out_tree is None:
+        out_tree = jax.tree.structure(list(closed.out_avals))
+    regions: list[tuple[int, int]] = []
+    avals: list[Any] = []
+    steps: list[Step] = []
+
+    def new(variable) -> int:
+        avals.append(variable.aval)
+        return len(avals) - 1
+
+    def walk(jaxpr, numbers: dict, stack, callers=()) -> list[int | Literal]:
+        def number(atom):
+            return atom if isinstance(atom, Literal) else numbers[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = tuple(map(number, equation.invars))
+            inner = _inlinable(equation)
+            opened = open_regions and is_region(equation)
+            if opened:
+                inner = closed_of(parameters_of(equation)["jaxpr"])
+            names = stack + equation.source_info.name_stack
+            if inner is None:
+                made = tuple(map(new, equation.outvars))
+                steps.append(Step(equation, inputs, made, names, callers))
+                numbers.update(zip(equation.outvars, made, strict=True))
+            else:
+                variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
+                constants = [new_const(value) for value in inner.consts]
+                start = len(steps)
+                values = dict(zip(variables, [*constants, *inputs], strict=True))
+                results = walk(inner.jaxpr, values, names, (equation, *callers))
+                if opened:
+                    regions.append((start, len(steps)))
+                numbers.update(zip(equation.outvars, results, strict=True))
+        return [number(atom) for atom in jaxpr.outvars]
+
+    def new_const(value) -> Literal:
+        value = _as_jax(value)
+        return Literal(value, jax.typeof(value))
+
+    variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    numbers = {variable: new(variable) for variable in variables}
+    input_count = len(avals)
+    outputs = walk(closed.jaxpr, numbers, internals.source_info_util.new_name_stack())
+    return FlatJaxpr(
+        tuple(steps),
+        tuple(avals),
+        tuple(map(_as_jax, closed.consts)),
+        input_count,
+        tuple(outputs),
+        out_tree,
+        tuple(regions),
+    )
+
+
+def _as_jax(value) -> Any:
+    """A constant of a jaxpr as a JAX array: custom rules may index it with a tracer."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def _inlinable(equation: JaxprEqn):
+    """The jaxpr of a call that can be written in place, or None."""
+    parameters = equation.params
+    if equation.primitive.name not in _INLINED:
+        return None
+    for placed in ("in_shardings", "out_shardings"):
+        if any(isinstance(sharding, Sharding) for sharding in parameters.get(placed, ())):
+            return None
+    inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
+    return inner if hasattr(inner, "consts") else None
+
+
+def side_effects(step: Step) -> list[str]:
+    """Names of the effects that must happen exactly once (a collective's axis is not one)."""
+    return sorted(
+        type(effect).__name__
+        for effect in step.equation.effects
+        if not isinstance(effect, internals.NamedAxisEffect)
+    )
+
+
+def output_avals(fun: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
+    """Abstract outputs of a function, memory space included, and their tree."""
+    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
+    return list(closed.out_avals), jax.tree.structure(shape)

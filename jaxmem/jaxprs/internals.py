@@ -1,0 +1,58 @@
+"""Names of JAX's own that its documentation does not promise, each imported at its first use.
+
+A version of JAX that moves one breaks the feature that needs it, with a `JaxmemError`, and never
+``import jaxmem``. CONTRIBUTING.md has this table too.
+"""
+
+import importlib
+from importlib.metadata import version
+from typing import Any
+
+from jaxmem.ground.errors import JaxmemError
+
+# Name: the module that has it, and what needs it.
+NAMES = {
+    "_optimization_barrier_lowering_rule": ("jax._src.lax.lax", "barriers in planned functions"),
+    "NamedAxisEffect": ("jax._src.core", "collectives in planned functions"),
+    "PassManager": ("jaxlib.mlir.passmanager", "compiling without a timeline"),
+    "ad": ("jax._src.interpreters", "derivatives of planned functions"),
+    "batching": ("jax._src.interpreters", "planned functions under jax.vmap"),
+    "callback": ("jax._src", "reports of steps that call into Python"),
+    "debugging": ("jax._src", "reports of steps that call into Python"),
+    "mlir": ("jax._src.interpreters", "compiling for an absent device"),
+    "partial_eval": ("jax._src.interpreters", "regions of planned functions"),
+    "primal_left_tangent_right": ("jax._src.ad_checkpoint", "policies under the flag jax_remat3"),
+    "remat": ("jax._src.interpreters", "policies under the flag jax_remat3"),
+    "source_info_util": ("jax._src", "lines and modules of a program"),
+}
+# What an array, a traced step or a lowered one has, and its documentation does not promise.
+ATTRIBUTES = {
+    "lowered._lowering.compile_args": "which arguments a program reads",
+    "lowered._lowering._compiler_options_kvs": "the options that a step was jitted with",
+    "traced.lower(_private_parameters=)": "compiling steps that call into Python",
+    "tracer._trace.frame.tracing_eqns": "the order in which gradients are made",
+    "shape._memory_space": "arguments in host memory",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(name)
+    module, needs = NAMES[name]
+    try:
+        value = _import(module, name)
+    except (ImportError, AttributeError):
+        raise JaxmemError(
+            f"jax {version('jax')} has no {module}.{name}, which jaxmem needs for {needs}. This "
+            f"jaxmem ({version('jaxmem')}) was tested with jax 0.10.2 to 0.12: install one of "
+            "those, or a newer jaxmem."
+        ) from None
+    globals()[name] = value
+    return value
+
+
+def _import(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError:
+        return importlib.import_module(f"{module}.{name}")

@@ -1,0 +1,111 @@
+"""A traced step, lowered for a device that need not be there."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.barriers import together
+from jaxmem.jaxprs.equations import is_callback
+from jaxmem.jaxprs.flat import Step, flatten_jaxpr
+from jaxmem.jaxprs.nested import loop_of
+from jaxmem.jaxprs.placement import HOST, memory_space
+
+
+def to_bytecode(lowered, locations: bool = True) -> tuple[bytes, int]:
+    """A lowered step as MLIR bytecode, with or without modules and lines of code, and the number of
+    partitions it was lowered for."""
+    module = lowered.compiler_ir("stablehlo")
+    partitions = module.operation.attributes["mhlo.num_partitions"].value
+    if not locations:
+        with module.context:
+            module = module.operation.clone()
+            internals.PassManager.parse("builtin.module(strip-debuginfo)").run(module)
+    return internals.mlir.module_to_bytecode(module), partitions
+
+
+def lower_for_cuda(traced):
+    """Lowers a traced step for CUDA on whatever machine this is. Calls into Python are left out:
+    what they return is an array of zeros that is written to memory."""
+    rules = tuple((primitive, _left_out) for primitive in _callbacks())
+    parameters = internals.mlir.LoweringParameters(override_lowering_rules=rules)
+    return traced.lower(lowering_platforms=("cuda",), _private_parameters=parameters)
+
+
+@functools.cache
+def _callbacks() -> list[Primitive]:
+    """JAX's operations that call into Python."""
+
+    found = [
+        value for part in (internals.callback, internals.debugging) for value in vars(part).values()
+    ]
+    return [one for one in found if isinstance(one, Primitive) and is_callback(one.name)]
+
+
+def _left_out(ctx, *_, **__):
+    def zeros():
+        return together([jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out])
+
+    made = internals.mlir.lower_fun(zeros, multiple_results=True)(ctx.replace(avals_in=[]))
+    ctx.set_tokens_out(ctx.tokens_in)
+    return made
+
+
+def argument_names(traced) -> tuple[str, ...]:
+    """Paths of the arrays that a traced step takes, in order: ``state.params['w']``."""
+    return tuple(traced.jaxpr.jaxpr.debug_info.arg_names)
+
+
+def kept_arguments(lowered) -> list[int]:
+    """The numbers of the arrays that the lowered program takes; jit drops those it never reads."""
+    return sorted(lowered._lowering.compile_args["kept_var_idx"])
+
+
+def compiler_options(lowered) -> dict[str, Any]:
+    """The XLA flags that a step was jitted with."""
+    return dict(lowered._lowering._compiler_options_kvs)
+
+
+def results_on_host(traced) -> list[bool] | None:
+    """Whether each of a traced step's results should be in host memory; None: not known, since
+    some result is an argument and need not be in the compiled program."""
+    jaxpr = traced.jaxpr.jaxpr
+    if not {id(variable) for variable in jaxpr.outvars}.isdisjoint(map(id, jaxpr.invars)):
+        return None
+    return [memory_space(variable.aval) is HOST for variable in jaxpr.outvars]
+
+
+def donated_on_host(traced, lowered) -> set[int]:
+    """The numbers of the arrays in host memory that a step donates."""
+    given = jax.tree.leaves(lowered.args_info)
+    return {
+        number
+        for number, (one, variable) in enumerate(zip(given, traced.jaxpr.jaxpr.invars, strict=True))
+        if one.donated and memory_space(variable.aval) is HOST
+    }
+
+
+def kept_on_host(traced) -> tuple[int, str]:
+    """The most bytes that a traced step keeps in host memory between where it sends values there
+    and where it uses them (results apart), and the line that sends the first of those."""
+    flat = flatten_jaxpr(traced.jaxpr)
+    last = {value: at for at, step in enumerate(flat.steps) for value in step.uses}
+    sent: dict[int, Step] = {}
+    for step in flat.steps:
+        carry = loop_of(step.equation).carry if step.primitive == "scan" else slice(0, 0)
+        if step.primitive in ("device_put", "scan"):
+            own = step.outputs[carry.stop - carry.start :]  # what a loop carries was there before
+            sent |= {value: step for value in own if memory_space(flat.avals[value]) is HOST}
+    for value in flat.outputs:
+        sent.pop(value, None) if isinstance(value, int) else None
+    most, line, alive = 0, "", dict[int, Step]()
+    for at, step in enumerate(flat.steps):
+        alive |= {value: step for value in step.outputs if value in sent}
+        total = sum(flat.avals[value].size * flat.avals[value].dtype.itemsize for value in alive)
+        if total > most:
+            most, line = total, next(iter(alive.values())).line
+        alive = {value: step for value, step in alive.items() if last.get(value, 0) > at}
+    return most, line

@@ -1,0 +1,98 @@
+"""Equations that hold programs of their own: scans, conditionals, calls, scatters."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from jaxmem.jaxprs.equations import operation_of, parameters_of
+from jaxmem.jaxprs.flat import FlatJaxpr, evaluate, flatten_jaxpr, read
+
+
+def inner_in(equation: JaxprEqn, dtype: Any) -> dict[str, Any]:
+    """The jaxprs of an equation that combine two numbers (of a scatter, a reduction or a window),
+    traced anew for numbers of another dtype."""
+
+    def cast(value):
+        return jnp.asarray(
+            value, dtype if jnp.issubdtype(jnp.result_type(value), jnp.floating) else None
+        )
+
+    def again(jaxpr):
+        flat = flatten_jaxpr(jaxpr)
+
+        def combine(*numbers):
+            values = dict(enumerate([*flat.consts, *numbers]))
+            for step in flat.steps:
+                operands = [cast(read(values, operand)) for operand in step.inputs]
+                values.update(zip(step.outputs, evaluate(step, operands), strict=True))
+            return [cast(read(values, output)) for output in flat.outputs]
+
+        count = flat.input_count - len(flat.consts)
+        new = jax.make_jaxpr(combine)(*[jax.ShapeDtypeStruct((), dtype)] * count)
+        return new if hasattr(jaxpr, "consts") else new.jaxpr
+
+    given = equation.params.items()
+    return {name: again(value) for name, value in given if hasattr(value, "eqns")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A scan (``condition`` is None) or a while loop, in the terms of `jax.lax`."""
+
+    body: FlatJaxpr
+    condition: FlatJaxpr | None
+    body_consts: slice
+    condition_consts: slice
+    carry: slice
+    options: dict[str, Any]
+
+
+def loop_of(equation: JaxprEqn) -> Loop:
+    """What a scan or while equation is made of; slices are of its operands."""
+    given = equation.params
+    if equation.primitive.name == "scan":
+        if "ft_in" in given:  # jax 0.11
+            consts, carry, _ = (len(list(part)) for part in given["ft_in"].unpack())
+        else:
+            consts, carry = given["num_consts"], given["num_carry"]
+        options = {name: given[name] for name in ("length", "reverse", "unroll")}
+        parts = slice(0, consts), slice(0, 0), slice(consts, consts + carry)
+        return Loop(flatten_jaxpr(given["jaxpr"]), None, *parts, options)
+    first, consts = given["cond_nconsts"], given["body_nconsts"]
+    parts = slice(first, first + consts), slice(0, first), slice(first + consts, None)
+    condition = flatten_jaxpr(given["cond_jaxpr"])
+    return Loop(flatten_jaxpr(given["body_jaxpr"]), condition, *parts, {})
+
+
+def branches_of(equation: JaxprEqn) -> list[FlatJaxpr] | None:
+    """The branches of a cond; None where the platform chooses among them."""
+    if equation.params.get("branches_platforms") is not None:
+        return None
+    return [flatten_jaxpr(branch) for branch in equation.params["branches"]]
+
+
+def called_jaxpr(equation: JaxprEqn) -> FlatJaxpr:
+    """What a checkpoint, custom_jvp or custom_vjp equation computes."""
+    parameters = parameters_of(equation)
+    for name in ("call_jaxpr", "fun_jaxpr", "jaxpr"):
+        if name in parameters:
+            return flatten_jaxpr(parameters[name])
+    raise NotImplementedError(operation_of(equation))
+
+
+def picked_axis(equation: JaxprEqn) -> int | None:
+    """The axis along which a gather takes one element of every row, as `jnp.take_along_axis` does;
+    None: it takes something else."""
+    operand, indices = (variable.aval for variable in equation.invars)
+    numbers, shape = equation.params["dimension_numbers"], operand.shape
+    if len(numbers.start_index_map) != 1 or set(equation.params["slice_sizes"]) != {1}:
+        return None
+    axis = int(numbers.start_index_map[0])
+    rows, of_rows = map(list, (numbers.operand_batching_dims, numbers.start_indices_batching_dims))
+    in_order = rows == sorted(rows) and of_rows == sorted(of_rows)
+    others = {at for at, size in enumerate(shape) if size > 1} - {axis}
+    one_each = others <= set(rows) and indices.size * shape[axis] == operand.size
+    return axis if in_order and one_each else None

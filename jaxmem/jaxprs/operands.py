@@ -1,0 +1,46 @@
+"""The arrays among the operands of a call."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def split_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Callable]:
+    """The array leaves of a call, and the call as a function of them alone."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    at = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
+
+    def call(*dynamic):
+        filled = list(leaves)
+        for index, leaf in zip(at, dynamic, strict=True):
+            filled[index] = leaf
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+        return fun(*inner_args, **inner_kwargs)
+
+    return [leaves[index] for index in at], call
+
+
+def of_some(at: Sequence[int], fun: Callable, operands: Sequence[Any]) -> Callable:
+    """A function as one of those of its operands that stand at some places."""
+
+    def of_chosen(*chosen):
+        filled = list(operands)
+        for place, value in zip(at, chosen, strict=True):
+            filled[place] = value
+        return fun(*filled)
+
+    return of_chosen
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def is_opaque(value) -> bool:
+    """Whether the elements of a constant cannot be looked at: a tracer, or random keys."""
+    return isinstance(value, jax.core.Tracer) or jnp.issubdtype(
+        getattr(value, "dtype", None) or np.result_type(value), jax.dtypes.extended
+    )

@@ -1,0 +1,117 @@
+"""Where arrays live: memory spaces, devices and meshes."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxmem.ground.errors import OffloadError
+
+HOST = jax.memory.Space.Host
+DEVICE = jax.memory.Space.Device
+HOST_KINDS = ("pinned_host", "unpinned_host")
+
+
+def memory_kinds() -> list[str]:
+    """The kinds of memory that the attached devices address."""
+    return [memory.kind for memory in jax.devices()[0].addressable_memories()]
+
+
+def memory_space(value) -> Any:
+    """`HOST` or `DEVICE`: where an array, a tracer or an abstract value lives."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        kind = getattr(value.sharding, "memory_kind", None)
+        space = getattr(value, "_memory_space", None)  # jax 0.12
+        return HOST if space is HOST or kind in HOST_KINDS else DEVICE
+    aval = jax.typeof(value) if isinstance(value, jax.Array) else value
+    return getattr(aval, "memory_space", DEVICE)
+
+
+def is_committed(value) -> bool:
+    """Whether an array is bound to the device or mesh it is on."""
+    return (
+        isinstance(value, jax.Array)
+        and not isinstance(value, jax.core.Tracer)
+        and getattr(value, "committed", False)
+    )
+
+
+def copied_on(sharding: Sharding) -> Sharding:
+    """A sharding with a copy on each device of another."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    (device,) = sharding.device_set
+    return SingleDeviceSharding(device)
+
+
+def shortest(sharding: Sharding) -> Sharding:
+    """A sharding as XLA's programs return it: without what says that an axis is whole."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    parts: list[Any] = []
+    for part in sharding.spec:
+        axes = part if isinstance(part, tuple) else (part,)
+        wide = tuple(axis for axis in axes if axis is not None and sharding.mesh.shape[axis] > 1)
+        parts.append(wide if len(wide) > 1 else wide[0] if wide else None)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return sharding.update(spec=PartitionSpec(*parts))
+
+
+def varying(value: jax.Array, *others: Any) -> jax.Array:
+    """The value, varying over the mesh axes of `jax.shard_map` that any of the others varies
+    over: the carry of a loop does not begin to vary in it."""
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(others)))
+    axes -= jax.typeof(value).mat.varying
+    return jax.lax.pcast(value, tuple(sorted(axes)), to="varying") if axes else value
+
+
+def of_shape(aval, shape: tuple[int, ...]) -> Any:
+    """An abstract value of another shape, varying over the same axes of `jax.shard_map`."""
+    spec = PartitionSpec(*[None] * len(shape))
+    return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))
+
+
+def abstract(value) -> Any:
+    """A leaf as a ShapeDtypeStruct that keeps its sharding and its memory kind.
+
+    jax 0.10 forgets the memory kind of a single-device sharding on a ShapeDtypeStruct, so what
+    is on the host is given a mesh of one device.
+    """
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return value
+    sharding = None
+    if isinstance(value, jax.ShapeDtypeStruct) or is_committed(value):
+        sharding = value.sharding
+    on_host = memory_space(value) is HOST or getattr(sharding, "memory_kind", "") in HOST_KINDS
+    if on_host and not isinstance(sharding, NamedSharding):
+        sharding = host_sharding()
+    weak_type = getattr(value, "weak_type", False)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding, weak_type=weak_type)
+
+
+def host_sharding() -> NamedSharding:
+    """Host memory of the first attached device, in a form that tracing keeps."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("host",))
+    return NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+
+
+def spec_of(sharding) -> tuple[Any, ...]:
+    """The axes of the mesh for each axis of an array; ('?',) where they are not known."""
+    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ("?",)
+
+
+def on_several_devices(value) -> bool:
+    """Whether an array or tracer is known to lie on a mesh of more than one device."""
+    mesh = getattr(getattr(jax.typeof(value), "sharding", None), "mesh", None)
+    return getattr(mesh, "size", 1) > 1
+
+
+def check_on_device(name: str, state: Any, at: str = "") -> None:
+    """Raises `OffloadError` if the state that ``name`` was to change is in host memory."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if memory_space(leaf) is HOST:
+            raise OffloadError(
+                f"{name} was given an optimizer whose state{at}{jax.tree_util.keystr(path)} is in "
+                f"host memory. jaxmem.offload goes outside: jaxmem.offload({name}(optimizer))."
+            )

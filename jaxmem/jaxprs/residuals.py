@@ -1,0 +1,160 @@
+"""What JAX keeps for a derivative, and whether a rule is linear."""
+
+import collections
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
+
+from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
+from jaxmem.jaxprs.nested import loop_of
+from jaxmem.jaxprs.operands import of_some
+
+_RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "transpose"})
+
+
+def scan_residuals(equation: JaxprEqn, constant: Sequence[bool]) -> list[Any]:
+    """Abstract values that each iteration of a scan keeps for its derivative: what JAX saves of
+    the body, but for slices and constants, which are there anyway. Operands that are ``constant``
+    are not differentiated: a `jax.custom_vjp` refuses that of arrays that it closes over."""
+    closed = equation.params["jaxpr"]
+    avals = closed.in_avals  # themselves: inside `jax.shard_map` they vary over axes of the mesh
+    body = jaxpr_as_fun(closed)
+    real = [
+        at for at, aval in enumerate(avals)
+        if jnp.issubdtype(aval.dtype, jnp.inexact) and not constant[at]
+    ]  # fmt: skip
+
+    def residuals(*operands):
+        of_real = of_some(real, body, operands)
+        return jax.vjp(of_real, *(operands[at] for at in real))[1]
+
+    carry = loop_of(equation).carry
+    others = avals[: carry.start] + avals[carry.stop :]
+    there = collections.Counter((aval.shape, aval.dtype) for aval in others)
+    kept = []
+    for leaf in jax.tree.leaves(jax.eval_shape(residuals, *avals)):
+        if there[leaf.shape, leaf.dtype]:
+            there[leaf.shape, leaf.dtype] -= 1
+        else:
+            kept.append(leaf)
+    return kept
+
+
+# Primitives of JAX whose transpose is the user's own function.
+_OWN_TRANSPOSES = frozenset({"custom_lin", "custom_transpose_call", "linear_call"})
+
+
+_linear_rules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def has_linear_rule(equation: JaxprEqn) -> bool:
+    """Whether the rule of a `jax.custom_jvp` equation is transposed by rules of JAX's own alone,
+    which are linear in the cotangent. Rules of the user's own (`linear_call`, primitives that come
+    from elsewhere) need not be, and a rule that cannot be traced is not known to be."""
+    key = getattr(equation.params["call_jaxpr"], "jaxpr", equation.params["call_jaxpr"])
+    if key not in _linear_rules:
+        avals = [variable.aval for variable in equation.invars]
+        moving = [at for at, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+        def along(*operands):
+            def called(*operands):
+                parameters = equation.primitive.get_bind_params(equation.params)
+                return equation.primitive.bind(*operands, **parameters)
+
+            chosen = tuple(operands[at] for at in moving)
+            return jax.jvp(of_some(moving, called, operands), chosen, chosen)
+
+        try:
+            with equation.ctx.manager:
+                _linear_rules[key] = _transposed_by_jax(jax.make_jaxpr(along)(*avals).jaxpr)
+        except Exception:  # a rule may refuse, in its own words, what is not differentiated
+            _linear_rules[key] = False
+    return _linear_rules[key]
+
+
+def _transposed_by_jax(jaxpr) -> bool:
+    for equation in jaxpr.eqns:
+        transpose = internals.ad.primitive_transposes.get(equation.primitive)
+        while isinstance(transpose, functools.partial):
+            transpose = transpose.func
+        own = transpose is None or transpose.__module__.partition(".")[0] == "jax"
+        if not own or equation.primitive.name in _OWN_TRANSPOSES:
+            return False
+        if not all(map(_transposed_by_jax, inner_jaxprs(equation))):
+            return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """A value that a vjp keeps: the number of the argument that it is, or the equation that made
+    it; neither: a constant."""
+
+    aval: Any
+    argument: int | None = None
+    equation: JaxprEqn | None = None
+
+    @property
+    def operation(self) -> str:
+        return self.equation.primitive.name if self.equation else ""
+
+    @property
+    def name_stack(self) -> str:
+        return str(self.equation.source_info.name_stack) if self.equation else ""
+
+    @property
+    def frames(self) -> list[tuple[str, str, int]]:
+        """File, function and line of the Python stack, innermost first."""
+        traceback = self.equation.source_info.traceback if self.equation else None
+        frames = traceback.frames if traceback else ()
+        return [(frame.file_name, frame.function_name, frame.line_num) for frame in frames]
+
+
+def saved_residuals(fun: Callable, leaves: Sequence[Any]) -> list[Kept]:
+    """What the forward pass of ``fun(*leaves)`` keeps for its backward pass, each value once."""
+    closed, shapes = jax.make_jaxpr(lambda *xs: jax.vjp(fun, *xs), return_shape=True)(*leaves)
+    jaxpr = getattr(closed, "jaxpr", closed)
+    count = jax.tree.structure(shapes[1]).num_leaves
+    made = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+    found: dict[Any, Kept] = {}
+    for variable in jaxpr.outvars[len(jaxpr.outvars) - count :]:
+        equation = None
+        while not isinstance(variable, Literal):
+            equation = made.get(variable)
+            # These only mark or round what another operation made.
+            if equation is None or operation_of(equation) not in ("reduce_precision", "name"):
+                break
+            variable = equation.invars[0]
+        if isinstance(variable, Literal):
+            continue
+        number = jaxpr.invars.index(variable) if variable in jaxpr.invars else None
+        found[variable] = Kept(variable.aval, number, equation)
+    return list(found.values())
+
+
+def making_order(values: Sequence[Any]) -> list[int]:
+    """For each of some tracers the number of the equation that makes it, casts and changes of shape
+    apart (those of all gradients come at the end); 0 where it is not known."""
+    if not values:
+        return []
+    frame = getattr(getattr(values[0], "_trace", None), "frame", None)
+    equations = [one() if callable(one) else one for one in getattr(frame, "tracing_eqns", ())]
+    number = {id(equation): at for at, equation in enumerate(equations) if equation is not None}
+
+    def made_at(value) -> int:
+        maker = getattr(value, "parent", None)
+        while maker is not None and maker.primitive.name in _RESHAPES:
+            above = getattr(maker.in_tracers[0], "parent", None)
+            if above is None:
+                break
+            maker = above
+        return number.get(id(maker), 0)
+
+    return [made_at(value) for value in values]

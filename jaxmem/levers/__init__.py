@@ -1,0 +1,1 @@
+"""What makes a step smaller, each lever by itself."""

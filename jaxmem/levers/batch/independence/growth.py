@@ -1,0 +1,94 @@
+"""What is linear: how results grow with their operands, and how sums over examples go on."""
+
+import math
+
+import jax.numpy as jnp
+
+from jaxmem.levers.batch.independence.kinds import Each, Free, Kind, Total, close, mean_growth
+from jaxmem.levers.batch.independence.operation import Operation
+
+# Operations that a sum over examples may pass through: linear in the operand that has it.
+LINEAR = frozenset(
+    """
+    add_any broadcast_in_dim concatenate convert_element_type copy cumsum dynamic_slice gather
+    imag mul name neg optimization_barrier pad real reduce_precision reduce_sum reshape rev
+    select_n sharding_constraint slice split squeeze sub add stop_gradient transpose div
+    dot_general stack unstack
+    """.split()
+)
+# Of operands that grow with the batch their results grow by a known factor.
+HOMOGENEOUS = LINEAR | {"integer_pow", "square", "scatter-add", "scatter_add"}
+_SUMS = frozenset({"add", "sub", "add_any", "concatenate", "pad", "stack"})
+
+
+def grown(op: Operation) -> float | None:
+    """The growth of a result that is linear in what grows; None: it is not."""
+    name, kinds = op.name, op.kinds
+    growths = [kind.growth for kind in kinds]
+    if all(close(growth, 1) for growth in growths):
+        return 1.0
+    if any(map(math.isnan, growths)) or name not in HOMOGENEOUS:
+        return None
+    if name in ("mul", "dot_general"):
+        return math.prod(growths)
+    if name == "div":
+        return growths[0] / growths[1] if op.inexact() else None
+    if name in ("square", "integer_pow"):
+        return growths[0] ** op.params.get("y", 2)
+    if name == "convert_element_type" and not op.inexact():
+        return None
+    if name in _SUMS or name == "select_n":
+        if name == "select_n":
+            if not close(growths[0], 1):
+                return None
+            kinds = kinds[1:]
+        found = [k.growth for k in kinds if not (isinstance(k, Free) and k.is_zero)]
+        return found[0] if found and all(close(found[0], other) for other in found) else None
+    return growths[0] if all(close(growth, 1) for growth in growths[1:]) else None
+
+
+def of_sum(op: Operation) -> Kind:
+    """Of an operation on a sum over examples: it may go on in a straight line."""
+    kinds, name = op.kinds, op.name
+    if any(isinstance(kind, Each) for kind in kinds):
+        return op.mixes
+    if any(one != two for one, two in op.results):
+        return op.mixes
+    if name not in LINEAR or not op.alike():
+        return op.bends
+    if name == "convert_element_type":
+        made = op.steps[0].equation.invars[0].aval.dtype
+        if jnp.issubdtype(made, jnp.inexact) and not op.inexact():
+            return op.bends
+    if name in _SUMS or name == "select_n":
+        return _of_terms(op)
+    sums = sum(isinstance(kind, Total) for kind in kinds)
+    if sums != 1 or (not isinstance(kinds[0], Total) and name not in ("mul", "dot_general")):
+        return op.bends
+    growths = [kind.growth for kind in kinds]
+    if any(map(math.isnan, growths)) or (name == "div" and not op.inexact()):
+        return op.bends
+    if name in ("mul", "dot_general"):
+        return Total(math.prod(growths))
+    if name == "div":
+        return Total(growths[0] / growths[1])
+    return Total(growths[0]) if all(close(growth, 1) for growth in growths[1:]) else op.bends
+
+
+def _of_terms(op: Operation) -> Kind:
+    """Of terms that are added, or one of which is selected: what is beside sums must be zero,
+    or the sums be means, for ``c + mean`` is the mean of ``c + each``."""
+    kinds = op.kinds
+    if op.name == "select_n":
+        if not isinstance(kinds[0], Free) or not close(kinds[0].growth, 1):
+            return op.bends
+        kinds = kinds[1:]
+    totals = [kind for kind in kinds if isinstance(kind, Total)]
+    growth = totals[0].growth
+    if not all(close(growth, total.growth) for total in totals):
+        return op.bends
+    beside = [kind for kind in kinds if isinstance(kind, Free) and not kind.is_zero]
+    mean = close(growth, mean_growth(op.sizes))
+    if beside and not (mean and all(close(kind.growth, 1) for kind in beside)):
+        return op.bends
+    return Total(growth)

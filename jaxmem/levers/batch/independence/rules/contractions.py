@@ -1,0 +1,84 @@
+"""Products of arrays: a sum over the examples where both have them along a contracted axis."""
+
+import math
+
+from jaxmem.levers.batch.independence.batch_free import spread
+from jaxmem.levers.batch.independence.kinds import Each, Flat, Kind, Total
+from jaxmem.levers.batch.independence.layout import agreed, flat
+from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.registry import rule
+
+
+@rule("dot_general", sizes=None, takes_flat=True)
+def dot_general(op: Operation) -> Kind:
+    """By labels: of the axes that go together, the same."""
+    if any(isinstance(kind, Flat) for kind in op.kinds) or not op.alike():
+        return _dot_of_one(op) or op.sized
+    contracted, batched = op.params["dimension_numbers"]
+    rank = len(op.shapes[0][0])
+    left, right = list(range(rank)), [rank + at for at in range(len(op.shapes[1][0]))]
+    for one, two in (*zip(*contracted, strict=True), *zip(*batched, strict=True)):
+        right[two] = left[one]
+    rows = [left[axis] for axis in batched[0]]
+    out = rows + [label for label in left if label not in right]
+    return _contraction(op, left, right, out + [label for label in right if label not in left])
+
+
+@rule("wide_einsum")
+def einsum(op: Operation) -> Kind:
+    """An einsum of our own, of two arrays."""
+    left, right, out = op.params["spec"].replace("->", ",").split(",")
+    return _contraction(op, left, right, out)
+
+
+def _contraction(op: Operation, left, right, out) -> Kind:
+    """Of a product of two arrays, whose axes and those of the result have labels."""
+    growth = math.prod(kind.growth for kind in op.kinds)
+    labels, own = [], []
+    for at, names in enumerate((left, right)):
+        kind = spread(op, at)
+        if isinstance(kind, Each):
+            labels.append(names[kind.axis])
+            own.append(Each(0, kind.outer, kind.inner, growth))
+    common, label = agreed(own), labels[0]
+    both = label in left and label in right
+    if common is None or labels != [label] * (2 if both else 1):
+        return op.mixes
+    if label in out:
+        return op.each(list(out).index(label), common)
+    return Total(growth) if both else op.mixes
+
+
+def _dot_of_one(op: Operation) -> Kind | None:
+    """Of a matmul whose first axis, that of the batch, is gone for one example."""
+    left, right = (
+        flat(kind, shapes, op.sizes) for kind, shapes in zip(op.kinds, op.shapes, strict=True)
+    )
+    if left is None or right is None or not op.alike("dimension_numbers"):
+        return None
+    (contracted, batched), (of_one, batched_of_one) = (
+        step.equation.params["dimension_numbers"] for step in op.steps
+    )
+    growth = left.growth * right.growth
+    for at, kind in enumerate((left, right)):
+        (size, *rest), alone = op.shapes[at]
+        fits = (
+            kind.outer == 1
+            and size == op.sizes[0]
+            and tuple(rest) == alone
+            and batched[at][:1] == (0,)
+            and tuple(batched[at][1:]) == tuple(axis + 1 for axis in batched_of_one[at])
+            and tuple(contracted[at]) == tuple(axis + 1 for axis in of_one[at])
+        )
+        if not fits:
+            return None
+    return Flat(1, math.prod(op.results[0][1]), growth)
+
+
+@rule("conv_general_dilated")
+def convolution(op: Operation) -> Kind:
+    """Along the axis that XLA calls the batch, if it is not divided into groups."""
+    kind, numbers = op.only, op.params["dimension_numbers"]
+    if kind is None or kind.axis != numbers.lhs_spec[0] or op.params["batch_group_count"] != 1:
+        return op.mixes
+    return op.each(numbers.out_spec[0], kind)

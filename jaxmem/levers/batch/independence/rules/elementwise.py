@@ -1,0 +1,28 @@
+"""Operations on each element, which leave examples where they are."""
+
+import dataclasses
+
+from jaxmem.levers.batch.independence.growth import grown
+from jaxmem.levers.batch.independence.kinds import Free, Kind
+from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.registry import rule
+from jaxmem.program.slicing import ELEMENTWISE
+
+
+@rule(
+    *ELEMENTWISE,
+    *("acosh", "bessel_i0e", "bessel_i1e", "digamma", "igamma", "igammac", "imag", "mulhi"),
+    *("name", "polygamma", "random_fold_in", "zeta"),
+)
+def elementwise(op: Operation) -> Kind:
+    """Examples stay in their places, if they have the same ones in all operands."""
+    growth, common = grown(op), op.common
+    if growth is None:
+        return op.sized
+    if common is None:
+        return op.mixes
+    for kind, (one, _) in zip(op.kinds, op.shapes, strict=True):
+        beside = one and isinstance(kind, Free) and kind.value is None
+        if beside and (len(one) <= common.axis or one[common.axis] != 1):
+            return op.mixes
+    return op.each(common.axis, dataclasses.replace(common, growth=growth))

@@ -1,0 +1,168 @@
+"""Operations that move elements without changing them: examples get another axis or place."""
+
+import dataclasses
+
+from jaxmem.levers.batch.independence.growth import grown
+from jaxmem.levers.batch.independence.kinds import Each, Free, Kind, close
+from jaxmem.levers.batch.independence.layout import flat, shaped
+from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.registry import Found, rule
+
+
+@rule("broadcast_in_dim", sizes=("shape", "sharding"))
+def broadcast(op: Operation) -> Kind:
+    """Axes go where the parameter says."""
+    kind = op.kinds[0]
+    return op.each(op.params["broadcast_dimensions"][kind.axis], kind)
+
+
+@rule("reshape", sizes=("new_sizes", "sharding"), takes_flat=True)
+def reshape(op: Operation) -> Kind:
+    """The axis of the result in which examples lie apart by as many elements as before."""
+    kind = op.kinds[0]
+    if op.params.get("dimensions") is not None:
+        return op.unknown
+    elements = flat(kind, op.shapes[0], op.sizes)
+    found = None if elements is None else shaped(elements, op.results[0], op.sizes)
+    if found is None:
+        return op.mixes
+    uniform = isinstance(kind, Each) and kind.inner is None
+    if uniform and isinstance(found, Each) and found.outer == found.inner == 1:
+        return Each(found.axis, 1, None, found.growth)
+    return found
+
+
+@rule("transpose")
+def transpose(op: Operation) -> Kind:
+    """Axes change places."""
+    return op.each(list(op.params["permutation"]).index(op.kinds[0].axis), op.kinds[0])
+
+
+@rule("squeeze")
+def squeeze(op: Operation) -> Kind:
+    """Axes of one index go."""
+    kind, gone = op.kinds[0], op.params["dimensions"]
+    if kind.axis in gone:
+        return op.mixes
+    return op.each(kind.axis - sum(axis < kind.axis for axis in gone), kind)
+
+
+@rule("concatenate")
+def concatenate(op: Operation) -> Kind:
+    """Along another axis examples stay; along theirs whole blocks of all of them follow."""
+    axis, growth = op.params["dimension"], grown(op)
+    if growth is None:
+        return op.sized
+    if op.has_other_array:
+        return op.mixes
+    own, common = [kind for kind in op.kinds if isinstance(kind, Each)], op.common
+    if common is not None and common.axis != axis:
+        return op.each(common.axis, dataclasses.replace(common, growth=growth))
+    if any(kind.axis != axis or kind.inner is None for kind in own) or len(own) < len(op.kinds):
+        return op.mixes
+    if len({kind.inner for kind in own}) > 1:
+        return op.mixes
+    outer = sum(kind.outer for kind in own)
+    return op.each(axis, dataclasses.replace(own[0], outer=outer, growth=growth))
+
+
+@rule("stack")
+def stack(op: Operation) -> Kind:
+    """A new axis."""
+    growth, common = grown(op), op.common
+    if growth is None:
+        return op.sized
+    if common is None or op.has_other_array:
+        return op.mixes
+    axis = common.axis + (op.params["axis"] <= common.axis)
+    return op.each(axis, dataclasses.replace(common, growth=growth))
+
+
+@rule("unstack")
+def unstack(op: Operation) -> Found:
+    """Each index of another axis than that of the examples."""
+    kind, axis = op.kinds[0], op.params["axis"]
+    if axis == kind.axis:
+        return op.mixes
+    return [op.each(kind.axis - (axis < kind.axis), kind, at) for at in range(len(op.results))]
+
+
+@rule("slice", sizes=None)
+def slice_of(op: Operation) -> Kind:
+    """Of the axis of the examples all, or whole blocks of all examples."""
+    kind = op.kinds[0]
+    given = [step.equation.params for step in op.steps]
+    axis, rank = kind.axis, len(op.shapes[0][0])
+    starts = [params["start_indices"] for params in given]
+    stops = [params["limit_indices"] for params in given]
+    strides = [params["strides"] or (1,) * rank for params in given]
+    others = [at for at in range(rank) if at != axis]
+    for one, two in (starts, stops, strides):
+        if any(one[at] != two[at] for at in others):
+            return op.sized
+    if any(steps[axis] != 1 for steps in strides):
+        return op.mixes
+    start, stop = (starts[0][axis], starts[1][axis]), (stops[0][axis], stops[1][axis])
+    if start == (0, 0) and stop == tuple(shape[axis] for shape in op.shapes[0]):
+        return op.each(axis, kind)
+    return _part(op, 0, start, stop)
+
+
+@rule("split", sizes=None)
+def split(op: Operation) -> Found:
+    """As slices, one after the other."""
+    kind, axis = op.kinds[0], op.params["axis"]
+    one, two = (step.equation.params["sizes"] for step in op.steps)
+    if kind.axis != axis:
+        if tuple(one) != tuple(two):
+            return op.sized
+        return [op.each(kind.axis, kind, at) for at in range(len(op.results))]
+    found: list[Kind] = []
+    start = (0, 0)
+    for at, sizes in enumerate(zip(one, two, strict=True)):
+        stop = (start[0] + sizes[0], start[1] + sizes[1])
+        found.append(_part(op, at, start, stop))
+        start = stop
+    return found
+
+
+def _part(op: Operation, at: int, start: tuple[int, int], stop: tuple[int, int]) -> Kind:
+    """Of a result with the indices between two places, given for both traces: they must be whole
+    blocks of all examples."""
+    kind = op.kinds[0]
+    if kind.inner is None:
+        return op.mixes
+    unit = [size * kind.inner for size in op.sizes]
+    places = [
+        (a // each, b // each)
+        for a, b, each in zip(start, stop, unit, strict=True)
+        if a % each == b % each == 0
+    ]
+    if len(places) != 2 or places[0] != places[1]:
+        return op.mixes
+    first, last = places[0]
+    if first == last:
+        return op.mixes
+    return op.each(kind.axis, dataclasses.replace(kind, outer=last - first), at)
+
+
+@rule("pad")
+def pad(op: Operation) -> Kind:
+    """Along other axes than that of the examples."""
+    kind = op.only
+    if kind is None or any(op.params["padding_config"][kind.axis]):
+        return op.mixes
+    zero = isinstance(op.kinds[1], Free) and op.kinds[1].is_zero
+    if not close(kind.growth, 1) and not zero:
+        return op.sized
+    return op.each(kind.axis, kind)
+
+
+@rule("tile")
+def tile(op: Operation) -> Kind:
+    """All examples again and again."""
+    kind = op.kinds[0]
+    rank, reps = len(op.shapes[0][0]), tuple(op.params["reps"])
+    if len(reps) != rank:
+        return op.unknown
+    return op.each(kind.axis, dataclasses.replace(kind, outer=kind.outer * reps[kind.axis]))

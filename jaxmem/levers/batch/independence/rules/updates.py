@@ -1,0 +1,104 @@
+"""Slices at places that are computed, and what is written or added at such places."""
+
+import dataclasses
+
+from jaxmem.levers.batch.independence.kinds import Each, Free, Kind, Total, close
+from jaxmem.levers.batch.independence.layout import agreed
+from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.registry import rule
+
+_ADDING = ("scatter-add", "scatter_add")
+
+
+@rule("dynamic_slice", sizes=("slice_sizes",), growing=False)
+def dynamic_slice(op: Operation) -> Kind:
+    """Of the axis of the examples it must take all."""
+    kind = op.only
+    if kind is None or op.results[0][0][kind.axis] != op.shapes[0][0][kind.axis]:
+        return op.mixes
+    return op.each(kind.axis, kind)
+
+
+@rule("dynamic_update_slice")
+def dynamic_update_slice(op: Operation) -> Kind:
+    """Of the axis of the examples it must replace all."""
+    if not all(isinstance(kind, Free) for kind in op.kinds[2:]):
+        return op.mixes
+    common = op.common
+    if common is None or op.shapes[1][0][common.axis] != op.shapes[0][0][common.axis]:
+        return op.mixes
+    if any(isinstance(kind, Free) and kind.value is None for kind in op.kinds[:2]):
+        return op.mixes
+    return op.each(common.axis, common)
+
+
+@rule(
+    *("scatter", *_ADDING, "scatter-max", "scatter-min", "scatter-mul"),
+    *("scatter_max", "scatter_min", "scatter_mul"),
+    sizes=("update_jaxpr",),
+)
+def scatter(op: Operation) -> Kind:
+    """Examples in the operand, the indices, the updates, or several of them."""
+    (operand, indices, updates), numbers = op.kinds, op.params["dimension_numbers"]
+    rows = [axis for axis in range(len(op.shapes[2][0])) if axis not in numbers.update_window_dims]
+    growth = updates.growth
+    if not close(operand.growth, growth) and not (isinstance(operand, Free) and operand.is_zero):
+        return op.sized
+    if not close(indices.growth, 1) or (not close(growth, 1) and op.name not in _ADDING):
+        return op.sized
+    if any(
+        isinstance(kind, Free) and kind.value is None and one != two
+        for kind, (one, two) in zip(op.kinds, op.shapes, strict=True)
+    ):
+        return op.mixes
+    common = agreed([dataclasses.replace(k, axis=0) for k in op.kinds if isinstance(k, Each)])
+    if common is None:
+        return op.mixes
+    common = dataclasses.replace(common, growth=growth)
+    of_indices = indices.axis if isinstance(indices, Each) else None
+    if isinstance(updates, Each) and updates.axis in rows:
+        row = rows.index(updates.axis)
+        if of_indices not in (None, row):
+            return op.mixes
+        return _into_own_row(op, row, common) or _summed(op, row)
+    if of_indices is not None:
+        found = None if isinstance(updates, Each) else _into_own_row(op, of_indices, common)
+        return found or op.mixes
+    return _into_each(op, common)
+
+
+def _into_own_row(op: Operation, row: int, common: Each) -> Kind | None:
+    """Each example is written into its own part: a batched scatter, by this axis of the indices;
+    None: it is not batched by that."""
+    operand, numbers = op.kinds[0], op.params["dimension_numbers"]
+    batched = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    for axis, of_row in batched:
+        if of_row == row:
+            fits = not isinstance(operand, Each) or operand.axis == axis
+            return op.each(axis, common) if fits else op.mixes
+    return None
+
+
+def _summed(op: Operation, row: int) -> Kind:
+    """Each example is added where its indices say, to zeros that all have in common: their sum."""
+    operand, indices, updates = op.kinds
+    own = isinstance(indices, Each) and indices.axis == row
+    alone = op.results[0][0] == op.results[0][1]
+    zeros = isinstance(operand, Free) and operand.is_zero
+    return Total(updates.growth) if op.name in _ADDING and own and alone and zeros else op.mixes
+
+
+def _into_each(op: Operation, common: Each) -> Kind:
+    """The same indices for all examples, whose axis is written whole."""
+    (operand, _, updates), numbers = op.kinds, op.params["dimension_numbers"]
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    windows = [axis for axis in range(len(op.shapes[0][0])) if axis not in gone]
+    for axis, of_update in zip(windows, numbers.update_window_dims, strict=True):
+        if axis in numbers.scatter_dims_to_operand_dims:
+            continue
+        fits = op.shapes[0][0][axis] == op.shapes[2][0][of_update]
+        same = not isinstance(operand, Each) or operand.axis == axis
+        same = same and (not isinstance(updates, Each) or updates.axis == of_update)
+        if fits and same and op.results[0][0][axis] != op.results[0][1][axis]:
+            return op.each(axis, common)
+    return op.mixes

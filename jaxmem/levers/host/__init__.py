@@ -1,0 +1,1 @@
+"""State and gradients in host memory."""

@@ -1,0 +1,373 @@
+"""Exact attention in memory linear in the length: blocks of queries against blocks of keys."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem import jaxprs
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.ops.blocks import accumulation_dtype, block_size, finite
+from jaxmem.ops.wide_einsum import tangent_einsum, wide_einsum
+
+_BLOCK = 2**25  # scores at a time: 128 MiB of float32
+_TILE, _SIDE = 128, 1024  # of a block: tensor cores want whole tiles; more gains nothing
+# Queries are [batch, length, groups, heads of a group, width], keys and values [batch, length,
+# groups, width]; scores and what is made of them [batch, groups, queries, heads of a group, ...].
+_SCORES, _VALUES = "bqghd,bkgd->bgqhk", "bgqhk,bkgd->bgqhd"
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    implementation: str | None = None,
+    block: tuple[int, int] | None = None,
+) -> jax.Array:
+    """``softmax(query @ key.T * scale + bias) @ value`` without the matrix of scores.
+
+    Takes what `jax.nn.dot_product_attention` takes and gives what it gives, on any backend, in
+    memory linear in the length: scores exist a block at a time, in the forward pass and again in
+    the backward pass. One matmul of six is done twice (1.17x the FLOPs), and of causal scores about
+    half are never computed. What is kept is the result and two numbers a query and head.
+    The algorithm is that of Rabe and Staats 2021 and Dao et al. 2022, "FlashAttention", as loops of
+    plain JAX operations.
+
+    Scores, their softmax and all sums are float32 (float64 for float64). Works under ``jit``,
+    ``grad``, ``jvp``, ``vmap``, ``scan`` and in higher derivatives, as plain JAX does.
+
+    Args:
+        query: ``[..., queries, heads, width]``, or ``[queries, heads, width]``.
+        key: ``[..., keys, key heads, width]``; heads are a multiple of key heads, and as many
+            successive heads share one of the keys (grouped queries).
+        value: ``[..., keys, key heads, value width]``.
+        bias: added to the scores; of a shape that broadcasts to ``[..., heads, queries, keys]``.
+        mask: bool, of such a shape; where it is False a key is not attended to. A query that may
+            attend to no key attends to all alike.
+        scale: of the scores; None: ``width ** -0.5``.
+        is_causal: a query attends to the keys up to its own place.
+        implementation: None or ``"xla"``: the above. ``"cudnn"``: NVIDIA's kernel, through
+            `jax.nn.dot_product_attention`: faster on the GPUs that have it, bfloat16 and float16
+            only, no ``jvp`` or second derivatives, and no compiling for a GPU that is absent.
+        block: queries and keys of one block; None: up to 1024 of each, fewer where there are many
+            heads.
+
+    Returns:
+        ``[..., queries, heads, value width]``, in the dtype of ``query``.
+
+    Raises:
+        JaxmemError: shapes or dtypes that do not match.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> x = jax.random.normal(jax.random.key(0), (2, 64, 4, 16), "float32")
+    >>> out = jaxmem.ops.attention(x, x, x, is_causal=True)
+    >>> plain = jax.nn.dot_product_attention(x, x, x, is_causal=True)
+    >>> bool(jnp.allclose(out, plain, atol=1e-5))
+    True
+    """
+    _check(query, key, value, bias, mask, implementation, block)
+    if implementation == "cudnn":
+        return jax.nn.dot_product_attention(
+            query, key, value, bias, mask, scale=scale, is_causal=is_causal, implementation="cudnn"
+        )
+    batch, (length, heads, width) = query.shape[:-3], query.shape[-3:]
+    (keys, groups, _), count = key.shape[-3:], math.prod(batch)
+    factor = width**-0.5 if scale is None else scale
+    lowest = -0.7 * float(jnp.finfo(accumulation_dtype(query.dtype)).max)
+
+    def of_scores(matrix):
+        """[batch, groups, heads of a group, queries, keys], each axis whole or 1."""
+        matrix = matrix.reshape((1,) * (len(batch) + 3 - matrix.ndim) + matrix.shape)
+        whole = batch if math.prod(matrix.shape[:-3]) > 1 else (1,) * len(batch)
+        matrix = jnp.broadcast_to(matrix, (*whole, *matrix.shape[-3:]))
+        split = (groups, heads // groups) if matrix.shape[-3] > 1 else (1, 1)
+        return matrix.reshape(math.prod(whole), *split, *matrix.shape[-2:])
+
+    def modify(scores, others, row, column):
+        bias, mask = others
+        scores *= factor
+        if bias is not None:
+            scores += bias.astype(scores.dtype)
+        if mask is not None:
+            scores = jnp.where(mask, scores, lowest)
+        if is_causal:
+            places = (jax.lax.broadcasted_iota(np.int32, scores.shape, axis) for axis in (2, 4))
+            row_place, column_place = places
+            scores = jnp.where(column + column_place > row + row_place, -jnp.inf, scores)
+        return scores
+
+    out = attend(
+        query.reshape(count, length, groups, heads // groups, width),
+        key.reshape(count, keys, groups, width),
+        value.reshape(count, keys, groups, value.shape[-1]),
+        tuple(None if matrix is None else of_scores(matrix) for matrix in (bias, mask)),
+        modify,
+        is_causal,
+        block,
+    )
+    return out.reshape(*batch, length, heads, value.shape[-1])
+
+
+def attend(query, key, value, others, modify: Callable, is_causal: bool, block=None) -> jax.Array:
+    """``softmax(modify(query @ key.T, others)) @ value``, [batch, queries, groups, heads of a
+    group, width].
+
+    ``others`` are arrays that `modify` reads, with axes [batch, groups, heads of a group, queries,
+    keys], each whole or 1; ``modify(scores, others, row, column)`` gets the same piece of all,
+    others broadcast to the scores, and the place of its first element. Of what ``is_causal`` it is
+    not asked about blocks above the diagonal.
+    """
+    (count, length, groups, heads, _), keys = query.shape, key.shape[1]
+    if block is None:
+        side = math.isqrt(_BLOCK // max(count * groups * heads, 1)) // _TILE * _TILE
+        block = (min(max(side, _TILE), _SIDE),) * 2
+    if is_causal:  # blocks are square, and their number is even
+        keys = min(keys, length)
+        size = min(block[0], -(-length // 2))
+        size = block_size(-(-length // 2), size)
+        sizes = size, size
+        counts = (2 * -(-length // (2 * size)),) * 2
+    else:
+        sizes = block_size(length, block[0]), block_size(keys, block[1])
+        counts = -(-length // sizes[0]), -(-keys // sizes[1])
+    how = _How(modify, query.dtype, is_causal, sizes, counts, keys)
+    rows, columns = (size * number for size, number in zip(sizes, counts, strict=True))
+    out, _, _ = _attend(
+        _padded(query, rows, 1),
+        _padded(key[:, :keys], columns, 1),
+        _padded(value[:, :keys], columns, 1),
+        tuple(
+            None if other is None else _padded(_padded(other[..., :keys], rows, 3), columns, 4)
+            for other in others
+        ),
+        how,
+    )
+    return jnp.moveaxis(out[:, :, :length], 1, 2)
+
+
+def _padded(array, size: int, axis: int):
+    if array.shape[axis] in (1, size):
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, size - array.shape[axis])
+    return jnp.pad(array, widths)
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """``dtype`` is that of matmuls, ``block`` and ``counts`` are of queries and keys; ``keys`` are
+    not padding."""
+
+    modify: Callable
+    dtype: Any
+    is_causal: bool
+    block: tuple[int, int]
+    counts: tuple[int, int]
+    keys: int
+
+    def loop(self, add: Callable, start: Sequence[jax.Array]) -> list[jax.Array]:
+        """``carry = add(carry, row, column)`` over the blocks of each row of blocks, from
+        ``start``; the rows of blocks joined along the queries.
+
+        Causal ones are two by two, the first with the last: so many blocks on and below the
+        diagonal are in each two, and none above it is computed.
+        """
+        rows, columns = self.counts
+        members = 2 if self.is_causal else 1
+
+        def of_group(group):
+            def step(carry, slot):
+                first = (slot <= group) | (not self.is_causal)
+                member = jnp.where(first, 0, 1)
+                row = jnp.where(first, group, rows - 1 - group)
+                column = jnp.where(first, slot, slot - group - 1)
+                own = [jax.lax.dynamic_index_in_dim(x, member, 0, False) for x in carry]
+                own = add(own, row * self.block[0], column * self.block[1])
+                return [
+                    jax.lax.dynamic_update_index_in_dim(x, new, member, 0)
+                    for x, new in zip(carry, own, strict=True)
+                ], None
+
+            carry = [jnp.broadcast_to(x, (members, *x.shape)) for x in start]
+            return jax.lax.scan(step, carry, jnp.arange(columns + members - 1))[0]
+
+        def joined(blocks):
+            blocks = [blocks[:, 0], *([blocks[::-1, 1]] if self.is_causal else [])]
+            blocks = jnp.moveaxis(jnp.concatenate(blocks), 0, 2)
+            return blocks.reshape(*blocks.shape[:2], -1, *blocks.shape[4:])
+
+        return list(map(joined, jax.lax.map(of_group, jnp.arange(rows // members))))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+def _attend(query, key, value, others, how: _How) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The result, and of each query and head the largest score and the sum of exp(score -
+    largest)."""
+
+    def add(carry, row, column):
+        largest, total, out = carry
+        rows, keys, values, *rest = _operands((query, key, value, *others), row, column, how)
+        scores = _scores(rows, keys, rest, row, column, how)
+        new = jnp.maximum(largest, scores.max(-1))
+        shrink = jnp.exp(largest - finite(new))
+        shares = jnp.exp(scores - finite(new)[..., None])
+        seen = wide_einsum(_VALUES, shares, values, how.dtype)
+        return new, total * shrink + shares.sum(-1), out * shrink[..., None] + seen
+
+    zeros = _zeros(query, key, value, others, how)
+    start = zeros[..., 0] - jnp.inf, zeros[..., 0], zeros
+    largest, total, out = how.loop(add, start)
+    return (out / total[..., None]).astype(query.dtype), finite(largest), total
+
+
+def _attend_jvp(how: _How, primals, tangents):
+    query, key, value, others = primals
+    found = out, largest, total = _attend(query, key, value, others, how)
+    # Cotangents add up over blocks.
+    wide = accumulation_dtype(query.dtype)
+    tangents = [
+        None if tangent is None or jaxprs.is_zero(tangent) else tangent.astype(wide)
+        for tangent in (*tangents[:3], *tangents[3])
+    ]
+
+    # Linear in the tangents: all the rest is made again when it is needed.
+    @jax.checkpoint
+    def add(carry, row, column):
+        operands = _operands((query, key, value, *others), row, column, how)
+        along = _operands(tangents, row, column, how)
+        scores, d_scores = _scores_jvp(operands, along, row, column, how)
+        own_largest, own_total = (
+            jax.lax.dynamic_slice_in_dim(x, row, how.block[0], 2)[..., None]
+            for x in (largest, total)
+        )
+        shares = jnp.exp(scores - own_largest) / own_total
+        d_out, d_total = carry
+        if d_scores is not None:
+            d_shares = shares * d_scores
+            d_total += d_shares.sum(-1)
+            d_out += tangent_einsum(_VALUES, d_shares, operands[2], how.dtype)
+        if along[2] is not None:
+            d_out += tangent_einsum(_VALUES, shares, along[2], how.dtype)
+        return d_out, d_total
+
+    zeros = _zeros(query, key, value, others, how)
+    d_out, d_total = how.loop(add, (zeros, zeros[..., 0]))
+    d_out -= out.astype(wide) * d_total[..., None]
+    return found, (d_out.astype(out.dtype), jnp.zeros_like(largest), d_total * total)
+
+
+_attend.defjvp(_attend_jvp, symbolic_zeros=True)
+
+
+def _zeros(query, key, value, others, how: _How) -> jax.Array:
+    """A block of the result."""
+    batch, _, groups, heads, _ = query.shape
+    shape = (batch, groups, how.block[0], heads, value.shape[-1])
+    zeros = jnp.zeros(shape, accumulation_dtype(query.dtype))
+    return jaxprs.varying(zeros, query, key, value, *others)
+
+
+def _piece(array, at, size: int, axis: int):
+    if array is None or array.shape[axis] == 1 != size:
+        return array
+    return jax.lax.dynamic_slice_in_dim(array, at, size, axis)
+
+
+def _operands(arrays, row, column, how: _How) -> list[Any]:
+    """Blocks of queries, keys, values and others, floats as float32 or wider."""
+    (height, width), (query, *by_key), others = how.block, arrays[:3], arrays[3:]
+    pieces = [_piece(query, row, height, 1)]
+    pieces += [_piece(array, column, width, 1) for array in by_key]
+    pieces += [_piece(_piece(x, row, height, 3), column, width, 4) for x in others]
+    wide = accumulation_dtype(how.dtype)
+    return [x if x is None or x.dtype == bool else x.astype(wide) for x in pieces]
+
+
+def _scores(rows, keys, others, row, column, how: _How) -> jax.Array:
+    scores = wide_einsum(_SCORES, rows, keys, how.dtype)
+    others = [
+        None if other is None else jnp.broadcast_to(jnp.moveaxis(other, 2, 3), scores.shape)
+        for other in others
+    ]
+    scores = how.modify(scores, others, row, column)
+    if how.keys < how.counts[1] * how.block[1]:
+        places = column + jax.lax.broadcasted_iota(np.int32, scores.shape, 4)
+        scores = jnp.where(places < how.keys, scores, -jnp.inf)
+    return scores
+
+
+def _scores_jvp(operands, tangents, row, column, how: _How):
+    """`_scores` along tangents, of which None is zero."""
+    given = [at for at, tangent in enumerate(tangents) if tangent is not None and at != 2]
+
+    def of_given(*chosen):
+        arrays = dict(enumerate(operands)) | dict(zip(given, chosen, strict=True))
+        rows, key, _, *others = arrays.values()
+        return _scores(rows, key, others, row, column, how)
+
+    if not given:
+        return of_given(), None
+    return jax.jvp(of_given, [operands[at] for at in given], [tangents[at] for at in given])
+
+
+def _check(query, key, value, bias, mask, implementation, block) -> None:
+    shapes = [jnp.shape(array) for array in (query, key, value)]
+    listed = ", ".join(
+        f"{name} {list(shape)}"
+        for name, shape in zip(("query", "key", "value"), shapes, strict=True)
+    )
+    lengths = {len(shape) for shape in shapes}
+    if lengths != {max(lengths)} or max(lengths) < 3:
+        raise JaxmemError(
+            "attention takes query, key and value of one number of axes, [..., length, heads, "
+            f"width]; got {listed}."
+        )
+    (_, heads, width), (keys, groups, key_width) = shapes[0][-3:], shapes[1][-3:]
+    batches = {shape[:-3] for shape in shapes}
+    if len(batches) > 1 or width != key_width or shapes[2][-3:-1] != (keys, groups):
+        raise JaxmemError(
+            "attention takes query [..., queries, heads, width], key [..., keys, key heads, width] "
+            f"and value [..., keys, key heads, value width]; got {listed}."
+        )
+    if groups == 0 or heads % groups:
+        raise JaxmemError(
+            f"The heads of query must be a multiple of those of key; got {heads} and {groups}."
+        )
+    if len({query.dtype, key.dtype, value.dtype}) > 1:
+        raise JaxmemError(
+            f"query, key and value must have one dtype; got {query.dtype}, {key.dtype} and "
+            f"{value.dtype}. Cast them first."
+        )
+    scores = (*shapes[0][:-3], heads, shapes[0][-3], keys)
+    for name, matrix in ("bias", bias), ("mask", mask):
+        if matrix is None:
+            continue
+        shape = jnp.shape(matrix)
+        try:
+            fits = np.broadcast_shapes(shape, scores) == scores
+        except ValueError:
+            fits = False
+        if not fits:
+            raise JaxmemError(
+                f"{name} must broadcast to [..., heads, queries, keys], here {list(scores)}; its "
+                f"shape is {list(shape)}."
+            )
+    if mask is not None and mask.dtype != np.bool_:
+        raise JaxmemError(
+            f"mask must be bool, True where a key is attended to; got {mask.dtype}. What is added "
+            "to the scores goes in as bias."
+        )
+    if implementation not in (None, "xla", "cudnn"):
+        raise JaxmemError(f"implementation is None, 'xla' or 'cudnn'; got {implementation!r}.")
+    if block is not None and min(block) < 1:
+        raise JaxmemError(f"block= takes queries and keys of at least 1; got {block}.")

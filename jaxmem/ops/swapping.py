@@ -1,0 +1,152 @@
+"""Attention and cross-entropy of an unmodified function, put in the place of the plain ones."""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem import jaxprs
+from jaxmem.frameworks.modules import on_arrays
+from jaxmem.ground.bytes import format_bytes, parse_budget
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.ops.patterns import Graph
+from jaxmem.ops.replacements import AttentionInstead, LossInstead
+
+
+def swap(fun: Callable, *, least: int | str = "64MiB") -> Callable:
+    """``fun`` with `attention` and `softmax_cross_entropy` where it has plain ones.
+
+    The function is traced when it is called. Of each matmul that becomes the scores of an attention
+    or the logits of a loss, and nothing else, the operations from there to what is made of it are
+    left out and `jaxmem.ops` put in their place, in ``scan`` and `jax.checkpoint` too. Found are
+    what ``jax.nn``, ``optax`` and Flax make, and their like by hand: scores and logits may go
+    through any scale, cap, mask and bias, and log-probabilities be picked by `jnp.take_along_axis`
+    or by a one-hot matrix. What it did, and the bytes of the matrix that no longer is, is printed
+    to stderr. Values and gradients are those of ``fun``, but for rounding: what ``fun`` has in 16
+    bits between two matmuls is float32 here.
+
+    What is not found: dropout of attention weights, weights or logits that ``fun`` returns, label
+    smoothing (call the operation itself for it), a causal mask's saving of work.
+
+    Args:
+        fun: any JAX function: the loss, usually.
+        least: bytes of a matrix of scores or logits from which on it is worth it.
+
+    Raises:
+        JaxmemError: it is not a function, or ``least`` does not parse.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> def attend(x):
+    ...     return jax.nn.softmax(x @ x.T) @ x
+    >>> swapped = jaxmem.ops.swap(attend, least="1KiB")
+    >>> x = jax.random.normal(jax.random.key(0), (64, 8), "float32")
+    >>> bool(jnp.allclose(swapped(x), attend(x), atol=1e-5))
+    True
+    """
+    if not callable(fun) or isinstance(fun, type):
+        raise JaxmemError(f"jaxmem.ops.swap takes a function of arrays; got {fun!r}.")
+    swapper = _Swapper(parse_budget(least, None))
+
+    def evaluate(call, leaves):
+        flat = jaxprs.flatten(call, leaves)
+        swapper.count = 0
+        results = swapper.run(flat, [*flat.consts, *leaves])
+        if not swapper.count:
+            name = getattr(fun, "__qualname__", repr(fun))
+            size = format_bytes(swapper.least)
+            _say(f"no attention and no cross-entropy of at least {size} found in {name}")
+        return jax.tree.unflatten(flat.out_tree, results)
+
+    @functools.wraps(fun)
+    def swapped(*args, **kwargs):
+        return on_arrays(evaluate, fun, args, kwargs)
+
+    return swapped
+
+
+def _say(text: str) -> None:
+    print(f"jaxmem.ops.swap: {text}", file=sys.stderr)
+
+
+class _Swapper:
+    def __init__(self, least: int):
+        self.least = least
+        self.count = 0
+
+    def run(self, flat: jaxprs.FlatJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """The results of a flat jaxpr, each value computed where it is first needed: what a
+        replacement reads may stand after some of what it replaces."""
+        values = dict(enumerate(inputs))
+        graph = Graph(flat)
+        instead = self._replacements(graph)
+        for step in flat.steps:
+            if jaxprs.side_effects(step):
+                self._compute(graph, instead, values, [*step.uses])
+                values.update(zip(step.outputs, self._evaluate(step, values), strict=True))
+        self._compute(graph, instead, values, [v for v in flat.outputs if isinstance(v, int)])
+        return [jaxprs.read(values, output) for output in flat.outputs]
+
+    def _compute(self, graph: Graph, instead, values: dict[int, Any], wanted: list[int]) -> None:
+        while wanted:
+            value = wanted[-1]
+            if value in values:
+                wanted.pop()
+                continue
+            at = graph.maker[value]
+            reads = instead[at].reads if at in instead else [*graph.flat.steps[at].uses]
+            missing = [read for read in reads if read not in values]
+            if missing:
+                wanted.extend(missing)
+            elif at in instead:
+                values.update(instead[at].results(values))
+            else:
+                step = graph.flat.steps[at]
+                values.update(zip(step.outputs, self._evaluate(step, values), strict=True))
+
+    def _evaluate(self, step: jaxprs.Step, values: dict[int, Any]) -> list[Any]:
+        operands = [jaxprs.read(values, operand) for operand in step.inputs]
+        if step.primitive == "scan":
+            loop = jaxprs.loop_of(step.equation)
+            consts, carry = operands[loop.body_consts], operands[loop.carry]
+
+            def body(carry, slices):
+                results = self.run(loop.body, [*loop.body.consts, *consts, *carry, *slices])
+                return results[: len(carry)], results[len(carry) :]
+
+            slices = operands[loop.carry.stop :]
+            with jaxprs.context(step):
+                last, stacked = jax.lax.scan(body, carry, slices, **loop.options)
+            return [*last, *stacked]
+        if jaxprs.is_region(step.equation):
+            flat = jaxprs.called_jaxpr(step.equation)
+            return jaxprs.checkpoint_like(
+                step, lambda *operands: self.run(flat, [*flat.consts, *operands]), operands
+            )
+        return jaxprs.evaluate(step, operands)
+
+    def _replacements(self, graph: Graph) -> dict[int, Any]:
+        """By the number of each step whose result comes from an operation."""
+        found: dict[int, Any] = {}
+        for at, step in enumerate(graph.flat.steps):
+            if step.primitive != "dot_general":
+                continue
+            aval = step.equation.outvars[0].aval
+            size = aval.size * aval.dtype.itemsize
+            if size < self.least or not jnp.issubdtype(aval.dtype, jnp.floating):
+                continue
+            match = graph.match(at)
+            if match is None:
+                continue
+            replacement = LossInstead.of(graph, match) or AttentionInstead.of(graph, match)
+            if replacement:
+                found |= dict.fromkeys(match.results, replacement)
+                self.count += 1
+                kind = "scores" if isinstance(replacement, AttentionInstead) else "logits"
+                _say(
+                    f"{replacement.name} instead of {kind} {aval.dtype}{list(aval.shape)}, "
+                    f"{format_bytes(size)}, of {step.line}"
+                )
+        return found

@@ -1,0 +1,1 @@
+"""How optimizer state is stored in fewer bits."""

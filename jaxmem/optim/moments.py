@@ -1,0 +1,143 @@
+"""Any optax optimizer, its moments in 8 or 16 bits."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmem import jaxprs
+from jaxmem.ground.checks import check_optimizer, check_state, is_count
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.levers.host.streaming import stream
+from jaxmem.optim.codecs.eight_bits import Quantized, dequantize, quantize
+from jaxmem.optim.codecs.rounding import round_stochastically
+
+_SMALL = 4096
+
+
+class SmallState(NamedTuple):
+    """The state of `small_moments`: ``inner`` is the optimizer's, its large leaves compressed."""
+
+    step: jax.Array
+    inner: Any
+
+
+def _is_small_or_embedding(path: str, leaf: Any) -> bool:
+    """What stays in float32: under 4096 values, or a path with "embed" in it."""
+    return leaf.size < _SMALL or "embed" in path.lower()
+
+
+def small_moments(
+    optimizer: optax.GradientTransformation,
+    dtype: str = "8bit",
+    *,
+    block: int = 256,
+    keep: Callable[[str, Any], bool] = _is_small_or_embedding,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """``optimizer`` whose moments take 8 or 16 bits a parameter instead of 32.
+
+    Each update expands the state of a parameter, runs the optimizer in float32, and compresses
+    again; XLA fuses it, so there is no float32 copy of the whole state. Works for every optimizer
+    whose state is arrays: adam, adamw, lion, sgd with momentum, and chains of them. The codes have
+    the parameter's shape and shard and offload like it.
+
+    optax has other ways to less state: ``mu_dtype=jnp.bfloat16`` (first moments alone, rounded to
+    nearest), and optimizers with less of it (`optax.adafactor`, `optax.sm3`, `optax.lion`).
+
+    Args:
+        optimizer: any optax transformation.
+        dtype: ``"8bit"``: block-wise dynamic quantization (Dettmers et al. 2021), 1.02 bytes a
+            value; fields of the state whose name begins with ``nu`` (second moments) take the map
+            without a sign. ``"bfloat16"``: stochastic rounding, 2 bytes a value.
+        block: values that share a scale in 8 bits, along the last axis.
+        keep: ``keep(path, leaf)``, for each floating-point leaf of the optimizer's state: whether
+            it stays as it is. By default those under 4096 values, and embeddings (a path with
+            "embed" in it), whose gradients vary most.
+        seed: of the stochastic rounding.
+
+    Raises:
+        JaxmemError: not an optax transformation, no such dtype; at update, a state that is not
+            of this optimizer.
+        OffloadError: at init, 8-bit moments of a `jaxmem.offload`, which goes outside.
+
+    >>> import jax.numpy as jnp, jaxmem, optax
+    >>> optimizer = jaxmem.optim.small_moments(optax.adamw(1e-3))
+    >>> state = optimizer.init({"kernel": jnp.ones((256, 512))})
+    >>> nu = state.inner[0].nu["kernel"]
+    >>> nu.codes.dtype, nu.codes.shape, nu.scales.shape
+    (dtype('uint8'), (256, 512), (256, 2))
+    """
+    check_optimizer(optimizer, "jaxmem.optim.small_moments")
+    if dtype not in ("8bit", "bfloat16"):
+        raise JaxmemError(
+            f'jaxmem.optim.small_moments takes dtype= "8bit" or "bfloat16"; got {dtype!r}.'
+        )
+    if not is_count(block):
+        raise JaxmemError(f"A block is an int of 1 or more values; got block={block!r}.")
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def compressed(path, leaf) -> bool:
+        return (
+            jnp.issubdtype(leaf.dtype, jnp.floating)
+            and leaf.size > 0
+            and not keep(jax.tree_util.keystr(path), leaf)
+        )
+
+    def compress(path, leaf, key):
+        if not compressed(path, leaf):
+            return leaf
+        if dtype == "8bit":
+            return quantize(leaf, signed=not _is_second(path), block=block)
+        return round_stochastically(leaf, key)
+
+    def init(params):
+        def zero(path, leaf):
+            if not compressed(path, leaf):
+                return leaf
+            if dtype == "bfloat16":
+                return leaf.astype(jnp.bfloat16)
+            jaxprs.check_on_device("jaxmem.optim.small_moments", leaf, jax.tree_util.keystr(path))
+            return quantize(leaf, signed=not _is_second(path), block=block)
+
+        state = jax.tree_util.tree_map_with_path(zero, optimizer.init(params))
+        return SmallState(jnp.zeros((), jnp.int32), state)
+
+    def update(updates, state, params=None, **extra):
+        check_state(init, update, updates, state, params, extra)
+        shapes = jax.eval_shape(optimizer.init, updates if params is None else params)
+
+        def expand(path, shape, leaf):
+            if not compressed(path, shape):
+                return leaf
+            if dtype == "8bit":
+                leaf = dequantize(leaf, signed=not _is_second(path), block=block)
+            return leaf.astype(shape.dtype)
+
+        def step(updates, state, params, **extra):
+            large = jax.tree_util.tree_map_with_path(
+                expand, shapes, state.inner, is_leaf=_is_quantized
+            )
+            updates, large = optimizer.update(updates, large, params, **extra)
+            leaves, tree = jax.tree_util.tree_flatten_with_path(large)
+            key = jax.random.fold_in(jax.random.key(seed), state.step)
+            small = [
+                compress(path, leaf, jax.random.fold_in(key, at))
+                for at, (path, leaf) in enumerate(leaves)
+            ]
+            return updates, SmallState(state.step + 1, jax.tree.unflatten(tree, small))
+
+        return stream(step, updates, state, params, extra, on_host=False)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, Quantized)
+
+
+def _is_second(path) -> bool:
+    """Whether a leaf of a state is a second moment, by the name of its field."""
+    return any(str(getattr(part, "name", "")).startswith("nu") for part in path)

@@ -1,0 +1,197 @@
+"""A program cut into a chain of blocks, for the planners that work on chains."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxmem.planning.chain import Chain, Stretch
+from jaxmem.planning.regions import Region
+from jaxmem.planning.simulate import simulate_block
+from jaxmem.program import Program
+
+_BLOCKS = 96
+_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 2 / 5, 11 / 20, 3 / 4)  # of the bytes of all values
+_TINY = 1 / 4096  # of the largest value: saved in any case
+
+
+class Blocks:
+    """A program cut into a chain of blocks, and its levels of saved sets.
+
+    Values are saved in the order of the price of making one again for its bytes; there
+    are at most so many ``levels`` of that, and ``sets`` of values beside them. With ``gradients``
+    the bytes of a block's backward pass count those of the program's inputs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        prices: Sequence[float],
+        levels: int = 8,
+        sets: Sequence[frozenset[int]] = (),
+        gradients: bool = False,
+    ):
+        self.program = program
+        self.gradients = gradients
+        self.prices = prices
+        kernels = program.kernels
+        self.made = program.made
+        self.last = program.last_used
+        self.values = [value for kernel in kernels for value in kernel.results]
+        nameless = {kernel.residuals for kernel in kernels}
+        self.cuts = _cuts(program)
+        largest = max((program.sizes[value] for value in self.values), default=0)
+        self.density = {}
+        for kernel, price in zip(kernels, prices, strict=True):
+            for value in kernel.results:
+                size = program.sizes[value]
+                tiny = size <= largest * _TINY
+                self.density[value] = np.inf if tiny else price / size
+                if value in nameless:  # it is inside of a scan: nothing that a region can save
+                    self.density[value] = -np.inf
+        ranks = (
+            frozenset(v for v in self.values if self.density[v] >= least)
+            for least in self._thresholds(levels)
+        )
+        self.levels = list(dict.fromkeys([*ranks, *sets]))
+
+    def _thresholds(self, most: int) -> list[float]:
+        """Least densities of the levels, the first of which saves only what is tiny: all that
+        there are if they are few, else those that part the bytes of the values."""
+        ranked = sorted(
+            (value for value in self.values if np.isfinite(self.density[value])),
+            key=lambda value: -self.density[value],
+        )
+        found = sorted({self.density[value] for value in ranked}, reverse=True)
+        if len(found) > most:
+            total = np.cumsum([self.program.sizes[value] for value in ranked])
+            at = np.searchsorted(total, total[-1] * np.array(_SHARES))
+            found = sorted({self.density[ranked[index]] for index in at}, reverse=True)
+        return [np.inf, *found]
+
+    def chain(self, slot: int) -> Chain:
+        """The chain with memory in slots of so many bytes."""
+        count, levels = len(self.cuts) - 1, len(self.levels)
+        again, through = np.zeros((levels, count)), np.zeros((levels, count))
+        inside, stays = np.zeros((levels, count)), np.zeros((levels, count))
+        ahead, keeps = (np.zeros((levels, count, count + 1)) for _ in range(2))
+        for level, saved in enumerate(self.levels):
+            for block, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
+                need, cross, stay = self._block(start, stop, saved)
+                again[level, block] = self._price(start, stop, need, saved)
+                through[level, block] = self._price(start, stop, need | cross, saved)
+                stays[level, block] = self._bytes(stay)
+                cost = simulate_block(self.program, start, stop, saved, (), self.gradients)
+                inside[level, block] = cost.peak
+            ahead[level], keeps[level] = self._between(saved)
+
+        def slots(array: np.ndarray) -> np.ndarray:
+            return np.ceil(array / slot).astype(np.int64)
+
+        return Chain(again, through, slots(inside), slots(stays), ahead, slots(keeps))
+
+    def _bytes(self, values) -> int:
+        return sum(self.program.sizes[value] for value in values)
+
+    def _block(self, start: int, stop: int, saved: frozenset[int]):
+        """Of a block: unsaved values that its derivatives read, unsaved ones that later kernels
+        read, and what stays of it if it is not recomputed."""
+        kernels = self.program.kernels[start:stop]
+        own = {value for kernel in kernels for value in kernel.results}
+        need = own.intersection(value for kernel in kernels for value in kernel.reads)
+        cross = {value for value in own if self.last[value] > stop}
+        return need - saved, cross - saved, need | cross | (own & saved)
+
+    def _price(self, start: int, stop: int, wanted: set[int], saved: frozenset[int]) -> float:
+        """Time to make values of a block from what enters it and from what is saved."""
+        wanted, price = set(wanted), 0.0
+        for index in reversed(range(start, stop)):
+            kernel = self.program.kernels[index]
+            if not wanted.isdisjoint(kernel.results):
+                price += self.prices[index]
+                wanted.update(value for value in kernel.sources if value not in saved)
+        return price
+
+    def _between(self, saved: frozenset[int]) -> tuple[np.ndarray, np.ndarray]:
+        """[start, stop]: price of running from one cut to another for what is read after it, and
+        the bytes of that and of what is saved between them."""
+        program, cuts = self.program, self.cuts
+        count = len(cuts) - 1
+        ahead, keeps = np.zeros((count, count + 1)), np.zeros((count, count + 1))
+        block_of = np.searchsorted(cuts, [self.made[value] for value in self.values]) - 1
+        sizes = np.array([program.sizes[value] for value in self.values], dtype=np.float64)
+        last = np.array([self.last[value] for value in self.values])
+        # For a cut and what is wanted there: the prices from all cuts before it. Mostly what is
+        # wanted at one cut leads to the same at the one before.
+        known: dict[tuple[int, frozenset[int]], np.ndarray] = {}
+        is_saved = np.array([value in saved for value in self.values], dtype=bool)
+        for stop in range(1, count + 1):
+            end = cuts[stop]
+            here = block_of < stop
+            stays = np.zeros(count)
+            held = here & (is_saved | (last > end))
+            np.add.at(stays, block_of[held], sizes[held])
+            keeps[:, stop] = np.cumsum(stays[::-1])[::-1]
+            crossing = here & ~is_saved & (last > end)
+            wanted = {self.values[index] for index in np.flatnonzero(crossing)}
+            self._walk(stop, wanted, saved, ahead[:, stop], known)
+        return ahead, keeps
+
+    def _walk(self, stop: int, wanted: set[int], saved: frozenset[int], prices, known) -> None:
+        """Fills in the prices to make what is wanted at a cut, from each of the cuts before it."""
+        passed, price = [], 0.0
+        for block in reversed(range(stop)):
+            start = self.cuts[block]
+            key = (block + 1, frozenset(v for v in wanted if self.made[v] <= self.cuts[block + 1]))
+            if key in known:
+                prices[: block + 1] = price + known[key]
+                break
+            passed.append((key, price))
+            wanted = set(key[1])
+            for index in reversed(range(start, self.cuts[block + 1])):
+                kernel = self.program.kernels[index]
+                if not wanted.isdisjoint(kernel.results):
+                    price += self.prices[index]
+                    wanted.update(value for value in kernel.sources if value not in saved)
+            prices[block] = price
+        for (cut, held), before in passed:
+            known[cut, held] = prices[:cut] - before
+
+    def regions(self, stretches: Sequence[Stretch]) -> tuple[Region, ...]:
+        """Stretches of the chain as regions of the program."""
+        return tuple(
+            Region(
+                start := self.cuts[stretch.start],
+                stop := self.cuts[stretch.stop],
+                saved=tuple(
+                    value
+                    for kernel in self.program.kernels[start:stop]
+                    for value in kernel.results
+                    if value in self.levels[stretch.level]
+                ),
+                regions=self.regions(stretch.inner),
+            )
+            for stretch in stretches
+        )
+
+
+def _cuts(program: Program) -> list[int]:
+    """Kernels before which to consider cutting: after those of dear operations, whose results are
+    in memory anyway, and at the local minima of live bytes. A long program keeps the lowest point
+    of each stretch."""
+    kernels, sizes = program.kernels, program.sizes
+    count = len(kernels)
+    alive = np.zeros(count + 2, dtype=np.int64)
+    for kernel in kernels:
+        for value in kernel.results:
+            alive[program.made[value]] += sizes[value]
+            alive[program.last_used[value]] -= sizes[value]
+    alive = np.cumsum(alive)[: count + 1]
+    inner = np.arange(1, count)
+    dear = np.array([kernel.flops > 0 for kernel in kernels], dtype=bool)
+    low = (alive[inner] < alive[inner - 1]) & (alive[inner] < alive[inner + 1])
+    found = inner[dear[inner - 1] | low] if count else inner
+    if len(found) > _BLOCKS:
+        stretches = np.array_split(found, _BLOCKS)
+        found = np.array([stretch[np.argmin(alive[stretch])] for stretch in stretches])
+    return [0, *map(int, found), count] if count else [0]

@@ -1,0 +1,79 @@
+"""The planner that makes nothing again but what is cheap: no matmul and no convolution.
+
+What each of them makes is saved, and a region ends right after each: it computes the norms and
+activations before it again from what the one before made. Such regions stand in groups, and the
+groups in one region, so that what is between two of them, a block's output say, is not kept either.
+"""
+
+from jaxmem.planning.dp import Layout, Variant
+from jaxmem.planning.loops import loop_options
+from jaxmem.planning.rates import Rates
+from jaxmem.planning.regions import Region
+from jaxmem.program import Program
+
+_GROUPS = (1, 3, 6, 12)  # regions in one
+_TINY = 1 / 4096  # of the largest value: saved in any case
+_STATISTICS = 1 / 64  # of what it is made of: what norms and losses sum up, saved too
+
+
+class Dots:
+    """Two plans of one program: the plain one, and the least with every matmul done once. Scans
+    stay as they are."""
+
+    def __init__(self, program: Program, rates: Rates):
+        plain = [loop_options(program, scan, rates)[0] for scan in program.scans]
+        self.variant = Variant(program, rates, plain)
+        self.plain = self.variant.layout(())
+        self.kernels = self.variant.program.kernels
+        sizes = program.sizes
+        self.saved = set()
+        tiny = _TINY * max(sizes, default=0)
+        for kernel in self.kernels:
+            read = max((sizes[value] for value in kernel.sources), default=0)
+            self.saved |= {
+                value
+                for value in kernel.results
+                if (not kernel.fused or sizes[value] <= max(read * _STATISTICS, tiny))
+                and value != kernel.residuals
+            }
+
+    def within(self, budget: int) -> Layout | None:
+        """The plain plan if it fits, else the least, or None."""
+        return next((one for one in (self.plain, self.least()) if one.peak <= budget), None)
+
+    def least(self) -> Layout:
+        """The least projected peak."""
+        leaves = self._leaves()
+        found = [self.variant.layout(self._nested(leaves, group)) for group in _GROUPS]
+        once = (layout for layout in found if not layout.flops)
+        return min(self.plain, *once, key=lambda layout: layout.peak)
+
+    frugal = least
+
+    def _leaves(self) -> list[list[tuple[int, int]]]:
+        """First and last kernels; a row of them ends at each scan."""
+        scans = {*self.variant.program.scans}
+        rows: list[list[tuple[int, int]]] = [[]]
+        start = 0
+        for index, kernel in enumerate(self.kernels):
+            if index in scans:
+                rows.append([])
+                start = index + 1
+            elif kernel.flops:
+                rows[-1].append((start, index + 1))
+                start = index + 1
+        return [row for row in rows if row]
+
+    def _nested(self, rows: list[list[tuple[int, int]]], group: int) -> tuple[Region, ...]:
+        regions = []
+        for row in rows:
+            leaves = [self._region(*span) for span in row]
+            groups = [leaves[at : at + group] for at in range(0, len(leaves), group)]
+            middle = [self._region(part[0].start, part[-1].stop, part) for part in groups]
+            inside = leaves if group == 1 else middle
+            regions += [self._region(row[0][0], row[-1][1], inside)] if len(inside) > 1 else inside
+        return tuple(regions)
+
+    def _region(self, start: int, stop: int, inside=()) -> Region:
+        saved = (v for kernel in self.kernels[start:stop] for v in kernel.results)
+        return Region(start, stop, tuple(v for v in saved if v in self.saved), tuple(inside))

@@ -1,0 +1,212 @@
+"""The dp planner: the least recomputation within a budget, over nested regions and what they save.
+
+The chain's optimum (`_chain`) proposes; its layout (`_simulate`), which knows every skip and every
+transient, decides. Scans come with a menu (`_loops`), and every place in it is a variant of the
+program.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from jaxmem.planning.blocks import Blocks
+from jaxmem.planning.chain import Solution
+from jaxmem.planning.loops import LoopOption, loop_options
+from jaxmem.planning.rates import Rates
+from jaxmem.planning.regions import Loop, Region, place_of
+from jaxmem.planning.simulate import simulate
+from jaxmem.program import Kernel, Program
+
+_SLOTS = 200
+_HEADROOM = 1.25  # the chain counts some bytes that the layout does not
+# Levels of regions in regions. JAX traces a level on top of the Python stack of the one around it;
+# and this many reach the root of the sixteenth order of a chain's bytes.
+_DEPTH = 16
+_BEYOND = 6  # memories tried above the largest that fits
+_NEAR = 1.02  # times the least peak: as good, for a lower price
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Regions and loops, their projected peak beyond the program's inputs and the place that sets
+    it (a kernel and the innermost region round it; of a scan, also those of its body), how often
+    each kernel runs forward, and what all that adds to one plain forward pass: FLOPs, bytes moved,
+    seconds, and the price by which plans are compared (`Rates.price`)."""
+
+    regions: tuple[Region, ...]
+    loops: tuple[Loop, ...]
+    peak: int
+    place: tuple[int, ...]
+    runs: dict[int, int] = dataclasses.field(compare=False)
+    flops: int
+    moved: int
+    seconds: float
+    price: float
+    host: int  # bytes of residuals that wait there
+
+
+class DP:
+    """The plans of one program, from no recomputation to the least memory."""
+
+    def __init__(self, program: Program, rates: Rates):
+        menus = [loop_options(program, scan, rates) for scan in program.scans]
+        most = max(map(len, menus), default=1)
+        self.variants = []
+        for place in range(most):
+            share = place / max(most - 1, 1)
+            options = [menu[round(share * (len(menu) - 1))] for menu in menus]
+            self.variants.append(Variant(program, rates, options))
+        self.plain = self.variants[0].layout(())
+
+    def within(self, budget: int) -> Layout | None:
+        """The lowest price whose projected peak is at most ``budget`` bytes; None: nothing is."""
+        if self.plain.peak <= budget:
+            return self.plain
+        best: Layout | None = None
+        for variant in sorted(self.variants, key=lambda variant: variant.loops_price):
+            if best and best.price <= variant.loops_price:
+                break
+            layout = variant.within(budget)
+            if layout and (best is None or layout.price < best.price):
+                best = layout
+        if not best and self.least().peak <= budget:
+            return self.least()
+        return best
+
+    @functools.cache  # noqa: B019 (lives as long as one plan is made)
+    def least(self) -> Layout:
+        """The least projected peak; of several about as low, the lowest price."""
+        found = [self.plain, *(variant.least() for variant in self.variants)]
+        lowest = min(layout.peak for layout in found)
+        return min(
+            (layout for layout in found if layout.peak <= _NEAR * lowest),
+            key=lambda layout: layout.price,
+        )
+
+    def frugal(self) -> Layout:
+        """The least projected peak for at most one more forward pass: below that, memory is bought
+        with recomputation that grows faster and faster."""
+        low, high = self.least(), self.plain
+        forward = sum(self.variants[0].seconds)
+        if low.seconds <= forward:
+            return low
+        below = low.peak
+        for _ in range(8):
+            middle = (below + high.peak) // 2
+            layout = self.within(middle)
+            if layout and layout.seconds <= forward:
+                high = layout
+            else:
+                below = middle
+        return high
+
+
+class Variant:
+    """A program whose scans are decided."""
+
+    def __init__(self, program: Program, rates: Rates, options: list[LoopOption]):
+        decided = zip(program.scans, options, strict=True)
+        self.program = program.with_loops({n: (o.residuals, o.inside) for n, o in decided})
+        self.options = options
+        self.loops_price = sum(option.price for option in options)
+        self.seconds = self._each(rates.seconds)
+        self.prices = self._each(rates.price)
+        self._blocks: Blocks | None = None
+        self._solved: tuple[int, Solution] | None = None
+
+    def _each(self, rate: Callable[[Kernel], float]) -> list[float]:
+        found = [rate(kernel) for kernel in self.program.kernels]
+        for scan in self.program.scans:
+            loop = self.program.operation_of(scan)
+            assert loop.body is not None
+            found[scan] = loop.length * sum(map(rate, loop.body.kernels))
+        return found
+
+    @property
+    def blocks(self) -> Blocks:
+        if self._blocks is None:
+            self._blocks = Blocks(self.program, self.prices)
+        return self._blocks
+
+    def layout(self, regions: tuple[Region, ...]) -> Layout:
+        cost = simulate(self.program, regions)
+        kernels = self.program.kernels
+        again = {number: times - 1 for number, times in cost.runs.items() if times > 1}
+        options = dict(zip(self.program.scans, self.options, strict=True))
+        inside = options[cost.at].place if cost.at in options else ()
+        return Layout(
+            regions,
+            tuple(option.loop for option in self.options if option.loop),
+            cost.peak,
+            (*place_of(regions, cost.at), *inside),
+            dict(cost.runs),
+            sum(kernels[k].flops * n for k, n in again.items())
+            + sum(option.flops for option in self.options),
+            sum(kernels[k].moved * n for k, n in again.items())
+            + sum(option.moved for option in self.options),
+            sum(self.seconds[k] * n for k, n in again.items())
+            + sum(option.seconds for option in self.options),
+            sum(self.prices[k] * n for k, n in again.items()) + self.loops_price,
+            sum(option.host for option in self.options),
+        )
+
+    def solution(self, budget: int) -> tuple[int, Solution]:
+        """The chain's solution for memories up to the budget and some more, and its slot."""
+        if self._solved:
+            slot, solution = self._solved
+            if 0.7 * solution.slots * slot <= budget * _HEADROOM <= solution.slots * slot:
+                return self._solved
+        slot = max(int(budget * _HEADROOM / _SLOTS) + 1, 1)
+        self._solved = slot, Solution(self.blocks.chain(slot), _SLOTS)
+        return self._solved
+
+    def within(self, budget: int) -> Layout | None:
+        plain = self.layout(())
+        if plain.peak <= budget:
+            return plain
+        _, solution = self.solution(budget)
+        # The memories at which the chain's plan changes; the largest whose layout fits, and some
+        # above it: layouts do not quite grow with the chain's memory.
+        memories = solution.steps()
+        low, high = 0, len(memories)
+        fits: list[Layout] = []
+
+        def has_room(memory: int) -> bool:
+            """Tries a memory; whether a larger one may fit too."""
+            layout = self.proposed(solution, memory)
+            if layout and layout.peak <= budget:
+                fits.append(layout)
+            return layout is None or layout.peak <= budget  # less memory takes deeper trees
+
+        while low < high:
+            middle = (low + high) // 2
+            if has_room(memories[middle]):
+                low = middle + 1
+            else:
+                high = middle
+        for memory in memories[low + 1 : low + 1 + _BEYOND]:
+            has_room(memory)
+        return min(fits, key=lambda layout: (layout.price, layout.peak), default=None)
+
+    def proposed(self, solution: Solution, memory: int) -> Layout | None:
+        """What the chain's plan for a memory really is; None: nested too deep."""
+        regions = self.blocks.regions(solution.stretches(memory))
+        return self.layout(regions) if _depth(regions) <= _DEPTH else None
+
+    def least(self) -> Layout:
+        best = self.layout(())
+        while True:
+            _, solution = self.solution(int(best.peak * 0.9))
+            low = solution.least()
+            memories = range(low, min(low + 25, solution.slots + 1), 3)
+            found = [lay for memory in memories if (lay := self.proposed(solution, memory))]
+            lower = min(found, key=lambda layout: layout.peak, default=best)
+            if lower.peak >= 0.95 * best.peak:
+                lowest = min(lower.peak, best.peak)
+                close = self.within(int(_NEAR * lowest))
+                return close or min(lower, best, key=lambda layout: layout.peak)
+            best = lower
+
+
+def _depth(regions: tuple[Region, ...]) -> int:
+    return 1 + max((_depth(region.regions) for region in regions), default=-1)

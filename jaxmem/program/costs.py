@@ -1,0 +1,105 @@
+"""What one operation costs: FLOPs of its matmuls and convolutions, and whether XLA fuses it."""
+
+import math
+
+from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
+from jaxmem.jaxprs.nested import picked_axis
+from jaxmem.jaxprs.residuals import has_linear_rule
+
+# XLA fuses these into their consumers or producers: recomputing one costs no FLOPs worth counting
+# and no trip to memory of its own. What is not listed here (matmul, convolution, gather, sort,
+# scan, random bits, kernels, whatever comes new) is taken to be dear.
+_FUSED = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
+    broadcast_in_dim cbrt ceil clamp concatenate convert_element_type copy copy_p cos cosh
+    device_put digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
+    integer_pow iota is_finite le lgamma log log1p logistic lt max min mul name ne neg
+    nextafter not optimization_barrier or population_count pow real reduce_and reduce_max
+    reduce_min reduce_or reduce_precision reduce_prod reduce_sum rem reshape rev round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split
+    sqrt square squeeze stop_gradient sub tan tanh transpose xor
+    """.split()
+)
+# The derivative of these reads none of their operands or results.
+_LINEAR = frozenset(
+    """
+    add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p
+    cumsum device_put expand_dims imag iota name neg optimization_barrier pad real reduce_sum
+    reduce_window_sum reshape rev slice split squeeze stop_gradient sub transpose
+    """.split()
+)
+# The derivative of these reads their result alone.
+_BY_RESULT = frozenset("cbrt exp exp2 logistic rsqrt sqrt tanh".split())
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
+_ROW = 16  # elements, at least, for `jaxmem.program.derivatives.picking` to take one of them
+_DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+def is_fused(equation) -> bool:
+    """Whether XLA computes the operation inside its neighbours' kernels, and a plan may do so too.
+
+    A fused operation is copied into every kernel that reads it, and each copy is differentiated
+    with its part of the cotangent. The parts add up to what plain JAX has only where the rule of
+    the derivative is linear in the cotangent. A `jax.custom_vjp` need not be (gradient clipping,
+    quantisation), so none of them is ever copied.
+    """
+    name = operation_of(equation)
+    if name == "custom_jvp_call" and not has_linear_rule(equation):
+        return False
+    if name in ("custom_jvp_call", "jit", "pjit"):
+        return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
+    return name in _FUSED or is_pick(equation)
+
+
+def is_pick(equation) -> bool:
+    """Whether it takes one element of each of some long rows."""
+    if operation_of(equation) != "gather":
+        return False
+    axis = picked_axis(equation)
+    return axis is not None and equation.invars[0].aval.shape[axis] >= _ROW
+
+
+def contraction_flops(name: str, operands, result, parameters) -> int:
+    """FLOPs of one `dot_general` or `conv_general_dilated`, from its abstract values."""
+    if name == "dot_general":
+        (contracted, _), _ = parameters["dimension_numbers"]
+        taps = math.prod(operands[0].shape[axis] for axis in contracted)
+    else:
+        kernel = operands[1].shape
+        out_features = kernel[parameters["dimension_numbers"].rhs_spec[0]]
+        taps = math.prod(kernel) // max(out_features, 1)
+    return 2 * math.prod(result.shape) * taps
+
+
+def derivative_reads(equation) -> str:
+    """What the operation's derivative reads: ``"nothing"``, its ``"result"``, its ``"operands"``,
+    or those of them that are ``"indices"``: all but the first."""
+    name = operation_of(equation)
+    if name in ("gather", "dynamic_slice"):
+        return "indices"
+    return "nothing" if name in _LINEAR else "result" if name in _BY_RESULT else "operands"
+
+
+def flops(equation) -> int:
+    """FLOPs of the matmuls and convolutions of one equation (a multiply-add counts 2).
+
+    A scan counts its body once per iteration, a cond its dearest branch, a while loop its body
+    once (its length is not known).
+    """
+    name = operation_of(equation)
+    if name in CONTRACTIONS:
+        avals = [variable.aval for variable in equation.invars]
+        return contraction_flops(name, avals, equation.outvars[0].aval, equation.params)
+    bodies = [sum(map(flops, jaxpr.eqns)) for jaxpr in _forward(equation)]
+    if name == "cond":
+        return max(bodies, default=0)
+    return sum(bodies) * equation.params.get("length", 1 if bodies else 0)
+
+
+def _forward(equation) -> list:
+    """The jaxprs of an equation that a plain evaluation runs."""
+    if operation_of(equation) in _DIFFERENTIATED_CALLS:
+        inner = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
+        return [getattr(inner, "jaxpr", inner)]
+    return inner_jaxprs(equation)

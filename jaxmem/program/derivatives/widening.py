@@ -1,0 +1,87 @@
+"""Matmuls and convolutions in bfloat16 on a GPU that computes them in float32."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxmem import jaxprs
+
+_barrier = jax.lax.optimization_barrier
+
+
+def widened(step: jaxprs.Step, left: jax.Array, right: jax.Array) -> jax.Array:
+    """A matmul or convolution, and its derivatives, whose float32 copies are there while it runs.
+
+    XLA copies the operands to float32 and the result back. Without barriers it holds a copy for
+    all that reads the same value, to the backward pass even, and computes on in float32.
+    """
+
+    @jax.custom_jvp
+    def contracted(left, right):
+        return _barrier(jaxprs.apply(step, *jaxprs.together([left, right])))
+
+    def jvp(primals, tangents):
+        linear = [not jaxprs.is_zero(tangent) for tangent in tangents]
+        moving = [tangent for tangent, moves in zip(tangents, linear, strict=True) if moves]
+        out = contracted(*primals)
+        if not moving:
+            return out, jax.numpy.zeros_like(out)
+        return out, _tangent_p.bind(*primals, *moving, step=step, linear=tuple(linear))
+
+    contracted.defjvp(jvp, symbolic_zeros=True)
+    return contracted(left, right)
+
+
+# ---- the derivative: a primitive, since only a primitive can say how it is transposed
+
+
+def _tangent(left, right, *tangents, step: jaxprs.Step, linear: tuple[bool, bool]):
+    moving = iter(tangents)
+    parts = []
+    if linear[0]:
+        parts.append(jaxprs.apply(step, next(moving), right))
+    if linear[1]:
+        parts.append(jaxprs.apply(step, left, next(moving)))
+    return functools.reduce(jax.lax.add, parts)
+
+
+def _transpose(cotangent, left, right, *tangents, step: jaxprs.Step, linear: tuple[bool, bool]):
+    """One after the other, and none without the other: XLA puts off the gradients of parameters,
+    and holds copies of what they are made from until the end of the program."""
+    if type(cotangent) is ad.Zero:
+        return [None] * (2 + len(tangents))
+    found: list[jax.Array] = []
+    if linear[1]:
+        left, cotangent = _barrier((left, cotangent))
+        by_right = jax.linear_transpose(functools.partial(jaxprs.apply, step, left), right)
+        found = by_right(cotangent)
+    if linear[0]:
+        right, cotangent, *found = _barrier((right, cotangent, *found))
+        by_left = jax.linear_transpose(lambda left: jaxprs.apply(step, left, right), left)
+        found = [*by_left(cotangent), *found]
+    return [None, None, *_barrier(found)]
+
+
+def _jvp(primals: Sequence, tangents: Sequence, **parameters):
+    tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    return jax.jvp(functools.partial(_tangent, **parameters), tuple(primals), tuple(tangents))
+
+
+def _batch(operands: Sequence, axes: Sequence, **parameters):
+    return jax.vmap(functools.partial(_tangent, **parameters), axes)(*operands), 0
+
+
+_tangent_p = Primitive("widened_tangent")
+_tangent_p.def_impl(_tangent)
+_tangent_p.def_abstract_eval(
+    lambda left, right, *_, step, linear: jaxprs.result_of(
+        step.equation.primitive, [left, right], step.equation.params
+    )
+)
+ad.primitive_jvps[_tangent_p] = _jvp
+ad.primitive_transposes[_tangent_p] = _transpose
+batching.primitive_batchers[_tangent_p] = _batch
+mlir.register_lowering(_tangent_p, mlir.lower_fun(_tangent, multiple_results=False))

@@ -1,0 +1,126 @@
+"""What a plan does with each region and with each value, for people."""
+
+import dataclasses
+from collections.abc import Sequence, Set
+
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.planning import Layout, Rates, Region, simulate_block
+from jaxmem.program import Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What a plan does with one value of the forward pass: ``"save"``, ``"recompute"`` or
+    ``"offload"``, or ``"keep"`` (it is outside all regions).
+
+    ``path`` and ``line`` are the module and the source line that made it, ``seconds`` the
+    predicted time of making it once, ``times`` how often the backward pass does.
+    """
+
+    path: str
+    line: str
+    operation: str
+    bytes: int
+    seconds: float
+    action: str
+    times: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One region in the printed plan: its depth in the tree, where its kernels come from, and
+    what it saves and runs again (FLOPs of matmuls and convolutions)."""
+
+    depth: int
+    first: str
+    last: str
+    saved_bytes: int
+    kept_bytes: int
+    flops: int
+
+
+def rows_of(program: Program, layout: Layout):
+    yield from _region_rows(program, layout.regions, 0)
+    for loop in layout.loops:
+        operation = program.operation_of(loop.kernel)
+        assert operation.body is not None
+        whole = Region(0, len(operation.body.kernels), loop.saved, loop.regions)
+        for row in _region_rows(operation.body, [whole], 0):
+            parts = f" as {loop.segments} scans" * (loop.segments > 1)
+            away = sum(operation.body.sizes[v] for v in loop.offloaded) * operation.length
+            parts += f" ({format_bytes(away)} to the host)" * bool(away)
+            first = f"{operation.length} x scan{parts}: {row.first}" if not row.depth else row.first
+            length = operation.length
+            yield Row(
+                row.depth,
+                first,
+                row.last,
+                row.saved_bytes * length // loop.segments,
+                row.kept_bytes * length // loop.segments,
+                row.flops * length,
+            )
+
+
+def _region_rows(program: Program, regions: Sequence[Region], depth: int):
+    for region in regions:
+        kernels = program.kernels[region.start : region.stop]
+        saved = set(region.saved)
+        results = [value for kernel in kernels for value in kernel.results]
+        kept = [v for v in results if v not in saved and program.last_used[v] > region.stop]
+        again = [kernel for kernel in kernels if saved.isdisjoint(kernel.results)]
+        yield Row(
+            depth,
+            _where(program, region.start),
+            _where(program, region.stop - 1),
+            sum(program.sizes[value] for value in saved),
+            sum(program.sizes[value] for value in kept),
+            sum(kernel.flops for kernel in again),
+        )
+        yield from _region_rows(program, region.regions, depth + 1)
+
+
+def _where(program: Program, kernel: int) -> str:
+    operation = program.operation_of(kernel)
+    return f"{operation.path or operation.name} ({operation.line})"
+
+
+def choices_of(program: Program, rates: Rates, layout: Layout):
+    saved = {value for region in layout.regions for value in _saved(region)}
+    wrapped = {k for region in layout.regions for k in range(region.start, region.stop)}
+    yield from _values(program, rates, saved, wrapped, layout.runs, "", frozenset())
+    for loop in layout.loops:
+        operation = program.operation_of(loop.kernel)
+        body = operation.body
+        assert body is not None
+        saved = {*loop.saved, *loop.offloaded}
+        cost = simulate_block(body, 0, len(body.kernels), saved, loop.regions)
+        # Every run of the body is in the backward pass, beside one in the forward pass.
+        runs = {number: times + 1 for number, times in cost.runs.items()}
+        everything = set(range(len(body.kernels)))
+        times, offloaded = f"{operation.length} x ", frozenset(loop.offloaded)
+        yield from _values(body, rates, saved, everything, runs, times, offloaded)
+
+
+def _values(program, rates: Rates, saved, wrapped, runs, times: str, offloaded: Set[int]):
+    for number, kernel in enumerate(program.kernels):
+        operation = program.operations[kernel.operations[-1]]
+        for value in kernel.results:
+            if value == kernel.residuals:
+                continue
+            action = "save" if value in saved else "recompute" if number in wrapped else "keep"
+            action = "offload" if value in offloaded else action
+            yield Choice(
+                operation.path,
+                operation.line,
+                times + operation.name,
+                program.sizes[value],
+                rates.seconds(kernel),
+                action,
+                0 if value in saved else max(runs.get(number, 1) - 1, 0),
+            )
+
+
+def _saved(region: Region):
+    yield from region.saved
+    for inner in region.regions:
+        yield from _saved(inner)

@@ -1,0 +1,165 @@
+"""Planning with the compiler in the loop: what it says of one plan corrects the next."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.errors import JaxmemError, OffloadError
+from jaxmem.planning import Layout
+from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.emission import emit
+from jaxmem.rematerialization.plan import COMPILER_OPTIONS, Compiled, Plan
+from jaxmem.rematerialization.search import Outcome, Search
+from jaxmem.rematerialization.traced import TracedFunction
+from jaxmem.reports import MemoryReport, memory
+from jaxmem.targets import LocalDevice, Target
+
+_WORTH = 0.01  # of the step's time: the price that one more compilation should be able to save
+_MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
+# Times the budget: what may yet fit where nothing below did; ever closer to one another.
+_ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
+_SAME = 1.002  # projected bytes this near are one plan
+_MARGIN = 1.003  # between what is expected of a plan and its budget
+_PASS_ACTS = 0.75  # of the device's memory: XLA's own pass acts at some 80 %
+
+
+class CompiledPlans:
+    """The search for the plan of a function whose compiled bytes fit."""
+
+    def __init__(
+        self, traced: TracedFunction, constraints: Constraints, target: Target | LocalDevice
+    ):
+        if isinstance(target, LocalDevice) and target.platform == "cpu":
+            raise JaxmemError(
+                "The attached device is a CPU, whose bytes say nothing about rematerialization on "
+                "a GPU. Name the GPU to plan for (target='h200'), or leave target out to have "
+                "projected bytes."
+            )
+        self.traced, self.target, self.constraints = traced, target, constraints
+        self.planner = constraints.planner(traced.program)
+        self.plans: dict[Layout, Plan] = {}
+
+    def plan(self, compilations: int) -> Plan:
+        """The plan of the least price that fits, after so many compilations at most."""
+        if self.constraints.budget is None:
+            self.search: Search[Layout] = Search(2**62, compilations)
+            self.search.run([self.planner.frugal()], self.compile)
+        else:
+            self.search = Search(self.constraints.budget, compilations)
+            self.search.run(self.proposals(self.constraints.budget), self.compile)
+        if self.search.best:
+            return self.plans[self.search.best]
+        lowest = self.search.lowest
+        assert lowest is not None
+        total = self.plans[lowest].compiled_bytes or 0
+        raise self.constraints.too_small(self.traced.program, lowest, total, "compiled")
+
+    def proposals(self, budget: int) -> Iterator[Layout]:
+        """Layouts to compile: the bytes to plan for are corrected by what was compiled, between
+        what fitted and what did not."""
+        search, planner = self.search, self.planner
+        goal: float = budget * self.target.count
+        fits, fails = 0.0, float("inf")  # projected bytes that did, and did not
+        while fits * _SAME < fails:
+            layout, best = self.within(goal), search.best
+            if layout is None or (search.outcomes and search.left == 1 and not best):
+                layout = planner.least()
+            if layout not in search.outcomes:
+                forward = self.plans[best].predicted.seconds if best else 0.0
+                if best and layout.price > best.price - 3 * _WORTH * forward:
+                    return
+                yield layout
+            elif layout == planner.least() and not best:
+                yield from self.above(budget)
+                return
+            ratio = search.outcomes[layout].ratio
+            if not search.fits(layout):
+                fails = min(fails, goal)
+                goal = self.aim(budget, budget / ratio / _MARGIN, fails)
+            else:
+                fits = max(fits, goal)
+                if layout == planner.plain:
+                    return
+                # Another plan may well compile to less of what is projected than this one.
+                goal = max(budget / ratio, fits * _MORE)
+            if not fits < goal < fails:
+                goal = (fits + fails) / 2 if fits else 0.97 * fails
+
+    def within(self, goal: float) -> Layout | None:
+        """The layout that is projected to take so many bytes in all."""
+        left = self.constraints.budget_for(self.traced.program, int(goal)).left
+        assert left is not None
+        return self.planner.within(left)
+
+    def expected(self, layout: Layout) -> float:
+        """Projected bytes, corrected where another plan was compiled that peaks at the same place:
+        how far a projection is off depends on what is there. Of a partitioned program every GPU has
+        its share."""
+        projected = self.constraints.budget_for(self.traced.program).total(layout.peak)
+        return projected * self.search.ratios.get(layout.place, 1 / self.target.count)
+
+    def aim(self, budget: int, low: float, high: float) -> float:
+        """Projected bytes to plan for next, where a plan for ``high`` did not fit and ``low`` would
+        do if all plans peaked at the same place: half way, if that is expected to fit."""
+        middle = max((low + high) / 2, low)
+        layout = self.within(middle)
+        if layout is None or layout in self.search.outcomes:
+            return low
+        return middle if self.expected(layout) <= budget / _MARGIN else low
+
+    def above(self, budget: int) -> Iterator[Layout]:
+        """Plans that are projected not to fit, by little, until one does."""
+        for share in _ABOVE:
+            layout = self.within(share * budget * self.target.count)
+            if layout and layout not in self.search.outcomes:
+                yield layout
+                if self.search.fits(layout):
+                    return
+
+    def compile(self, layout: Layout) -> Outcome:
+        """Compiles the plan of a layout.
+
+        Raises:
+            OffloadError: XLA keeps residuals on the device that the plan has in host memory.
+        """
+        chosen = self.constraints.write(self.traced.program, layout, self.planner)
+        report = self.report(chosen, chosen.compiler_options)
+        reserved = self.constraints.reserved
+        # A value that goes from turn to turn may be there once for two that the plan counts.
+        away = chosen.predicted.host_bytes
+        if 2 * report.host < away:
+            raise OffloadError(
+                f"The plan has {format_bytes(away)} of residuals in host memory, and "
+                f"XLA's program for {self.target.name} keeps {format_bytes(report.host)} there. "
+                "Plan without offload=True."
+            )
+        total, pass_bytes = report.device + reserved, None
+        if total > _PASS_ACTS * self.target.memory_bytes:
+            options = chosen.compiler_options.items()
+            with_pass = {name: value for name, value in options if name not in COMPILER_OPTIONS}
+            pass_bytes = self.report(chosen, with_pass).device + reserved
+        compiled = Compiled(total, report.work.flops, report.moved, pass_bytes)
+        self.plans[layout] = dataclasses.replace(chosen, compiled=compiled)
+        said = (
+            f" plans for {self.target.name}: {format_bytes(total)} (projected "
+            f"{format_bytes(chosen.projected_bytes)})"
+        )
+        return Outcome(said, layout.price, chosen.projected_bytes, total, layout.place)
+
+    def report(self, plan: Plan, options: dict[str, Any]) -> MemoryReport:
+        """What the compiler says of a plan."""
+        traced = self.traced
+
+        def planned(*leaves):
+            return traced.value(emit(traced.flat, traced.program, plan, leaves))
+
+        return memory(
+            jax.jit(traced.differentiated(planned)),
+            *traced.leaves,
+            target=self.target,
+            compiler_options=options,
+            timeline=False,
+        )

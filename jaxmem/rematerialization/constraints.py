@@ -1,0 +1,113 @@
+"""What a plan may cost, and on what: the budget, the target, the planner."""
+
+import dataclasses
+
+from jaxmem.ground.budget import Budget
+from jaxmem.ground.bytes import device_budget, format_bytes, parse_budget
+from jaxmem.ground.errors import BudgetError, PlanError
+from jaxmem.planning import PLANNERS, Layout, Planner, Rates, lowest
+from jaxmem.program import Program
+from jaxmem.rematerialization.choices import choices_of, rows_of
+from jaxmem.rematerialization.plan import Plan, Predicted
+from jaxmem.targets import LocalDevice, Target, resolve
+
+_HOST_LINK = 64e9  # bytes per second, of an H200's: where no target is named
+
+
+class Constraints:
+    """What a plan may cost, and on what: a budget in bytes, the planner, and whether residuals may
+    wait in host memory."""
+
+    def __init__(
+        self, budget: int | None, reserved: int, gpu: Target | None, name: str, offload: bool
+    ):
+        self.budget, self.reserved, self.gpu, self.name = budget, reserved, gpu, name
+        self.rates = Rates()
+        if gpu:
+            self.rates = Rates(gpu.fp32_flops, gpu.half_flops, gpu.memory_bandwidth)
+        if offload:
+            link = gpu.host_bandwidth if gpu else _HOST_LINK
+            self.rates = dataclasses.replace(self.rates, host=link)
+
+    @classmethod
+    def parse(cls, budget, reserved, target, planner: str, offload: bool = False) -> "Constraints":
+        """From what a user writes."""
+        if planner not in PLANNERS:
+            known = ", ".join(map(repr, PLANNERS))
+            raise PlanError(f"There is no planner named {planner!r}; the known ones are {known}.")
+        chosen = None if target is None else resolve(target)
+        device = (chosen.usable_bytes, chosen.name) if chosen else ()
+        capacity = chosen.usable_bytes if chosen else None
+        return cls(
+            None if budget is None else device_budget(budget, *device),
+            0 if reserved == 0 else parse_budget(reserved, capacity),
+            chosen.gpu if isinstance(chosen, LocalDevice) else chosen,
+            planner,
+            offload,
+        )
+
+    def on_gpu(self, program: Program) -> Program:
+        """A program as the GPU runs it."""
+        return program if self.gpu is None or self.gpu.has_bfloat16 else program.widened
+
+    def planner(self, program: Program) -> Planner:
+        """The plans that there are for a program."""
+        return PLANNERS[self.name](self.on_gpu(program), self.rates)
+
+    def budget_for(self, program: Program, budget: int | None = None) -> Budget:
+        """The budget (or another one) of a program, whose arguments and gradients are reserved."""
+        allowed = self.budget if budget is None else budget
+        return Budget(allowed, program.boundary_bytes + self.reserved)
+
+    def plan(self, program: Program) -> Plan:
+        """The plan of a program by projected bytes.
+
+        Raises:
+            BudgetError: none is projected to fit.
+        """
+        planner, budget = self.planner(program), self.budget_for(program)
+        layout = planner.frugal() if budget.left is None else planner.within(budget.left)
+        if layout is None:
+            least = planner.least()
+            raise self.too_small(program, least, budget.total(least.peak), "projected")
+        return self.write(program, layout, planner)
+
+    def write(self, program: Program, layout: Layout, planner: Planner) -> Plan:
+        """A layout as a plan: with the bytes of everything, and in words."""
+        total, program = self.budget_for(program).total, self.on_gpu(program)
+        return Plan(
+            self.name,
+            program.fingerprint,
+            layout.regions,
+            layout.loops,
+            Predicted(
+                plain_bytes=total(planner.plain.peak),
+                bytes=total(layout.peak),
+                flops=program.flops,
+                recompute_flops=layout.flops,
+                recompute_moved=layout.moved,
+                seconds=sum(map(self.rates.seconds, program.kernels)),
+                recompute_seconds=layout.seconds,
+                host_bytes=layout.host,
+            ),
+            rows=tuple(rows_of(program, layout)),
+            choices=tuple(choices_of(program, self.rates, layout)),
+            reserved=self.reserved,
+            budget=self.budget,
+            target=self.gpu.name if self.gpu else "",
+            time_error=self.gpu.time_error if self.gpu else None,
+            widens=program.widens,
+            inputs=program.types[: program.input_count],
+        )
+
+    def too_small(self, program: Program, least: Layout, total: int, word: str) -> BudgetError:
+        """The error of a budget that nothing fits, when the least takes ``total`` bytes."""
+        return BudgetError(
+            f"No {self.name} plan fits the budget of {format_bytes(self.budget or 0)} with "
+            f"{format_bytes(self.reserved)} of it reserved; the lowest one that does is "
+            f"{format_bytes(total)} ({total} bytes {word}, "
+            f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
+            f"{lowest(program, least)}. Raise the budget, shrink the batch, or accumulate "
+            "gradients over microbatches.",
+            total,
+        )

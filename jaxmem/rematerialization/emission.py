@@ -1,0 +1,317 @@
+"""A plan onto a program: its kernels evaluated in order, regions as nested `jax.checkpoint`."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmem import jaxprs
+from jaxmem.frameworks.modules import on_arrays
+from jaxmem.planning import Loop, Region, recomputed
+from jaxmem.program import Program
+from jaxmem.program.derivatives.picking import pick
+from jaxmem.program.derivatives.pooling import POOLINGS, pool
+from jaxmem.program.derivatives.widening import widened
+from jaxmem.rematerialization.traced import input_names, read
+
+_EMISSIONS = itertools.count()
+
+
+class Layout(Protocol):
+    """What is emitted of a plan: regions and loops, and whether bfloat16 is widened to float32."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]: ...
+
+    @property
+    def loops(self) -> tuple[Loop, ...]: ...
+
+    @property
+    def widens(self) -> bool: ...
+
+
+# The layout for a program, given what returns the names and types of the program's inputs.
+LayoutFor = Callable[[Program, Callable[[], Sequence[tuple[str, str]]]], Layout]
+
+
+def planned_function(fun: Callable, layout_for: LayoutFor) -> Callable:
+    """``fun`` as a function that is traced when it is called, and emitted with a layout."""
+
+    @functools.wraps(fun)
+    def planned(*args, **kwargs):
+        def evaluate(call, leaves):
+            flat = jaxprs.flatten(call, leaves)
+            program = read(flat)
+            layout = layout_for(program, lambda: input_names(program, fun, args, kwargs))
+            return emit(flat, program, layout, leaves)
+
+        return on_arrays(evaluate, fun, args, kwargs)
+
+    # Flax linen wraps the methods of a module, and would wrap this one around its own wrapper
+    # (as for nn.remat): what is captured of a call would be there twice.
+    planned.method_handler_wrapped = True  # type: ignore[attr-defined]
+    planned.unplanned = fun  # type: ignore[attr-defined]
+    return planned
+
+
+def emit(flat: jaxprs.FlatJaxpr, program: Program, layout: Layout, leaves: Sequence[Any]) -> Any:
+    """The results of a traced function on ``leaves``, with the regions and loops of a layout."""
+    program = program.widened if layout.widens else program
+    values = dict(enumerate([*flat.consts, *leaves]))
+    loops = {loop.kernel: loop for loop in layout.loops}
+    emission = _Emission(flat, program, loops, layout.regions)
+    emission.run(0, len(program.kernels), layout.regions, values)
+    return jax.tree.unflatten(flat.out_tree, emission.outputs(values))
+
+
+class _Within(NamedTuple):
+    """A region that is being written, the latest value that it reads, and for each region around
+    it whether it would recompute more to have that."""
+
+    region: Region
+    latest: Any
+    costs: list[bool]
+
+
+@dataclasses.dataclass
+class _Emission:
+    """Evaluates kernels of a program.
+
+    Regions compute the fused operations that they read for themselves, so that what passes from
+    one to the next is in memory anyway. Values that are saved have names, which the
+    policies of the regions know.
+
+    A region begins when all that it reads is there. Without that, XLA would begin what regions
+    inside a recomputed one compute all at once, merge it, and hold results long before they are
+    needed.
+    """
+
+    flat: jaxprs.FlatJaxpr
+    program: Program
+    loops: dict[int, Loop]
+    regions: Sequence[Region]
+
+    def __post_init__(self):
+        self.saved = _saved(self.regions)
+        # Names that no other emission has: a policy around this one must not know them.
+        self.prefix = f"jaxmem:{next(_EMISSIONS)}"
+        self.within: list[_Within] = []  # the regions that are being written, outermost first
+
+    @functools.cached_property
+    def recomputed(self) -> dict[Region, frozenset[int]]:
+        """The kernels that each region runs again; asked for where regions are nested."""
+        return recomputed(self.program, self.regions)
+
+    @functools.cached_property
+    def readers(self) -> collections.Counter[int]:
+        """How many operations read each value."""
+        return collections.Counter(value for step in self.flat.steps for value in step.uses)
+
+    def run(self, start: int, stop: int, regions: Sequence[Region], values: dict[int, Any]) -> None:
+        """Kernels ``start`` to ``stop - 1``, reading and writing ``values`` by number."""
+        for region in regions:
+            self.evaluate(start, region.start, values)
+            self.checkpointed(region, values)
+            if any(region.start <= scan < region.stop for scan in self.program.scans):
+                self.part(region.stop, values)
+            start = region.stop
+        self.evaluate(start, stop, values)
+
+    def part(self, stop: int, values: dict[int, Any]) -> None:
+        """Parts a loop among the kernels before ``stop`` from those after it, in the backward pass
+        too: without that, XLA may leave gradients of parameters for later, and hold what they are
+        made from all through the loop."""
+        program = self.program
+        parted = [
+            v for v in values
+            if program.active[v] and program.made[v] <= stop < program.last_used[v]
+        ]  # fmt: skip
+        passed = jaxprs.together([_array(values[value]) for value in parted])
+        passed = jaxprs.back_together(passed)
+        values.update(zip(parted, passed, strict=True))
+
+    def outputs(self, values: dict[int, Any]) -> list[Any]:
+        """The results of the program, once its kernels have run."""
+        missing = [out for out in self.flat.outputs if isinstance(out, int) and out not in values]
+        assert not missing, "an output is in memory"
+        return [jaxprs.read(values, out) for out in self.flat.outputs]
+
+    def name(self, value: int) -> str:
+        """What the policies of this emission's regions call a value."""
+        return f"{self.prefix}:{value}"
+
+    def evaluate(self, start: int, stop: int, values: dict[int, Any]) -> None:
+        fused: dict[int, Any] = {}
+        for number in range(start, stop):
+            kernel = self.program.kernels[number]
+            *before, last = [self.flat.steps[index] for index in kernel.operations]
+            inside = {value: values[value] for value in kernel.sources}
+            for step in before:
+                # Kernels side by side share what is fused into both: cotangents add up there.
+                if fused.keys().isdisjoint(step.outputs):
+                    self.flat.run([step], inside)
+                    fused |= {out: inside[out] for out in step.outputs}
+                inside |= {out: fused[out] for out in step.outputs}
+            if number in self.loops:
+                self.looped(self.loops[number], last, inside)
+            elif last.primitive == "gather" and kernel.fused:
+                operands = [jaxprs.read(inside, operand) for operand in last.inputs]
+                inside[last.outputs[0]] = pick(last, *operands)
+            elif last.primitive in POOLINGS:
+                alone = all(self.readers[value] == 1 for value in last.uses)
+                (operand,) = (jaxprs.read(inside, operand) for operand in last.inputs)
+                inside[last.outputs[0]] = pool(last, operand, alone)
+            elif kernel.widened:
+                operands = [jaxprs.read(inside, operand) for operand in last.inputs]
+                inside[last.outputs[0]] = widened(last, *operands)
+            else:
+                self.flat.run([last], inside)
+            for value in kernel.results:
+                if value in self.saved:
+                    named = _named(inside[value], self.name(value))
+                    values[value] = self.in_turn(value, named)
+                elif value != kernel.residuals:
+                    values[value] = inside[value]
+            if kernel.residuals is not None:
+                self.part(number + 1, values)
+                fused.clear()  # what follows is made from the parted values
+
+    def in_turn(self, value: int, saved: Any) -> Any:
+        """A saved value, for what reads it: in the recomputation of a region around its own, where
+        it is there from the beginning, it waits for its own region's turn.
+
+        Unless that would recompute more, where the latest that the region reads is not needed.
+        """
+        if len(self.within) < 2:
+            return saved
+        *around, (_, latest, costs) = self.within
+        if latest is None:
+            return saved
+        for (region, *_), dear in zip(around, costs, strict=True):
+            if dear and value in region.saved:
+                return saved
+        return jaxprs.after(saved, latest)
+
+    def costs(self, value: int, region: Region) -> bool:
+        """Whether a region's recomputation runs a matmul or a convolution more to have a value."""
+        wanted = {value}
+        for number in reversed(range(region.start, region.stop)):
+            kernel = self.program.kernels[number]
+            if not wanted.isdisjoint(set(kernel.results).difference(region.saved)):
+                if kernel.flops and number not in self.recomputed[region]:
+                    return True
+                wanted.update(kernel.sources)
+        return False
+
+    def tied(self, region: Region, reads: Sequence[int]) -> list[int]:
+        """The parameters that a region's matmuls read, and the latest value that it reads: the
+        backward pass goes on from their cotangents once all are there. Without that, XLA may leave
+        gradients of parameters for later, and hold what they are made from.
+
+        Not where there are convolutions: a barrier among their cotangents costs copies, since XLA
+        chooses the layouts on both sides of it apart, and more than it spares.
+        """
+        kernels = self.program.kernels[region.start : region.stop]
+        names = {self.flat.steps[index].primitive for k in kernels for index in k.operations}
+        if "dot_general" not in names or "conv_general_dilated" in names:
+            return []
+        active = [value for value in reads if self.program.active[value]]
+        parameters = [value for value in active if value < self.program.input_count]
+        latest = max(active, key=lambda value: self.program.made[value], default=-1)
+        return [*parameters, latest] if parameters and latest not in parameters else []
+
+    def checkpointed(
+        self,
+        region: Region,
+        values: dict[int, Any],
+        prevent_cse: bool = True,
+        offloaded: Sequence[int] = (),
+    ) -> None:
+        kernels = self.program.kernels[region.start : region.stop]
+        made = {value for kernel in kernels for value in kernel.results}
+        reads = sorted({value for kernel in kernels for value in kernel.sources} - made)
+        keeps = sorted(value for value in made if self.program.last_used[value] > region.stop)
+
+        def run(*operands):
+            inner = dict(zip(reads, operands, strict=True))
+            tied = self.tied(region, reads)
+            inner.update(zip(tied, jaxprs.back_together([inner[v] for v in tied]), strict=True))
+            made = [v for v in reads if v >= self.program.input_count and self.program.active[v]]
+            inner.update(zip(made, jaxprs.together([inner[v] for v in made]), strict=True))
+            for value in inner.keys() & set(offloaded):
+                inner[value] = _named(inner[value], self.name(value))
+            if made:
+                latest = max(made, key=lambda value: self.program.made[value])
+                costs = [self.costs(latest, each.region) for each in self.within]
+                self.within.append(_Within(region, inner[latest], costs))
+            else:
+                self.within.append(_Within(region, None, []))
+            self.run(region.start, region.stop, region.regions, inner)
+            self.within.pop()
+            return [inner[value] for value in keeps]
+
+        names = (frozenset(map(self.name, values)) for values in (region.saved, offloaded))
+        policy = jaxprs.NamePolicy(*names)
+        wrapped = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
+        values.update(zip(keeps, wrapped(*[values[value] for value in reads]), strict=True))
+
+    def looped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
+        """A scan whose body is a region; with segments, a scan over such scans."""
+        equation = step.equation
+        operands = [_array(jaxprs.read(values, operand)) for operand in step.inputs]
+        parts = jaxprs.loop_of(equation)
+        constants, carry = operands[parts.body_consts], operands[parts.carry]
+        slices, body = operands[parts.carry.stop :], parts.body
+        program = self.program.operation_of(loop.kernel).body
+        assert program is not None
+        whole = Region(0, len(program.kernels), loop.saved, loop.regions)
+        emission = _Emission(body, program, {}, [whole])
+        emission.saved |= frozenset(loop.offloaded)
+        length, reverse = equation.params["length"], equation.params["reverse"]
+
+        def one(carry, slices):
+            inner = dict(enumerate([*body.consts, *constants, *carry, *slices]))
+            # The loop parts the forward pass from the recomputation: nothing to prevent.
+            emission.checkpointed(whole, inner, False, loop.offloaded)
+            results = emission.outputs(inner)
+            return results[: len(carry)], results[len(carry) :]
+
+        def several(carry, slices):
+            return jax.lax.scan(
+                one, carry, slices, length // loop.segments, reverse=reverse,
+                unroll=1 if loop.segments > 1 else equation.params["unroll"],
+            )  # fmt: skip
+
+        with jaxprs.context(step):
+            if loop.segments == 1:
+                carry, stacked = several(carry, slices)
+            else:
+                split = (loop.segments, length // loop.segments)
+                pieces = [x.reshape(*split, *x.shape[1:]) for x in slices]
+                region = jax.checkpoint(several, prevent_cse=False)
+                carry, stacked = jax.lax.scan(region, carry, pieces, loop.segments, reverse=reverse)
+                stacked = [x.reshape(length, *x.shape[2:]) for x in stacked]
+        values.update(zip(step.outputs, [*carry, *stacked], strict=True))
+
+
+def _named(value: Any, name: str) -> Any:
+    """A value that policies know by a name. A complex one by its parts: JAX rounds what a region
+    saves to its own precision, which it cannot do to complex numbers."""
+    if not jnp.iscomplexobj(value):
+        return checkpoint_name(value, name)
+    parts = jnp.real(value), jnp.imag(value)
+    return jax.lax.complex(*(checkpoint_name(part, name) for part in parts))
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def _saved(regions: Sequence[Region]) -> frozenset[int]:
+    return frozenset().union(*(_saved(region.regions) | set(region.saved) for region in regions))

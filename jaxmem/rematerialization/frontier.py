@@ -1,0 +1,135 @@
+"""All plans of a function, from no recomputation to the least memory."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.checks import check_call
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.planning import Layout, one_liners
+from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.plan import Plan
+from jaxmem.rematerialization.plan_text import checked
+from jaxmem.rematerialization.traced import TracedFunction, check_function
+from jaxmem.targets import LocalDevice, Target
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Frontier:
+    """Plans from no recomputation to the least memory, and what the usual one-liners cost.
+
+    Attributes:
+        plans: by falling projected bytes.
+        one_liners: (name, projected bytes, seconds of recomputation): the policies of
+            `jax.checkpoint` on every block, a block being what one module path of two parts makes.
+    """
+
+    plans: tuple[Plan, ...]
+    one_liners: tuple[tuple[str, int, float], ...]
+
+    def plot(self, path: str) -> None:
+        """Writes a picture of it (PNG, SVG or PDF by the name). Needs ``jaxmem[viz]``."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise JaxmemError("Plots need matplotlib: pip install 'jaxmem[viz]'.") from error
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        forward = max(self.plans[0].predicted.seconds * 3, 1e-30)  # a program may do nothing
+        axes.step(
+            [plan.projected_bytes / 2**30 for plan in self.plans],
+            [100 * plan.predicted.recompute_seconds / forward for plan in self.plans],
+            where="pre",
+            marker="o",
+            label=f"jaxmem, {self.plans[0].planner}",
+        )
+        for name, total, seconds in self.one_liners:
+            axes.plot(total / 2**30, 100 * seconds / forward, "x", label=name)
+        axes.set(
+            xlabel="projected bytes of value_and_grad, GiB",
+            ylabel="predicted recomputation, % of the plain step\n"
+            f"times {checked(self.plans[0].time_error)}",
+        )
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(path)
+
+    def __str__(self):
+        forward = self.plans[0].predicted.seconds * 3
+        rows = [
+            (f"{plan.planner}, {len(plan.rows)} regions", plan.projected_bytes,
+             plan.predicted.recompute_seconds, f"{plan.predicted.recompute_flops / 1e9:.4g}")
+            for plan in self.plans
+        ]  # fmt: skip
+        rows += [(name, total, seconds, "") for name, total, seconds in self.one_liners]
+        width = max(len(row[0]) for row in rows)
+        head = f"{'':{width}}  {'projected':>11}  {'ms more':>19}  {'of a step':>9}"
+        lines = [f"{head}  {'GFLOP again':>11}"]
+        for name, total, seconds, work in sorted(rows, key=lambda row: -row[1]):
+            more = f"{seconds * 1e3:.3g} {checked(self.plans[0].time_error)}"
+            share = f"{seconds / forward:.1%}" if forward else ""
+            lines.append(
+                f"{name:{width}}  {format_bytes(total):>11}  {more:>19}  {share:>9}  {work:>11}"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def pareto(
+    fun: Callable,
+    *args: Any,
+    planner: str = "dp",
+    target: str | Target | LocalDevice | None = None,
+    reserved: int | str = 0,
+    argnums: int | Sequence[int] = 0,
+    points: int = 12,
+    **kwargs: Any,
+) -> Frontier:
+    """The plans of ``fun`` between no recomputation and the least memory.
+
+    Bytes are projected; `plan` with a target compiles one of them.
+
+    Args:
+        fun, *args, **kwargs, planner, target, reserved, argnums: as for `plan`.
+        points: how many budgets to plan for.
+
+    Raises:
+        PlanError: the function has side effects, or the planner is not known.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> def loss(w, x):
+    ...     for _ in range(16):
+    ...         x = jnp.tanh(x @ w)
+    ...     return x.sum()
+    >>> shapes = [jax.ShapeDtypeStruct(s, "float32") for s in [(64, 64), (1024, 64)]]
+    >>> frontier = jaxmem.pareto(loss, *shapes)
+    >>> frontier.plans[-1].projected_bytes < 0.6 * frontier.plans[0].projected_bytes
+    True
+    """
+    check_function(fun, "jaxmem.pareto")
+    check_call(fun, args, kwargs, "jaxmem.pareto")
+    constraints = Constraints.parse(None, reserved, target, planner)
+    traced = TracedFunction(fun, args, kwargs, argnums)
+    traced.check_loss("jaxmem.pareto", scalar=False)
+    program = traced.program
+    found = constraints.planner(program)
+    high, low = found.plain.peak, found.least().peak
+    layouts = {found.plain, found.least()}
+    for share in range(1, points - 1):
+        layout = found.within(int(low + (high - low) * (share / (points - 1)) ** 2))
+        if layout:
+            layouts.add(layout)
+    best: list[Layout] = []
+    for layout in sorted(layouts, key=lambda layout: (layout.peak, layout.price)):
+        if not best or layout.price < best[-1].price:
+            best.append(layout)
+    total = constraints.budget_for(program).total
+    return Frontier(
+        tuple(constraints.write(program, layout, found) for layout in reversed(best)),
+        tuple(
+            (name, total(layout.peak), layout.seconds)
+            for name, layout in one_liners(constraints.on_gpu(program), constraints.rates).items()
+        ),
+    )

@@ -1,0 +1,253 @@
+"""A plan: what a program saves and recomputes, and what that is expected to cost."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.errors import PlanError
+from jaxmem.planning import Loop, Region
+from jaxmem.program import Program
+from jaxmem.rematerialization import plan_text
+from jaxmem.rematerialization.choices import Choice, Row
+from jaxmem.rematerialization.emission import planned_function
+
+# XLA has a rematerialization pass of its own, which acts when a program passes some 80 % of the
+# device. It pays recompute that no plan shows, so a plan is compiled without it.
+COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a plan costs by jaxmem's own arithmetic.
+
+    Attributes:
+        plain_bytes, bytes: projected, without and with the regions, of the whole of
+            ``value_and_grad(fun)``: arguments, gradients, residuals and what is reserved.
+        flops: of the forward pass (matmuls and convolutions); ``recompute_flops`` and
+            ``recompute_moved`` (bytes read and written) are what the plan adds.
+        seconds, recompute_seconds: of the plain forward pass and of what the plan adds, at the
+            target's rates.
+        host_bytes: of the residuals that wait in host memory, in no other count.
+    """
+
+    plain_bytes: int
+    bytes: int
+    flops: int
+    recompute_flops: int
+    recompute_moved: int = 0
+    seconds: float = 0.0
+    recompute_seconds: float = 0.0
+    host_bytes: int = 0
+
+    @property
+    def recompute_share(self) -> float:
+        """Seconds of recomputation, of those of a plain step: three times a forward pass."""
+        return self.recompute_seconds / max(3 * self.seconds, 1e-30)  # a program may do nothing
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compiled:
+    """What XLA's compiler says of a plan, for the target: device bytes, FLOPs (matmuls and
+    convolutions) and bytes read and written of the whole of ``value_and_grad(fun)``.
+    ``xla_pass_bytes`` are the bytes with XLA's own rematerialization pass on, where it would act.
+    """
+
+    bytes: int
+    flops: int | None = None
+    moved: int | None = None
+    xla_pass_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+    """A tree of regions for one program, with what each saves, and what it costs.
+
+    Attributes:
+        planner: the name of the planner that made it.
+        fingerprint: of the program it belongs to; it refuses any other.
+        regions: what is recomputed. Kernels outside them keep their residuals.
+        loops: what the scans of the program save and recompute of their bodies.
+        predicted: bytes, FLOPs and seconds by jaxmem's own arithmetic.
+        compiled: bytes and FLOPs by XLA; None: not compiled.
+        rows, choices: the plan in words: its regions, and its larger values.
+        reserved: bytes of the budget spoken for outside of the function.
+        budget: bytes asked for, or None.
+        target: name of the GPU that it is planned for.
+        time_error: how far its predicted times may be off (`Target.time_error`); None: unchecked.
+        widens: whether the target has no bfloat16 units and the program has matmuls or convolutions
+            in bfloat16: computed in float32, from copies.
+        inputs: dtypes and shapes of the arrays that the program takes.
+    """
+
+    planner: str
+    fingerprint: str
+    regions: tuple[Region, ...]
+    loops: tuple[Loop, ...]
+    predicted: Predicted
+    compiled: Compiled | None = None
+    rows: tuple[Row, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    reserved: int = 0
+    budget: int | None = None
+    target: str = ""
+    time_error: float | None = None
+    widens: bool = False
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def plain_bytes(self) -> int:
+        """Projected bytes without regions."""
+        return self.predicted.plain_bytes
+
+    @property
+    def projected_bytes(self) -> int:
+        """Bytes by jaxmem's own arithmetic."""
+        return self.predicted.bytes
+
+    @property
+    def compiled_bytes(self) -> int | None:
+        """Bytes by XLA, or None: not compiled."""
+        return self.compiled.bytes if self.compiled else None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether anything is recomputed, or waits in host memory."""
+        return bool(self.regions or self.loops)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """What ``jax.jit(..., compiler_options=)`` needs to compile the program that was planned:
+        XLA's own rematerialization pass off and, where bfloat16 is widened to float32, its rounding
+        on (XLA leaves it out, and keeps float32 where the program has bfloat16)."""
+        return COMPILER_OPTIONS | ({"xla_allow_excess_precision": False} if self.widens else {})
+
+    def apply(self, fun: Callable) -> Callable:
+        """``fun`` with the plan's regions: `jaxmem.remat` with ``plan=``."""
+        return planned_function(fun, self.layout_for)
+
+    def layout_for(
+        self, program: Program, inputs: Callable[[], Sequence[tuple[str, str]]]
+    ) -> "Plan":
+        """The plan itself, checked to be one of this program; ``inputs`` returns the names of what
+        the program takes, with dtype and shape.
+
+        Raises:
+            PlanError: it was made for another program.
+        """
+        if program.fingerprint != self.fingerprint:
+            self.check(program.fingerprint, inputs())
+        return self
+
+    def check(self, fingerprint: str, inputs: Sequence[tuple[str, str]]) -> None:
+        """Raises `PlanError` if the plan was made for another program; ``inputs`` are the names of
+        what the one at hand takes, with dtype and shape."""
+        if fingerprint == self.fingerprint:
+            return
+        found = [kind for _, kind in inputs]
+        differing = [
+            f"{name} is {kind}, and the plan was made for {planned}"
+            for (name, kind), planned in zip(inputs, self.inputs, strict=False)
+            if kind != planned
+        ]
+        if len(found) != len(self.inputs):
+            said = (
+                f"it takes {len(found)} arrays, and the plan was made for {len(self.inputs)} "
+                "(a Python number is none where the plan is made, and one under jax.jit: make it "
+                "an array, such as jnp.float32(0.1), for both)"
+            )
+        elif differing:
+            said = "; ".join(differing[:3]) + (" ..." if len(differing) > 3 else "")
+        else:
+            said = "its arrays are the same, and its operations are others"
+        raise PlanError(
+            f"This plan belongs to another program: {said}. A plan holds for one function at one "
+            "set of shapes and dtypes. Make another with jaxmem.plan(), or leave it to "
+            "jaxmem.remat(fun, budget=...), which plans at each new shape; where it is the last "
+            "batch of an epoch that is smaller, leave it out or pad it. (Programs "
+            f"{self.fingerprint} and {fingerprint}.)"
+        )
+
+    def explain(self, path: str) -> str:
+        """Why the values made at a module path (or source line) are saved or not.
+
+        Raises:
+            PlanError: no value of the plan was made there.
+        """
+        found = [choice for choice in self.choices if path in f"{choice.path} {choice.line}"]
+        if not found:
+            paths = list(dict.fromkeys(c.path or c.line for c in self.choices))
+            raise PlanError(
+                f"No value of this plan was made at {path!r}. It has values of "
+                f"{', '.join(paths[:8])}{', ...' * (len(paths) > 8)}; print(plan) shows the rest."
+            )
+        return "\n".join(map(self._reason, found))
+
+    def _reason(self, choice: Choice) -> str:
+        rate = choice.seconds / max(choice.bytes, 1) * 2**30
+        made = f"{choice.operation} in {choice.path or 'the function'} ({choice.line})"
+        cost = (
+            f"{format_bytes(choice.bytes)}; making it again takes {choice.seconds * 1e6:.0f} us, "
+            f"{rate * 1e3:.2f} ms per GiB {plan_text.checked(self.time_error)}"
+        )
+        saved = [c for c in self.choices if c.action == "save"]
+        again = [c for c in self.choices if c.action == "recompute"]
+
+        def average(choices: list[Choice]) -> str:
+            size = max(sum(c.bytes for c in choices), 1)
+            rate = sum(c.seconds for c in choices) / size * 2**30
+            return f"{rate * 1e3:.2f} ms per GiB {plan_text.checked(self.time_error)}"
+
+        why = {
+            "keep": "it is outside of all regions, so nothing of it is recomputed",
+            "offload": "it waits in host memory for the backward pass, beside which it is fetched",
+            "save": "it is saved, and what is recomputed instead averages "
+            + (average(again) if again else "nothing"),
+            "recompute": f"it is recomputed {choice.times} times in the backward pass, and what "
+            "is saved instead averages " + (average(saved) if saved else "nothing"),
+        }[choice.action]
+        return f"{made}: {cost}. In this plan {why}."
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: the text is not a plan.
+        """
+        try:
+            fields = json.loads(text)
+            fields["regions"] = _regions(fields["regions"])
+            fields["loops"] = tuple(map(_loop, fields["loops"]))
+            fields["predicted"] = Predicted(**fields["predicted"])
+            fields["compiled"] = fields["compiled"] and Compiled(**fields["compiled"])
+            fields["inputs"] = tuple(fields["inputs"])
+            fields["rows"] = tuple(Row(**row) for row in fields["rows"])
+            fields["choices"] = tuple(Choice(**choice) for choice in fields["choices"])
+            return cls(**fields)
+        except (ValueError, TypeError, KeyError) as error:
+            raise PlanError(
+                f"This is not the JSON of a plan ({error}); pass text that Plan.to_json() wrote."
+            ) from error
+
+    def __str__(self):
+        return plan_text.table(self)
+
+    __repr__ = __str__
+
+
+def _loop(row: dict[str, Any]) -> Loop:
+    regions, saved = _regions(row["regions"]), tuple(row["saved"])
+    return Loop(row["kernel"], row["segments"], saved, regions, tuple(row["offloaded"]))
+
+
+def _regions(rows: list[dict[str, Any]]) -> tuple[Region, ...]:
+    return tuple(
+        Region(row["start"], row["stop"], tuple(row["saved"]), _regions(row["regions"]))
+        for row in rows
+    )

@@ -1,0 +1,77 @@
+"""The plan of a function, within a budget that the compiler confirms."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmem.ground.checks import check_call
+from jaxmem.rematerialization.compiled_plans import CompiledPlans
+from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.plan import Plan
+from jaxmem.rematerialization.traced import TracedFunction, check_function
+from jaxmem.targets import LocalDevice, Target, resolve
+
+
+def plan(
+    fun: Callable,
+    *args: Any,
+    budget: int | str | None = None,
+    planner: str = "dp",
+    target: str | Target | LocalDevice | None = None,
+    reserved: int | str = 0,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    offload: bool = False,
+    compilations: int = 5,
+    **kwargs: Any,
+) -> Plan:
+    """What ``fun`` should save and recompute in its backward pass.
+
+    Args:
+        fun: a differentiable function, usually the loss.
+        *args, **kwargs: its arguments, real or abstract (`jax.ShapeDtypeStruct`); nothing is
+            allocated. Leaves that are not arrays are taken as constants.
+        budget: device bytes allowed for ``value_and_grad(fun)`` (arguments, gradients and
+            residuals) and for what is reserved, an int or text such as ``"11GiB"`` or ``"80%"`` (of
+            the target): the least recomputation that fits, in predicted time, of which FLOPs count
+            most. None: the least memory that one more forward pass buys.
+        planner: ``"dp"``: the optimum over nested regions and what they save, for any program that
+            is about a chain; ``"dots"``: no matmul and no convolution is done twice, only what is
+            between them; ``"sqrt"`` (Chen et al. 2016): one row of regions, each keeping what
+            crosses its end, about sqrt(N) of them on N equal layers.
+        target: the GPU to plan for, present or not. The plan is compiled for it, compared with its
+            budget and corrected. None: bytes are projected only.
+        reserved: bytes of the budget spoken for outside of ``fun``: optimizer state, say.
+        argnums, has_aux: as for `jax.value_and_grad`.
+        offload: whether residuals of a `scan` may wait for the backward pass in host memory, where
+            that takes less predicted time than to recompute them. (Elsewhere XLA drops it.)
+        compilations: how many at most; 0: none.
+
+    Returns:
+        A `Plan`: ``plan.apply(fun)`` is the planned function.
+
+    Raises:
+        BudgetError: the budget does not parse, or nothing fits; names the lowest budget that works
+            and the operation that sets it.
+        PlanError: the function has side effects, returns nothing that can be differentiated (with a
+            target: no floating-point scalar), or the planner is not known.
+        OffloadError: XLA keeps residuals on the device that the plan has in host memory.
+        JaxmemError: the target has no GPU's compiler.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> def loss(w, x):
+    ...     for _ in range(16):
+    ...         x = jnp.tanh(x @ w)
+    ...     return x.sum()
+    >>> shapes = [jax.ShapeDtypeStruct(s, "float32") for s in [(64, 64), (1024, 64)]]
+    >>> chosen = jaxmem.plan(loss, *shapes)
+    >>> chosen.projected_bytes < 0.6 * chosen.plain_bytes
+    True
+    """
+    check_function(fun, "jaxmem.plan")
+    check_call(fun, args, kwargs, "jaxmem.plan")
+    constraints = Constraints.parse(budget, reserved, target, planner, offload)
+    traced = TracedFunction(fun, args, kwargs, argnums, has_aux)
+    traced.check_loss("jaxmem.plan", scalar=target is not None and compilations > 0)
+    if target is None or not compilations:
+        return constraints.plan(traced.program)
+    return CompiledPlans(traced, constraints, resolve(target)).plan(compilations)

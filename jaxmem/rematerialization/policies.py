@@ -1,0 +1,167 @@
+"""Policies for regions that the user places."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmem import jaxprs
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.checks import check_call
+from jaxmem.ground.errors import BudgetError, JaxmemError, PlanError
+from jaxmem.planning import Region, simulate
+from jaxmem.program import CONTRACTIONS, Program, contraction_flops, size_of, type_of
+from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.traced import TracedFunction, check_function
+from jaxmem.targets import LocalDevice, Target, known_targets, resolve
+
+_DEAR = 1.25  # times the time of writing the result
+
+
+def remat_policy(
+    fun: Callable | None = None,
+    *args: Any,
+    budget: int | str | None = None,
+    target: str | Target | None = None,
+    reserved: int | str = 0,
+    argnums: int | Sequence[int] = 0,
+    **kwargs: Any,
+) -> Callable[..., bool]:
+    """A policy for regions that the user places: by `jax.checkpoint`, `flax.linen.remat` or
+    `flax.nnx.remat`.
+
+    Without a function: save what is dear to recompute for its bytes. Inside a region that is the
+    results of matmuls and convolutions; everything that XLA fuses (activations, normalisation,
+    dropout, casts) is recomputed. A matmul or convolution so thin that doing it again costs hardly
+    more than writing its result (an outer product, say) is recomputed too: recomputing takes
+    ``max(FLOPs / rate, (bytes read + bytes written) / bandwidth)`` on the target, and less than
+    1.25 times the time of writing the result alone counts as cheap. Unlike
+    `jax.checkpoint_policies.dots_saveable` it covers convolutions, and it knows the target.
+
+    With a function whose blocks are regions already (``nn.remat(Block)``), its arguments and a
+    budget: of all such policies the one that recomputes the least and is projected to fit. What a
+    policy can tell apart are operations and the shapes of their operands; `jaxmem.plan` can do
+    more, since it places regions and nests them.
+
+    Args:
+        fun: a differentiable function with regions of its own, usually the loss.
+        *args, **kwargs: its arguments, real or abstract.
+        budget: device bytes for ``value_and_grad(fun)`` and what is reserved, as for
+            `jaxmem.plan`. None: the least memory.
+        target: the GPU whose rates decide; None: the attached GPU if it is a known one, else an
+            H200.
+        reserved: bytes of the budget spoken for outside of ``fun``.
+        argnums: the differentiated arguments.
+
+    Raises:
+        JaxmemError: the target is not known, or is not a GPU; ``fun`` is not a function, or does
+            not take these arguments.
+        PlanError: the function has no regions.
+        BudgetError: no policy is projected to fit; names the lowest budget that works.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> block = jax.checkpoint(lambda w, x: jnp.tanh(x @ w), policy=jaxmem.remat_policy())
+    >>> jax.grad(lambda w: block(w, jnp.ones((2, 3))).sum())(jnp.eye(3)).shape
+    (3, 3)
+    """
+    if target is not None:
+        _gpu(resolve(target))
+    if fun is not None:
+        check_function(fun, "jaxmem.remat_policy")
+        check_call(fun, args, kwargs, "jaxmem.remat_policy")
+        constraints = Constraints.parse(budget, reserved, target, "dp")
+        return _within(TracedFunction(fun, args, kwargs, argnums, open_regions=True), constraints)
+
+    def policy(primitive, /, *avals, **parameters) -> bool:
+        if primitive.name not in CONTRACTIONS:
+            return False
+        gpu = _gpu(
+            target and resolve(target)
+        )  # not sooner: asking for the attached device starts JAX's backends
+        result = jaxprs.result_of(primitive, avals, parameters)
+        written = size_of(result)
+        moved = written + sum(map(size_of, avals))
+        work = contraction_flops(primitive.name, avals, result, parameters)
+        seconds = max(work / gpu.flops_per_second(avals[0].dtype), moved / gpu.memory_bandwidth)
+        return seconds >= _DEAR * written / gpu.memory_bandwidth
+
+    return jaxprs.OperationPolicy(policy)
+
+
+def _within(traced: TracedFunction, constraints: Constraints) -> Callable[..., bool]:
+    program, flat = traced.program.as_written, traced.flat
+    if not flat.regions:
+        raise PlanError(
+            "The function has no regions for a policy to act in. Put its blocks under "
+            "jax.checkpoint, nn.remat or nnx.remat first, or let jaxmem.remat place regions."
+        )
+    spans = [
+        [k for k, kernel in enumerate(program.kernels) if start <= kernel.operations[-1] < stop]
+        for start, stop in flat.regions
+    ]
+    # What a policy sees of a kernel, and the time that saving all such results spares per byte.
+    kinds: dict[tuple, list[int]] = {}
+    for numbers in spans:
+        for number in numbers:
+            kernel = program.kernels[number]
+            if not kernel.fused and kernel.residuals is None:
+                kinds.setdefault(_kind(flat.steps[kernel.operations[-1]]), []).append(number)
+
+    def density(kind: tuple) -> float:
+        kernels = [program.kernels[number] for number in kinds[kind]]
+        written = sum(program.sizes[value] for kernel in kernels for value in kernel.results)
+        return sum(map(constraints.rates.seconds, kernels)) / max(written, 1)
+
+    ranked = sorted(kinds, key=density, reverse=True)
+    total = constraints.budget_for(program).total
+    tried = []
+    for count in range(len(ranked), -1, -1):
+        saved = {
+            value
+            for kind in ranked[:count]
+            for number in kinds[kind]
+            for value in program.kernels[number].results
+        }
+        regions = tuple(
+            Region(numbers[0], numbers[-1] + 1, tuple(sorted(_results(program, numbers) & saved)))
+            for numbers in spans
+            if numbers
+        )
+        tried.append((total(simulate(program, regions).peak), count))
+        if constraints.budget is not None and tried[-1][0] <= constraints.budget:
+            break
+    peak, count = tried[-1] if constraints.budget is not None else min(tried)
+    if constraints.budget is not None and peak > constraints.budget:
+        lowest, _ = min(tried)
+        raise BudgetError(
+            f"No policy for these regions fits the budget of {format_bytes(constraints.budget)}; "
+            f"the lowest one that does is {format_bytes(lowest)} ({lowest} bytes projected). "
+            "Raise the budget, or let jaxmem.remat place and nest regions."
+        )
+    chosen = frozenset(ranked[:count])
+
+    def policy(primitive, /, *avals, **_) -> bool:
+        return (primitive.name, *map(type_of, avals)) in chosen
+
+    return jaxprs.OperationPolicy(policy)
+
+
+def _kind(step: jaxprs.Step) -> tuple:
+    avals = [atom.aval for atom in step.equation.invars]
+    return (step.primitive, *map(type_of, avals))
+
+
+def _results(program: Program, numbers: list[int]) -> set[int]:
+    return {value for number in numbers for value in program.kernels[number].results}
+
+
+@functools.cache
+def _gpu(target: Target | LocalDevice | None) -> Target:
+    chosen = target or resolve(None)
+    if isinstance(chosen, Target):
+        return chosen
+    if chosen.gpu or target is None:
+        return chosen.gpu or known_targets()["h200"]
+    raise JaxmemError(
+        f"The rates of the attached device ({chosen.description}) are not known, so what is dear "
+        f"on it is not either. Name a target: {', '.join(known_targets())}."
+    )

@@ -1,0 +1,146 @@
+"""A function with its arguments, traced as a program that can be planned."""
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem import jaxprs
+from jaxmem.frameworks.modules import array_call
+from jaxmem.ground.errors import JaxmemError, PlanError
+from jaxmem.program import Program, read_program
+
+
+class TracedFunction:
+    """A function, its arguments, and the program that it is."""
+
+    def __init__(
+        self,
+        fun: Callable,
+        args: tuple,
+        kwargs: dict,
+        argnums: int | Sequence[int],
+        has_aux: bool = False,
+        open_regions: bool = False,
+    ):
+        self.has_aux = has_aux
+        with array_call(fun, args, kwargs) as call:
+            self.leaves, self.value = call.leaves, call.value
+            self.flat = jaxprs.flatten(call.fun, call.leaves, open_regions)
+        # Leaves of differentiated arguments, as numbers of inputs: constants come first.
+        wanted = _differentiated(argnums, args)
+        self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
+        first = self.flat.input_count - len(call.leaves)
+        self.program = read(self.flat, frozenset(first + at for at in self.wanted))
+
+    def check_loss(self, name: str, scalar: bool) -> None:
+        """Raises `PlanError` if nothing that the function returns can be differentiated, or if it
+        is to be a loss and is no floating-point scalar."""
+        outputs = jax.tree.unflatten(self.flat.out_tree, map(self.flat.aval, self.flat.outputs))
+        outputs = self.value(outputs)
+        if self.has_aux and isinstance(outputs, tuple):
+            outputs = outputs[0]
+        leaves = jax.tree.leaves(outputs)
+        floating = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        found = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves[:4]) or "nothing"
+        if not floating:
+            raise PlanError(
+                f"{name} plans what a backward pass keeps, and there is none of a function that "
+                f"returns {found}. Pass one that returns floating-point values."
+            )
+        if scalar and (len(leaves) > 1 or leaves[0].shape):
+            raise PlanError(
+                f"With a target {name} compiles the value and gradient of a loss, a floating-point "
+                f"scalar, and the function returns {found}. Return its mean or its sum "
+                "(has_aux=True if there is more beside it), or leave target out to have projected "
+                "bytes."
+            )
+
+    def differentiated(self, fun: Callable) -> Callable:
+        """The value and gradient of a function of the array leaves."""
+        real = [at for at in self.wanted if jnp.issubdtype(self.leaves[at].dtype, jnp.inexact)]
+        return jax.value_and_grad(fun, real, self.has_aux)
+
+
+def read(flat: jaxprs.FlatJaxpr, differentiated: frozenset[int] | None = None) -> Program:
+    """The program of a traced function.
+
+    Raises:
+        PlanError: it has side effects, or random bits that would differ the second time.
+    """
+    for step in flat.steps:
+        effects = jaxprs.side_effects(step)
+        if effects:
+            bodies = map(jaxprs.find_callback, jaxprs.inner_jaxprs(step.equation))
+            inside = "".join(f", in it {found}" for found in bodies if found)
+            raise PlanError(
+                f"The function has a side effect, and a region would run it twice: "
+                f"{step.primitive} ({', '.join(effects)}) at {step.line}{inside}. Return the value "
+                "and print or store it outside, or keep this part outside of what is planned."
+            )
+        if step.primitive == "rng_uniform":
+            raise PlanError(
+                f"The function draws random bits without a key ({step.primitive} at {step.line}), "
+                "and a region would draw others the second time. Use jax.random with a key."
+            )
+    return read_program(flat, differentiated)
+
+
+def input_names(
+    program: Program, fun: Callable, args: tuple, kwargs: dict
+) -> list[tuple[str, str]]:
+    """What a program takes: the name of each array in a call of its function, and its type."""
+    try:
+        parameters = [*inspect.signature(fun).parameters]
+    except (TypeError, ValueError):
+        parameters = []  # built in: its parameters have no names
+    owners = [
+        *parameters[: len(args)],
+        *(f"args[{at}]" for at in range(len(parameters), len(args))),
+    ]
+    names = [
+        owner + jax.tree_util.keystr(path)
+        for owner, value in [*zip(owners, args, strict=True), *kwargs.items()]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value)
+        if jaxprs.is_array(leaf)
+    ]
+    closed_over = ["an array closed over"] * (program.input_count - len(names))
+    return list(zip([*closed_over, *names], program.types[: program.input_count], strict=True))
+
+
+def _differentiated(argnums: int | Sequence[int], args: tuple) -> set[int]:
+    """The numbers of the positional arguments that ``argnums`` names, counted from the first.
+
+    Raises:
+        JaxmemError: there is no such argument, or none is named.
+    """
+    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
+    count = max(len(args), 1)  # of a call by keywords alone the first is asked for, and not there
+    for number in chosen:
+        if not isinstance(number, int) or not -count <= number < count:
+            raise JaxmemError(
+                "argnums= are the numbers of the positional arguments to differentiate, and the "
+                f"call has {len(args)}; got {argnums!r}."
+            )
+    if not chosen:
+        raise JaxmemError(
+            "argnums= names no argument to differentiate; leave it out for the first."
+        )
+    return {number % count for number in chosen}
+
+
+def check_function(fun: Any, name: str) -> None:
+    """Raises `JaxmemError` if ``fun`` is not a function of arrays."""
+    linen = sys.modules.get("flax.linen")
+    unbound = linen is not None and isinstance(fun, linen.Module) and fun.scope is None
+    if not callable(fun) or isinstance(fun, type) or unbound:
+        kind = fun if isinstance(fun, type) else type(fun)
+        got = f"{'class' if fun is kind else 'object'} {kind.__module__}.{kind.__qualname__}"
+        raise JaxmemError(
+            f"{name} takes a function of arrays; got the {got}. "
+            "Pass a function that applies the model, such as the loss: "
+            "lambda params, batch: jnp.mean(model.apply(params, batch) ** 2)."
+        )

@@ -1,0 +1,9 @@
+"""What a step costs in bytes, by XLA's own buffer assignment, and who takes them."""
+
+from jaxmem.reports.compiled import memory as memory
+from jaxmem.reports.difference import Diff as Diff, diff as diff, read_report as read_report
+from jaxmem.reports.drawn.plot import check_plot as check_plot
+from jaxmem.reports.kept import Residuals as Residuals, residuals as residuals
+from jaxmem.reports.measured import Measured as Measured, measure as measure
+from jaxmem.reports.report import MemoryReport as MemoryReport
+from jaxmem.reports.xla.hlo import donated_arguments as donated_arguments

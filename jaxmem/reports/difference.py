@@ -1,0 +1,201 @@
+"""Two reports side by side: what grew, what shrank, and a verdict."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.reports.drawn.text import columns, fit
+from jaxmem.reports.report import MemoryReport, describe
+
+_TABLES = ("by_phase", "by_kind", "by_module", "by_source")
+_TITLES = {"by_phase": "phase", "by_kind": "kind", "by_module": "module", "by_source": "line"}
+_ROWS = 8
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Diff:
+    """What changed from one report to another; `diff` makes it.
+
+    ``before`` and ``after`` are the reports as plain data. ``changes["by_module"]`` and its sisters
+    have the bytes by which each row grew (negative: shrank), largest change first; every table adds
+    up to the change of the device bytes.
+    """
+
+    before: dict[str, Any]
+    after: dict[str, Any]
+    changes: dict[str, dict[str, int]]
+
+    @property
+    def device(self) -> int:
+        """Device bytes that the second report has more than the first."""
+        return self.after["device"] - self.before["device"]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what changed at the peak, and where it is now."""
+        change = self.device
+        now = f"{format_bytes(self.after['device'])} of device memory"
+        if "peak" not in self.before or "peak" not in self.after:
+            return f"The step takes {_words(change)}: {now}."
+        at = self.after["peak_operation"]
+        where = f"the peak is now in the {at['phase']} phase, at {at['module']} ({at['source']})"
+        if change == 0:
+            return f"The step takes as much as before, {now}; {where}."
+        cause = self._cause()
+        return f"{cause} {_words(change, 'took', 'put')} the peak; {where}. The step takes {now}."
+
+    def _cause(self) -> str:
+        """What is known to do this: most bytes in half precision or no longer, recompute that came
+        or went, or the kind that changed most."""
+        phases, kinds = self.changes["by_phase"], self.changes["by_kind"]
+        half = [_is_half(report) for report in self._both()]
+        if self.device < 0 and half == [False, True]:
+            return "Lower precision"
+        if self.device > 0 and half == [True, False]:
+            return "Higher precision"
+        again = [any(p == "recompute" for p in r["timeline"]["phases"]) for r in self._both()]
+        if self.device < 0 and again == [False, True]:
+            return "Remat"
+        if self.device > 0 and again == [True, False]:
+            return "Leaving out remat"
+        if self.after["host"] > self.before["host"] and self.device < 0:
+            return "Offload"
+        same_way = {k: v for k, v in kinds.items() if v * self.device > 0} or dict(phases)
+        return f"A change of {max(same_way, key=lambda kind: abs(same_way[kind]))}"
+
+    def _both(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self.before, self.after
+
+    def to_json(self) -> str:
+        """The changes and the verdict as JSON text."""
+        totals = {
+            name: [self.before.get(name), self.after.get(name)]
+            for name in ("device", "host", "peak", "fragmentation")
+        }
+        return json.dumps({**totals, "changes": self.changes, "verdict": self.verdict}, indent=1)
+
+    def to_html(self, path: str | os.PathLike) -> None:
+        """Writes one self-contained page: both timelines on one scale, and sortable tables of what
+        grew and what shrank.
+
+        Raises:
+            JaxmemError: one of the reports has no timeline.
+        """
+        from jaxmem.reports.drawn.page import diff_page
+
+        text = diff_page(*self._both(), {"changes": self.changes, "verdict": self.verdict})
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws both timelines below each other on one scale, as a ``.png``, ``.svg`` or ``.pdf``
+        file. Needs matplotlib (``pip install 'jaxmem[viz]'``).
+
+        Raises:
+            JaxmemError: one of the reports has no timeline, matplotlib is missing, or it does not
+                know the suffix.
+        """
+        from jaxmem.reports.drawn.plot import draw
+
+        draw({"before: ": self.before, "after: ": self.after}, path)
+
+    def __str__(self):
+        lines = []
+        for what in ("target", "jax"):
+            first, second = (report.get(what) for report in self._both())
+            if first != second:
+                lines += [f"before: {what} {first}", f"after:  {what} {second}"]
+        lines.append(f"{'':16}{'before':>14}{'after':>14}{'change':>14}")
+        for name in ("device", "peak", "fragmentation", "host"):
+            if name in self.before and name in self.after:
+                first, second = self.before[name], self.after[name]
+                lines.append(
+                    f"{name:16}{format_bytes(first):>14}{format_bytes(second):>14}"
+                    f"{_signed(second - first):>14}"
+                )
+        for table, changes in self.changes.items():
+            shown = {name: change for name, change in changes.items() if change}
+            lines += ["", f"by {_TITLES[table]}"] if shown else []
+            for name, change in list(shown.items())[:_ROWS]:
+                sizes = [format_bytes(report[table].get(name, 0)) for report in self._both()]
+                row = f"{_signed(change):>14}  {sizes[0]:>12} -> {sizes[1]:<12}  "
+                lines.append(row + fit(name, columns() - len(row)))
+            if len(shown) > _ROWS:
+                rest = sum(list(shown.values())[_ROWS:])
+                lines.append(f"{_signed(rest):>14}  in {len(shown) - _ROWS} more")
+        return "\n".join([*lines, "", self.verdict])
+
+    __repr__ = __str__
+
+
+def diff(
+    before: MemoryReport | Mapping[str, Any] | str, after: MemoryReport | Mapping[str, Any] | str
+) -> Diff:
+    """Compares two reports, of two steps, two targets or two versions.
+
+    Args:
+        before, after: reports, or what `MemoryReport.to_json` wrote of them.
+
+    Returns:
+        A `Diff`, which prints what grew and what shrank and ends with a verdict.
+
+    Raises:
+        JaxmemError: a text is not a report's.
+
+    >>> import jax.numpy as jnp, jaxmem
+    >>> small, large = (jaxmem.memory(jnp.sin, jnp.ones(n), target="local") for n in (8, 1024))
+    >>> jaxmem.diff(small, large).device == large.device - small.device
+    True
+    """
+    first, second = read_report(before), read_report(after)
+    changes = {}
+    for table in _TABLES:
+        if table in first and table in second:
+            rows = Counter(second[table])
+            rows.subtract(first[table])
+            ordered = sorted(rows.items(), key=lambda row: -abs(row[1]))
+            changes[table] = dict(ordered)
+    return Diff(first, second, changes)
+
+
+def read_report(report: MemoryReport | Mapping[str, Any] | str) -> dict[str, Any]:
+    """A report as plain data, also of what `MemoryReport.to_json` wrote."""
+    if isinstance(report, MemoryReport):
+        return describe(report)
+    if isinstance(report, str):
+        try:
+            report = json.loads(report)
+        except ValueError:
+            report = {}
+    if not isinstance(report, Mapping) or report.get("jaxmem") != 1 or "device" not in report:
+        raise JaxmemError(
+            "jaxmem.diff compares two reports: jaxmem.MemoryReport, or what report.to_json() (or "
+            "`jaxmem estimate --json`) wrote. This is neither."
+        )
+    return dict(report)
+
+
+def _is_half(report: dict[str, Any]) -> bool:
+    """Whether most floating-point bytes at the peak are of two bytes a value."""
+    sizes = {"bf16": 0, "f16": 0, "f32": 0, "f64": 0}
+    for buffer in report["buffers"]:
+        if buffer["dtype"] in sizes:
+            sizes[buffer["dtype"]] += buffer["bytes"]
+    return sizes["bf16"] + sizes["f16"] > sizes["f32"] + sizes["f64"]
+
+
+def _signed(count: int) -> str:
+    return ("+" if count > 0 else "") + format_bytes(count)
+
+
+def _words(change: int, less: str = "", more: str = "") -> str:
+    if less and change < 0:
+        return f"{less} {format_bytes(-change)} off"
+    if more and change > 0:
+        return f"{more} {format_bytes(change)} onto"
+    return f"{format_bytes(abs(change))} {'less' if change < 0 else 'more'}"

@@ -1,0 +1,1 @@
+"""Text, plots and pages."""

@@ -1,0 +1,1 @@
+"""Which line, module and phase made each buffer."""

@@ -1,0 +1,1 @@
+"""What XLA's own dumps say."""

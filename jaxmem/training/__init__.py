@@ -1,0 +1,1 @@
+"""The training step that composes the levers."""
