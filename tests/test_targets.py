@@ -277,8 +277,8 @@ def test_an_attached_gpu_has_the_figures_of_its_own_kind(monkeypatch, kind, name
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     local = jaxmem.target("local")
-    assert (local.gpu and local.gpu.name) == name
-    otherwise = local.gpu.usable_bytes if local.gpu else 0
+    assert (local.known and local.known.name) == name
+    otherwise = local.known.usable_bytes if local.known else 0
     assert local.usable_bytes == (1000 if limit else otherwise)
 
 
@@ -435,7 +435,7 @@ def test_a_fork_compiles_while_its_parent_does():
             return request(self, *args)
         locked = threading.Event()
         from jaxmem import memory
-        package = sys.modules["jaxmem.reports.compiled"]
+        package = sys.modules["jaxmem.targets.cuda.family"]
         package.compile_module = lambda *args, **options: modules.append((args, options)) or (
             compile_module(*args, **options))
         compile_short()

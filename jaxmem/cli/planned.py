@@ -32,9 +32,7 @@ def add_plan(commands) -> None:
 def _plan(options) -> int:
     check_files(options)
     if options.html and not options.target:
-        raise JaxmemError(
-            "--html shows what was compiled: name a target to compile for (--target)."
-        )
+        raise JaxmemError("--html shows what was compiled: name a target to compile for.")
     loss, args = load(options.loss, "loss")
     reserved = 0 if options.reserved == "0" else options.reserved
     common: dict[str, Any] = {"planner": options.planner, "target": options.target}

@@ -34,8 +34,8 @@ class CompiledPlans:
         if isinstance(target, LocalDevice) and target.platform == "cpu":
             raise JaxmemError(
                 "The attached device is a CPU, whose bytes say nothing about rematerialization on "
-                f"an accelerator. Name the one to plan for ({example()}), or leave target out to have "
-                "projected bytes."
+                f"an accelerator. Name the one to plan for ({example()}), or leave target out to "
+                "have projected bytes."
             )
         self.traced, self.target, self.constraints = traced, target, constraints
         self.planner = constraints.planner(traced.program)
@@ -138,10 +138,8 @@ class CompiledPlans:
         total, pass_bytes = report.device + reserved, None
         family = family_of(self.target.known)
         if total > family.pass_acts * self.target.memory_bytes:
-            options = chosen.compiler_options.items()
-            with_pass = {
-                name: value for name, value in options if name not in family.compiler_options
-            }
+            options, off = chosen.compiler_options, family.compiler_options
+            with_pass = {name: options[name] for name in options.keys() - off.keys()}
             pass_bytes = self.report(chosen, with_pass).device + reserved
         compiled = Compiled(total, report.work.flops, report.moved, pass_bytes)
         self.plans[layout] = dataclasses.replace(chosen, compiled=compiled)

@@ -32,8 +32,8 @@ from jaxmem.reports.xla.schedule import Collectives, Transfers, count_collective
 from jaxmem.targets import LocalDevice, Target, example
 
 CPU_NOTE = (
-    "compiled for the CPU: these bytes hold for this CPU alone. An accelerator's compiler fuses and "
-    "schedules otherwise, and the CPU's undoes rematerialization. Name one for its bytes: "
+    "compiled for the CPU: these bytes hold for this CPU alone. An accelerator's compiler fuses "
+    "and schedules otherwise, and the CPU's undoes rematerialization. Name one for its bytes: "
     f"{example()}."
 )
 

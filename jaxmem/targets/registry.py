@@ -68,8 +68,8 @@ def resolve(spec: "str | Target | LocalDevice | None") -> Target | LocalDevice:
     if spec is None or isinstance(spec, str):
         return target(spec or "local")
     raise JaxmemError(
-        f"target= takes a name such as {family_of(None).example!r}, 'local', or a jaxmem.Target; got {spec!r} of type "
-        f"{type(spec).__name__}."
+        f"target= takes a name such as {family_of(None).example!r}, 'local', or a jaxmem.Target; "
+        f"got {spec!r} of type {type(spec).__name__}."
     )
 
 

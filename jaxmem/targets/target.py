@@ -1,4 +1,4 @@
-"""What a step is planned and compiled for: an accelerator that need not be there, or the local one."""
+"""What a step is compiled for: an accelerator that need not be there, or the attached one."""
 
 import dataclasses
 from typing import ClassVar
