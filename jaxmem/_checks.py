@@ -68,6 +68,32 @@ def check_batch(batch: Any) -> None:
         )
 
 
+def check_devices(**trees: Any) -> None:
+    """Raises `JaxmemError` if arrays that go into one program are bound to different devices."""
+    places = [
+        (name + jax.tree_util.keystr(path), leaf.sharding.device_set)
+        for name, tree in trees.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if _jax.is_committed(leaf)
+    ]
+    for name, devices in places:
+        first, others = places[0]
+        if devices != others:
+            raise JaxmemError(
+                f"{first} is on {_devices(others)} and {name} on {_devices(devices)}, and a step "
+                "runs where all of its arrays are. Put both in one place, with "
+                "jax.device_put(batch, device), or let "
+                "jaxmem.train_step(..., sharding=jaxmem.shard(mesh)) spread them over several "
+                "devices."
+            )
+
+
+def _devices(devices: set[jax.Device]) -> str:
+    first = min(devices, key=lambda device: device.id)
+    more = f" and {len(devices) - 1} more" if len(devices) > 1 else ""
+    return f"{first.platform}:{first.id}{more}"
+
+
 def is_deleted(leaf: Any) -> bool:
     """Whether it is an array whose memory was given away."""
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
@@ -120,13 +146,26 @@ def check_same(name: tuple[str, str], expected: Any, place: str, found: Any) -> 
 
     ``name`` is what the tree is, and where the expected one comes from.
     """
-    wanted, given = _shapes(expected), _shapes(found)
+    wanted, given = (
+        {
+            jax.tree_util.keystr(path): leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (expected, found)
+    )
     for path in [*wanted, *given]:
-        here, there = (shapes.get(path, "absent") for shapes in (given, wanted))
+        at = name[0] + path
+        if path not in given:
+            expected = _kind(wanted[path])
+            raise JaxmemError(f"{at} is missing {place}; expected {expected}, as {name[1]}.")
+        if path not in wanted:
+            extra = _kind(given[path])
+            raise JaxmemError(f"{at} is {extra} {place}; expected nothing there, as {name[1]}.")
+        here, there = (list(jnp.shape(tree[path])) for tree in (given, wanted))
         if here != there:
             raise JaxmemError(
-                f"{name[0]}{path} is {here} {place} and {there} {name[1]}. Both must have one "
-                "structure and one shape for each array."
+                f"{at} is {here} {place} and {there} {name[1]}. Both must have one structure and "
+                "one shape for each array."
             )
 
 
@@ -185,9 +224,11 @@ def check_on_device(name: str, state: Any, at: str = "") -> None:
             )
 
 
-def _shapes(tree: Any) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): str(list(jnp.shape(leaf))) for path, leaf in leaves}
+def _kind(leaf: Any) -> str:
+    """``an int32 scalar``, ``a float32[4, 3] array``."""
+    dtype, shape = jnp.result_type(leaf), list(jnp.shape(leaf))
+    article = "an" if str(dtype)[0] in "aeiou" else "a"
+    return f"{article} {dtype}{shape} array" if shape else f"{article} {dtype} scalar"
 
 
 def _difference(path: str, *trees: Any) -> tuple[str, str, str]:

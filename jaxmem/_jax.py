@@ -840,6 +840,18 @@ def is_committed(value) -> bool:
     )
 
 
+def memory_of(value) -> Any:
+    """Where the first piece of an array lies; None: it has none here, or is no array of JAX's."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return None
+    if value.is_deleted() or not value.size or not value.addressable_shards:
+        return None
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        value = jax.random.key_data(value)
+    piece = value.addressable_shards[0].data
+    return piece.sharding, piece.unsafe_buffer_pointer()
+
+
 def copied_on(sharding: Sharding) -> Sharding:
     """A sharding with a copy on each device of another."""
     if isinstance(sharding, NamedSharding):
