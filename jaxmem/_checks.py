@@ -1,7 +1,8 @@
 """Arguments checked at the door, before anything is traced or allocated."""
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -125,8 +126,45 @@ def check_optimizer(optimizer: Any, name: str) -> None:
         )
 
 
+def check_callable(fun: Any, name: str) -> None:
+    """Raises `JaxmemError` if ``fun``, the argument of ``name``, is no function."""
+    if not callable(fun):
+        raise JaxmemError(f"{name} takes a function of arrays; got {shown(fun)}.")
+
+
+@contextlib.contextmanager
+def noted(called: str, fun: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
+    """Adds to what a user's function raises, while it is traced, what it was given. ``called`` is
+    its name. Where one function calls another, the inner one's note stands."""
+    start = "jaxmem: while tracing "
+    try:
+        yield
+    except JaxmemError:
+        raise
+    except Exception as error:
+        if not any(note.startswith(start) for note in getattr(error, "__notes__", ())):
+            given = _named(fun, args, kwargs)
+            shapes = "; ".join(f"{name}: {shapes_of(value)}" for name, value in given.items())
+            error.add_note(f"{start}{called}({', '.join(given)}) with {shapes}.")
+        raise
+
+
+def name_of(fun: Callable) -> str:
+    """A function as messages name it."""
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def _named(fun: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    try:
+        return dict(inspect.signature(fun).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):  # built in: what it takes is not known
+        return {f"args[{number}]": value for number, value in enumerate(args)} | kwargs
+
+
 def check_call(fun: Callable, args: tuple, kwargs: dict, name: str) -> None:
-    """Raises `JaxmemError` if ``fun`` cannot be called with these arguments."""
+    """Raises `JaxmemError` if ``fun`` is no function, or cannot be called with these arguments."""
+    check_callable(fun, name)
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):

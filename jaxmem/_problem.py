@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxmem import _jax
 from jaxmem._bytes import device_budget, format_bytes, parse_budget
+from jaxmem._checks import name_of, noted, shapes_of
 from jaxmem._emit import emit
 from jaxmem._errors import BudgetError, JaxmemError, PlanError
 from jaxmem._modules import array_call
@@ -117,7 +118,8 @@ class Problem:
         self.has_aux = has_aux
         with array_call(fun, args, kwargs) as call:
             self.leaves, self.value = call.leaves, call.value
-            self.flat = _jax.flatten(call.fun, call.leaves, open_regions)
+            with noted(name_of(fun), fun, args, kwargs):
+                self.flat = _jax.flatten(call.fun, call.leaves, open_regions)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
         wanted = _differentiated(argnums, args)
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
@@ -129,8 +131,8 @@ class Problem:
         is to be a loss and is no floating-point scalar."""
         outputs = jax.tree.unflatten(self.flat.out_tree, map(self.flat.aval, self.flat.outputs))
         outputs = self.value(outputs)
-        if self.has_aux and isinstance(outputs, tuple):
-            outputs = outputs[0]
+        if self.has_aux:
+            outputs = _loss_of(outputs, name)
         leaves = jax.tree.leaves(outputs)
         floating = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
         found = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves[:4]) or "nothing"
@@ -155,6 +157,17 @@ class Problem:
 
         real = [at for at in self.wanted if jnp.issubdtype(self.leaves[at].dtype, jnp.inexact)]
         return jax.value_and_grad(planned, real, self.has_aux)
+
+
+def _loss_of(results: Any, name: str) -> Any:
+    """The loss of a function with ``has_aux=True``."""
+    if not isinstance(results, tuple) or len(results) != 2:
+        count = f"{len(results)} values, " if isinstance(results, tuple) else ""
+        raise PlanError(
+            f"{name}(..., has_aux=True) takes a function that returns (loss, aux), and it returns "
+            f"{count}{shapes_of(results)}. Return a pair, or leave has_aux out."
+        )
+    return results[0]
 
 
 def read(flat: _jax.FlatJaxpr, differentiated: frozenset[int] | None = None) -> Program:

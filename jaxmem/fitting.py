@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmem import _jax
 from jaxmem._bytes import device_budget, format_bytes
-from jaxmem._checks import check_optimizer, is_count
+from jaxmem._checks import check_callable, check_optimizer, is_count
 from jaxmem._errors import BudgetError, CompileError, JaxmemError
 from jaxmem._independence import reduction_of
 from jaxmem._problem import Allowed, Problem
@@ -326,6 +326,7 @@ class Search:
         allow: str | Collection[str] = (),
         keep: str | Collection[str] = (),
     ):
+        check_callable(loss_fn, "jaxmem.fit")
         check_optimizer(optimizer, "jaxmem.fit")
         self.loss_fn, self.optimizer = loss_fn, optimizer
         self.params, self.model_state, self.key = params, model_state, key
@@ -362,7 +363,7 @@ class Search:
         budget = "100%" if budget is None else budget
         self.budget = device_budget(budget, self.target.usable_bytes, self.target.name)
         self.refused: dict[str, str] = {}
-        self.reduction = "mean"  # what the loss is over its examples, or is taken for
+        self.reduction: str | None = None  # what the loss is taken for where it is not proved
         self.steps: dict[Levers, TrainStep] = {}  # before they are planned
         self.states: dict[Levers, TrainState] = {}
         # Residuals of scans may wait in host memory; of partitioned programs nobody has tried it.
@@ -478,9 +479,9 @@ class Search:
                 step.plain_loss, batch, parts, state.params, state.model_state, state.key
             )
             if proof.reduction is not None:
-                self.reduction = proof.reduction
                 return fewer
         if "statistics" in self.allow:
+            self.reduction = "mean"
             return counts
         kept = "it is to be kept" if "statistics" in self.keep else "allow=('statistics',)"
         self.refused["statistics"] = f"the loss cannot be cut: {proof.why}; {kept}"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem._bytes import device_budget, format_bytes
-from jaxmem._checks import is_count
+from jaxmem._checks import check_callable, is_count
 from jaxmem._errors import JaxmemError
 from jaxmem.memory import MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target, resolve
@@ -125,6 +125,7 @@ def max_batch_size(
     >>> int(answer) % 8, answer.report.device <= 2**20
     (0, True)
     """
+    check_callable(step, "jaxmem.max_batch_size")
     chosen = resolve(target)
     if budget is None and not chosen.usable_bytes:
         raise JaxmemError(f"The memory of {chosen} is not known; pass a budget=.")

@@ -8,7 +8,7 @@ import jax
 
 from jaxmem import _jax
 from jaxmem._bytes import format_bytes
-from jaxmem._checks import check_call
+from jaxmem._checks import check_call, name_of, noted
 from jaxmem.memory._arguments import argument_paths
 from jaxmem.memory._attribution import UNATTRIBUTED, modules_of, source_of
 from jaxmem.memory._hlo import Frame
@@ -95,7 +95,9 @@ def residuals(fun: Callable, *args: Any, **kwargs: Any) -> Residuals:
     leaves, call = _jax.split_arrays(fun, args, kwargs)
     paths = argument_paths(fun, args, kwargs)
     found = []
-    for kept in _jax.saved_residuals(call, leaves):
+    with noted(name_of(fun), fun, args, kwargs):
+        every = _jax.saved_residuals(call, leaves)
+    for kept in every:
         if kept.equation is not None:
             operation = kept.operation
             source = source_of(Frame(*frame) for frame in kept.frames)
