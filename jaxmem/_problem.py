@@ -161,8 +161,9 @@ class Problem:
 
 def _loss_of(results: Any, name: str) -> Any:
     """The loss of a function with ``has_aux=True``."""
-    if not isinstance(results, tuple) or len(results) != 2:
-        count = f"{len(results)} values, " if isinstance(results, tuple) else ""
+    several = isinstance(results, tuple | list)
+    if not several or len(results) != 2:
+        count = f"{len(results)} values, " if several else ""
         raise PlanError(
             f"{name}(..., has_aux=True) takes a function that returns (loss, aux), and it returns "
             f"{count}{shapes_of(results)}. Return a pair, or leave has_aux out."

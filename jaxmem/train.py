@@ -565,7 +565,8 @@ def train_step(
 
     Warns:
         JaxmemWarning: float16 without a loss scale; at the first call, microbatches of a loss that
-            is not proved to be a mean or a sum over its examples.
+            is not proved to be a mean or a sum over its examples, or of metrics of which nothing is
+            proved.
 
     >>> import jax.numpy as jnp, jaxmem, optax
     >>> def loss_fn(params, batch):
