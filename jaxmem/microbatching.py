@@ -71,8 +71,8 @@ def microbatch(
     Raises:
         JaxmemError: no such reduction, or the other one is proved; a count below 1 or above the
             batch, arrays of several first dimensions in the batch, or a batch that does not divide;
-            a weight that is no number; a metric that has the examples elsewhere than along its
-            first axis.
+            a weight that is no number; a metric whose shape depends on the batch otherwise than by
+            a row for each example.
 
     Warns:
         JaxmemWarning: the loss is not proved to be a mean or a sum over examples, and neither
@@ -237,13 +237,14 @@ def _of_metrics(
 
 
 def _by_form(path: str, metric: Metric, loss: str) -> str:
-    if metric.resized == (0,):
+    if metric.form == "rows":
         return "rows"
-    if metric.resized:
+    if metric.form == "mixed":
         raise JaxmemError(
-            f"metrics{path} is {metric.dtype}{list(metric.shape)} for the whole batch and has its "
-            "examples along another axis than the first, so that those of slices cannot be put "
-            "together. Put the examples first, or reduce it in loss_fn."
+            f"metrics{path} is {metric.dtype}{list(metric.shape)} for the whole batch, a shape "
+            "that depends on the batch and does not have a row for each example along its first axis, "
+            "so that those of slices cannot be put together. Put the examples first, or reduce it "
+            "in loss_fn."
         )
     return loss if jnp.issubdtype(metric.dtype, jnp.inexact) else "sum"
 

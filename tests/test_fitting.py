@@ -197,6 +197,19 @@ def test_a_sum_over_examples_is_cut_as_one():
     assert 64 in {one.microbatches for one in search.options}
 
 
+def test_metrics_of_a_step_that_is_cut_are_proved_too():
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["layers"][0]
+        return jnp.mean(x**2), {"largest": x.max()}
+
+    search = jaxmem.fitting.Search(loss_fn, ADAM, PARAMS, BATCH, budget="1GiB", target="h200")
+    levers = next(one for one in search.options if one.microbatches == 2)
+    with pytest.warns(
+        jaxmem.JaxmemWarning, match=r"metrics\['largest'\], float32\[\], is averaged"
+    ):
+        search.step(levers).trace(search.state(levers), search.batch)
+
+
 def test_a_model_state_is_seen_and_its_batch_is_not_cut():
     batch = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
     model = Net(nnx.Rngs(0))

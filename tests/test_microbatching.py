@@ -282,17 +282,20 @@ def test_of_metrics_that_are_not_proved_it_is_said_what_becomes_of_them():
         step(step.init(w), data())
 
 
-def test_a_metric_with_its_examples_in_another_place():
+@pytest.mark.parametrize(
+    ("form", "shape"), [(jnp.transpose, "[2, 12]"), (lambda x: x.repeat(2, 0), "[24, 2]")]
+)
+def test_a_metric_with_its_examples_in_another_place(form, shape):
     def loss_fn(w, batch):
         x = batch["x"] @ w
-        return jnp.mean(x**2), {"across": x.T}
+        return jnp.mean(x**2), {"form": form(x)}
 
     with pytest.raises(jaxmem.JaxmemError) as caught:
         jaxmem.microbatch(loss_fn, 3)(jnp.ones((5, 2)), data())
     assert str(caught.value) == (
-        "metrics['across'] is float64[2, 12] for the whole batch and has its examples along "
-        "another axis than the first, so that those of slices cannot be put together. Put the "
-        "examples first, or reduce it in loss_fn."
+        f"metrics['form'] is float64{shape} for the whole batch, a shape that depends on the batch "
+        "and does not have a row for each example along its first axis, so that those of slices "
+        "cannot be put together. Put the examples first, or reduce it in loss_fn."
     )
 
 

@@ -34,14 +34,15 @@ class Metric(NamedTuple):
             axis; ``"same"``: nothing of the batch; None: ``why`` says what is in the way.
         why: a clause.
         shape, dtype: for the whole batch.
-        resized: the axes whose length depends on the size of the batch.
+        form: ``"rows"``: along the first axis, and there alone, it has as many as there are
+            examples; ``"whole"``: its shape does not depend on the batch; ``"mixed"``: it does.
     """
 
     reduction: str | None
     why: str
     shape: tuple[int, ...]
     dtype: Any
-    resized: tuple[int, ...]
+    form: str
 
 
 class Proof(NamedTuple):
@@ -171,23 +172,25 @@ def _numbers_of_metrics(tree: Any) -> list[tuple[str, int]]:
 def _metric(kind: Kind, whole: Any, sliced: Any, sizes: Sizes) -> Metric:
     """What a metric of some kind is, of its abstract values for the batch and for a slice."""
     shapes: Shapes = tuple(whole.shape), tuple(sliced.shape)
+    form = "whole" if shapes[0] == shapes[1] else "mixed"
     same_rank = len(shapes[0]) == len(shapes[1])
-    resized = tuple(resized_axes(shapes)) if same_rank else ()
+    if same_rank and resized_axes(shapes) == [0] and (shapes[0][0], shapes[1][0]) == sizes:
+        form = "rows"
     proof = Proof(None, "it has no row for each example along its first axis")
     if isinstance(kind, Unproved) or not same_rank:
         proof = Proof(None, kind.why if isinstance(kind, Unproved) else ANOTHER.why)
-    elif resized:
-        if _is_rows(kind) and resized == (0,) and (shapes[0][0], shapes[1][0]) == sizes:
+    elif form != "whole":
+        if _is_rows(kind) and form == "rows":
             proof = Proof("rows")
     elif isinstance(kind, Free) and is_same(kind) and not kind.drawn:
         proof = Proof("same")
-    elif isinstance(kind, Free) and close(kind.growth, 1 / mean_growth(sizes)):
+    elif isinstance(kind, Free) and close(kind.growth, 1 / mean_growth(sizes)) and not kind.moved:
         proof = Proof("sum")
     else:
         proof = _told(kind, sizes)
         if proof.reduction == "mean" and not jnp.issubdtype(whole.dtype, jnp.inexact):
             proof = Proof(None, "whole numbers have no mean")
-    return Metric(proof.reduction, proof.why, shapes[0], whole.dtype, resized)
+    return Metric(proof.reduction, proof.why, shapes[0], whole.dtype, form)
 
 
 def _is_rows(kind: Kind) -> bool:
