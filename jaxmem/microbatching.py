@@ -242,9 +242,9 @@ def _by_form(path: str, metric: Metric, loss: str) -> str:
     if metric.form == "mixed":
         raise JaxmemError(
             f"metrics{path} is {metric.dtype}{list(metric.shape)} for the whole batch, a shape "
-            "that depends on the batch and does not have a row for each example along its first axis, "
-            "so that those of slices cannot be put together. Put the examples first, or reduce it "
-            "in loss_fn."
+            "that depends on the batch and does not have a row for each example along its first "
+            "axis, so that those of slices cannot be put together. Put the examples first, or "
+            "reduce it in loss_fn."
         )
     return loss if jnp.issubdtype(metric.dtype, jnp.inexact) else "sum"
 
