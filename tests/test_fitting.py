@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import jaxmem
-from jaxmem import cli
+from jaxmem.cli import commands as cli
 from jaxmem.fitting.verdicts import Verdicts
 
 MIB = 2**20
@@ -195,7 +195,20 @@ def test_a_sum_over_examples_is_cut_as_one():
         budget="1GiB",
         target="h200",
     )
-    assert problem.reduction == "sum" and 64 in {one.microbatches for one in problem.options}
+    assert 64 in {one.microbatches for one in problem.options}
+
+
+def test_metrics_of_a_step_that_is_cut_are_proved_too():
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["layers"][0]
+        return jnp.mean(x**2), {"largest": x.max()}
+
+    problem = jaxmem.fitting.Problem(loss_fn, ADAM, PARAMS, BATCH, budget="1GiB", target="h200")
+    levers = next(one for one in problem.options if one.microbatches == 2)
+    with pytest.warns(
+        jaxmem.JaxmemWarning, match=r"metrics\['largest'\], float32\[\], is averaged"
+    ):
+        problem.step(levers).trace(problem.state(levers), problem.batch)
 
 
 def test_a_model_state_is_seen_and_its_batch_is_not_cut():

@@ -495,3 +495,25 @@ def test_argnums_that_are_not_there():
     last = jaxmem.plan(loss, *args, argnums=-1)
     assert last.plain_bytes == jaxmem.plan(loss, *args, argnums=1).plain_bytes
     assert last.plain_bytes != jaxmem.plan(loss, *args, argnums=0).plain_bytes
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda loss: loss, "it returns float64[]."),
+        (
+            lambda loss: (loss, 1, 2),
+            "it returns 3 values, [0] float64[], [1] int64[], [2] int64[].",
+        ),
+    ],
+)
+def test_a_function_without_aux(returned, said):
+    def fun(w, x):
+        return returned(jnp.sum(jnp.tanh(x @ w)))
+
+    with pytest.raises(jaxmem.PlanError) as caught:
+        jaxmem.plan(fun, jnp.ones((3, 3)), jnp.ones((2, 3)), has_aux=True)
+    assert str(caught.value) == (
+        f"jaxmem.plan(..., has_aux=True) takes a function that returns (loss, aux), and {said} "
+        "Return a pair, or leave has_aux out."
+    )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.ground.bytes import device_budget, format_bytes
-from jaxmem.ground.checks import is_count
+from jaxmem.ground.checks import check_callable, is_count
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports import MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target, family_of, resolve
@@ -123,6 +123,7 @@ def max_batch_size(
     >>> int(answer) % 8, answer.report.device <= 2**20
     (0, True)
     """
+    check_callable(step, "jaxmem.max_batch_size")
     chosen = resolve(target)
     if budget is None and not chosen.usable_bytes:
         raise JaxmemError(f"The memory of {chosen} is not known; pass a budget=.")

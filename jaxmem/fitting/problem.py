@@ -15,7 +15,7 @@ from jaxmem import jaxprs
 from jaxmem.fitting.levers import LEVERS, Levers, allowed, kept
 from jaxmem.fitting.sizes import bytes_of
 from jaxmem.ground.bytes import device_budget
-from jaxmem.ground.checks import check_optimizer
+from jaxmem.ground.checks import check_callable, check_optimizer
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision, precision as parse_precision
@@ -31,7 +31,7 @@ class Problem:
     Attributes:
         options: the settings of the levers to search.
         refused: what is not searched, by name, and why.
-        reduction: what the loss is over its examples, or is taken for.
+        reduction: what the loss is taken for where it is not proved.
         offload: whether residuals of scans may wait in host memory.
     """
 
@@ -52,6 +52,7 @@ class Problem:
         allow: str | Collection[str] = (),
         keep: str | Collection[str] = (),
     ):
+        check_callable(loss_fn, "jaxmem.fit")
         check_optimizer(optimizer, "jaxmem.fit")
         self.loss_fn, self.optimizer = loss_fn, optimizer
         self.params, self.model_state, self.key = params, model_state, key
@@ -67,7 +68,7 @@ class Problem:
         self.budget = device_budget(budget, self.target.usable_bytes, self.target.name)
         self._check_batch()
         self.refused: dict[str, str] = {}
-        self.reduction = "mean"
+        self.reduction: str | None = None
         self._steps: dict[Levers, TrainStep] = {}  # before they are planned
         self._states: dict[Levers, TrainState] = {}
         # Residuals of scans may wait in host memory; of partitioned programs nobody has tried it.

@@ -13,7 +13,7 @@ import jax
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.checks import check_call
+from jaxmem.ground.checks import check_call, name_of, noted
 from jaxmem.ground.errors import CompileError, JaxmemError, JaxmemWarning, OffloadError
 from jaxmem.reports.report import CPU_NOTE, MemoryReport, is_cpu
 from jaxmem.reports.where.arguments import Argument, describe_arguments
@@ -68,7 +68,7 @@ def memory(
     args, kwargs = jax.tree.map(jaxprs.abstract, (args, kwargs))
     if isinstance(chosen, LocalDevice):
         return _local(jitted, args, kwargs, chosen, compiler_options)
-    traced = jitted.trace(*args, **kwargs)
+    traced = _traced(jitted, args, kwargs)
     callback = jaxprs.find_callback(traced.jaxpr.jaxpr)
     if callback:
         warnings.warn(
@@ -136,8 +136,13 @@ def _check_kept(traced, report: MemoryReport) -> None:
         )
 
 
+def _traced(jitted, args, kwargs):
+    with noted(name_of(jitted), jitted, args, kwargs):
+        return jitted.trace(*args, **kwargs)
+
+
 def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
-    traced = jitted.trace(*args, **kwargs)
+    traced = _traced(jitted, args, kwargs)
     lowered = traced.lower()
     with tempfile.TemporaryDirectory() as folder:
         dumping = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}

@@ -1,5 +1,7 @@
 """One training step with every lever on, as one XLA program."""
 
+import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +24,13 @@ from jaxmem.ground.checks import (
     shown,
 )
 from jaxmem.ground.errors import JaxmemError, JaxmemWarning
-from jaxmem.levers.batch.accumulation import cycle_ends, skipped, skips_nonfinite, update_params
+from jaxmem.levers.batch.accumulation import (
+    accumulates,
+    cycle_ends,
+    skipped,
+    skips_nonfinite,
+    update_params,
+)
 from jaxmem.levers.batch.loss import Results, call_loss, check_signature
 from jaxmem.levers.batch.microbatching import microbatch
 from jaxmem.levers.batch.skipping import update_if
@@ -137,7 +145,7 @@ class TrainStep:
             params, model_state = _own_arrays((params, model_state))
             params = self.sharding.place_params(params)
             model_state, key = self.sharding.replicate((model_state, key))
-        state = self._init(params, model_state, key)
+        state = _unshared(self._init(params, model_state, key))
         return _commit(self._placed(state) if self.sharding else state)
 
     def _arguments(self, params: Any, model_state: Any, key: Any) -> tuple[Any, Any]:
@@ -153,6 +161,8 @@ class TrainStep:
             )
         advice = "Pass a pytree of arrays, and keep modules, functions and settings in loss_fn."
         check_arrays("params", params, advice)
+        if not jax.tree.leaves(params):
+            raise JaxmemError(f"init takes parameters to train; got {shown(params)}. {advice}")
         check_arrays("model_state", model_state, advice)
         _check_differentiable(params)
         _check_key(key)
@@ -214,8 +224,8 @@ class TrainStep:
         Raises:
             JaxmemError: the device's memory ran out: says what was compiled and measured, what
                 holds the most, and what `jaxmem.fit` would do. Or the state is not this step's, was
-                given to a step before or is abstract, or the batch is empty or has something in it
-                that is no array.
+                given to a step before or is abstract; or the batch is empty, has something in it
+                that is no array, shares an array with the state, or is on another device.
         """
         _check_state(state)
         _check_alive(state)
@@ -228,6 +238,10 @@ class TrainStep:
         except (RuntimeError, ValueError) as error:  # JaxRuntimeError among them
             if "deleted" in str(error):
                 _check_kept(state)
+            if "donate" in str(error):
+                _check_unshared(state, batch)
+            if "incompatible devices" in str(error):
+                jaxprs.check_devices(state=state, batch=batch)
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise out_of_memory(self, state, batch, error) from error
@@ -245,6 +259,7 @@ class TrainStep:
         """`jax.stages.Traced` of the step."""
         _check_state(state)
         batch, options = self._call_options(state, batch)
+        jaxprs.check_devices(state=state, batch=batch)
         return self._jitted.trace(state, batch, **options)
 
     def lower(self, state: TrainState, batch: Any):
@@ -317,7 +332,22 @@ class TrainStep:
             )
         (_, *others), gradients = value_and_grad(state.params, batch, **extras)
         metrics = others.pop()
-        new, counts = self._update(state, gradients, others[0] if others else None)
+        model_state = others[0] if others else None
+
+        def loss_again(params):
+            (loss, *_), gradients = value_and_grad(params, batch, **extras)
+            if self.loss_scale is not None and state.loss_scale is not None:
+                loss = loss / state.loss_scale.scale.astype(loss.dtype)
+                gradients = self.loss_scale.unscale(gradients, state.loss_scale)
+                gradients = _cast_like(gradients, params)
+            return loss.astype(metrics["loss"].dtype), gradients
+
+        known = {"value": metrics["loss"], "value_fn": _of_value_and_grad(loss_again)}
+        new, counts = _with_extras(
+            lambda **extra: self._update(state, gradients, model_state, extra),
+            known,
+            state.opt_state,
+        )
         if state.last_loss is not None and counts is not None:
             tells = counts | jnp.isfinite(metrics["loss"])
             last = state.last_loss.astype(metrics["loss"].dtype)
@@ -361,15 +391,21 @@ class TrainStep:
         return results
 
     def _update(
-        self, state: TrainState, gradients: Any, model_state: Any
+        self, state: TrainState, gradients: Any, model_state: Any, extra: dict[str, Any]
     ) -> tuple[TrainState, jax.Array | None]:
         """The state after the optimizer, and whether the gradients counted: those that are not
         finite do not where there is a loss scale, nor where `accumulate` leaves them out. None:
-        all do."""
+        all do. ``extra`` are further arguments of the optimizer; for ``grad`` it has the
+        gradients."""
         scaling, scale = self.loss_scale, state.loss_scale
         before = state.params, state.opt_state
+
+        def update(gradients, params, opt_state):
+            own = extra | ({"grad": gradients} if "grad" in extra else {})
+            return update_params(self.optimizer, gradients, opt_state, params, **own)
+
         if scaling is None or scale is None:
-            params, opt_state = update_params(self.optimizer, gradients, *reversed(before))
+            params, opt_state = update(gradients, *before)
             left_out, earlier = skipped(opt_state), skipped(state.opt_state)
             counts = None if left_out is None else jnp.equal(left_out, earlier)
         else:
@@ -379,8 +415,7 @@ class TrainStep:
             def apply(carried):
                 params, opt_state = carried
                 # Unscaled in float32; the state would take over another dtype than it has.
-                gradients = jax.tree.map(lambda g, like: g.astype(like.dtype), unscaled, params)
-                return update_params(self.optimizer, gradients, opt_state, params)
+                return update(_cast_like(unscaled, params), params, opt_state)
 
             if skips_nonfinite(state.opt_state):
                 params, opt_state = apply(before)
@@ -434,8 +469,12 @@ class TrainStep:
         expected = jax.eval_shape(self.optimizer.init, state.params)
 
         def after():
-            update = self.optimizer.update
-            return jax.eval_shape(update, state.params, expected, state.params)[1]
+            def update(**extra):
+                fun = functools.partial(self.optimizer.update, **extra)
+                return jax.eval_shape(fun, state.params, expected, state.params)[1]
+
+            known = {"value": jnp.zeros(()), "value_fn": lambda _: jnp.zeros(())}
+            return _with_extras(update, known | {"grad": state.params}, state.opt_state)
 
         name = ("opt_state", "by this optimizer's init of these params")
         check_alike(name, expected, "in the state", state.opt_state, after)
@@ -486,7 +525,11 @@ def train_step(
             ``(loss, model_state, metrics)``. For a Flax nnx model ``loss_fn(model, batch)``, which
             may change the model's batch statistics and dropout counts.
         optimizer: any optax transformation, wrapped by `jaxmem.accumulate` and
-            `jaxmem.offload` as wanted.
+            `jaxmem.offload` as wanted. If its update needs ``value=`` (the loss, as
+            `optax.contrib.reduce_on_plateau` does), ``grad=`` or ``value_fn=`` (`optax.lbfgs`), it
+            is given them: ``value_fn`` is the loss on the whole batch, in slices with
+            ``microbatches``. Under `jaxmem.accumulate` there is ``value=`` alone, of the last call
+            of the cycle, as in `optax.MultiSteps`.
         precision: a `Precision` or its text. Parameters are kept in its ``params`` dtype; bfloat16
             and float16 are computed by `jaxmem.autocast`, wider ones by casting parameters and
             batch; the model state keeps its dtypes; loss and metrics come out in its ``output``
@@ -529,7 +572,8 @@ def train_step(
 
     Warns:
         JaxmemWarning: float16 without a loss scale; at the first call, microbatches of a loss that
-            is not proved to be a mean or a sum over its examples.
+            is not proved to be a mean or a sum over its examples, or of metrics of which nothing is
+            proved.
 
     >>> import jax.numpy as jnp, jaxmem, optax
     >>> def loss_fn(params, batch):
@@ -602,6 +646,57 @@ _NO_MASTER_COPY = (
 )
 
 
+def _with_extras(update: Callable, known: dict[str, Any], opt_state: Any) -> Any:
+    """``update`` with those further arguments that its optimizer asks for: most take none, and some
+    refuse what they do not take.
+
+    Raises:
+        JaxmemError: it asks for something else, or for the loss of a cycle that has several.
+    """
+    extra: dict[str, Any] = {}
+    while True:
+        try:
+            return update(**extra)
+        except TypeError as error:
+            missing = re.search(r"missing \d+ required .*arguments?: (.*)", str(error))
+            names = set(re.findall(r"'(\w+)'", missing[1] if missing else "")) - extra.keys()
+            if not names:
+                raise
+            unknown = sorted(names - known.keys() - {"grad"})
+            if unknown:
+                raise JaxmemError(
+                    f"The optimizer's update needs {unknown[0]}=, and train_step has only value= "
+                    "(the loss), grad= and value_fn= for it. Write the step in a loop of your own, "
+                    "with jaxmem.microbatch for the gradients."
+                ) from error
+            if accumulates(opt_state) and names - {"value"}:
+                asked = " and ".join(f"{name}=" for name in sorted(names - {"value"}))
+                raise JaxmemError(
+                    f"The optimizer's update needs {asked}, for a line search on one loss, and "
+                    "under jaxmem.accumulate each call of a cycle has another. Use "
+                    "train_step(..., microbatches=) instead of accumulate."
+                ) from error
+            extra |= {name: known.get(name) for name in names}
+
+
+def _of_value_and_grad(value_and_grad: Callable[[Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
+    """A function of which value and gradient come together."""
+
+    @jax.custom_vjp
+    def value(params):
+        return value_and_grad(params)[0]
+
+    def backward(gradients, cotangent):
+        return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), gradients),)
+
+    value.defvjp(value_and_grad, backward)
+    return value
+
+
+def _cast_like(tree: Any, other: Any) -> Any:
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), tree, other)
+
+
 def _check_master_copy(params: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if leaf.dtype == np.float16:
@@ -647,7 +742,13 @@ def _named_axes(leaf: Any) -> set[str]:
 
 
 def _own_arrays(tree: Any) -> Any:
-    """JAX arrays in place of numpy's and of numbers, and a copy of one that stands twice: no buffer
+    """JAX arrays in place of numpy's and of numbers, each with a buffer of its own."""
+    tree = _unshared(tree)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), tree)
+
+
+def _unshared(tree: Any) -> Any:
+    """A copy in place of an array that stands twice (as in the state of `optax.lbfgs`): no buffer
     can be donated twice."""
     seen: set[int] = set()
 
@@ -655,7 +756,7 @@ def _own_arrays(tree: Any) -> Any:
         if id(leaf) in seen:
             return jnp.copy(leaf)
         seen.add(id(leaf))
-        return jnp.asarray(leaf, jnp.result_type(leaf))
+        return leaf
 
     return jax.tree.map(own, tree)
 
@@ -800,6 +901,22 @@ def _check_kept(state: TrainState) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if is_deleted(leaf):
             raise JaxmemError(_TAKEN.format(f"state{jax.tree_util.keystr(path)}"))
+
+
+def _check_unshared(state: TrainState, batch: Any) -> None:
+    """Raises `JaxmemError` for an array of the state that is there a second time."""
+    seen: dict[Any, str] = {}
+    for name, tree in (("state", state), ("batch", batch)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            at, place = name + jax.tree_util.keystr(path), jaxprs.memory_of(leaf)
+            if place is not None and place in seen:
+                raise JaxmemError(
+                    f"{at} and {seen[place]} are one array, whose memory the step takes over with "
+                    f"the state. Pass a copy (jnp.copy({at})), or make the step with "
+                    "train_step(..., donate=False)."
+                )
+            if place is not None and name == "state":
+                seen[place] = at
 
 
 _TAKEN = (

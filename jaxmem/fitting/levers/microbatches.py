@@ -36,9 +36,9 @@ class MicrobatchesLever(Lever):
                 step.plain_loss, batch, parts, state.params, state.model_state, state.key
             )
             if proof.reduction is not None:
-                problem.reduction = proof.reduction
                 return fewer
         if "statistics" in problem.allow:
+            problem.reduction = "mean"
             return counts
         kept = "it is to be kept" if "statistics" in problem.keep else "allow=('statistics',)"
         problem.refused["statistics"] = f"the loss cannot be cut: {proof.why}; {kept}"

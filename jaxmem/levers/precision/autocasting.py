@@ -371,7 +371,7 @@ class _Caster:
 
             def derivative(*given):
                 values, tangents = given[: len(traced)], given[len(traced) :]
-                along = _function_of(at, original, values)
+                along = jaxprs.of_some(at, original, values)
                 return jax.jvp(along, tuple(values[i] for i in at), tangents)
 
             likes = jax.eval_shape(lambda *x: self.run(flat, x, stored), *values)
@@ -401,7 +401,7 @@ class _Caster:
             at = [i for i in floats if given[i].perturbed]
 
             def forward_of(*values):
-                along = _function_of(at, original, values)
+                along = jaxprs.of_some(at, original, values)
                 return jax.vjp(along, *[values[i] for i in at])
 
             with _rule_of(step):
@@ -525,7 +525,7 @@ def _original(step: jaxprs.Step) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
         jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
         for variable in step.equation.invars
     ]
-    return lambda values: jaxprs.evaluate(step, values), traced
+    return lambda *values: jaxprs.evaluate(step, values), traced
 
 
 @contextlib.contextmanager
@@ -540,18 +540,6 @@ def _rule_of(step: jaxprs.Step) -> Iterator[None]:
             "traced, under jax.jit and jax.checkpoint neither. Make the value an argument of the "
             "function that has the rule."
         ) from error
-
-
-def _function_of(at: list[int], function: Callable, values: Sequence[Any]) -> Callable:
-    """A function of a list as one of those of its values that stand at some places."""
-
-    def of_chosen(*chosen):
-        replaced = list(values)
-        for index, value in zip(at, chosen, strict=True):
-            replaced[index] = value
-        return function(replaced)
-
-    return of_chosen
 
 
 def _struct(flat: jaxprs.FlatJaxpr, output) -> jax.ShapeDtypeStruct:
