@@ -11,7 +11,9 @@ import pytest
 import jaxmem
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "results.md"]
+README = ROOT / "README.md"
+DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "results.md"]
+PAGES = [README, *DOCS]
 
 
 @pytest.fixture
@@ -26,9 +28,54 @@ def as_users_run_it():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_python_block_runs(page, as_users_run_it, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    run(page)
+
+
+def run(page) -> None:
     names: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+    for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), names)
+
+
+def blocks(page, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def test_the_readme_is_short():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 150
+    shown = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    assert len(re.sub(r"\]\([^)]*\)", "]", shown).split()) <= 600
+
+
+def test_the_output_in_the_readme_is_what_the_code_prints(
+    as_users_run_it, tmp_path, monkeypatch, capsys
+):
+    """Its lines, in their order, with any figures: these differ between versions of XLA."""
+    monkeypatch.chdir(tmp_path)
+    run(README)
+    printed = [" ".join(words(line)) for line in capsys.readouterr().out.splitlines()]
+    shown = [" ".join(words(line)) for line in blocks(README, "text")[0].splitlines()]
+    assert len(shown) == 6
+    assert shown[0] == printed[0]
+    for line in shown:
+        assert any(one.startswith(line) for one in printed), line
+
+
+def words(line: str) -> list[str]:
+    return re.sub(r"[\d.]+", "#", line.partition("…")[0]).split()
+
+
+def test_links_of_the_readme_and_of_contributing_lead_somewhere():
+    for page in (README, ROOT / "CONTRIBUTING.md"):
+        links = re.findall(r"\]\(([^)#]+)(#[^)]*)?\)", page.read_text())
+        assert len(links) > 5
+        for path, anchor in links:
+            if not path.startswith("https://"):
+                assert (ROOT / path).exists(), path
+                heads = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.M) if anchor else []
+                found = {"#" + re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
+                assert not anchor or anchor in found, path + anchor
 
 
 def public(module) -> set[str]:
