@@ -3,12 +3,14 @@
 import inspect
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 import jaxmem
+from jaxmem import cli
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -38,7 +40,7 @@ def run(page) -> None:
 
 
 def blocks(page, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+    return re.findall(rf"```{language}[^\n]*\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def test_the_readme_is_short():
@@ -64,6 +66,26 @@ def test_the_output_in_the_readme_is_what_the_code_prints(
 
 def words(line: str) -> list[str]:
     return re.sub(r"[\d.]+", "#", line.partition("…")[0]).split()
+
+
+def test_every_command_runs_on_the_whole_train_py(tmp_path, monkeypatch, capsys):
+    page = ROOT / "docs" / "command-line.md"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    (whole,) = blocks(page, "python")
+    (tmp_path / "train.py").write_text(whole)
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    commands = [shlex.split(line.partition(" > ")[0])[1:] for line in lines]
+    table = page.read_text().partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE))
+    assert {command for command, *_ in commands} == listed - {"install-compiler"}
+    try:
+        for command in commands:
+            assert cli.main(command) == 0, command
+            assert capsys.readouterr().out, command
+    finally:
+        sys.modules.pop("train", None)
+    assert {path.name for path in tmp_path.iterdir()} >= {"report.html", "timeline.png", "frontier.svg"}
 
 
 def test_links_of_the_readme_and_of_contributing_lead_somewhere():
