@@ -2,8 +2,6 @@
 
 import doctest
 import inspect
-import pathlib
-import re
 import subprocess
 import sys
 

@@ -1,0 +1,102 @@
+"""CONTRIBUTING.md: its examples run, and its tables are those of the code."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmem
+from jaxmem.fitting import LEVERS
+from jaxmem.jaxprs import internals
+from jaxmem.planning import PLANNERS
+from jaxmem.targets import FAMILIES, known_targets
+
+ROOT = pathlib.Path(__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def registries():
+    """As they were, afterwards."""
+    kept = [(registry, dict(registry)) for registry in (PLANNERS, LEVERS, FAMILIES)]
+    yield
+    for registry, entries in kept:
+        registry.clear()
+        registry.update(entries)
+    known_targets.cache_clear()
+
+
+def run(title: str) -> None:
+    """The example of that title."""
+    (block,) = re.findall(rf'```python title="{title}"\n(.*?)```', TEXT, re.DOTALL)
+    exec(compile(block, f"CONTRIBUTING.md, {title}", "exec"), {"__name__": title})
+    known_targets.cache_clear()
+
+
+def loss(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+SHAPES = ([jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8, jnp.ones((512, 64), jnp.float32))
+
+
+def test_a_planner():
+    with pytest.raises(jaxmem.JaxmemError, match="'halves'"):
+        jaxmem.plan(loss, *SHAPES, planner="halves")
+    run("planner")
+    plan = jaxmem.plan(loss, *SHAPES, planner="halves", budget="1200KiB")
+    assert plan.planner == "halves" and len(plan.regions) == 2 and plan.recomputes
+    assert plan.predicted.bytes < jaxmem.plan(loss, *SHAPES, budget="1GiB").predicted.bytes
+    keys = jax.random.split(jax.random.key(0), 8)
+    params = [jax.random.normal(key, (64, 64), jnp.float32) / 8 for key in keys]
+    planned, plain = (jax.grad(fun)(params, SHAPES[1]) for fun in (plan.apply(loss), loss))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), planned, plain)
+
+
+def test_a_lever(capsys):
+    given = (loss, optax.adam(1e-3), *SHAPES)
+    options = {"target": "h200", "budget": "1GiB", "allow": "half_moments", "compilations": 1}
+    with pytest.raises(jaxmem.JaxmemError, match="half_moments"):
+        jaxmem.fit(*given, **options)
+    run("lever")
+    step = jaxmem.fit(*given, **options)
+    settings = {str(one.levers) for one in step.fitting.considered}
+    assert any("bfloat16 moments" in setting for setting in settings)
+    assert "half_moments" not in step.fitting.refused
+    refused = jaxmem.fit(*given, **{**options, "allow": ()}).fitting.refused
+    assert "with other rounding" in refused["half_moments"]
+
+
+def test_a_family_of_targets():
+    with pytest.raises(jaxmem.JaxmemError, match="no target named 'half-h200'"):
+        jaxmem.target("half-h200")
+    run("family")
+    half = jaxmem.target("half-h200")
+    assert half.family == "lab" and half.memory_bytes == jaxmem.target("h200").memory_bytes // 2
+    report = jaxmem.memory(loss, *SHAPES, target="half-h200")
+    assert report.device == jaxmem.memory(loss, *SHAPES, target="h200").device
+    assert jaxmem.plan(loss, *SHAPES, budget="2MiB", target=half, compilations=1)
+
+
+def tables() -> list[list[list[str]]]:
+    """The cells of each table, without its head."""
+    found = re.findall(r"(?:^\|.*\|\n)+", TEXT, re.MULTILINE)
+    return [[re.split(r" *\| *", row)[1:-1] for row in table.splitlines()[2:]] for table in found]
+
+
+def test_the_tables_of_private_names_are_those_of_the_module():
+    _, names, attributes = tables()
+    told = {name.strip("`"): (module.strip("`"), needs) for name, module, needs in names}
+    assert told == internals.NAMES
+    assert {name.strip("`"): needs for name, needs in attributes} == internals.ATTRIBUTES
+
+
+def test_every_wing_is_told_of():
+    wings = {path.parent.name for path in (ROOT / "jaxmem").glob("*/__init__.py")}
+    assert {cells[0].strip("`") for cells in tables()[0]} == wings | {"jaxmem/__init__.py"}
