@@ -63,4 +63,4 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv-* dist runs site docs/results.md docs/plots .pytest_cache .ruff_cache
+	rm -rf .venv-* dist runs site docs/results.md .pytest_cache .ruff_cache

@@ -1,22 +1,25 @@
 """The documentation's page "Measured": the claims, every table of results, and plots of some.
 
-``python -m benchmarks.page`` writes docs/results.md and docs/plots, which are not committed. A
-guide shows ``plots/NAME.svg``: that of the results of this name with the oldest version of jax.
+``python -m benchmarks.page`` writes docs/results.md, which is not committed, and docs/plots, which
+are. A guide shows ``plots/NAME.svg``: that of the results of this name with the oldest version of
+jax. ``plots/NAME-dark.svg`` is the same for a dark page. A plot holds the checksum of what it
+shows, and is drawn again where that has changed: other versions of matplotlib draw otherwise.
 """
 
+import hashlib
 import json
 import re
-import shutil
 import textwrap
 from importlib import import_module
 
+import matplotlib
 from matplotlib.figure import Figure
 
 from benchmarks.__main__ import GROUPS, modules
 from benchmarks._record import RESULTS, ROOT, same_rows, source, table
 
 DOCS = ROOT / "docs"
-TIMELINE = ROOT / "examples" / "resnet50" / "report.png"
+INK = {"": "#222222", "-dark": "#d5d7e0"}  # of text and axes on a light and on a dark page
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -228,6 +231,39 @@ def claims() -> str:
     return re.sub(r"\(results/(\w+)\.md\)", r"(#\1)", text).strip()
 
 
+def checksum(name: str, run: dict) -> str:
+    """Of what a plot shows."""
+    return hashlib.sha256(json.dumps([name, run["rows"]]).encode()).hexdigest()
+
+
+def draw(name: str, title: str, run: dict, file: str) -> str:
+    """Draws a plot for light and for dark pages; returns the Markdown that shows it."""
+    shown = []
+    for scheme, ink in INK.items():
+        path = DOCS / "plots" / f"{file}{scheme}.svg"
+        about = checksum(name, run)
+        if not path.exists() or about not in path.read_text():
+            inked = [
+                "text.color",
+                "axes.edgecolor",
+                "axes.labelcolor",
+                "xtick.color",
+                "ytick.color",
+            ]
+            style = dict.fromkeys(inked, ink) | {"svg.fonttype": "none", "svg.hashsalt": name}
+            with matplotlib.rc_context(style):
+                figure = PLOTS[name](title, run["rows"])
+                for axes in figure.axes:
+                    axes.patch.set_alpha(0)
+                    if axes.get_legend():
+                        axes.get_legend().get_frame().set_alpha(0)
+                metadata = {"Date": None, "Description": about}
+                figure.savefig(path, transparent=True, metadata=metadata)
+        only = "dark" if scheme else "light"
+        shown.append(f"![{title}](plots/{path.name}#only-{only})")
+    return "\n".join(shown)
+
+
 def section(name: str) -> list[str]:
     """The tables of a result, a tab for each version of jax, and its plots."""
     results = json.loads((RESULTS / f"{name}.json").read_text())
@@ -240,9 +276,8 @@ def section(name: str) -> list[str]:
             *(source(results["runs"][jax]) for jax in versions),
         ]
         if name in PLOTS:
-            picture = f"plots/{name}{f'-jax-{versions[0]}' if number else ''}.svg"
-            PLOTS[name](results["title"], run["rows"]).savefig(DOCS / picture)
-            body.insert(0, f"![{results['title']}]({picture})")
+            file = f"{name}-jax-{versions[0]}" if number else name
+            body.insert(0, draw(name, results["title"], run, file))
         tab = f'=== "jax {" and ".join(versions)}"'
         lines.append(f"{tab}\n\n" + textwrap.indent("\n\n".join(filter(None, body)), "    "))
     return lines
@@ -250,7 +285,6 @@ def section(name: str) -> list[str]:
 
 def main():
     (DOCS / "plots").mkdir(exist_ok=True)
-    shutil.copy(TIMELINE, DOCS / "plots" / "report.png")
     lines = ["# Measured", claims()]
     for group in GROUPS:
         names = [module.rpartition(".")[2] for module in modules(group)]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import _record, figures
+from benchmarks import _record, figures, page
 from benchmarks.__main__ import GROUPS, modules
 
 RESULTS = sorted(_record.RESULTS.glob("*.json"))
@@ -103,6 +103,16 @@ def test_what_cannot_be_filled_in_is_said_and_left(results, text, said):
     new, found = figures.fill(f"one\ntwo {text}\n")
     assert new == f"one\ntwo {text}\n"
     assert len(found) == 1 and found[0].startswith(f"line 2: {said}")
+
+
+@pytest.mark.parametrize("name", page.PLOTS)
+def test_the_committed_plots_show_the_results_as_they_are(name):
+    runs = _record.same_rows(json.loads((_record.RESULTS / f"{name}.json").read_text())["runs"])
+    for number, (versions, run) in enumerate(runs):
+        file = f"{name}-jax-{versions[0]}" if number else name
+        for scheme in page.INK:
+            plot = _record.ROOT / "docs" / "plots" / f"{file}{scheme}.svg"
+            assert page.checksum(name, run) in plot.read_text(), "make docs draws it again"
 
 
 # ---- the results themselves
