@@ -285,7 +285,10 @@ def section(name: str) -> list[str]:
 
 def main():
     (DOCS / "plots").mkdir(exist_ok=True)
-    lines = ["# Measured", claims()]
+    about = (
+        "One row for each claim first. Below are all results, with a tab for each version of JAX."
+    )
+    lines = ["# Measured", about, claims()]
     for group in GROUPS:
         names = [module.rpartition(".")[2] for module in modules(group)]
         names = [name for name in names if (RESULTS / f"{name}.json").exists()]
