@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import jaxmem
-from jaxmem.cli import commands as cli
+from jaxmem import cli
 from jaxmem.fitting.verdicts import Verdicts
 
 MIB = 2**20

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxmem
-from jaxmem.cli import commands as cli
+from jaxmem import cli
 from jaxmem.fitting.search import largest
 
 MIB = 2**20

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jaxmem
-from jaxmem.cli import commands as cli
+from jaxmem import cli
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 PUBLIC = [

@@ -77,7 +77,9 @@ def test_local_is_the_attached_device():
     report = jaxmem.memory(step, *SHAPES, target="local")
     assert report.target.platform == "cpu"
     assert report.argument == 4 * (64 * 32 + 16 * 64)
-    said = "compiled for the CPU: these bytes hold for this CPU alone. A GPU's compiler fuses"
+    said = (
+        "compiled for the CPU: these bytes hold for this CPU alone. An accelerator's compiler fuses"
+    )
     assert f"note: {said}" in str(report)
     with pytest.warns(jaxmem.JaxmemWarning, match=f"No target is named: {said}"):
         assert jaxmem.memory(step, *SHAPES).target == report.target
