@@ -3,9 +3,9 @@
 import inspect
 import pathlib
 import re
-import typing
 import subprocess
 import sys
+import typing
 
 import pytest
 

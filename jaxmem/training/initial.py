@@ -96,15 +96,10 @@ class States:
         return self._placed(state) if self.settings.sharding else placed_like(params, state)
 
     def _check_has_state(self, model_state: Any) -> None:
-        if self.settings.has_state is not None and self.settings.has_state != (
-            model_state is not None
-        ):
+        asked, given = self.settings.has_state, model_state is not None
+        if asked is not None and asked != given:
             raise JaxmemError(
                 f"train_step(has_state={asked}) was initialised with "
                 f"{'a' if given else 'no'} model state. "
-                + (
-                    "Pass init(params, model_state=...)."
-                    if self.settings.has_state
-                    else "Leave it out."
-                )
+                + ("Pass init(params, model_state=...)." if asked else "Leave it out.")
             )
