@@ -56,7 +56,8 @@ def autocast(
         precision: a `Precision` or its text; its ``compute`` dtype is that of the matmuls. Results
             that ``fun`` has in float32 come out in its ``output`` dtype. float16 needs a
             `LossScale` to train, bfloat16 does not.
-        rules: changes to `jaxmem.levers.precision.rules.RULES`: ``{"tanh": "float32", "reduce_sum": "follow"}``.
+        rules: changes to `jaxmem.levers.precision.rules.RULES`, as in
+            ``{"tanh": "float32", "reduce_sum": "follow"}``.
 
     Raises:
         JaxmemError: the precision does not parse, or computes in neither bfloat16 nor float16
