@@ -78,7 +78,7 @@ def test_the_command_line_lists_targets(capsys):
 
 def test_the_command_line_installs_the_compiler_once(capsys):
     assert cli.main(["install-compiler"]) == 0
-    assert "XLA's GPU compiler is in " in capsys.readouterr().out
+    assert "XLA's compiler for cuda is in " in capsys.readouterr().out
     assert cli.main(["install-compiler", "--cuda", "11"]) == 1
     assert capsys.readouterr().err.startswith("jaxmem: There is a compiler for CUDA 12 and for")
 
