@@ -12,7 +12,7 @@ import optax
 from _record import record
 
 import jaxmem
-from jaxmem.reports.xla.hlo import count_bytes
+from jaxmem.reports.xla.work import count_bytes
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "resnet50"))
 from model import ResNet, make_loss

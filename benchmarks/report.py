@@ -12,7 +12,7 @@ import time
 from _record import record
 
 import jaxmem
-from jaxmem.reports.report import describe
+from jaxmem.reports.plain_data import describe
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "resnet50"))
 from train import plan_step

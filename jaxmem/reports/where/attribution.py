@@ -17,7 +17,7 @@ from jaxmem.reports.where.phases import PHASES, Phases, phase_of_argument
 from jaxmem.reports.where.program import Program
 from jaxmem.reports.where.readers import Readers
 from jaxmem.reports.xla.dump import Allocation, Value
-from jaxmem.reports.xla.hlo import Instruction, Module
+from jaxmem.reports.xla.instructions import Instruction, Module
 
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-")
 

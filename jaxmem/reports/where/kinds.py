@@ -7,7 +7,7 @@ cuDNN and cuBLAS; everything else is ``temporaries``.
 """
 
 from jaxmem.reports.xla.dump import Value
-from jaxmem.reports.xla.hlo import Instruction
+from jaxmem.reports.xla.instructions import Instruction
 
 KINDS = (
     *("parameters", "optimizer state", "model state", "batch", "gradients", "residuals"),

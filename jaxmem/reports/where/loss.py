@@ -11,7 +11,7 @@ import functools
 from jaxmem.reports.where.names import modules_of, user_lines
 from jaxmem.reports.where.program import Program
 from jaxmem.reports.xla.flow import Node
-from jaxmem.reports.xla.hlo import Instruction
+from jaxmem.reports.xla.instructions import Instruction
 
 Lines = tuple[tuple[str, int], ...]  # a line of the user with those that called it
 

@@ -4,7 +4,7 @@ import collections
 import functools
 
 from jaxmem.reports.where.program import Program
-from jaxmem.reports.xla.hlo import Instruction
+from jaxmem.reports.xla.instructions import Instruction
 
 _COPIES = frozenset("bitcast opt-barrier copy copy-start copy-done".split())
 

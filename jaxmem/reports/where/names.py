@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 
-from jaxmem.reports.xla.hlo import Frame, Instruction
+from jaxmem.reports.xla.instructions import Frame, Instruction
 
 UNATTRIBUTED = "(not attributed)"
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "jaxmem")

@@ -12,7 +12,8 @@ from jaxmem.reports.where.attribution import Attribution, Origin, unknown
 from jaxmem.reports.where.kinds import KINDS
 from jaxmem.reports.where.timeline import Placed, Timeline
 from jaxmem.reports.xla.dump import Allocation, Assignment, Value
-from jaxmem.reports.xla.hlo import SHAPE, Module
+from jaxmem.reports.xla.hlo import SHAPE
+from jaxmem.reports.xla.instructions import Module
 
 FRAGMENTATION = "(fragmentation)"
 

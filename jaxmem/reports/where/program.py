@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.xla.flow import Flow
-from jaxmem.reports.xla.hlo import Instruction, Module
+from jaxmem.reports.xla.instructions import Instruction, Module
 
 
 class Program:

@@ -4,7 +4,7 @@ import functools
 
 from jaxmem.reports.where.program import Program
 from jaxmem.reports.xla.flow import Node
-from jaxmem.reports.xla.hlo import Instruction
+from jaxmem.reports.xla.instructions import Instruction
 
 # These pass on the bytes they are given.
 _TRANSPARENT = frozenset(
