@@ -21,7 +21,7 @@ from jaxmem.levers.host.stacks import (
     stacked_params,
     store_layer,
 )
-from jaxmem.levers.host.streaming import to_device, to_host, zeros
+from jaxmem.levers.host.transfers import to_device, to_host, zeros
 from jaxmem.levers.host.trees import inexact_leaves, trainable, with_float0
 from jaxmem.levers.host.updating import LayerStack, Lent
 

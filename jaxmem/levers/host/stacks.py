@@ -5,9 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem import jaxprs
 from jaxmem.ground.errors import JaxmemError, OffloadError
-from jaxmem.levers.host.streaming import fetch, store, zeros
+from jaxmem.levers.host.transfers import fetch, on_host, store, zeros
 from jaxmem.levers.host.updating import LayerStack, Lent
 
 
@@ -54,18 +53,16 @@ def empty_stack(layer: Any, count: int) -> Any:
 def empty_like(stack: Any) -> Any:
     """Room for the gradients of a stack, where their parameters are."""
 
-    def empty(leaf: Any) -> Any:
-        on_host = jaxprs.memory_space(leaf) is jaxprs.HOST
-        return (zeros if on_host else jnp.zeros)(leaf.shape, leaf.dtype)
-
-    return jax.tree.map(empty, stack)
+    return jax.tree.map(
+        lambda leaf: (zeros if on_host(leaf) else jnp.zeros)(leaf.shape, leaf.dtype), stack
+    )
 
 
 def check_on_host(stack: Any) -> None:
     """Raises `OffloadError` at the first array of a stack that is not where `empty_stack` has
     it."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(stack):
-        if leaf.ndim > 1 and leaf.size and jaxprs.memory_space(leaf) is not jaxprs.HOST:
+        if leaf.ndim > 1 and leaf.size and not on_host(leaf):
             raise OffloadError(
                 f"jaxmem.layers keeps its stack in host memory, and stack"
                 f"{jax.tree_util.keystr(path)} is on the device. Make the stack with the init of "
