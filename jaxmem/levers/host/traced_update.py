@@ -62,6 +62,7 @@ class TracedUpdate:
         }
 
     def _trace_back(self, gradients: Any, ordered: set[int]) -> None:
+        """Which gradients and staged leaves each value is made of, as bits."""
         moved = _ids(gradients) | self._stacked | ordered
         self.staged = sum(
             1 << number

@@ -41,13 +41,14 @@ class Loss:
 
     @functools.cached_property
     def _loss_lines(self) -> frozenset[Lines]:
+        instructions = self._module.instructions
+        if all(map(before_gradients, instructions.values())):
+            return frozenset()  # of a step without gradients nothing says that it ends in a loss
         forward = {
             name: instruction
-            for name, instruction in self._module.instructions.items()
+            for name, instruction in instructions.items()
             if _is_forward(instruction)
         }
-        if all(map(before_gradients, self._module.instructions.values())):
-            return frozenset()  # of a step without gradients nothing says that it ends in a loss
         flow = self._program.flow
         weights, readers = self._weights_and_readers(forward)
         # Not what depends on data alone: XLA merges, say, the indices of tokens and of labels.
