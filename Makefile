@@ -4,7 +4,7 @@ VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info
 RUN := $(VENV)/bin/python
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint fuzz faults bench wheel docs clean
+.PHONY: demo test lint fuzz faults bench figures wheel docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready  ## the memory of ResNet50 on an absent GPU, then a training with every lever on
@@ -28,9 +28,12 @@ fuzz: $(VENV)/.ready  ## many more random programs under random plans, with seed
 faults: $(VENV)/.ready  ## kills, full disks and damaged files, and what is left of them; an hour
 	$(RUN) tests/faults.py
 
-bench: $(VENV)/.ready  ## every figure of the README, into benchmarks/results
-	for script in benchmarks/[a-z]*.py; do $(RUN) $$script || exit 1; done
-	$(RUN) benchmarks/_page.py
+bench: $(VENV)/.ready  ## the benchmarks, into benchmarks/results; ONLY=planner runs a group, or several
+	$(RUN) -m benchmarks $(ONLY)
+	$(RUN) -m benchmarks.figures
+
+figures: $(VENV)/.ready  ## fills the figures of README and docs in from benchmarks/results
+	$(RUN) -m benchmarks.figures
 
 # Tests that take about a minute together and need the wheel, its dependencies and pytest alone: not
 # the repository, matplotlib, hypothesis or the packages of the examples. All but one of planning,
@@ -50,7 +53,7 @@ wheel: $(VENV)/.ready  ## builds a wheel, installs it into an empty environment,
 		venv/bin/python -c 'import jaxmem; assert "site-packages" in jaxmem.__file__, jaxmem.__file__'
 
 docs: $(VENV)/.ready  ## the documentation site, into site/
-	$(RUN) benchmarks/_page.py
+	$(RUN) -m benchmarks.page
 	$(RUN) -m mkdocs build --strict
 
 $(VENV)/.ready: pyproject.toml

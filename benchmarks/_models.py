@@ -5,8 +5,10 @@ Stride-2 convolutions pad symmetrically, as everywhere but in Flax's "SAME": cuD
 padding, and XLA would copy each input into a padded one.
 """
 
+import functools
 import importlib.util
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +20,13 @@ GIB = 2**30
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
-def example(name: str):
-    """The model file of an example."""
-    path = EXAMPLES / name / "model.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_model", path)
+@functools.cache
+def example(name: str, file: str = "model"):
+    """A file of an example as a module; its neighbours are importable, as for a script."""
+    path = EXAMPLES / name / f"{file}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_{file}", path)
     assert spec and spec.loader
+    sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

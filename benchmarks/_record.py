@@ -1,30 +1,44 @@
-"""Writes the rows of a benchmark to benchmarks/results as JSON and Markdown, and prints them."""
+"""The results of the benchmarks: one JSON file each, with a run for each version of jax.
+
+``{"title": ..., "runs": {VERSION: {"command", "date", "versions", "rows", "note"}}}``, the oldest
+version first. Rows are text and numbers by the names of their columns. Beside each file is the
+same as Markdown.
+"""
 
 import datetime
 import json
 import pathlib
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 
-RESULTS = pathlib.Path(__file__).with_name("results")
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 UNCHECKED = "Predicted times are unchecked: no GPU has run these programs yet."
+PACKAGES = ("jaxmem", "jax", "flax", "optax")
 
 
-def _stem() -> pathlib.Path:
-    """Where the results of the running script go, less the suffix."""
-    return RESULTS / f"{pathlib.Path(sys.argv[0]).stem}-jax-{version('jax')}"
-
-
-def merge(column: str, order: list[str], rows: list[dict]) -> list[dict]:
-    """Rows beside those of earlier runs: they replace those of the same ``column``, and all are in
-    this order of it. For scripts whose parts take long."""
-    path = pathlib.Path(f"{_stem()}.json")
-    new = {row[column] for row in rows}
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    kept = [row for row in old if row[column] in set(order) - new]
-    return sorted([*kept, *rows], key=lambda row: order.index(row[column]))
+def record(title: str, rows: list[dict], note: str = "") -> None:
+    """Keeps the rows of the running script, in place of those that it had with this jax."""
+    if any(head.startswith("predicted") for head in rows[0]):
+        note = f"{note.strip()}\n\n{UNCHECKED}".strip()
+    module = pathlib.Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("")
+    run = {
+        "command": f"python -m {'.'.join(module.parts)}",
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version()}
+        | {package: version(package) for package in PACKAGES},
+        "rows": rows,
+        "note": note.strip(),
+    }
+    runs = _runs() | {version("jax"): run}
+    results = {"title": title, "runs": {jax: runs[jax] for jax in sorted(runs, key=_numbers)}}
+    RESULTS.mkdir(exist_ok=True)
+    _path().write_text(json.dumps(results, indent=1) + "\n")
+    _path().with_suffix(".md").write_text(markdown(results))
+    print(table(rows))
 
 
 def record_parts(
@@ -36,28 +50,60 @@ def record_parts(
         record(title, merge(column, names, list(rows_of(name))), note)
 
 
-def record(title: str, rows: list[dict], note: str = "") -> None:
-    """Rows of text and numbers, under the name of the running script."""
-    name = pathlib.Path(sys.argv[0]).stem
-    packages = ("jaxmem", "jax", "flax", "optax")
-    about = {
-        "command": f"python benchmarks/{name}.py",
-        "date": datetime.date.today().isoformat(),
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in packages},
-    }
+def merge(column: str, order: list[str], rows: list[dict]) -> list[dict]:
+    """Rows beside those of earlier runs: they replace those of the same ``column``, and all are in
+    this order of it. For scripts whose parts take long."""
+    new = {row[column] for row in rows}
+    old = _runs().get(version("jax"), {"rows": []})["rows"]
+    kept = [row for row in old if row[column] in set(order) - new]
+    return sorted([*kept, *rows], key=lambda row: order.index(row[column]))
+
+
+def markdown(results: dict) -> str:
+    """A table for each version of jax, or one where both have the same rows."""
+    parts = [f"# {results['title']}"]
+    for versions, run in same_rows(results["runs"]):
+        parts += [f"## jax {' and '.join(versions)}", table(run["rows"])]
+        parts += [run["note"]] if run["note"] else []
+        parts += [source(results["runs"][jax]) for jax in versions]
+    return "\n\n".join(parts) + "\n"
+
+
+def same_rows(runs: dict[str, dict]) -> list[tuple[list[str], dict]]:
+    """Runs with the versions that agree with them, in rows and note."""
+    found: list[tuple[list[str], dict]] = []
+    for jax, run in runs.items():
+        for versions, other in found:
+            if (other["rows"], other["note"]) == (run["rows"], run["note"]):
+                versions.append(jax)
+                break
+        else:
+            found.append(([jax], run))
+    return found
+
+
+def table(rows: list[dict]) -> str:
     heads = list(rows[0])
-    if any(head.startswith("predicted") for head in heads):
-        note = f"{note}\n\n{UNCHECKED}".strip()
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     lines += ["| " + " | ".join(str(row[head]) for head in heads) + " |" for row in rows]
-    versions = ", ".join(f"{package} {number}" for package, number in about["versions"].items())
-    text = [f"# {title}", *lines, *([note] if note else [])]
-    text.append(f"`{about['command']}`, {about['date']}, {versions}")
-    markdown = "\n\n".join([text[0], "\n".join(lines), *text[1 + len(lines) :]]) + "\n"
-    RESULTS.mkdir(exist_ok=True)
-    pathlib.Path(f"{_stem()}.md").write_text(markdown)
-    pathlib.Path(f"{_stem()}.json").write_text(
-        json.dumps({"title": title, **about, "rows": rows, "note": note}, indent=1) + "\n"
-    )
-    print(markdown)
+    return "\n".join(lines)
+
+
+def source(run: dict) -> str:
+    """What made a run, when, and with which packages."""
+    versions = ", ".join(f"{package} {number}" for package, number in run["versions"].items())
+    return f"`{run['command']}`, {run['date']}, {versions}"
+
+
+def _path() -> pathlib.Path:
+    """Of the results of the running script."""
+    return RESULTS / f"{pathlib.Path(sys.argv[0]).stem}.json"
+
+
+def _runs() -> dict[str, dict]:
+    """Those that the running script has already."""
+    return json.loads(_path().read_text())["runs"] if _path().exists() else {}
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]

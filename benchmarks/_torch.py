@@ -14,7 +14,6 @@ import sys
 import torch
 import torch._inductor.lowering  # its decompositions look into it
 import torch.nn.functional as F
-from _gpu import seconds
 from functorch.compile import aot_function, min_cut_rematerialization_partition
 from torch import nn
 from torch._functorch import config
@@ -22,6 +21,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
+
+from benchmarks._gpu import seconds
 
 aten = torch.ops.aten
 

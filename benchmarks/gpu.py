@@ -18,11 +18,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from _gpu import attached, seconds
-from _record import merge, record
-from frontiers import NETWORKS, compiled, example, planned
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # for who runs this file
 import jaxmem
+from benchmarks._gpu import attached, seconds
+from benchmarks._record import merge, record
+from benchmarks.planner.frontiers import NETWORKS, compiled, example, planned
 
 GIB = 2**30
 SHARES = (1.0, 0.6, 0.4, 0.0)

@@ -15,11 +15,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from _gpu import attached, seconds
-from _record import record
-from offload import BATCH, LAYERS, OPTIMIZERS, WIDTH, loss_fn
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # for who runs this file
 import jaxmem
+from benchmarks._gpu import attached, seconds
+from benchmarks._record import record
+from benchmarks.levers.offload import BATCH, LAYERS, OPTIMIZERS, WIDTH, loss_fn
 
 GIB = 2**30
 LINK = "copies of 1 GiB"

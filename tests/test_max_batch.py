@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import cli
-from jaxmem.fitting import largest
+from jaxmem.fitting.search import largest
 
 MIB = 2**20
 STEP = jaxmem.train_step(

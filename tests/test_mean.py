@@ -87,7 +87,7 @@ squared.defvjp(lambda x: (squared(x), x), lambda x, g: (2 * x * g,))
     ],
 )
 def test_a_mean_is_told(loss):
-    assert proved(loss) == ("mean", "")
+    assert proved(loss)[:2] == ("mean", "")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_mean_is_told(loss):
     ],
 )
 def test_a_sum_is_told(loss):
-    assert proved(loss) == ("sum", "")
+    assert proved(loss)[:2] == ("sum", "")
 
 
 def standard(x):
@@ -189,7 +189,7 @@ def test_a_proof_is_of_the_slices_that_are_asked_for():
 
 def test_a_batch_without_examples_in_common_is_not_cut():
     for batch in ((X, jax.ShapeDtypeStruct((), jnp.float32)), (X, W), ()):
-        assert proved(lambda batch, w: jnp.sum(w), batch=batch) == (
+        assert proved(lambda batch, w: jnp.sum(w), batch=batch)[:2] == (
             None,
             "the arrays of the batch have no first axis of examples in common",
         )

@@ -201,6 +201,139 @@ def test_dropout_by_the_key_of_the_step_needs_no_word_and_by_another_does():
         jaxmem.microbatch(loss_fn, 4)(jnp.ones(5), data())
 
 
+def proved_metrics(w, batch, key=None):
+    """Metrics of which it is proved what they are."""
+    x, label = batch["x"], batch["label"]
+    logits = x @ w
+    right = logits.argmax(-1) == label
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+    metrics = {
+        "accuracy": right.mean(),
+        "right": right.sum(),
+        "total loss": losses.sum(),
+        "examples": len(x),
+        "of examples": jnp.float64(len(x)),
+        "norm": jnp.linalg.norm(w),
+        "classes": jnp.int32(logits.shape[-1]),
+        "each": {"loss": losses, "class": logits.argmax(-1), "right": right, "logits": logits},
+        "counts": jax.nn.one_hot(logits.argmax(-1), 3).sum(0),
+        "zeros": jnp.zeros(len(x)),
+    }
+    return losses.mean(), metrics
+
+
+@pytest.mark.parametrize(("size", "count"), [(12, 1), (12, 4), (12, 12), (11, 4), (13, 3)])
+def test_metrics_are_those_of_the_whole_batch(size, count):
+    """Without a word where it is proved, under jit or not, with a `weight` too."""
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(5, 3)))
+    expected = whole(proved_metrics, w, data(size))
+    uneven = size % count > 0
+    sliced = jaxmem.microbatch(proved_metrics, count, uneven=uneven)
+    weighted = jaxmem.microbatch(
+        proved_metrics, count, uneven=uneven, weight=lambda batch: len(batch["x"])
+    )
+    for found in (sliced(w, data(size)), jax.jit(weighted)(w, data(size))):
+        chex.assert_trees_all_close(found, expected, rtol=1e-12)
+        chex.assert_trees_all_equal_dtypes(found, expected)
+
+
+def unproved_metrics(w, batch):
+    logits = batch["x"] @ w
+    centred = logits - logits.mean(0)[None]
+    metrics = {
+        "largest": logits.max(),
+        "class": logits.mean(0).argmax(),
+        "any": jnp.any(logits > 0),
+        "centred": centred,
+    }
+    return jnp.mean(logits**2), metrics
+
+
+def test_of_metrics_that_are_not_proved_it_is_said_what_becomes_of_them():
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(5, 3)))
+    sliced = jaxmem.microbatch(unproved_metrics, 3)
+    with pytest.warns(jaxmem.JaxmemWarning) as caught:
+        (_, metrics), _ = sliced(w, data())
+    (said,) = (str(each.message) for each in caught)
+    assert said.startswith(
+        "Metrics of 3 microbatches may not be those of the whole batch. Nothing is proved of "
+        "these: metrics['any'], bool[], is added (its examples see one another (reduce_or at "
+    )
+    for part in (
+        "metrics['centred'], float64[12, 3], is joined (its examples see one another (sub at ",
+        "metrics['class'], int64[], is added (it is no plain mean over examples (argmax at ",
+        "metrics['largest'], float64[], is averaged (its examples see one another (reduce_max at ",
+        "If that is what you want, pass reduction='mean'. If not, let loss_fn return a mean, a "
+        "sum, or an array with a row for each example",
+    ):
+        assert part in said, said
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i::3], data()) for i in range(3)]
+    each = [unproved_metrics(w, part)[1] for part in parts]
+    assert metrics["largest"] == pytest.approx(sum(one["largest"] for one in each) / 3)
+    assert metrics["class"] == sum(one["class"] for one in each)
+    np.testing.assert_allclose(metrics["centred"][1::3], each[1]["centred"])
+    sliced(w, data())  # said once
+    jaxmem.microbatch(unproved_metrics, 3, reduction="mean")(w, data())  # and not against a word
+
+    step = jaxmem.train_step(unproved_metrics, optax.sgd(0.1), microbatches=3)
+    with pytest.warns(
+        jaxmem.JaxmemWarning, match=r"metrics\['largest'\], float64\[\], is averaged"
+    ):
+        step(step.init(w), data())
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"), [(jnp.transpose, "[2, 12]"), (lambda x: x.repeat(2, 0), "[24, 2]")]
+)
+def test_a_metric_with_its_examples_in_another_place(form, shape):
+    def loss_fn(w, batch):
+        x = batch["x"] @ w
+        return jnp.mean(x**2), {"form": form(x)}
+
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.microbatch(loss_fn, 3)(jnp.ones((5, 2)), data())
+    assert str(caught.value) == (
+        f"metrics['form'] is float64{shape} for the whole batch, a shape that depends on the batch "
+        "and does not have a row for each example along its first axis, so that those of slices "
+        "cannot be put together. Put the examples first, or reduce it in loss_fn."
+    )
+
+
+def test_complex_parameters():
+    def loss_fn(w, batch):
+        return jnp.mean(jnp.abs(batch["x"] @ w) ** 2), {"mean": jnp.mean(batch["x"] @ w)}
+
+    w = jnp.arange(5) + 1j
+    found = jaxmem.microbatch(loss_fn, 3)(w, data())
+    chex.assert_trees_all_close(found, whole(loss_fn, w, data()), rtol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_where_all_weighs_nothing_loss_and_gradients_are_zero(count):
+    def loss_fn(w, batch):
+        return jnp.sum(batch["mask"] * (batch["x"] * w) ** 2) / batch["mask"].sum()
+
+    sliced = jaxmem.microbatch(loss_fn, count, weight=lambda batch: batch["mask"].sum())
+    batch = {**data(), "mask": jnp.zeros((12, 5))}
+    loss, gradient = sliced(jnp.ones((1, 5)), batch)
+    np.testing.assert_array_equal(loss, 0)
+    np.testing.assert_array_equal(gradient, jnp.zeros((1, 5)))
+
+
+def test_weights_that_are_no_numbers():
+    loss_fn, params = make()
+    said = "weight= returns one number for a slice of the batch, such as batch['mask'].sum(); it "
+    for weight, found in (
+        (lambda batch: batch["mask"].sum(-1), "returned an array float64[3]."),
+        (lambda batch: None, "returned None."),
+    ):
+        with pytest.raises(jaxmem.JaxmemError) as caught:
+            jaxmem.microbatch(loss_fn, 4, weight=weight)(params, data())
+        assert str(caught.value) == said + found
+    with pytest.raises(jaxmem.JaxmemError, match="weight= takes a function of a slice .* got 3"):
+        jaxmem.microbatch(loss_fn, 4, weight=3)
+
+
 def test_sums_in_float32_for_parameters_of_low_precision():
     """256 slices of gradient 1/256 each: bfloat16 would stop adding them at 1."""
 
@@ -275,7 +408,9 @@ w = jnp.arange(9.0).reshape(3, 3)
 mask = jnp.asarray(np.random.default_rng(1).integers(0, 2, size=(64, 3))) * 1.0
 def loss(w, batch):
     x, mask = batch
-    return jnp.sum(mask * jnp.tanh(x @ w)) / mask.sum(), {"n": mask.sum().astype(int)}
+    found = jnp.tanh(x @ w)
+    own = {"mean": found.mean(), "rows": found, "norm": (w * w).sum(), "of": w.shape[0]}
+    return jnp.sum(mask * found) / mask.sum(), {"n": mask.sum().astype(int), **own}
 batch = jax.device_put((x, mask), place)
 for part, weight in ((4, lambda batch: batch[1].sum()), (1, lambda batch: batch[1].sum())):
     found = jax.jit(jaxmem.microbatch(loss, part, weight=weight, sharding=place))(w, batch)

@@ -43,7 +43,7 @@ def compiled(fun, *args, **options):
     return jaxmem.memory(jax.value_and_grad(fun), *args, target="h200", **options)
 
 
-def test_a_compiled_plan_keeps_its_budget(capsys):
+def test_a_compiled_plan_keeps_its_budget(caplog):
     budget = 10 * ACTIVATION
     plan = jaxmem.plan(tanh_chain, *SHAPES, budget=budget, target="h200")
     assert plan.compiled_bytes <= budget < plan.plain_bytes
@@ -56,7 +56,7 @@ def test_a_compiled_plan_keeps_its_budget(capsys):
         plan.predicted.recompute_flops, rel=0.01
     )
     assert abs(plan.projected_bytes - plan.compiled_bytes) <= 0.15 * plan.compiled_bytes
-    assert "jaxmem: compiled 1 of at most 5 plans for h200: " in capsys.readouterr().err
+    assert "jaxmem: compiled 1 of at most 5 plans for h200: " in caplog.text
     assert f"compiled  {jaxmem.format_bytes(plan.compiled_bytes)} for h200" in str(plan)
 
 
@@ -254,7 +254,7 @@ def test_what_is_reserved_is_part_of_the_budget():
 
 
 def test_a_cpu_is_no_target_for_a_plan():
-    with pytest.raises(jaxmem.JaxmemError, match=r"a CPU, whose bytes say nothing .* Name the GPU"):
+    with pytest.raises(jaxmem.JaxmemError, match=r"a CPU, whose bytes say nothing .* Name the one"):
         jaxmem.plan(tanh_chain, *SHAPES, target="local")
 
 
@@ -495,3 +495,25 @@ def test_argnums_that_are_not_there():
     last = jaxmem.plan(loss, *args, argnums=-1)
     assert last.plain_bytes == jaxmem.plan(loss, *args, argnums=1).plain_bytes
     assert last.plain_bytes != jaxmem.plan(loss, *args, argnums=0).plain_bytes
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda loss: loss, "it returns float64[]."),
+        (
+            lambda loss: (loss, 1, 2),
+            "it returns 3 values, [0] float64[], [1] int64[], [2] int64[].",
+        ),
+    ],
+)
+def test_a_function_without_aux(returned, said):
+    def fun(w, x):
+        return returned(jnp.sum(jnp.tanh(x @ w)))
+
+    with pytest.raises(jaxmem.PlanError) as caught:
+        jaxmem.plan(fun, jnp.ones((3, 3)), jnp.ones((2, 3)), has_aux=True)
+    assert str(caught.value) == (
+        f"jaxmem.plan(..., has_aux=True) takes a function that returns (loss, aux), and {said} "
+        "Return a pair, or leave has_aux out."
+    )

@@ -77,7 +77,9 @@ def test_local_is_the_attached_device():
     report = jaxmem.memory(step, *SHAPES, target="local")
     assert report.target.platform == "cpu"
     assert report.argument == 4 * (64 * 32 + 16 * 64)
-    said = "compiled for the CPU: these bytes hold for this CPU alone. A GPU's compiler fuses"
+    said = (
+        "compiled for the CPU: these bytes hold for this CPU alone. An accelerator's compiler fuses"
+    )
     assert f"note: {said}" in str(report)
     with pytest.warns(jaxmem.JaxmemWarning, match=f"No target is named: {said}"):
         assert jaxmem.memory(step, *SHAPES).target == report.target
@@ -277,8 +279,8 @@ def test_an_attached_gpu_has_the_figures_of_its_own_kind(monkeypatch, kind, name
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     local = jaxmem.target("local")
-    assert (local.gpu and local.gpu.name) == name
-    otherwise = local.gpu.usable_bytes if local.gpu else 0
+    assert (local.known and local.known.name) == name
+    otherwise = local.known.usable_bytes if local.known else 0
     assert local.usable_bytes == (1000 if limit else otherwise)
 
 
@@ -435,7 +437,7 @@ def test_a_fork_compiles_while_its_parent_does():
             return request(self, *args)
         locked = threading.Event()
         from jaxmem import memory
-        package = sys.modules["jaxmem.reports.compiled"]
+        package = sys.modules["jaxmem.targets.cuda.family"]
         package.compile_module = lambda *args, **options: modules.append((args, options)) or (
             compile_module(*args, **options))
         compile_short()

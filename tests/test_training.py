@@ -1,15 +1,11 @@
-"""A short training in low precision reaches the loss of float32 (benchmarks/training.py)."""
+"""A short training in low precision reaches the loss of float32 (benchmarks/levers/training.py)."""
 
 import functools
-import pathlib
-import sys
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
-
-import training
+from benchmarks.levers import training
 
 STEPS = 60
 

@@ -258,7 +258,7 @@ def test_memory_that_values_share_is_said():
 def test_the_cpu_has_no_timeline_and_says_so():
     found = jaxmem.memory(jnp.sin, array(64, 64), target="local")
     assert not found.has_timeline
-    with pytest.raises(jaxmem.JaxmemError, match="There is no timeline .* name a GPU, as in"):
+    with pytest.raises(jaxmem.JaxmemError, match="There is no timeline .* name a target, as in"):
         found.by_phase  # noqa: B018
 
 

@@ -10,12 +10,10 @@ into windows; the last tenth of it is held out. The model is plain Flax nnx in f
 microbatches, accumulation and loss scaling are all in the one `jaxmem.train_step`.
 """
 
-import argparse
 import pathlib
 import sys
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -25,7 +23,8 @@ from transformer import Transformer, loss_fn
 import jaxmem
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
-from checkpoints import Checkpoints, add_options, digest
+from checkpoints import Checkpoints, digest
+from shared import count, parser, run
 
 TEXT = pathlib.Path(__file__).with_name("text.txt")
 
@@ -73,8 +72,10 @@ def train(options) -> None:
     step = make_step(options, optimizer)
     graphdef, _ = nnx.split(model)
     state = step.init(model)
-    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    print(f"{len(text.numbers):,} characters, {count:,} parameters, {step.precision}", flush=True)
+    print(
+        f"{len(text.numbers):,} characters, {count(state.params):,} parameters, {step.precision}",
+        flush=True,
+    )
     if options.target:
         batch = text.batch(options.batch, options.length, options.seed, 0)
         print(step.memory(state, batch, target=options.target))
@@ -101,25 +102,23 @@ def train(options) -> None:
     print(f"parameters {digest(state.params)}")
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--precision", default="fp32", help="fp32, bf16, fp16 or the long form")
-    parser.add_argument("--remat", help="a planner of jaxmem.remat, such as sqrt")
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--accumulate", type=int, default=1, help="steps in an update")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=16, help="windows in a step")
-    parser.add_argument("--length", type=int, default=64, help="characters in a window")
-    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--print-every", type=int, default=100, help="steps")
-    parser.add_argument("--target", help="print the step's bytes on that GPU")
-    add_options(parser, every=100)
-    options = parser.parse_args(arguments)
-    try:
-        train(options)
-    except jaxmem.JaxmemError as error:
-        raise SystemExit(f"error: {error}") from error
+def main() -> None:
+    arguments = parser(
+        __doc__,
+        precision="fp32",
+        microbatches=1,
+        accumulate=1,
+        steps=500,
+        batch=16,
+        length=64,
+        rate=3e-3,
+        seed=0,
+        print_every=100,
+        save_every=100,
+    )
+    arguments.add_argument("--remat", help="a planner of jaxmem.remat, such as sqrt")
+    arguments.add_argument("--target", help="print the step's bytes on that GPU")
+    run(train, arguments)
 
 
 if __name__ == "__main__":

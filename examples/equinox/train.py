@@ -8,7 +8,6 @@ An Equinox module is a pytree of arrays and of other things. `eqx.partition` tak
 arrays are the parameters, and the rest is closed over. Nothing else is to be done for jaxmem.
 """
 
-import argparse
 import pathlib
 import sys
 
@@ -17,12 +16,12 @@ import jax
 import numpy as np
 import optax
 from model import Classifier
-from sklearn.datasets import load_digits
 
 import jaxmem
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
-from checkpoints import Checkpoints, add_options, digest
+from checkpoints import Checkpoints, digest
+from shared import digits, parser, run
 
 
 def make_loss(static):
@@ -37,49 +36,48 @@ def make_loss(static):
     return loss_fn
 
 
-def main(arguments=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--target", help="let jaxmem.fit choose the levers for that GPU")
-    parser.add_argument("--budget", help="bytes of it, such as 12MiB")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    add_options(parser, every=50)
-    options = parser.parse_args(arguments)
+def data(train: bool) -> dict[str, np.ndarray]:
+    """Digits as rows of 64 numbers from 0 to 1."""
+    images, labels = digits(train)
+    return {"image": images.reshape(-1, 64).astype(np.float32) / 16, "label": labels}
 
-    digits = load_digits()
-    images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
-    held_out = {"image": images[-200:], "label": labels[-200:]}
+
+def train(options) -> None:
+    images = data(train=True)
 
     def batch(seed: int) -> dict[str, np.ndarray]:
-        chosen = np.random.default_rng(seed).integers(0, len(images) - 200, options.batch)
-        return {"image": images[chosen], "label": labels[chosen]}
+        chosen = np.random.default_rng(seed).integers(0, len(images["label"]), options.batch)
+        return {name: array[chosen] for name, array in images.items()}
 
     key = jax.random.key(options.seed)
     model = Classifier(64, 10, options.width, options.depth, key)
     params, static = eqx.partition(model, eqx.is_inexact_array)
     loss_fn, optimizer = make_loss(static), optax.adamw(1e-3)
-    try:
-        if options.target:
-            fits = {"budget": options.budget, "target": options.target}
-            step = jaxmem.fit(loss_fn, optimizer, params, batch(0), **fits)
-        else:
-            step = jaxmem.train_step(loss_fn, optimizer, remat="sqrt")
-    except jaxmem.JaxmemError as error:
-        raise SystemExit(f"error: {error}") from error
+    if options.target:
+        fits = {"budget": options.budget, "target": options.target}
+        step = jaxmem.fit(loss_fn, optimizer, params, batch(0), **fits)
+    else:
+        step = jaxmem.train_step(loss_fn, optimizer, remat="sqrt")
     state = step.init(params)
     checkpoints = Checkpoints(options, "target budget width depth batch seed".split())
     start, state = checkpoints.resume(state)
     for index in range(start + 1, options.steps + 1):
         state, metrics = step(state, batch(index))
-        if index % 50 == 0 or index == options.steps:
+        if index % options.print_every == 0 or index == options.steps:
             print(f"step {index:4}  loss {float(metrics['loss']):.4f}", flush=True)
         checkpoints.save_at(index, state, last=index == options.steps)
-    _, metrics = jax.jit(loss_fn)(state.params, held_out)
+    _, metrics = jax.jit(loss_fn)(state.params, data(train=False))
     print(f"held-out accuracy {float(metrics['accuracy']):.1%}")
     print(f"parameters {digest(state.params)}")
+
+
+def main() -> None:
+    arguments = parser(
+        __doc__, width=64, depth=4, batch=128, steps=200, seed=0, print_every=50, save_every=50
+    )
+    arguments.add_argument("--target", help="let jaxmem.fit choose the levers for that GPU")
+    arguments.add_argument("--budget", help="bytes of it, such as 12MiB")
+    run(train, arguments)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Without a GPU, ``--cpu-devices 2`` gives each process two simulated ones. Starte
 processes as you like, it goes on from the last checkpoint.
 """
 
-import argparse
 import pathlib
 import sys
 import time
@@ -26,23 +25,21 @@ from model import CONTEXT, VOCABULARY, block, loss_fn, make_params
 import jaxmem
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
-from checkpoints import Checkpoints, add_options, digest
+from checkpoints import Checkpoints, digest
+from shared import parser
 
 BATCH = 8
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--coordinator", help="host:port of process 0")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--process", type=int, default=0, help="number of this one")
-    parser.add_argument("--cpu-devices", type=int, help="simulate this many devices")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--stage", type=int, default=3, help="of ZeRO")
-    add_options(parser, every=5)
-    parser.add_argument("--timeout", type=int, default=20, help="seconds until a process is lost")
-    parser.add_argument("--pause", type=float, default=0, help="seconds after each step")
-    return parser.parse_args()
+    arguments = parser(__doc__, steps=20, stage=3, save_every=5)
+    arguments.add_argument("--coordinator", help="host:port of process 0")
+    arguments.add_argument("--processes", type=int, default=1)
+    arguments.add_argument("--process", type=int, default=0, help="number of this one")
+    arguments.add_argument("--cpu-devices", type=int, help="simulate this many devices")
+    arguments.add_argument("--timeout", type=int, default=20, help="seconds to a lost process")
+    arguments.add_argument("--pause", type=float, default=0, help="seconds after each step")
+    return arguments.parse_args()
 
 
 def start(arguments) -> None:

@@ -10,7 +10,6 @@ resumes from them; on a CPU an interrupted run ends bit for bit where an uninter
 Needs ``pip install 'jaxmem[examples]'``.
 """
 
-import argparse
 import itertools
 import pathlib
 import sys
@@ -30,7 +29,8 @@ from PIL import Image
 import jaxmem
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
-from checkpoints import Checkpoints, add_options, digest
+from checkpoints import Checkpoints, digest
+from shared import count, digits, parser, run
 
 # ---- data: {"image": float32 [height, width, 3], "label": int32 []}, by index
 
@@ -41,14 +41,8 @@ class Digits:
     classes = 10
 
     def __init__(self, train: bool, size: int):
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
-        order = np.random.default_rng(0).permutation(len(labels))
-        chosen = order[360:] if train else order[:360]
-        self.images = images[chosen].reshape(-1, 8, 8).astype(np.uint8) * 15
-        self.labels = labels[chosen].astype(np.int32)
-        self.size = size
+        images, self.labels = digits(train)
+        self.images, self.size = images * 15, size
 
     def __len__(self):
         return len(self.labels)
@@ -142,10 +136,9 @@ def train(options) -> None:
     checkpoints = Checkpoints(options, SETTINGS)
     start, state = checkpoints.resume(state)
 
-    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     print(
-        f"{len(training)} training images of {size}x{size}, {count:,} parameters, {precision}; "
-        f"{updates} updates of {options.accumulate} micro-steps of {options.batch}",
+        f"{len(training)} training images of {size}x{size}, {count(state.params):,} parameters, "
+        f"{precision}; {updates} updates of {options.accumulate} micro-steps of {options.batch}",
         flush=True,
     )
     target = options.target or ("local" if on_gpu else None)
@@ -262,29 +255,30 @@ def plan(options) -> None:
     )
 
 
-def main(arguments=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--plan", metavar="TARGET", help="print ResNet50's bytes on a GPU, and end")
-    parser.add_argument("--plan-batch", type=int, default=200)
-    parser.add_argument("--data", help="folder of class folders of images (default: digits)")
-    parser.add_argument("--size", type=int, help="image side (default: 32 for digits, else 224)")
-    parser.add_argument("--resnet50", action="store_true", help="ResNet50 on a CPU too")
-    parser.add_argument("--batch", type=int, default=32, help="images in a micro-step")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-steps in an update")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--rate", type=float, default=0.1, help="peak learning rate")
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--seed", type=int, default=0)
-    add_options(parser, every=100, default="runs/resnet50")
-    parser.add_argument("--print-every", type=float, default=5.0, help="seconds")
-    parser.add_argument(
+def main() -> None:
+    arguments = parser(
+        __doc__,
+        plan_batch=200,
+        batch=32,
+        accumulate=2,
+        epochs=12,
+        rate=0.1,
+        precision="bf16",
+        seed=0,
+        save_every=100,
+        folder="runs/resnet50",
+    )
+    arguments.add_argument(
+        "--plan", metavar="TARGET", help="print ResNet50's bytes on a GPU, and end"
+    )
+    arguments.add_argument("--data", help="folder of class folders of images (default: digits)")
+    arguments.add_argument("--size", type=int, help="image side (default: 32 for digits, else 224)")
+    arguments.add_argument("--resnet50", action="store_true", help="ResNet50 on a CPU too")
+    arguments.add_argument(
         "--target", help="print this step's bytes on that GPU (default: the attached)"
     )
-    options = parser.parse_args(arguments)
-    try:
-        plan(options) if options.plan else train(options)
-    except jaxmem.JaxmemError as error:
-        raise SystemExit(f"error: {error}") from error
+    arguments.add_argument("--print-every", type=float, default=5.0, help="seconds")
+    run(lambda options: plan(options) if options.plan else train(options), arguments)
 
 
 if __name__ == "__main__":

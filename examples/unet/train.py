@@ -6,7 +6,6 @@
 The images are made here, so nothing is downloaded.
 """
 
-import argparse
 import pathlib
 import sys
 
@@ -19,17 +18,18 @@ from model import UNet, make_loss
 import jaxmem
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
-from checkpoints import Checkpoints, add_options, digest
+from checkpoints import Checkpoints, digest
+from shared import count, parser, run
 
 
-def discs(count: int, side: int, seed: int) -> dict[str, np.ndarray]:
+def discs(images: int, side: int, seed: int) -> dict[str, np.ndarray]:
     """Noisy images of three bright discs, and where the discs are."""
     random = np.random.default_rng(seed)
     rows, columns = np.mgrid[:side, :side]
-    mask = np.zeros((count, side, side), bool)
+    mask = np.zeros((images, side, side), bool)
     for _ in range(3):
-        y, x = random.uniform(0, side, (2, count, 1, 1))
-        radius = random.uniform(side / 16, side / 6, (count, 1, 1))
+        y, x = random.uniform(0, side, (2, images, 1, 1))
+        radius = random.uniform(side / 16, side / 6, (images, 1, 1))
         mask |= (rows - y) ** 2 + (columns - x) ** 2 < radius**2
     image = mask + random.normal(0, 0.7, mask.shape)
     return {"image": image[..., None].astype(np.float32), "mask": mask.astype(np.float32)}
@@ -60,8 +60,7 @@ def train(options) -> None:
     first = discs(options.batch, options.side, 0)
     params = net.init(jax.random.key(options.seed), first["image"])["params"]
     state = step.init(params)
-    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    print(f"{count:,} parameters, {options.microbatches} microbatches", flush=True)
+    print(f"{count(state.params):,} parameters, {options.microbatches} microbatches", flush=True)
     settings = "features side batch microbatches rate seed".split()
     checkpoints = Checkpoints(options, settings)
     start, state = checkpoints.resume(state)
@@ -74,26 +73,26 @@ def train(options) -> None:
     print(f"parameters {digest(state.params)}")
 
 
-def main(arguments=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--plan", metavar="TARGET", help="let jaxmem.fit choose for a GPU, and end")
-    parser.add_argument("--plan-batch", type=int, default=8)
-    parser.add_argument("--budget", help="for --plan; default: what is usable on the GPU")
-    parser.add_argument("--allow", action="append", default=[], help="as for jaxmem.fit")
-    parser.add_argument("--features", type=int, default=8)
-    parser.add_argument("--side", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--microbatches", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--print-every", type=int, default=25)
-    add_options(parser, every=50)
-    options = parser.parse_args(arguments)
-    try:
-        plan(options) if options.plan else train(options)
-    except jaxmem.JaxmemError as error:
-        raise SystemExit(f"error: {error}") from error
+def main() -> None:
+    arguments = parser(
+        __doc__,
+        plan_batch=8,
+        features=8,
+        side=64,
+        batch=16,
+        microbatches=2,
+        steps=150,
+        rate=3e-3,
+        seed=0,
+        print_every=25,
+        save_every=50,
+    )
+    arguments.add_argument(
+        "--plan", metavar="TARGET", help="let jaxmem.fit choose for a GPU, and end"
+    )
+    arguments.add_argument("--budget", help="for --plan; default: what is usable on the GPU")
+    arguments.add_argument("--allow", action="append", default=[], help="as for jaxmem.fit")
+    run(lambda options: plan(options) if options.plan else train(options), arguments)
 
 
 if __name__ == "__main__":

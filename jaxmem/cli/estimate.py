@@ -9,7 +9,9 @@ from jaxmem.targets import target
 
 
 def add_estimate(commands) -> None:
-    about = "compile a step for a GPU, which need not be there, and say where its memory goes"
+    about = (
+        "compile a step for an accelerator, which need not be there, and say where its memory goes"
+    )
     parser = add_command(commands, "estimate", _estimate, about)
     parser.add_argument("step", help=STEP)
     add_target(parser)

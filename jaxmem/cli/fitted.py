@@ -17,7 +17,7 @@ def add_fit(commands) -> None:
     about = "choose the levers that make a step fit; exit code 3 if nothing does"
     parser = add_command(commands, "fit", _fit, about)
     parser.add_argument("problem", help=f"{FIT}; options given here win")
-    parser.add_argument("--target", help="a GPU's name (default: local)")
+    parser.add_argument("--target", help="a target's name (default: local)")
     parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the target's)")
     for name, about, known in (
         ("allow", "what may be done although it changes the numerics", allowed()),

@@ -1,16 +1,23 @@
-"""``jaxmem install-compiler``: XLA's compiler for devices that are not there."""
+"""``jaxmem install-compiler``: XLA's compilers for devices that are not there."""
 
-from jaxmem.targets import install_compiler
+from jaxmem.targets import FAMILIES
 
 
 def add_install(commands) -> None:
-    about = "install XLA's compiler for GPUs that are not in the machine"
+    """Adds the command, with an option for the version of each family's compiler."""
+    about = "install XLA's compiler for accelerators that are not in the machine"
     parser = commands.add_parser("install-compiler", help=about, description=about)
     parser.set_defaults(run=_install)
-    parser.add_argument("--cuda", type=int, default=13, help="13, or 12 for V100 (default: 13)")
+    for family in FAMILIES.values():
+        parser.add_argument(f"--{family.name}", type=int, help=family.versions)
 
 
 def _install(options) -> int:
-    print("XLA's GPU compiler: installing once for this version of jaxlib", flush=True)
-    print(f"XLA's GPU compiler is in {install_compiler(options.cuda)}")
+    chosen = {name: getattr(options, name) for name in FAMILIES}
+    if not any(chosen.values()):
+        chosen = {next(iter(FAMILIES)): None}
+    for name, version in chosen.items():
+        if version is not None or len(chosen) == 1:
+            print(f"XLA's compiler for {name}: installing once for this version of jaxlib")
+            print(f"XLA's compiler for {name} is in {FAMILIES[name].install(version)}", flush=True)
     return 0

@@ -17,8 +17,10 @@ def add_command(commands, name: str, run: Callable[[Any], int], about: str):
 
 
 def add_target(parser) -> None:
-    parser.add_argument("--target", default="local", help="a GPU's name (default: local)")
-    parser.add_argument("--count", type=int, default=1, help="GPUs of a sharded step (default: 1)")
+    parser.add_argument("--target", default="local", help="a target's name (default: local)")
+    parser.add_argument(
+        "--count", type=int, default=1, help="devices of a sharded step (default: 1)"
+    )
 
 
 def add_files(parser) -> None:

@@ -18,7 +18,7 @@ def add_plan(commands) -> None:
     about = "plan what a loss saves and recomputes within a budget; exit code 3 if none fits"
     parser = add_command(commands, "plan", _plan, about)
     parser.add_argument("loss", help=LOSS)
-    parser.add_argument("--target", help="a GPU's name: compile the plan for it, and correct it")
+    parser.add_argument("--target", help="a target's name: compile the plan for it, and correct it")
     parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the least memory)")
     parser.add_argument("--reserved", default="0", help="of it, for the optimizer's state, say")
     parser.add_argument("--planner", default="dp", help="dp, dots or sqrt (default: dp)")
@@ -32,7 +32,7 @@ def add_plan(commands) -> None:
 def _plan(options) -> int:
     check_files(options)
     if options.html and not options.target:
-        raise JaxmemError("--html shows what was compiled: name a GPU to compile for (--target).")
+        raise JaxmemError("--html shows what was compiled: name a target to compile for.")
     loss, args = load(options.loss, "loss")
     reserved = 0 if options.reserved == "0" else options.reserved
     common: dict[str, Any] = {"planner": options.planner, "target": options.target}

@@ -9,7 +9,7 @@ from jaxmem.targets import known_targets
 
 
 def add_targets(commands) -> None:
-    add_command(commands, "targets", _targets, "list the GPUs that can be compiled for")
+    add_command(commands, "targets", _targets, "list the accelerators that can be compiled for")
 
 
 def _targets(options) -> int:

@@ -34,7 +34,7 @@ class Costs:
             try:
                 traced = TracedFunction(problem.step(levers).loss, (params, part, *others), {}, 0)
                 # Of a share of a program on several GPUs the budget may be more than one has.
-                constraints = Constraints(left or 2**62, 0, problem.gpu, "dp", offload)
+                constraints = Constraints(left or 2**62, 0, problem.device, "dp", offload)
                 self._plans[key] = constraints.plan(traced.program)
             except BudgetError as error:
                 self._plans[key] = error.lowest or 0
@@ -70,7 +70,7 @@ class Costs:
         moments = bytes_of(problem.state(levers.replace(moments=False)).opt_state)
         moved = 3 * params + 2 * moments  # parameters and gradients read, parameters written
         added = sum(lever.seconds(problem, levers) for lever, _ in levers.used())
-        return moved / problem.gpu.memory_bandwidth + added
+        return moved / problem.device.memory_bandwidth + added
 
     def budget(self, levers: Levers, allowed: int | None = None) -> Budget:
         """A budget of the whole step on each device, of which the optimizer's state and what the

@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.ground.bytes import device_budget, format_bytes
-from jaxmem.ground.checks import is_count
+from jaxmem.ground.checks import check_callable, is_count
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports import MemoryReport, memory
-from jaxmem.targets import LocalDevice, Target, resolve
-
-_EVERY = 8  # examples: what GPUs' matmuls like
+from jaxmem.targets import LocalDevice, Target, family_of, resolve
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -125,12 +123,15 @@ def max_batch_size(
     >>> int(answer) % 8, answer.report.device <= 2**20
     (0, True)
     """
+    check_callable(step, "jaxmem.max_batch_size")
     chosen = resolve(target)
     if budget is None and not chosen.usable_bytes:
         raise JaxmemError(f"The memory of {chosen} is not known; pass a budget=.")
     budget = "100%" if budget is None else budget
     allowed = device_budget(budget, chosen.usable_bytes, chosen.name)
-    multiple = math.lcm(_EVERY, chosen.count) if multiple is None else multiple
+    multiple = (
+        math.lcm(family_of(chosen.known).multiple, chosen.count) if multiple is None else multiple
+    )
     for name, value, least in (("multiple", multiple, 1), ("compilations", compilations, 2)):
         if not is_count(value, least):
             raise JaxmemError(f"{name}= takes an int of {least} or more; got {value!r}.")

@@ -15,14 +15,14 @@ from jaxmem import jaxprs
 from jaxmem.fitting.levers import LEVERS, Levers, allowed, kept
 from jaxmem.fitting.sizes import bytes_of
 from jaxmem.ground.bytes import device_budget
-from jaxmem.ground.checks import check_optimizer
+from jaxmem.ground.checks import check_callable, check_optimizer
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision, precision as parse_precision
 from jaxmem.levers.sharding import Sharding, shard
-from jaxmem.rematerialization import COMPILER_OPTIONS, Plan, remat
-from jaxmem.targets import LocalDevice, Target, resolve
-from jaxmem.training.step import TrainState, TrainStep, train_step
+from jaxmem.rematerialization import Plan, remat
+from jaxmem.targets import LocalDevice, Target, example, family_of, resolve
+from jaxmem.training import TrainState, TrainStep, train_step
 
 
 class Problem:
@@ -31,7 +31,7 @@ class Problem:
     Attributes:
         options: the settings of the levers to search.
         refused: what is not searched, by name, and why.
-        reduction: what the loss is over its examples, or is taken for.
+        reduction: what the loss is taken for where it is not proved.
         offload: whether residuals of scans may wait in host memory.
     """
 
@@ -52,6 +52,7 @@ class Problem:
         allow: str | Collection[str] = (),
         keep: str | Collection[str] = (),
     ):
+        check_callable(loss_fn, "jaxmem.fit")
         check_optimizer(optimizer, "jaxmem.fit")
         self.loss_fn, self.optimizer = loss_fn, optimizer
         self.params, self.model_state, self.key = params, model_state, key
@@ -67,7 +68,7 @@ class Problem:
         self.budget = device_budget(budget, self.target.usable_bytes, self.target.name)
         self._check_batch()
         self.refused: dict[str, str] = {}
-        self.reduction = "mean"
+        self.reduction: str | None = None
         self._steps: dict[Levers, TrainStep] = {}  # before they are planned
         self._states: dict[Levers, TrainState] = {}
         # Residuals of scans may wait in host memory; of partitioned programs nobody has tried it.
@@ -92,15 +93,14 @@ class Problem:
         if target.count != self.devices:
             raise JaxmemError(
                 f"The mesh has {self.devices} devices and the target {target.count}: pass "
-                "one GPU as target, or as many."
+                "one device as target, or as many."
             )
-        gpu = target.gpu if isinstance(target, LocalDevice) else target
-        if gpu is None:
+        if target.known is None:
             raise JaxmemError(
-                f"jaxmem.fit plans for a GPU whose figures it knows, and {target.description} "
-                "is none. Name one: target='h200' (python -m jaxmem targets lists them)."
+                f"jaxmem.fit plans for a device whose figures it knows, and {target.description} "
+                f"is none. Name one: {example()} (python -m jaxmem targets lists them)."
             )
-        self.target, self.gpu = target, dataclasses.replace(gpu, count=1)
+        self.target, self.device = target, dataclasses.replace(target.known, count=1)
         if mesh is not None:
             self.batch = shard(mesh).place_batch(self.batch)
 
@@ -147,13 +147,14 @@ class Problem:
         transform: Callable | None = functools.partial(remat, plan=plan)
         if plan is not None and not (plan.recomputes or plan.widens):
             transform = None
+        planned = family_of(self.device).compiler_options
         step = train_step(
             self.loss_fn,
             optimizer,
             remat=transform,
             reduction=self.reduction,
             loss_scale=self.loss_scale,
-            compiler_options=plan.compiler_options if plan else dict(COMPILER_OPTIONS),
+            compiler_options=plan.compiler_options if plan else dict(planned),
             **options,
         )
         step.abstract(self.params, model_state=self.model_state, key=self.key)

@@ -16,7 +16,7 @@ from jaxmem.ground.checks import is_count
 from jaxmem.ground.errors import CompileError, JaxmemError
 from jaxmem.rematerialization import Outcome, Plan, Search as CompiledSearch
 from jaxmem.reports import MemoryReport, memory
-from jaxmem.training.step import TrainStep
+from jaxmem.training import TrainStep
 
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between

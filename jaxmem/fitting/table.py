@@ -80,9 +80,9 @@ class Fitting:
             numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
             lines.append("  ".join([name.ljust(widths[0]), *numbers, verdict]).rstrip())
         lines += [f"not searched: {name}: {why}" for name, why in self.refused.items()]
-        known = "have not been compared with a real GPU's"
+        known = "have not been compared with a real device's"
         if time_error(self.target) is not None:
-            known = "are as far from measured ones on such a GPU as is printed (in the median)"
+            known = "are as far from measured ones on such a device as is printed (in the median)"
         how = "roofline, and the host link with nothing overlapped"
         lines.append(f"times are predicted ({how}) and {known}")
         return "\n".join(lines)
@@ -118,8 +118,7 @@ def holders(report: MemoryReport, most: int = 3) -> str:
 
 def time_error(target: Target | LocalDevice) -> float | None:
     """How far predicted times may be off there; None: unchecked."""
-    gpu = target.gpu if isinstance(target, LocalDevice) else target
-    return gpu.time_error if gpu else None
+    return target.known.time_error if target.known else None
 
 
 def milliseconds(candidate: Candidate, target: Target | LocalDevice) -> str:

@@ -116,7 +116,7 @@ class Verdicts:
         kept = [name for name in problem.refused if name in problem.keep]
         if kept:
             lines.append(f"What is kept and need not be: {', '.join(map(repr, kept))}.")
-        lines.append("Or raise the budget, shrink the batch, or shard over more GPUs.")
+        lines.append("Or raise the budget, shrink the batch, or shard over more devices.")
         return " ".join(lines)
 
 

@@ -1,7 +1,8 @@
 """Arguments checked at the door, before anything is traced or allocated."""
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -98,8 +99,45 @@ def check_optimizer(optimizer: Any, name: str) -> None:
         )
 
 
+def check_callable(fun: Any, name: str) -> None:
+    """Raises `JaxmemError` if ``fun``, the argument of ``name``, is no function."""
+    if not callable(fun):
+        raise JaxmemError(f"{name} takes a function of arrays; got {shown(fun)}.")
+
+
+@contextlib.contextmanager
+def noted(called: str, fun: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
+    """Adds to what a user's function raises, while it is traced, what it was given. ``called`` is
+    its name. Where one function calls another, the inner one's note stands."""
+    start = "jaxmem: while tracing "
+    try:
+        yield
+    except JaxmemError:
+        raise
+    except Exception as error:
+        if not any(note.startswith(start) for note in getattr(error, "__notes__", ())):
+            given = _named(fun, args, kwargs)
+            shapes = "; ".join(f"{name}: {shapes_of(value)}" for name, value in given.items())
+            error.add_note(f"{start}{called}({', '.join(given)}) with {shapes}.")
+        raise
+
+
+def name_of(fun: Callable) -> str:
+    """A function as messages name it."""
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def _named(fun: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    try:
+        return dict(inspect.signature(fun).bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):  # built in: what it takes is not known
+        return {f"args[{number}]": value for number, value in enumerate(args)} | kwargs
+
+
 def check_call(fun: Callable, args: tuple, kwargs: dict, name: str) -> None:
-    """Raises `JaxmemError` if ``fun`` cannot be called with these arguments."""
+    """Raises `JaxmemError` if ``fun`` is no function, or cannot be called with these arguments."""
+    check_callable(fun, name)
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):
@@ -119,13 +157,26 @@ def check_same(name: tuple[str, str], expected: Any, place: str, found: Any) -> 
 
     ``name`` is what the tree is, and where the expected one comes from.
     """
-    wanted, given = _shapes(expected), _shapes(found)
+    wanted, given = (
+        {
+            jax.tree_util.keystr(path): leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (expected, found)
+    )
     for path in [*wanted, *given]:
-        here, there = (shapes.get(path, "absent") for shapes in (given, wanted))
+        at = name[0] + path
+        if path not in given:
+            expected = _kind(wanted[path])
+            raise JaxmemError(f"{at} is missing {place}; expected {expected}, as {name[1]}.")
+        if path not in wanted:
+            extra = _kind(given[path])
+            raise JaxmemError(f"{at} is {extra} {place}; expected nothing there, as {name[1]}.")
+        here, there = (list(jnp.shape(tree[path])) for tree in (given, wanted))
         if here != there:
             raise JaxmemError(
-                f"{name[0]}{path} is {here} {place} and {there} {name[1]}. Both must have one "
-                "structure and one shape for each array."
+                f"{at} is {here} {place} and {there} {name[1]}. Both must have one structure and "
+                "one shape for each array."
             )
 
 
@@ -177,6 +228,13 @@ def check_state(
 def _shapes(tree: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): str(list(jnp.shape(leaf))) for path, leaf in leaves}
+
+
+def _kind(leaf: Any) -> str:
+    """``an int32 scalar``, ``a float32[4, 3] array``."""
+    dtype, shape = jnp.result_type(leaf), list(jnp.shape(leaf))
+    article = "an" if str(dtype)[0] in "aeiou" else "a"
+    return f"{article} {dtype}{shape} array" if shape else f"{article} {dtype} scalar"
 
 
 def _difference(path: str, *trees: Any) -> tuple[str, str, str]:

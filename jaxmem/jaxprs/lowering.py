@@ -27,12 +27,12 @@ def to_bytecode(lowered, locations: bool = True) -> tuple[bytes, int]:
     return internals.mlir.module_to_bytecode(module), partitions
 
 
-def lower_for_cuda(traced):
-    """Lowers a traced step for CUDA on whatever machine this is. Calls into Python are left out:
-    what they return is an array of zeros that is written to memory."""
+def lower_for(traced, platform: str):
+    """Lowers a traced step for a platform on whatever machine this is. Calls into Python are left
+    out: what they return is an array of zeros that is written to memory."""
     rules = tuple((primitive, _left_out) for primitive in _callbacks())
     parameters = internals.mlir.LoweringParameters(override_lowering_rules=rules)
-    return traced.lower(lowering_platforms=("cuda",), _private_parameters=parameters)
+    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
 
 
 @functools.cache

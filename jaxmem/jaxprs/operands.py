@@ -13,14 +13,11 @@ def split_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], C
     leaves, tree = jax.tree.flatten((args, kwargs))
     at = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
 
-    def call(*dynamic):
-        filled = list(leaves)
-        for index, leaf in zip(at, dynamic, strict=True):
-            filled[index] = leaf
+    def call(*filled):
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         return fun(*inner_args, **inner_kwargs)
 
-    return [leaves[index] for index in at], call
+    return [leaves[index] for index in at], of_some(at, call, leaves)
 
 
 def of_some(at: Sequence[int], fun: Callable, operands: Sequence[Any]) -> Callable:

@@ -3,13 +3,14 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxmem.ground.errors import OffloadError
+from jaxmem.ground.errors import JaxmemError, OffloadError
+from jaxmem.targets.memories import HOST_KIND, HOST_KINDS
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
-HOST_KINDS = ("pinned_host", "unpinned_host")
 
 
 def memory_kinds() -> list[str]:
@@ -34,6 +35,18 @@ def is_committed(value) -> bool:
         and not isinstance(value, jax.core.Tracer)
         and getattr(value, "committed", False)
     )
+
+
+def memory_of(value) -> Any:
+    """Where the first piece of an array lies; None: it has none here, or is no array of JAX's."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return None
+    if value.is_deleted() or not value.size or not value.addressable_shards:
+        return None
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        value = jax.random.key_data(value)
+    piece = value.addressable_shards[0].data
+    return piece.sharding, piece.unsafe_buffer_pointer()
 
 
 def copied_on(sharding: Sharding) -> Sharding:
@@ -93,7 +106,7 @@ def abstract(value) -> Any:
 def host_sharding() -> NamedSharding:
     """Host memory of the first attached device, in a form that tracing keeps."""
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("host",))
-    return NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=HOST_KIND)
 
 
 def spec_of(sharding) -> tuple[Any, ...]:
@@ -115,3 +128,29 @@ def check_on_device(name: str, state: Any, at: str = "") -> None:
                 f"{name} was given an optimizer whose state{at}{jax.tree_util.keystr(path)} is in "
                 f"host memory. jaxmem.offload goes outside: jaxmem.offload({name}(optimizer))."
             )
+
+
+def check_devices(**trees: Any) -> None:
+    """Raises `JaxmemError` if arrays that go into one program are bound to different devices."""
+    places = [
+        (name + jax.tree_util.keystr(path), leaf.sharding.device_set)
+        for name, tree in trees.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if is_committed(leaf)
+    ]
+    for name, devices in places:
+        first, others = places[0]
+        if devices != others:
+            raise JaxmemError(
+                f"{first} is on {_devices(others)} and {name} on {_devices(devices)}, and a step "
+                "runs where all of its arrays are. Put both in one place, with "
+                "jax.device_put(batch, device), or let "
+                "jaxmem.train_step(..., sharding=jaxmem.shard(mesh)) spread them over several "
+                "devices."
+            )
+
+
+def _devices(devices: set[jax.Device]) -> str:
+    first = min(devices, key=lambda device: device.id)
+    more = f" and {len(devices) - 1} more" if len(devices) > 1 else ""
+    return f"{first.platform}:{first.id}{more}"

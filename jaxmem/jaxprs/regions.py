@@ -12,6 +12,7 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import parameters_of
 from jaxmem.jaxprs.flat import Step, context, evaluate
+from jaxmem.targets.memories import HOST_KIND
 
 
 def checkpoint_like(step: Step, fun: Callable, operands: Sequence[Any]) -> list[Any]:
@@ -41,7 +42,7 @@ class NamePolicy(_SAVE_ONLY if dataclasses.is_dataclass(_SAVE_ONLY) else object)
     def __call__(self, primitive, /, *avals, **parameters):
         name = parameters["name"] if primitive.name == "name" else None
         if name in self.offloaded:
-            return internals.partial_eval.Offloadable(src="device", dst="pinned_host")
+            return internals.partial_eval.Offloadable(src="device", dst=HOST_KIND)
         saves = name in self.saveable_names
         if not self.offloaded:
             return saves

@@ -14,6 +14,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_optimizer, check_state, shown
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets import HOST_KIND
 
 _SMALL = 2**14
 
@@ -194,7 +195,7 @@ class Sharding:
     def _place(self, tree: Any, specs: Any) -> Any:
         def put(leaf, spec):
             on_host = jaxprs.memory_space(leaf) is jaxprs.HOST
-            kind = "pinned_host" if on_host else None
+            kind = HOST_KIND if on_host else None
             sharding = NamedSharding(self.mesh, spec, memory_kind=kind)
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -16,8 +16,8 @@ _FUSED = frozenset(
     device_put digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
     integer_pow iota is_finite le lgamma log log1p logistic lt max min mul name ne neg
     nextafter not optimization_barrier or population_count pow real reduce_and reduce_max
-    reduce_min reduce_or reduce_precision reduce_prod reduce_sum rem reshape rev round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split
+    reduce_min reduce_or reduce_prod reduce_sum rem reshape rev round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh slice split
     sqrt square squeeze stop_gradient sub tan tanh transpose xor
     """.split()
 )
@@ -42,7 +42,9 @@ def is_fused(equation) -> bool:
     A fused operation is copied into every kernel that reads it, and each copy is differentiated
     with its part of the cotangent. The parts add up to what plain JAX has only where the rule of
     the derivative is linear in the cotangent. A `jax.custom_vjp` need not be (gradient clipping,
-    quantisation), so none of them is ever copied.
+    quantisation), so none of them is ever copied; nor is `jax.lax.reduce_precision`, which rounds
+    its cotangent. (So does a cast to a shorter dtype; its parts differ from their sum in the last
+    bits of that dtype, as they do where XLA fuses.)
     """
     name = operation_of(equation)
     if name == "custom_jvp_call" and not has_linear_rule(equation):

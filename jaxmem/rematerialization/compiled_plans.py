@@ -11,11 +11,11 @@ from jaxmem.ground.errors import JaxmemError, OffloadError
 from jaxmem.planning import Layout
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.emission import emit
-from jaxmem.rematerialization.plan import COMPILER_OPTIONS, Compiled, Plan
+from jaxmem.rematerialization.plan import Compiled, Plan
 from jaxmem.rematerialization.search import Outcome, Search
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.reports import MemoryReport, memory
-from jaxmem.targets import LocalDevice, Target
+from jaxmem.targets import LocalDevice, Target, example, family_of
 
 _WORTH = 0.01  # of the step's time: the price that one more compilation should be able to save
 _MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
@@ -23,7 +23,6 @@ _MORE = 1.06  # times the projected bytes that fit: how far projections of two p
 _ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
 _SAME = 1.002  # projected bytes this near are one plan
 _MARGIN = 1.003  # between what is expected of a plan and its budget
-_PASS_ACTS = 0.75  # of the device's memory: XLA's own pass acts at some 80 %
 
 
 class CompiledPlans:
@@ -35,8 +34,8 @@ class CompiledPlans:
         if isinstance(target, LocalDevice) and target.platform == "cpu":
             raise JaxmemError(
                 "The attached device is a CPU, whose bytes say nothing about rematerialization on "
-                "a GPU. Name the GPU to plan for (target='h200'), or leave target out to have "
-                "projected bytes."
+                f"an accelerator. Name the one to plan for ({example()}), or leave target out to "
+                "have projected bytes."
             )
         self.traced, self.target, self.constraints = traced, target, constraints
         self.planner = constraints.planner(traced.program)
@@ -137,9 +136,10 @@ class CompiledPlans:
                 "Plan without offload=True."
             )
         total, pass_bytes = report.device + reserved, None
-        if total > _PASS_ACTS * self.target.memory_bytes:
-            options = chosen.compiler_options.items()
-            with_pass = {name: value for name, value in options if name not in COMPILER_OPTIONS}
+        family = family_of(self.target.known)
+        if total > family.pass_acts * self.target.memory_bytes:
+            options, off = chosen.compiler_options, family.compiler_options
+            with_pass = {name: options[name] for name in options.keys() - off.keys()}
             pass_bytes = self.report(chosen, with_pass).device + reserved
         compiled = Compiled(total, report.work.flops, report.moved, pass_bytes)
         self.plans[layout] = dataclasses.replace(chosen, compiled=compiled)

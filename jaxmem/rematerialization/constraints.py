@@ -9,9 +9,7 @@ from jaxmem.planning import PLANNERS, Layout, Planner, Rates, lowest
 from jaxmem.program import Program
 from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.plan import Plan, Predicted
-from jaxmem.targets import LocalDevice, Target, resolve
-
-_HOST_LINK = 64e9  # bytes per second, of an H200's: where no target is named
+from jaxmem.targets import Target, family_of, known_targets, resolve
 
 
 class Constraints:
@@ -19,14 +17,14 @@ class Constraints:
     wait in host memory."""
 
     def __init__(
-        self, budget: int | None, reserved: int, gpu: Target | None, name: str, offload: bool
+        self, budget: int | None, reserved: int, device: Target | None, name: str, offload: bool
     ):
-        self.budget, self.reserved, self.gpu, self.name = budget, reserved, gpu, name
+        self.budget, self.reserved, self.device, self.name = budget, reserved, device, name
         self.rates = Rates()
-        if gpu:
-            self.rates = Rates(gpu.fp32_flops, gpu.half_flops, gpu.memory_bandwidth)
+        if device:
+            self.rates = Rates(device.fp32_flops, device.half_flops, device.memory_bandwidth)
         if offload:
-            link = gpu.host_bandwidth if gpu else _HOST_LINK
+            link = (device or known_targets()[family_of(None).example]).host_bandwidth
             self.rates = dataclasses.replace(self.rates, host=link)
 
     @classmethod
@@ -36,23 +34,23 @@ class Constraints:
             known = ", ".join(map(repr, PLANNERS))
             raise PlanError(f"There is no planner named {planner!r}; the known ones are {known}.")
         chosen = None if target is None else resolve(target)
-        device = (chosen.usable_bytes, chosen.name) if chosen else ()
+        limits = (chosen.usable_bytes, chosen.name) if chosen else ()
         capacity = chosen.usable_bytes if chosen else None
         return cls(
-            None if budget is None else device_budget(budget, *device),
+            None if budget is None else device_budget(budget, *limits),
             0 if reserved == 0 else parse_budget(reserved, capacity),
-            chosen.gpu if isinstance(chosen, LocalDevice) else chosen,
+            chosen.known if chosen else None,
             planner,
             offload,
         )
 
-    def on_gpu(self, program: Program) -> Program:
-        """A program as the GPU runs it."""
-        return program if self.gpu is None or self.gpu.has_bfloat16 else program.widened
+    def as_run(self, program: Program) -> Program:
+        """A program as the device runs it."""
+        return program if self.device is None or self.device.has_bfloat16 else program.widened
 
     def planner(self, program: Program) -> Planner:
         """The plans that there are for a program."""
-        return PLANNERS[self.name](self.on_gpu(program), self.rates)
+        return PLANNERS[self.name](self.as_run(program), self.rates)
 
     def budget_for(self, program: Program, budget: int | None = None) -> Budget:
         """The budget (or another one) of a program, whose arguments and gradients are reserved."""
@@ -74,7 +72,7 @@ class Constraints:
 
     def write(self, program: Program, layout: Layout, planner: Planner) -> Plan:
         """A layout as a plan: with the bytes of everything, and in words."""
-        total, program = self.budget_for(program).total, self.on_gpu(program)
+        total, program = self.budget_for(program).total, self.as_run(program)
         return Plan(
             self.name,
             program.fingerprint,
@@ -94,8 +92,9 @@ class Constraints:
             choices=tuple(choices_of(program, self.rates, layout)),
             reserved=self.reserved,
             budget=self.budget,
-            target=self.gpu.name if self.gpu else "",
-            time_error=self.gpu.time_error if self.gpu else None,
+            target=self.device.name if self.device else "",
+            family=self.device.family if self.device else "",
+            time_error=self.device.time_error if self.device else None,
             widens=program.widens,
             inputs=program.types[: program.input_count],
         )

@@ -130,6 +130,6 @@ def pareto(
         tuple(constraints.write(program, layout, found) for layout in reversed(best)),
         tuple(
             (name, total(layout.peak), layout.seconds)
-            for name, layout in one_liners(constraints.on_gpu(program), constraints.rates).items()
+            for name, layout in one_liners(constraints.as_run(program), constraints.rates).items()
         ),
     )

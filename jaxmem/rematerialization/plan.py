@@ -12,10 +12,7 @@ from jaxmem.program import Program
 from jaxmem.rematerialization import plan_text
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.emission import planned_function
-
-# XLA has a rematerialization pass of its own, which acts when a program passes some 80 % of the
-# device. It pays recompute that no plan shows, so a plan is compiled without it.
-COMPILER_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+from jaxmem.targets import FAMILIES, family_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class Plan:
         rows, choices: the plan in words: its regions, and its larger values.
         reserved: bytes of the budget spoken for outside of the function.
         budget: bytes asked for, or None.
-        target: name of the GPU that it is planned for.
+        target: name of the accelerator that it is planned for, and ``family`` of its compiler.
         time_error: how far its predicted times may be off (`Target.time_error`); None: unchecked.
         widens: whether the target has no bfloat16 units and the program has matmuls or convolutions
             in bfloat16: computed in float32, from copies.
@@ -92,6 +89,7 @@ class Plan:
     reserved: int = 0
     budget: int | None = None
     target: str = ""
+    family: str = ""
     time_error: float | None = None
     widens: bool = False
     inputs: tuple[str, ...] = ()
@@ -121,7 +119,8 @@ class Plan:
         """What ``jax.jit(..., compiler_options=)`` needs to compile the program that was planned:
         XLA's own rematerialization pass off and, where bfloat16 is widened to float32, its rounding
         on (XLA leaves it out, and keeps float32 where the program has bfloat16)."""
-        return COMPILER_OPTIONS | ({"xla_allow_excess_precision": False} if self.widens else {})
+        family = FAMILIES[self.family] if self.family else family_of(None)
+        return {**family.compiler_options, **(family.widening_options if self.widens else {})}
 
     def apply(self, fun: Callable) -> Callable:
         """``fun`` with the plan's regions: `jaxmem.remat` with ``plan=``."""

@@ -12,7 +12,7 @@ from jaxmem.planning import Region, simulate
 from jaxmem.program import CONTRACTIONS, Program, contraction_flops, size_of, type_of
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction, check_function
-from jaxmem.targets import LocalDevice, Target, known_targets, resolve
+from jaxmem.targets import LocalDevice, Target, family_of, known_targets, resolve
 
 _DEAR = 1.25  # times the time of writing the result
 
@@ -64,7 +64,7 @@ def remat_policy(
     (3, 3)
     """
     if target is not None:
-        _gpu(resolve(target))
+        _known(resolve(target))
     if fun is not None:
         check_function(fun, "jaxmem.remat_policy")
         check_call(fun, args, kwargs, "jaxmem.remat_policy")
@@ -74,15 +74,14 @@ def remat_policy(
     def policy(primitive, /, *avals, **parameters) -> bool:
         if primitive.name not in CONTRACTIONS:
             return False
-        gpu = _gpu(
-            target and resolve(target)
-        )  # not sooner: asking for the attached device starts JAX's backends
+        # Not sooner: asking for the attached device starts JAX's backends.
+        device = _known(target and resolve(target))
         result = jaxprs.result_of(primitive, avals, parameters)
         written = size_of(result)
         moved = written + sum(map(size_of, avals))
         work = contraction_flops(primitive.name, avals, result, parameters)
-        seconds = max(work / gpu.flops_per_second(avals[0].dtype), moved / gpu.memory_bandwidth)
-        return seconds >= _DEAR * written / gpu.memory_bandwidth
+        rate, bandwidth = device.flops_per_second(avals[0].dtype), device.memory_bandwidth
+        return max(work / rate, moved / bandwidth) >= _DEAR * written / bandwidth
 
     return jaxprs.OperationPolicy(policy)
 
@@ -155,12 +154,12 @@ def _results(program: Program, numbers: list[int]) -> set[int]:
 
 
 @functools.cache
-def _gpu(target: Target | LocalDevice | None) -> Target:
+def _known(target: Target | LocalDevice | None) -> Target:
     chosen = target or resolve(None)
     if isinstance(chosen, Target):
         return chosen
-    if chosen.gpu or target is None:
-        return chosen.gpu or known_targets()["h200"]
+    if chosen.known or target is None:
+        return chosen.known or known_targets()[family_of(None).example]
     raise JaxmemError(
         f"The rates of the attached device ({chosen.description}) are not known, so what is dear "
         f"on it is not either. Name a target: {', '.join(known_targets())}."

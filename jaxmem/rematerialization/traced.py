@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import array_call
+from jaxmem.ground.checks import name_of, noted, shapes_of
 from jaxmem.ground.errors import JaxmemError, PlanError
 from jaxmem.program import Program, read_program
 
@@ -29,7 +30,8 @@ class TracedFunction:
         self.has_aux = has_aux
         with array_call(fun, args, kwargs) as call:
             self.leaves, self.value = call.leaves, call.value
-            self.flat = jaxprs.flatten(call.fun, call.leaves, open_regions)
+            with noted(name_of(fun), fun, args, kwargs):
+                self.flat = jaxprs.flatten(call.fun, call.leaves, open_regions)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
         wanted = _differentiated(argnums, args)
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
@@ -41,8 +43,8 @@ class TracedFunction:
         is to be a loss and is no floating-point scalar."""
         outputs = jax.tree.unflatten(self.flat.out_tree, map(self.flat.aval, self.flat.outputs))
         outputs = self.value(outputs)
-        if self.has_aux and isinstance(outputs, tuple):
-            outputs = outputs[0]
+        if self.has_aux:
+            outputs = _loss_of(outputs, name)
         leaves = jax.tree.leaves(outputs)
         floating = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
         found = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves[:4]) or "nothing"
@@ -63,6 +65,18 @@ class TracedFunction:
         """The value and gradient of a function of the array leaves."""
         real = [at for at in self.wanted if jnp.issubdtype(self.leaves[at].dtype, jnp.inexact)]
         return jax.value_and_grad(fun, real, self.has_aux)
+
+
+def _loss_of(results: Any, name: str) -> Any:
+    """The loss of a function with ``has_aux=True``."""
+    several = isinstance(results, tuple | list)
+    if not several or len(results) != 2:
+        count = f"{len(results)} values, " if several else ""
+        raise PlanError(
+            f"{name}(..., has_aux=True) takes a function that returns (loss, aux), and it returns "
+            f"{count}{shapes_of(results)}. Return a pair, or leave has_aux out."
+        )
+    return results[0]
 
 
 def read(flat: jaxprs.FlatJaxpr, differentiated: frozenset[int] | None = None) -> Program:

@@ -13,7 +13,7 @@ import jax
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.checks import check_call
+from jaxmem.ground.checks import check_call, name_of, noted
 from jaxmem.ground.errors import CompileError, JaxmemError, JaxmemWarning, OffloadError
 from jaxmem.reports.cpu import CPU_NOTE, is_cpu
 from jaxmem.reports.report import MemoryReport
@@ -21,7 +21,7 @@ from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument, describe_arguments
 from jaxmem.reports.where.reading import DUMPED
 from jaxmem.reports.xla.header import donated_arguments, results_on_host
-from jaxmem.targets import LocalDevice, Target, compile_module, resolve
+from jaxmem.targets import LocalDevice, Target, family_of, resolve
 
 
 def memory(
@@ -71,7 +71,7 @@ def memory(
     args, kwargs = jax.tree.map(jaxprs.abstract, (args, kwargs))
     if isinstance(chosen, LocalDevice):
         return _local(jitted, args, kwargs, chosen, compiler_options)
-    traced = jitted.trace(*args, **kwargs)
+    traced = _traced(jitted, args, kwargs)
     callback = jaxprs.find_callback(traced.jaxpr.jaxpr)
     if callback:
         warnings.warn(
@@ -81,7 +81,8 @@ def memory(
             JaxmemWarning,
             stacklevel=2,
         )
-    lowered = jaxprs.lower_for_cuda(traced)
+    family = family_of(chosen)
+    lowered = jaxprs.lower_for(traced, family.platform)
     module, partitions = jaxprs.to_bytecode(lowered, locations=timeline)
     if partitions != chosen.count:
         raise JaxmemError(
@@ -90,7 +91,7 @@ def memory(
             "shard the arguments over a mesh of that size."
         )
     options = jaxprs.compiler_options(lowered) | (compiler_options or {})
-    compiled = compile_module(module, chosen, options=options, timeout=timeout, dump=timeline)
+    compiled = family.compile(module, chosen, options, timeout, timeline)
     described = _arguments(jitted, traced, lowered, args, kwargs)
     report = _report(chosen, compiled.stats, compiled.hlo, compiled.dump, described)
     _check_offload(traced, lowered, compiled.hlo)
@@ -139,8 +140,13 @@ def _check_kept(traced, report: MemoryReport) -> None:
         )
 
 
+def _traced(jitted, args, kwargs):
+    with noted(name_of(jitted), jitted, args, kwargs):
+        return jitted.trace(*args, **kwargs)
+
+
 def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
-    traced = jitted.trace(*args, **kwargs)
+    traced = _traced(jitted, args, kwargs)
     lowered = traced.lower()
     with tempfile.TemporaryDirectory() as folder:
         dumping = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -153,7 +159,7 @@ def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
         dump = {
             name: gzip.compress(path.read_bytes(), 3)
             for name in DUMPED
-            for path in pathlib.Path(folder).glob(f"*_gpu_after_optimizations-{name}.txt")
+            for path in pathlib.Path(folder).glob(f"*_after_optimizations-{name}.txt")
         }
     analysis = compiled.memory_analysis()
     suffix = "_size_in_bytes"

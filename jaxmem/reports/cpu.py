@@ -1,11 +1,11 @@
 """What the bytes of a step that was compiled for the CPU are worth."""
 
-from jaxmem.targets import LocalDevice, Target
+from jaxmem.targets import LocalDevice, Target, example
 
 CPU_NOTE = (
-    "compiled for the CPU: these bytes hold for this CPU alone. A GPU's compiler fuses and "
-    "schedules otherwise, and the CPU's undoes rematerialization. Name a GPU for its bytes: "
-    "target='h200'."
+    "compiled for the CPU: these bytes hold for this CPU alone. An accelerator's compiler fuses "
+    "and schedules otherwise, and the CPU's undoes rematerialization. Name one for its bytes: "
+    f"{example()}."
 )
 
 

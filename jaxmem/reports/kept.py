@@ -8,7 +8,7 @@ import jax
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.checks import check_call
+from jaxmem.ground.checks import check_call, name_of, noted
 from jaxmem.program import size_of
 from jaxmem.reports.where.arguments import argument_paths
 from jaxmem.reports.where.names import UNATTRIBUTED, modules_of, source_of
@@ -95,7 +95,9 @@ def residuals(fun: Callable, *args: Any, **kwargs: Any) -> Residuals:
     leaves, call = jaxprs.split_arrays(fun, args, kwargs)
     paths = argument_paths(fun, args, kwargs)
     found = []
-    for kept in jaxprs.saved_residuals(call, leaves):
+    with noted(name_of(fun), fun, args, kwargs):
+        every = jaxprs.saved_residuals(call, leaves)
+    for kept in every:
         if kept.equation is not None:
             operation = kept.operation
             source = source_of(Frame(*frame) for frame in kept.frames)

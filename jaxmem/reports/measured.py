@@ -13,6 +13,7 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports.compiled import memory
 from jaxmem.reports.report import MemoryReport
 from jaxmem.reports.where.arguments import argument_names
+from jaxmem.targets import HOST_KIND
 
 _NO_STATISTICS = (
     "the {} keeps no statistics of its memory, so the allocator's peak is not known; the figures "
@@ -150,7 +151,7 @@ def _device() -> jax.Device:
 
 def _bytes_here(leaf: Any) -> int:
     """Bytes of an array on the device."""
-    if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind == "pinned_host":
+    if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind == HOST_KIND:
         return 0
     return sum(s.data.nbytes for s in leaf.addressable_shards if s.device == _device())
 

@@ -21,7 +21,7 @@ from jaxmem.reports.where.reading import DUMPED, read_map
 from jaxmem.reports.where.timeline import Timeline
 from jaxmem.reports.xla.schedule import Collectives, Transfers, count_collectives, find_transfers
 from jaxmem.reports.xla.work import Work, count_bytes, count_work
-from jaxmem.targets import LocalDevice, Target
+from jaxmem.targets import LocalDevice, Target, example
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -128,7 +128,7 @@ class MemoryReport:
                 f"There is no timeline of what was compiled for {self.target}: XLA's CPU compiler "
                 "writes no live ranges, nor are they found where compiler_options has its own "
                 "xla_dump_to, or timeline=False was asked for. Totals are there; for the timeline "
-                "name a GPU, as in jaxmem.memory(step, *args, target='h200')."
+                f"name a target, as in jaxmem.memory(step, *args, {example()})."
             )
         return read_map(self.dump, self.hlo, self.arguments, self.on_device, self.on_host)
 

@@ -51,3 +51,10 @@ def test_equinox_learns_digits_within_a_budget():
     assert "  chosen: the least predicted time that fits\n" in text
     accuracy = float(re.search(r"held-out accuracy (\S+)%", text)[1])
     assert accuracy > 85
+
+
+def test_what_jaxmem_refuses_ends_an_example_with_a_line():
+    command = [sys.executable, str(EXAMPLES / "unet/train.py"), "--plan", "gpu-of-tomorrow"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "gpu-of-tomorrow" in done.stderr

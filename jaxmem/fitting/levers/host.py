@@ -27,4 +27,4 @@ class HostLever(Lever):
 
     def seconds(self, problem, levers):
         """It is fetched and sent back, with nothing overlapped."""
-        return 2 * problem.host_bytes(levers) / problem.gpu.host_bandwidth
+        return 2 * problem.host_bytes(levers) / problem.device.host_bandwidth

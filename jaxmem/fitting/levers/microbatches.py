@@ -36,9 +36,9 @@ class MicrobatchesLever(Lever):
                 step.plain_loss, batch, parts, state.params, state.model_state, state.key
             )
             if proof.reduction is not None:
-                problem.reduction = proof.reduction
                 return fewer
         if "statistics" in problem.allow:
+            problem.reduction = "mean"
             return counts
         kept = "it is to be kept" if "statistics" in problem.keep else "allow=('statistics',)"
         problem.refused["statistics"] = f"the loss cannot be cut: {proof.why}; {kept}"
@@ -58,4 +58,4 @@ class MicrobatchesLever(Lever):
     def seconds(self, problem, levers):
         """The sum is read and written, and the gradients read, for each slice."""
         moved = 3 * levers.microbatches * bytes_in_float32(problem.state(levers).params)
-        return moved / problem.gpu.memory_bandwidth
+        return moved / problem.device.memory_bandwidth

@@ -23,10 +23,9 @@ class PrecisionLever(Lever):
         if problem.precision is not None and problem.precision.compute.itemsize <= 2:
             return [own]
         may = problem.may("precision")
-        if may and not problem.gpu.has_bfloat16:
-            major, minor = problem.gpu.compute_capability
+        if may and not problem.device.has_bfloat16:
             problem.refused["precision"] = (
-                f"a GPU of compute capability {major}.{minor} has no bfloat16 arithmetic; "
+                f"{problem.device.kind} has no bfloat16 arithmetic; "
                 "precision='fp16' with loss_scale=jaxmem.LossScale() is for it"
             )
         elif may:

@@ -132,13 +132,13 @@ def accumulate(
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
         return turn(updates, state, params, flush, extra, lambda updates, _: updates, zeros)
 
-    def update_params(gradients, state, params):
+    def update_params(gradients, state, params, **extra: Any):
         _check_call(gradients, state)
 
         def finish(updates, params):
             return optax.apply_updates(params, updates)
 
-        return turn(gradients, state, params, False, {}, finish, params)
+        return turn(gradients, state, params, False, extra, finish, params)
 
     return _Accumulation(init, update, update_params)
 
@@ -168,13 +168,22 @@ class _Accumulation(optax.GradientTransformationExtraArgs):
 
 
 def update_params(
-    optimizer: optax.GradientTransformationExtraArgs, gradients: Any, state: Any, params: Any
+    optimizer: optax.GradientTransformationExtraArgs,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    **extra: Any,
 ) -> tuple[Any, Any]:
     """Parameters and optimizer state after one call of an optimizer."""
     if isinstance(optimizer, _Accumulation):
-        return optimizer.update_params(gradients, state, params)
-    updates, state = optimizer.update(gradients, state, params)
+        return optimizer.update_params(gradients, state, params, **extra)
+    updates, state = optimizer.update(gradients, state, params, **extra)
     return optax.apply_updates(params, updates), state
+
+
+def accumulates(opt_state: Any) -> bool:
+    """Whether gradients are accumulated anywhere in an optimizer."""
+    return bool(_cycles(opt_state))
 
 
 def skips_nonfinite(opt_state: Any) -> bool:

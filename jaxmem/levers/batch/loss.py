@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmem.ground.checks import check_arrays, check_same, is_numeric, shapes_of
+from jaxmem.ground.checks import check_arrays, check_same, is_numeric, noted, shapes_of
 from jaxmem.ground.errors import JaxmemError
 
 
@@ -31,18 +31,8 @@ def call_loss(loss_fn: Callable, params: Any, batch: Any, model_state: Any, key:
     given = {"model_state": model_state, "key": key}
     given = {name: value for name, value in given.items() if value is not None}
     check_signature(loss_fn, *given)
-    try:
+    with noted("loss_fn", _form, (params, batch), {}):
         results = loss_fn(params, batch, **given)
-    except JaxmemError:
-        raise
-    except Exception as error:
-        note = (
-            f"jaxmem: while tracing loss_fn(params, batch) with params: {shapes_of(params)}; "
-            f"batch: {shapes_of(batch)}."
-        )
-        if note not in getattr(error, "__notes__", ()):  # where one loss function calls another
-            error.add_note(note)
-        raise
     parts = results if isinstance(results, tuple) else (results,)
     expected = "loss" if model_state is None else "(loss, model_state)"
     held = 1 if model_state is None else 2
@@ -100,6 +90,10 @@ def check_signature(loss_fn: Callable, *given: str) -> None:
         raise JaxmemError(
             f"{written} cannot be called as loss_fn(params, batch{extras}): {error}."
         ) from error
+
+
+def _form(params: Any, batch: Any) -> None:
+    """The names that a loss function's arguments have in messages."""
 
 
 _EXTRAS = {"model_state": "model_state=...", "key": "key=jax.random.key(0)"}

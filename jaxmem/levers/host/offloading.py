@@ -12,7 +12,15 @@ import jax
 import optax
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import check_alike, check_optimizer, check_state, shown
+from jaxmem.ground.checks import (
+    check_alike,
+    check_call,
+    check_optimizer,
+    check_state,
+    name_of,
+    noted,
+    shown,
+)
 from jaxmem.ground.errors import JaxmemError, OffloadError
 from jaxmem.levers.host.streaming import nested, stream
 from jaxmem.levers.host.transfers import offloadable, on_host, to_host
@@ -167,11 +175,16 @@ def eval_shape(fun: Callable, *args: Any, **kwargs: Any) -> Any:
     Returns:
         What ``fun`` returns, with `jax.ShapeDtypeStruct` in place of arrays.
 
+    Raises:
+        JaxmemError: ``fun`` is no function, or does not take these arguments.
+
     >>> import jax, jax.numpy as jnp, jaxmem, optax
     >>> state = jaxmem.eval_shape(jaxmem.offload(optax.adam(1e-3)).init, jnp.ones((64, 64)))
     >>> state[0].mu.sharding.memory_kind
     'pinned_host'
     """
     args, kwargs = jax.tree.map(jaxprs.abstract, (args, kwargs))
-    avals, tree = jaxprs.output_avals(fun, args, kwargs)
+    check_call(fun, args, kwargs, "jaxmem.eval_shape")
+    with noted(name_of(fun), fun, args, kwargs):
+        avals, tree = jaxprs.output_avals(fun, args, kwargs)
     return jax.tree.unflatten(tree, [jaxprs.abstract(aval) for aval in avals])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxmem import jaxprs
 from jaxmem.ground.errors import OffloadError
+from jaxmem.targets import HOST_KIND
 
 
 def on_host(leaf: Any) -> bool:
@@ -25,7 +26,7 @@ def to_host(leaf: Any) -> Any:
     if not offloadable(leaf):
         return leaf
     kinds = jaxprs.memory_kinds()
-    if "pinned_host" not in kinds:
+    if HOST_KIND not in kinds:
         raise OffloadError(
             f"Arrays are to be kept in pinned host memory, and the devices of this platform "
             f"({jax.default_backend()}) have {' and '.join(kinds) or 'no memory kinds'}. "

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmem.ground.checks import check_callable
 from jaxmem.ground.errors import JaxmemError
 
 _SAME_SIZE = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
@@ -127,6 +128,8 @@ def value_and_update(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     >>> print(gradient, stack.params[0])
     [1. 1.] [0.9 0.9]
     """
+
+    check_callable(loss_fn, "jaxmem.value_and_update")
 
     @functools.wraps(loss_fn)
     def wrapped(params, stacks, *args, **kwargs):

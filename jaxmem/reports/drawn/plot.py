@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets import example
 
 # Okabe and Ito's colours and two greys: told apart by the colour-blind too.
 COLORS = {
@@ -49,7 +50,7 @@ def check_timeline(about: dict[str, Any]) -> None:
     if "timeline" not in about:
         raise JaxmemError(
             f"There is no timeline of what was compiled for {about['target']}, and so no page and "
-            "no plot of it. Name a GPU, as in jaxmem.memory(step, *args, target='h200')."
+            f"no plot of it. Name a target, as in jaxmem.memory(step, *args, {example()})."
         )
 
 

@@ -12,7 +12,7 @@ UNATTRIBUTED = "(not attributed)"
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "jaxmem")
 
 # Beyond these functions of jaxmem a stack has only the line that asked for the report.
-_REPORTING = ("memory", "lower_for_cuda", "saved_residuals")
+_REPORTING = ("memory", "lower_for", "saved_residuals")
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|pmap|shard_map)\((.*)\)$")
 _NOT_A_MODULE = re.compile(
     r"^(?:jit\(.*\)|checkpoint|remat\d*|rematted_computation|while|body|cond|closed_call|eval_jaxpr"

@@ -15,7 +15,7 @@ from typing import ClassVar
 from jaxmem.ground.errors import CompileError
 from jaxmem.targets.cache import Compiled, read, result_path, write
 from jaxmem.targets.cuda.install import Compiler, cache_folder, find_compiler
-from jaxmem.targets.figures import Target
+from jaxmem.targets.cuda.target import CudaTarget
 
 _WORKER = pathlib.Path(__file__).with_name("worker.py")
 _NO_TILES = "Couldn't find output tile sizes"
@@ -24,7 +24,7 @@ _TRITON = "xla_gpu_enable_triton_gemm"
 
 def compile_module(
     module: bytes,
-    target: Target,
+    target: CudaTarget,
     *,
     options: dict | None = None,
     timeout: float = 3600,

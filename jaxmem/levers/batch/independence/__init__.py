@@ -4,4 +4,8 @@ Microbatches add up gradients of slices. That is exact for a mean, or a sum, ove
 not see one another, and for nothing else. README.md beside this file tells how it is proved.
 """
 
-from jaxmem.levers.batch.independence.proof import Proof as Proof, reduction_of as reduction_of
+from jaxmem.levers.batch.independence.proof import (
+    Metric as Metric,
+    Proof as Proof,
+    reduction_of as reduction_of,
+)

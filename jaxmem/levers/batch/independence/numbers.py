@@ -91,4 +91,6 @@ def _number(value: Any) -> Any:
     if jaxprs.is_opaque(value) or np.ndim(value) != 0:
         return None
     number = np.asarray(value).item()
+    if isinstance(number, complex) and not number.imag:
+        return number.real
     return number if isinstance(number, bool | int | float) else None

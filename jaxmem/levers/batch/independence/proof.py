@@ -1,6 +1,8 @@
 """The question that is asked of the proof, and its answer."""
 
-from collections.abc import Callable, Collection
+import dataclasses
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxmem import jaxprs
 from jaxmem.levers.batch.independence.kinds import (
+    ANOTHER,
     Each,
     Free,
     Kind,
@@ -16,16 +19,39 @@ from jaxmem.levers.batch.independence.kinds import (
     Unproved,
     close,
     first_line,
+    is_same,
     mean_growth,
 )
+from jaxmem.levers.batch.independence.layout import Shapes, resized_axes
 from jaxmem.levers.batch.independence.walk import Walk
 
 
+class Metric(NamedTuple):
+    """What a metric beside the loss is over the examples.
+
+    Attributes:
+        reduction: ``"mean"`` or ``"sum"``; ``"rows"``: a row for each example, along the first
+            axis; ``"same"``: nothing of the batch; None: ``why`` says what is in the way.
+        why: a clause.
+        shape, dtype: for the whole batch.
+        form: ``"rows"``: along the first axis, and there alone, it has as many as there are
+            examples; ``"whole"``: its shape does not depend on the batch; ``"mixed"``: it does.
+    """
+
+    reduction: str | None
+    why: str
+    shape: tuple[int, ...]
+    dtype: Any
+    form: str
+
+
 class Proof(NamedTuple):
-    """``reduction`` is ``"mean"`` or ``"sum"``, or None where ``why`` says what is in the way."""
+    """``reduction`` is ``"mean"`` or ``"sum"``, or None where ``why`` says what is in the way.
+    ``metrics`` are those beside the loss, by path."""
 
     reduction: str | None
     why: str = ""
+    metrics: Mapping[str, Metric] = types.MappingProxyType({})
 
 
 def reduction_of(
@@ -39,7 +65,8 @@ def reduction_of(
     """What a loss is over the examples of a batch, the first axis of its arrays.
 
     Args:
-        loss: ``loss(params, batch, model_state, key)``, a scalar and the new model state.
+        loss: ``loss(params, batch, model_state, key)``: a scalar, the new model state and, if they
+            are asked for too, metrics.
         batch: arrays, real or abstract, as all arguments may be.
         slices: the sizes of slices for which that is to hold.
         params, model_state, key: as for the loss; from ``key`` each slice draws other numbers.
@@ -51,7 +78,7 @@ def reduction_of(
     ((size,),) = shapes
     found = Proof("mean")
     whole: jaxprs.FlatJaxpr | None = None
-    for part in sorted(set(slices) - {size}):
+    for number, part in enumerate(sorted(set(slices) - {size})):
         try:
             whole = whole or _traced(loss, size, batch, params, model_state, key)
             sliced = _traced(loss, part, batch, params, model_state, key)
@@ -59,10 +86,18 @@ def reduction_of(
             said = f"it cannot be traced with a slice of the batch ({first_line(error)})"
             return Proof(None, said)
         proof = _compared(whole, sliced, (size, part), (batch, params, model_state, key))
-        if proof.reduction is None:
-            return proof
-        found = proof
+        found = _both(found, proof) if number else proof
     return found
+
+
+def _both(one: Proof, other: Proof) -> Proof:
+    """What is proved for two sizes of slices."""
+    metrics = dict(one.metrics)
+    for path, metric in other.metrics.items():
+        before = metrics.setdefault(path, metric)
+        if before.reduction not in (None, metric.reduction):
+            metrics[path] = metric._replace(reduction=None, why=metric.why or ANOTHER.why)
+    return (one if one.reduction is None else other)._replace(metrics=metrics)
 
 
 def _traced(loss, size, batch, params, model_state, key) -> jaxprs.FlatJaxpr:
@@ -90,17 +125,79 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple) -> Proof:
     for number, new in zip(state_numbers, new_state, strict=True):
         given.append(_of_state(whole.avals[number], changed=new != number))
     given += [Free(drawn=True)] * len(key)
-    found = Walk((whole, sliced), sizes).kinds(given)
-    if isinstance(found[0], Unproved):
-        return Proof(None, found[0].why)
-    for number, new, kind in zip(state_numbers, new_state, found[1:], strict=True):
+
+    def kinds(first: int, count: int, differentiated: bool) -> list[Kind]:
+        chosen = slice(first, first + count)
+        one, two = (dataclasses.replace(x, outputs=x.outputs[chosen]) for x in (whole, sliced))
+        return Walk((one, two), sizes, differentiated).kinds(given)
+
+    states = [*zip(state_numbers, new_state, strict=True)]
+    proof = _of_loss(whole, kinds(0, 1 + len(state), True), sizes, states)
+    if whole.out_tree != sliced.out_tree:
+        return proof
+    metrics = {}
+    for path, at in _numbers_of_metrics(whole.out_tree):
+        # Each by itself: one that is another program for a slice says nothing of the others.
+        (kind,) = kinds(at, 1, False)
+        one, two = (flat.aval(flat.outputs[at]) for flat in (whole, sliced))
+        metrics[path] = _metric(kind, one, two, sizes)
+    return proof._replace(metrics=metrics)
+
+
+def _of_loss(
+    whole: jaxprs.FlatJaxpr, kinds: Sequence[Kind], sizes: Sizes, states: Sequence[tuple[int, Any]]
+) -> Proof:
+    """Of the kinds of the loss and of the new model state, whose numbers before and after are in
+    ``states``."""
+    if isinstance(kinds[0], Unproved):
+        return Proof(None, kinds[0].why)
+    for (number, new), kind in zip(states, kinds[1:], strict=True):
         if new == number:
             continue
         exact = not jnp.issubdtype(whole.avals[number].dtype, jnp.inexact)
         if not (exact and isinstance(kind, Free)):
             why = kind.why if isinstance(kind, Unproved) else "each slice changes it"
             return Proof(None, f"its model state is made from the batch: {why}")
-    return _told(found[0], sizes)
+    return _told(kinds[0], sizes)
+
+
+def _numbers_of_metrics(tree: Any) -> list[tuple[str, int]]:
+    """The path of each metric, and which of a function's results it is."""
+    results = jax.tree.unflatten(tree, range(tree.num_leaves))
+    metrics = results[2] if len(results) > 2 else {}
+    leaves = jax.tree_util.tree_leaves_with_path(metrics)
+    return [(jax.tree_util.keystr(path), at) for path, at in leaves]
+
+
+def _metric(kind: Kind, whole: Any, sliced: Any, sizes: Sizes) -> Metric:
+    """What a metric of some kind is, of its abstract values for the batch and for a slice."""
+    shapes: Shapes = tuple(whole.shape), tuple(sliced.shape)
+    form = "whole" if shapes[0] == shapes[1] else "mixed"
+    same_rank = len(shapes[0]) == len(shapes[1])
+    if same_rank and resized_axes(shapes) == [0] and (shapes[0][0], shapes[1][0]) == sizes:
+        form = "rows"
+    proof = Proof(None, "it has no row for each example along its first axis")
+    if isinstance(kind, Unproved) or not same_rank:
+        proof = Proof(None, kind.why if isinstance(kind, Unproved) else ANOTHER.why)
+    elif form != "whole":
+        if _is_rows(kind) and form == "rows":
+            proof = Proof("rows")
+    elif isinstance(kind, Free) and is_same(kind) and not kind.drawn:
+        proof = Proof("same")
+    elif isinstance(kind, Free) and close(kind.growth, 1 / mean_growth(sizes)) and not kind.moved:
+        proof = Proof("sum")
+    else:
+        proof = _told(kind, sizes)
+        if proof.reduction == "mean" and not jnp.issubdtype(whole.dtype, jnp.inexact):
+            proof = Proof(None, "whole numbers have no mean")
+    return Metric(proof.reduction, proof.why, shapes[0], whole.dtype, form)
+
+
+def _is_rows(kind: Kind) -> bool:
+    """Whether a value along whose first axis there is one index for each example has its row."""
+    if isinstance(kind, Each):
+        return kind.axis == 0 and kind.inner in (1, None) and close(kind.growth, 1)
+    return is_same(kind)
 
 
 def _of_state(aval, changed: bool) -> Free:

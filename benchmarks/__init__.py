@@ -1,0 +1,1 @@
+"""Every figure of the documentation, and the scripts that make them: see README.md."""

@@ -1,0 +1,267 @@
+"""The documentation's page "Measured": the claims, every table of results, and plots of some.
+
+``python -m benchmarks.page`` writes docs/results.md and docs/plots, which are not committed. A
+guide shows ``plots/NAME.svg``: that of the results of this name with the oldest version of jax.
+"""
+
+import json
+import re
+import shutil
+import textwrap
+from importlib import import_module
+
+from matplotlib.figure import Figure
+
+from benchmarks.__main__ import GROUPS, modules
+from benchmarks._record import RESULTS, ROOT, same_rows, source, table
+
+DOCS = ROOT / "docs"
+TIMELINE = ROOT / "examples" / "resnet50" / "report.png"
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def gib(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * UNITS[unit] / 2**30
+
+
+def titled(title: str, width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    return figure
+
+
+def bars(title: str, names: list[str], values: list[float], label: str) -> Figure:
+    figure = titled(title, 8, 0.8 + 0.4 * len(names))
+    axes = figure.add_subplot()
+    drawn = axes.barh(names[::-1], values[::-1], color="tab:blue")
+    axes.bar_label(drawn, fmt="%.4g", padding=3)
+    axes.set(xlabel=label)
+    axes.margins(x=0.12)
+    return figure
+
+
+def grouped(title: str, names: list[str], groups: dict[str, list[float]], label: str) -> Figure:
+    """Several bars for each name, one of each group."""
+    figure = titled(title, 8, 1 + 0.28 * len(names) * len(groups))
+    axes = figure.add_subplot()
+    thickness = 0.8 / len(groups)
+    for number, (group, values) in enumerate(groups.items()):
+        places = [
+            place + (number - (len(groups) - 1) / 2) * thickness for place in range(len(names))
+        ]
+        drawn = axes.barh(places, values, thickness, label=group)
+        axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize="small")
+    axes.set(xlabel=label, yticks=range(len(names)), yticklabels=names)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.legend()
+    return figure
+
+
+def columns(*shown: str, name: str = "step", label: str = "GiB, compiled"):
+    """A plot of some columns of bytes, a bar for each in every row that has them all."""
+
+    def draw(title: str, rows: list[dict]) -> Figure:
+        rows = [row for row in rows if all(row[column] for column in shown)]
+        names = [row[name].replace("`", "") for row in rows]
+        values = {column: [gib(row[column]) for row in rows] for column in shown}
+        if len(shown) == 1:
+            return bars(title, names, values[shown[0]], label)
+        return grouped(title, names, values, label)
+
+    return draw
+
+
+def fit(title: str, rows: list[dict]) -> Figure:
+    names = []
+    for row in rows:
+        chosen = row["chosen"].removeprefix("precision as it is")
+        where = f"{row['GPU']} {row['options']}".strip()
+        names.append(f"{row['problem']}\n{where}\n{chosen.lstrip(',; ')}")
+    groups = {
+        "the step as it is": [gib(row["plain"]) for row in rows],
+        "budget": [gib(row["budget"]) for row in rows],
+        "chosen, compiled": [gib(row["compiled"]) for row in rows],
+    }
+    return grouped(title, names, groups, "GiB")
+
+
+def layers(title: str, rows: list[dict]) -> Figure:
+    rows = [row for row in rows if row["scheduler"] == "default"]
+    figure = titled(title, 7, 4)
+    axes = figure.add_subplot()
+    for place in ("host", "device"):
+        points = [(row["layers"], gib(row[place])) for row in rows]
+        axes.plot(*zip(*points, strict=True), "o-", label=place)
+        for point in points:
+            axes.annotate(f"{point[1]:.4g}", point, (0, 6), textcoords="offset points")
+    axes.set(xlabel="layers", ylabel="GiB, compiled", yscale="log")
+    axes.margins(y=0.12)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def optim_training(title: str, rows: list[dict]) -> Figure:
+    """What each state does to the last loss: a point for each task, with its standard error."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    states = list(dict.fromkeys(row["state"] for row in rows))
+    figure = titled(title, 9, 1.5 + 0.45 * len(states))
+    axes = figure.add_subplot()
+    for number, task in enumerate(tasks):
+        own = [row for row in rows if row["task"] == task]
+        axes.errorbar(
+            [percent(row["last, against fp32"]) for row in own],
+            [states.index(row["state"]) + 0.12 * (number - 1.5) for row in own],
+            xerr=[percent(row["its standard error"]) for row in own],
+            fmt="o",
+            markersize=4,
+            label=task,
+        )
+    axes.axvline(0, color="gray", linewidth=0.8)
+    axes.set(xlabel="last loss, % from float32's (lower is better)")
+    axes.set(yticks=range(len(states)), yticklabels=states)
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3, axis="x")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def percent(text: str) -> float:
+    return float(text.rstrip("%"))
+
+
+def largest_batch(title: str, rows: list[dict]) -> Figure:
+    names = [row["step"].replace("`", "") for row in rows]
+    return bars(title, names, [row["largest batch"] for row in rows], "images")
+
+
+def resnet50(title: str, rows: list[dict]) -> Figure:
+    names = [f"{row['step']}, batch {row['batch']}, {row['target']}" for row in rows]
+    values = [gib(row["device"]) for row in rows]
+    return bars(title, [name.replace("`", "") for name in names], values, "GiB")
+
+
+def planner(title: str, rows: list[dict]) -> Figure:
+    rows = [row for row in rows if {"whole step", "FLOPs"} <= row.keys()]
+    figure = titled(title, 7, 4)
+    axes = figure.add_subplot()
+    axes.plot(
+        [gib(row["whole step"]) for row in rows],
+        [float(row["FLOPs"].rstrip("x")) for row in rows],
+        "o-",
+    )
+    axes.set(xlabel="GiB, compiled", ylabel="FLOPs of the plain step")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def curves(title: str, rows: list[dict], group, line, name, x: str) -> Figure:
+    """FLOPs against bytes, a picture for each ``group(row)``: what ``line(row)`` names is joined,
+    the rest are points by ``name(row)``."""
+    groups = list(dict.fromkeys(map(group, rows)))
+    across = min(len(groups), 2)
+    down = -(-len(groups) // across)
+    figure = titled(title, 3 + 3.5 * across, 3.6 * down)
+    for place, one in enumerate(groups):
+        axes = figure.add_subplot(down, across, place + 1)
+        joined: dict[str, list] = {}
+        for row in (row for row in rows if group(row) == one):
+            point = gib(row[x]), float(row["FLOPs"].rstrip("x"))
+            if line(row):
+                joined.setdefault(line(row), []).append(point)
+            else:
+                axes.plot(*point, "x", label=name(row).replace("`", ""))
+        for label, points in joined.items():
+            axes.plot(*zip(*points, strict=True), "o-", label=label)
+        axes.set(title=one, xlabel="GiB", ylabel="FLOPs of the plain step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    return figure
+
+
+def frontiers(title: str, rows: list[dict]) -> Figure:
+    def network(row):
+        return row["network"]
+
+    def line(row):
+        return "jaxmem" if row["step"] == "plain" or row["step"].startswith("jaxmem, ") else ""
+
+    def name(row):
+        return row["step"]
+
+    return curves(title, rows, network, line, name, "compiled")
+
+
+def pytorch(title: str, rows: list[dict]) -> Figure:
+    def network(row):
+        return row["part"].rpartition(", ")[0]
+
+    def system(row):
+        return row["part"].rpartition(", ")[2]
+
+    return curves(title, rows, network, system, system, "peak")
+
+
+PLOTS = {
+    "largest_batch": largest_batch,
+    "resnet50": resnet50,
+    "planner": planner,
+    "frontiers": frontiers,
+    "pytorch": pytorch,
+    "accumulation": columns("device"),
+    "precision": columns("device"),
+    "offload": columns("device", "host", name="optimizer"),
+    "layers": layers,
+    "optim_training": optim_training,
+    "shard": columns("parameters and state per GPU", "device temp", name="program"),
+    "ops": columns("plain", "plan", "operation", name="what"),
+    "fit": fit,
+}
+
+
+def claims() -> str:
+    """The first part of benchmarks/README.md, its links leading to the sections of the page."""
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    text = text.partition("\n")[2].partition("\n## ")[0]
+    return re.sub(r"\(results/(\w+)\.md\)", r"(#\1)", text).strip()
+
+
+def section(name: str) -> list[str]:
+    """The tables of a result, a tab for each version of jax, and its plots."""
+    results = json.loads((RESULTS / f"{name}.json").read_text())
+    lines = [f"### {results['title']} {{ #{name} }}"]
+    runs = same_rows(results["runs"])
+    for number, (versions, run) in enumerate(runs):
+        body = [
+            table(run["rows"]),
+            run["note"],
+            *(source(results["runs"][jax]) for jax in versions),
+        ]
+        if name in PLOTS:
+            picture = f"plots/{name}{f'-jax-{versions[0]}' if number else ''}.svg"
+            PLOTS[name](results["title"], run["rows"]).savefig(DOCS / picture)
+            body.insert(0, f"![{results['title']}]({picture})")
+        tab = f'=== "jax {" and ".join(versions)}"'
+        lines.append(f"{tab}\n\n" + textwrap.indent("\n\n".join(filter(None, body)), "    "))
+    return lines
+
+
+def main():
+    (DOCS / "plots").mkdir(exist_ok=True)
+    shutil.copy(TIMELINE, DOCS / "plots" / "report.png")
+    lines = ["# Measured", claims()]
+    for group in GROUPS:
+        names = [module.rpartition(".")[2] for module in modules(group)]
+        names = [name for name in names if (RESULTS / f"{name}.json").exists()]
+        if names:
+            about = import_module(f"benchmarks.{group}").__doc__.partition("\n\n")[0].strip()
+            heading, _, rest = about.rstrip(".").partition(": ")
+            lines += [f"## {heading}", f"{rest[:1].upper()}{rest[1:]}"]
+            lines += [line for name in names for line in section(name)]
+    (DOCS / "results.md").write_text("\n\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What jaxmem itself takes: importing, planning, compiling."""

@@ -1,0 +1,41 @@
+"""NVIDIA's GPUs as a family of targets."""
+
+import pathlib
+from typing import Any
+
+from jaxmem.targets.cache import Compiled
+from jaxmem.targets.cuda.compiler import compile_module
+from jaxmem.targets.cuda.install import install_compiler
+from jaxmem.targets.cuda.target import CudaTarget, known_gpus
+from jaxmem.targets.family import Family
+from jaxmem.targets.target import Target
+
+
+class Cuda(Family):
+    """XLA's compiler for CUDA."""
+
+    name = platform = "cuda"
+    versions = "13, or 12 for V100 (default: 13)"
+    example = "h200"
+    multiple = 8  # tensor cores take tiles of 8 (NVIDIA, Deep learning performance guide)
+    compiler_options = {"xla_disable_hlo_passes": "rematerialization"}  # noqa: RUF012
+    # The pass begins at 80 % of the device's memory (xla/service/gpu/gpu_compiler.cc); a step that
+    # is near it may pass it with what jaxmem does not count.
+    pass_acts = 0.75
+    # Else XLA leaves casts out, and keeps float32 where the program has bfloat16.
+    widening_options = {"xla_allow_excess_precision": False}  # noqa: RUF012
+
+    def targets(self) -> dict[str, Target]:
+        """The GPUs of ``targets.csv``."""
+        return known_gpus()
+
+    def compile(
+        self, module: bytes, target: Target, options: dict[str, Any], timeout: float, dump: bool
+    ) -> Compiled:
+        """Compiles for a GPU that need not be there."""
+        assert isinstance(target, CudaTarget)
+        return compile_module(module, target, options=options, timeout=timeout, dump=dump)
+
+    def install(self, version: int | None = None) -> pathlib.Path:
+        """Installs the compiler for a major version of CUDA."""
+        return install_compiler() if version is None else install_compiler(version)

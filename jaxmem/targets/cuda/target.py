@@ -1,0 +1,98 @@
+"""The figures of an NVIDIA GPU, and of those that are known."""
+
+import csv
+import dataclasses
+import functools
+import importlib.resources
+
+from jaxmem.targets.target import Target
+
+# What a CUDA context, its kernels and cuDNN take before the first array: about half a GiB on
+# every GPU of the table.
+CONTEXT_BYTES = 512 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CudaTarget(Target):
+    """A GPU, with what XLA's compiler asks of it beside the figures of every target."""
+
+    family = "cuda"
+
+    compute_capability: tuple[int, int]
+    core_count: int
+    fpus_per_core: int
+    clock_ghz: float
+    l2_bytes: int
+    shared_memory_per_core: int
+    shared_memory_per_block: int
+    threads_per_core: int
+
+    @property
+    def kind(self) -> str:
+        """The kind of GPU, in a sentence."""
+        return "a GPU of compute capability {}.{}".format(*self.compute_capability)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of one GPU that a step can have: its memory less the CUDA context's."""
+        return self.memory_bytes - CONTEXT_BYTES
+
+    @property
+    def cuda(self) -> int:
+        """Major version of CUDA whose compiler knows this GPU; 13 dropped everything below 7.5."""
+        return 13 if self.compute_capability >= (7, 5) else 12
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it computes in bfloat16; XLA does in float32 what it does not."""
+        return self.compute_capability >= (8, 0)
+
+    def config(self) -> str:
+        """The GPU as XLA's ``GpuTargetConfigProto`` in text format."""
+        major, minor = self.compute_capability
+        return (
+            "gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 "
+            f"shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_memory_per_core} "
+            f"threads_per_core_limit: {self.threads_per_core} core_count: {self.core_count} "
+            f"fpus_per_core: {self.fpus_per_core} block_dim_limit_x: 2147483647 "
+            "block_dim_limit_y: 65535 block_dim_limit_z: 65535 "
+            f"memory_bandwidth: {int(self.memory_bandwidth)} l2_cache_size: {self.l2_bytes} "
+            f"clock_rate_ghz: {self.clock_ghz} device_memory_size: {self.memory_bytes} "
+            f"shared_memory_per_block_optin: {self.shared_memory_per_block} "
+            f"cuda_compute_capability {{ major: {major} minor: {minor} }} "
+            "registers_per_core_limit: 65536 registers_per_block_limit: 65536 } "
+            'platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 patch: 0 } '
+            f'device_description_str: "{self.description}"'
+        )
+
+    __str__ = Target.__str__
+
+
+@functools.cache
+def known_gpus() -> dict[str, Target]:
+    """The GPUs of ``targets.csv``, by name."""
+    text = importlib.resources.files("jaxmem.targets.cuda").joinpath("targets.csv").read_text()
+    return {row["name"]: _from_row(row) for row in csv.DictReader(text.splitlines())}
+
+
+def _from_row(row: dict[str, str]) -> CudaTarget:
+    major, _, minor = row["compute_capability"].partition(".")
+    return CudaTarget(
+        name=row["name"],
+        description=row["description"],
+        compute_capability=(int(major), int(minor)),
+        core_count=int(row["core_count"]),
+        fpus_per_core=int(row["fpus_per_core"]),
+        clock_ghz=float(row["clock_ghz"]),
+        memory_bytes=int(row["memory_bytes"]),
+        memory_bandwidth=float(row["memory_bandwidth_bytes_per_s"]),
+        l2_bytes=int(row["l2_bytes"]),
+        shared_memory_per_core=int(row["shared_memory_per_core"]),
+        shared_memory_per_block=int(row["shared_memory_per_block_optin"]),
+        threads_per_core=int(row["threads_per_core_limit"]),
+        fp32_flops=float(row["fp32_tflops"]) * 1e12,
+        half_flops=float(row["bf16_fp16_matmul_tflops"]) * 1e12,
+        host_bandwidth=float(row["host_link_bytes_per_s"]),
+        source=row["source"],
+        time_error=float(row["time_error"]) if row["time_error"] else None,
+    )

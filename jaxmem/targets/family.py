@@ -1,0 +1,58 @@
+"""What all targets of one compiler share."""
+
+import abc
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmem.targets.cache import Compiled
+from jaxmem.targets.target import Target
+
+
+class Family(abc.ABC):
+    """A compiler, and the targets that it compiles for. To add one: a subclass in a folder of its
+    own, and an entry of `jaxmem.targets.FAMILIES`.
+
+    Attributes:
+        name: by which `Target.family` names it.
+        platform: what JAX lowers a step for.
+        versions: of the compiler, for the command that installs it.
+        example: a target to name in messages, and to plan for where none is named.
+        multiple: of which a batch is best one.
+        compiler_options: XLA flags of every step that jaxmem planned: XLA has a rematerialization
+            pass of its own, which pays recompute that no plan shows, and is off.
+        pass_acts: above what share of a device's memory that pass would act.
+        widening_options: XLA flags of a step that computes in float32 what is bfloat16.
+    """
+
+    name: str
+    platform: str
+    versions: str
+    example: str
+    multiple: int
+    compiler_options: Mapping[str, Any]
+    pass_acts: float
+    widening_options: Mapping[str, Any]
+
+    @abc.abstractmethod
+    def targets(self) -> dict[str, Target]:
+        """The known targets, by name."""
+
+    @abc.abstractmethod
+    def compile(
+        self, module: bytes, target: Target, options: dict[str, Any], timeout: float, dump: bool
+    ) -> Compiled:
+        """Compiles a module that was lowered for the platform, in a worker process.
+
+        Raises:
+            CompileError: XLA refused the program, ran out of time, or died.
+            JaxmemError: the compiler is not installed.
+        """
+
+    @abc.abstractmethod
+    def install(self, version: int | None = None) -> pathlib.Path:
+        """Installs the compiler, and returns the folder it is in.
+
+        Raises:
+            JaxmemError: it cannot be installed.
+        """

@@ -1,0 +1,95 @@
+"""The families of targets, and targets by name."""
+
+import dataclasses
+import difflib
+import functools
+import os
+
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.cuda.family import Cuda
+from jaxmem.targets.family import Family
+from jaxmem.targets.target import LocalDevice, Target
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (Cuda(),)}
+
+
+def family_of(chosen: Target | None) -> Family:
+    """The family of a target; None: of the first one."""
+    return FAMILIES[chosen.family] if chosen else next(iter(FAMILIES.values()))
+
+
+def example() -> str:
+    """A target as a message names it."""
+    return f"target={family_of(None).example!r}"
+
+
+@functools.cache
+def known_targets() -> dict[str, Target]:
+    """The targets that jaxmem knows, by name.
+
+    >>> "rtx-2080-ti" in known_targets()
+    True
+    """
+    return {name: one for family in FAMILIES.values() for name, one in family.targets().items()}
+
+
+def target(name: str, *, count: int = 1) -> Target | LocalDevice:
+    """The accelerator of that name, to plan and compile for.
+
+    Args:
+        name: one of `known_targets`, or ``"local"`` for the attached device.
+        count: how many of them run the step together (SPMD over a mesh).
+
+    Raises:
+        JaxmemError: the name is not known (the message lists the known ones).
+
+    >>> import jaxmem
+    >>> print(jaxmem.target("rtx-2080-ti"))
+    rtx-2080-ti: NVIDIA GeForce RTX 2080 Ti, 10.76 GiB (10.26 GiB usable)
+    """
+    if name == "local":
+        return _local(count)
+    known = known_targets()
+    if not isinstance(name, str) or name not in known:
+        close = difflib.get_close_matches(str(name), known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise JaxmemError(
+            f"There is no target named {name!r}.{hint} The known ones are "
+            f"{', '.join(known)}, and 'local' for the attached device. For another one, "
+            "dataclasses.replace() the figures of the nearest one."
+        )
+    return dataclasses.replace(known[name], count=count)
+
+
+def resolve(spec: "str | Target | LocalDevice | None") -> Target | LocalDevice:
+    """A target from what a ``target=`` argument may be; None is the attached device."""
+    if isinstance(spec, Target | LocalDevice):
+        return spec
+    if spec is None or isinstance(spec, str):
+        return target(spec or "local")
+    raise JaxmemError(
+        f"target= takes a name such as {family_of(None).example!r}, 'local', or a jaxmem.Target; "
+        f"got {spec!r} of type {type(spec).__name__}."
+    )
+
+
+def _local(count: int) -> LocalDevice:
+    import jax
+
+    devices = jax.local_devices()
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(devices):
+        raise JaxmemError(
+            f"target('local', count={count!r}) takes 1 to {len(devices)} devices, those that are "
+            "attached. Name a known target to compile for ones that are not there."
+        )
+    device = devices[0]
+    known = None
+    if device.platform == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        kinds = {one.description: one for one in known_targets().values()}
+        known = kinds.get(device.device_kind)
+        # Without a limit of its own (the platform allocator has none) all of it is there.
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        memory = limit or (known.usable_bytes if known else 0)
+    return LocalDevice(device.platform, device.device_kind, memory, known, count=count)

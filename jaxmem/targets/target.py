@@ -1,0 +1,100 @@
+"""What a step is compiled for: an accelerator that need not be there, or the attached one."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.errors import JaxmemError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """An accelerator to compile for, present or not. Each family of targets has a subclass.
+
+    `jaxmem.target` gives the known ones; `dataclasses.replace` makes another from one of them:
+
+    >>> import dataclasses, jaxmem
+    >>> half = dataclasses.replace(
+    ...     jaxmem.target("a100-40gb"), name="a100-half", memory_bytes=20 * 2**30)
+
+    Rates are FLOPs per second (a multiply-add counts 2) and bytes per second; sizes are bytes.
+    ``count`` of the kind are compiled for together, as one SPMD program. ``time_error`` is how
+    far measured step times were from predicted ones on such a device (0.2: by a fifth, in the
+    median of ``benchmarks/gpu.py``); None: they have not been compared.
+    """
+
+    family: ClassVar[str]  # the name of an entry of `jaxmem.targets.FAMILIES`
+
+    name: str
+    description: str
+    memory_bytes: int
+    memory_bandwidth: float
+    fp32_flops: float
+    half_flops: float
+    host_bandwidth: float
+    source: str
+    count: int = 1
+    time_error: float | None = None
+
+    def __post_init__(self):
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+            raise JaxmemError(
+                f"A target is at least one device; {self.name!r} was asked for with "
+                f"count={self.count!r}. Pass an int of 1 or more."
+            )
+
+    @property
+    def known(self) -> "Target":
+        """The target whose figures are planned with."""
+        return self
+
+    @property
+    def kind(self) -> str:
+        """The kind of device, in a sentence."""
+        return self.description
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of one device that a step can have."""
+        return self.memory_bytes
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it computes in bfloat16; XLA does in float32 what it does not."""
+        return True
+
+    def flops_per_second(self, dtype) -> float:
+        """Peak rate of matmuls and convolutions whose operands have ``dtype``."""
+        if dtype.itemsize > 2 or (dtype == "bfloat16" and not self.has_bfloat16):
+            return self.fp32_flops
+        return self.half_flops
+
+    def __str__(self):
+        many = f"{self.count} x " if self.count > 1 else ""
+        return (
+            f"{self.name}: {many}{self.description}, {format_bytes(self.memory_bytes)} "
+            f"({format_bytes(self.usable_bytes)} usable)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalDevice:
+    """The attached device, compiled for by JAX's own backend.
+
+    ``known`` is the target whose figures it has, if any.
+    """
+
+    platform: str
+    description: str
+    memory_bytes: int  # 0: not known
+    known: Target | None = None
+    name: str = "local"
+    count: int = 1
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that its allocator may hand out."""
+        return self.memory_bytes
+
+    def __str__(self):
+        return f"local: {self.description}, {format_bytes(self.memory_bytes)}"

@@ -1,0 +1,159 @@
+"""Figures in the README and the documentation are those of benchmarks/results."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from benchmarks import _record, figures
+from benchmarks.__main__ import GROUPS, modules
+
+RESULTS = sorted(_record.RESULTS.glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "page", figures.pages(), ids=lambda page: f"{page.parent.name}-{page.stem}"
+)
+def test_figures_are_those_of_the_results_and_an_altered_one_is_found(page):
+    text = page.read_text()
+    assert figures.fill(text) == (text, [])
+    for mark in figures.MARKED.finditer(text):
+        if mark["table"]:
+            at = mark.start() + re.search(r"(?s)\n\|-.*?(\d)", mark[0]).start(1)
+        else:
+            at = mark.end("number") - 1
+        altered = f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
+        fixed, found = figures.fill(altered)
+        assert fixed == text
+        assert len(found) == 1 and " should be " in found[0], mark[0]
+
+
+def test_most_pages_with_figures_are_marked():
+    marked = [page.stem for page in figures.pages() if figures.MARKED.search(page.read_text())]
+    assert {"README", "ops", "state", "precision", "remat", "comparison"} <= set(marked)
+
+
+RESULT = {
+    "0.10.2": {
+        "rows": [
+            {"what": "`a`", "bytes": "1.50 GiB", "FLOPs": "1.034x", "off": "-0.26%", "count": 1144},
+            {"what": "b", "bytes": "2.004 GiB", "FLOPs": "1.000x", "off": "+0.10%", "count": 7},
+        ]
+    },
+    "0.12.0.1": {"rows": [{"what": "a", "bytes": "1.75 GiB"}]},
+}
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    (tmp_path / "made.json").write_text(json.dumps({"title": "Made", "runs": RESULT}))
+    figures._runs.cache_clear()
+    yield
+    figures._runs.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ("9.99 GiB<!--=made[what=a].bytes-->", "1.50 GiB"),
+        ("9.9<!--=made[what=b].bytes--> GiB", "2.0"),
+        ("1 MiB<!--=made[what=a].bytes-->", "1536 MiB"),
+        ("1,000 MiB<!--=made[what=a].by-->", "1,536 MiB"),
+        ("9.99 GiB<!--=made@0.12.0.1[what=a].bytes-->", "1.75 GiB"),
+        ("9.9 %<!--=made[what=a].FLOPs-->", "3.4 %"),
+        ("9 per cent<!--=made[what=a].FLOPs-->", "3 per cent"),
+        ("9.99 times<!--=made[what=a & count=1144].FLOPs-->", "1.03 times"),
+        ("9.9%<!--=made[what=a].off-->", "0.3%"),
+        ("+9.99%<!--=made[what=a].off-->", "-0.26%"),
+        ("9.99%<!--=largest made[].off-->", "0.26%"),
+        ("9.99%<!--=least made[].off-->", "0.10%"),
+        ("9,999<!--=made[what=a].count-->", "1,144"),
+    ],
+)
+def test_a_figure_is_written_as_the_text_has_it(results, text, filled):
+    new, found = figures.fill(f"the old {text} of it")
+    assert new == f"the old {filled}{text[text.index('<') :]} of it"
+    assert len(found) == 1
+
+
+def test_a_table_has_the_columns_and_rows_that_are_named(results):
+    marks = "<!--=table made[what=a]: what; bytes as held-->\n{}<!--/table-->\n"
+    new, found = figures.fill(marks.format(""))
+    assert new == marks.format("\n| what | held |\n|---|---|\n| `a` | 1.50 GiB |\n\n")
+    assert len(found) == 1 and figures.fill(new) == (new, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1<!--=other[what=a].bytes-->", "there is no benchmarks/results/other.json"),
+        ("1<!--=made[what=c].bytes-->", "no row has what=c"),
+        ("1<!--=made[what=a].seconds-->", "there is no column 'seconds', but 'what', 'bytes'"),
+        ("1<!--=made[].bytes-->", "2 rows are so, not one"),
+        ("1<!--=made@0.9[what=a].bytes-->", "there is no run with jax 0.9, but with 0.10.2, 0.12"),
+        ("1 %<!--=made[what=a].bytes-->", "'1.50 GiB' cannot be told in %"),
+        ("1<!--=made[what=b].what-->", "'b' is no number"),
+        ("1<!--=made.bytes-->", "this is not NAME[COLUMN=VALUE & ...].COLUMN"),
+        ("GiB<!--=made[what=a].bytes-->", "no figure stands right before its comment"),
+    ],
+)
+def test_what_cannot_be_filled_in_is_said_and_left(results, text, said):
+    new, found = figures.fill(f"one\ntwo {text}\n")
+    assert new == f"one\ntwo {text}\n"
+    assert len(found) == 1 and found[0].startswith(f"line 2: {said}")
+
+
+# ---- the results themselves
+
+
+def test_every_benchmark_that_was_run_has_its_results_on_the_first_page():
+    page = (_record.ROOT / "benchmarks" / "README.md").read_text()
+    linked = re.findall(r"\(results/(\w+)\.md\)", page)
+    assert set(linked) == {path.stem for path in RESULTS}
+    scripts = {module.rpartition(".")[2] for group in GROUPS for module in modules(group)}
+    assert scripts - set(linked) == {"gpu", "gpu_offload"}  # no GPU has run them yet
+    assert len(modules("planner")) > 5 and "benchmarks.gpu" in modules("gpu")
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_the_tables_to_read_are_those_of_the_results(path):
+    results = json.loads(path.read_text())
+    assert path.with_suffix(".md").read_text() == _record.markdown(results)
+    for jax, run in results["runs"].items():
+        assert run["versions"]["jax"] == jax
+        module = run["command"].removeprefix("python -m ")
+        assert module.endswith(f".{path.stem}")
+        assert (_record.ROOT / f"{module.replace('.', '/')}.py").is_file()
+
+
+def test_a_run_replaces_that_of_its_version_and_leaves_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(_record, "RESULTS", tmp_path)
+    script = _record.ROOT / "benchmarks" / "levers" / "made.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "one"])
+    for jax, rows in (
+        ("0.12.0.1", [{"what": "one", "seconds": "1"}]),
+        ("0.10.2", [{"what": "one", "seconds": "2"}]),
+        ("0.10.2", [{"what": "one", "seconds": "1"}]),
+    ):
+        monkeypatch.setattr(_record, "version", {"jax": jax}.get)
+        _record.record("Made", rows, "A note.")
+    results = json.loads((tmp_path / "made.json").read_text())
+    assert list(results["runs"]) == ["0.10.2", "0.12.0.1"]
+    assert results["runs"]["0.10.2"]["rows"] == [{"what": "one", "seconds": "1"}]
+    assert results["runs"]["0.10.2"]["command"] == "python -m benchmarks.levers.made"
+    text = (tmp_path / "made.md").read_text()
+    assert text.startswith(
+        "# Made\n\n## jax 0.10.2 and 0.12.0.1\n\n| what | seconds |\n|---|---|\n"
+    )
+    assert text.count("| one | 1 |") == 1 and text.count("A note.") == 1
+
+    _record.record_parts("Made", "what", ["zero", "one"], lambda name: [{"what": name, "s": 3}], "")
+    runs = json.loads((tmp_path / "made.json").read_text())["runs"]
+    assert runs["0.10.2"]["rows"] == [{"what": "one", "s": 3}]
+    monkeypatch.setattr(sys, "argv", [str(script), "zero"])
+    _record.record_parts("Made", "what", ["zero", "one"], lambda name: [{"what": name, "s": 4}], "")
+    runs = json.loads((tmp_path / "made.json").read_text())["runs"]
+    assert runs["0.10.2"]["rows"] == [{"what": "zero", "s": 4}, {"what": "one", "s": 3}]
+    assert runs["0.12.0.1"]["rows"] == [{"what": "one", "seconds": "1"}]
