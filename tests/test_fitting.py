@@ -351,7 +351,8 @@ def test_more_than_the_gpu_has_is_never_said_to_fit(capsys):
         with pytest.warns(jaxmem.JaxmemWarning, match=said):
             jaxmem.remat(loss_fn, budget=budget, target="rtx-3090")
     report = jaxmem.memory(jnp.sin, jnp.ones(256), target="rtx-3090")
-    monster = dataclasses.replace(report, argument=usable + 1)
+    totals = dataclasses.replace(report.on_device, argument=usable + 1)
+    monster = dataclasses.replace(report, on_device=totals)
     with pytest.warns(jaxmem.JaxmemWarning, match="'80GiB' is 80.00 GiB, and rtx-3090 has 23.19"):
         assert not monster.fits("80GiB")
     half = dataclasses.replace(jaxmem.target("h200"), name="half", memory_bytes=int(20.5 * 2**30))

@@ -129,7 +129,7 @@ def small_moments(
             ]
             return updates, SmallState(state.step + 1, jax.tree.unflatten(tree, small))
 
-        return stream(step, updates, state, params, extra, on_host=False)
+        return stream(step, updates, state, params, extra, state_on_host=False)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
