@@ -118,7 +118,9 @@ def install_compiler(cuda: int = 13) -> pathlib.Path:
                 "pip install 'jaxmem[gpu-compiler]' (or uv pip install pip) first."
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(cache_folder() / f"{folder.name}.lock"):  # of several processes one installs it
+        with filelock.FileLock(
+            cache_folder() / f"{folder.name}.lock"
+        ):  # of several processes one installs it
             if not folder.exists():
                 _install(cuda, folder)
     except OSError as error:
