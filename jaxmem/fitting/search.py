@@ -192,8 +192,8 @@ class Search:
             why = f"XLA could not compile it: {lines[min(1, len(lines) - 1)]}"
             self.options.remove(levers)
             return outcome(f": {about}: {why}", verdict=why)
-        away = candidate.plan.predicted.host_bytes
-        if away and report.host < away + self.problem.host_bytes(levers):
+        offloaded = candidate.plan.predicted.host_bytes
+        if offloaded and report.host < offloaded + self.problem.host_bytes(levers):
             why = "XLA keeps on the device what was to wait in host memory"
             self.problem.refused["residuals in host memory"] = why
             self.problem.offload = False

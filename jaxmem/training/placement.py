@@ -75,20 +75,20 @@ def commit(state: TrainState) -> TrainState:
 def placed_like(params: Any, state: TrainState) -> TrainState:
     """An abstract state on the mesh of its parameters, as JAX and `commit` place a real one: what
     has the path and the shape of a parameter lies as it does, all else on every device."""
-    there = {}
+    placed = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-            there[jax.tree_util.keystr(path)] = leaf.shape, sharding
-    if not there:
+            placed[jax.tree_util.keystr(path)] = leaf.shape, sharding
+    if not placed:
         return state
-    longest_first = sorted(there, key=len, reverse=True)
+    longest_first = sorted(placed, key=len, reverse=True)
 
     def place(path, leaf):
         name = jax.tree_util.keystr(path)
-        like = (there[end] for end in longest_first if name.endswith(end))
+        like = (placed[end] for end in longest_first if name.endswith(end))
         found = next((sharding for shape, sharding in like if shape == leaf.shape), None)
-        sharding = found or jaxprs.copied_on(there[longest_first[0]][1])
+        sharding = found or jaxprs.copied_on(placed[longest_first[0]][1])
         if jaxprs.memory_space(leaf) is jaxprs.HOST:
             sharding = sharding.with_memory_kind(HOST_KIND)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jaxprs.shortest(sharding))
