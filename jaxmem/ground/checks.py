@@ -189,9 +189,9 @@ def check_alike(
     """
     check_same(name, expected, place, found)
     if jax.tree.structure(expected) != jax.tree.structure(found):
-        path, wanted, given = _difference("", expected, found)
+        path, kind, found_kind = _difference("", expected, found)
         raise JaxmemError(
-            f"{name[0]}{path} is {given} {place} and {wanted} {name[1]}. Both must have one "
+            f"{name[0]}{path} is {found_kind} {place} and {kind} {name[1]}. Both must have one "
             "structure."
         )
     others = None

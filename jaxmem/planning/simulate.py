@@ -213,7 +213,7 @@ class _Layout:
         for instance, index in last.items():
             if instance not in kept:
                 ends[index].append(instance)
-        seen = set(there)
+        seen = set(live)
         alive = peak = sum(self.sizes[instance] for instance in live)
         at = 0
         for index, event in enumerate(events):
