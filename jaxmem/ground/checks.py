@@ -175,8 +175,8 @@ def check_same(name: tuple[str, str], expected: Any, place: str, found: Any) -> 
         given_shape, wanted_shape = (list(jnp.shape(tree[path])) for tree in (given, wanted))
         if given_shape != wanted_shape:
             raise JaxmemError(
-                f"{at} is {given_shape} {place} and {wanted_shape} {name[1]}. Both must have one structure and "
-                "one shape for each array."
+                f"{at} is {given_shape} {place} and {wanted_shape} {name[1]}. Both must have one "
+                "structure and one shape for each array."
             )
 
 

@@ -191,7 +191,7 @@ class _Layout:
     def sweep(
         self, kept: set[int], live: Sequence[int], results: Mapping[int, int] | None = None
     ) -> Cost:
-        """Drops what nothing reads, and adds up what is alive: ``there`` from the beginning,
+        """Drops what nothing reads, and adds up what is alive: ``live`` from the beginning,
         ``kept`` to the end. ``results`` have memory of their own, so many bytes each."""
         needed = set(kept)
         events = []
