@@ -3,8 +3,8 @@
 import math
 
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
-from jaxmem.jaxprs.nested import picked_axis
 from jaxmem.jaxprs.residuals import has_linear_rule
+from jaxmem.program.derivatives import DERIVATIVES
 
 # XLA fuses these into their consumers or producers: recomputing one costs no FLOPs worth counting
 # and no trip to memory of its own. What is not listed here (matmul, convolution, gather, sort,
@@ -32,7 +32,6 @@ _LINEAR = frozenset(
 # The derivative of these reads their result alone.
 _BY_RESULT = frozenset("cbrt exp exp2 logistic rsqrt sqrt tanh".split())
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
-_ROW = 16  # elements, at least, for `jaxmem.program.derivatives.picking` to take one of them
 _DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -51,15 +50,7 @@ def is_fused(equation) -> bool:
         return False
     if name in ("custom_jvp_call", "jit", "pjit"):
         return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
-    return name in _FUSED or is_pick(equation)
-
-
-def is_pick(equation) -> bool:
-    """Whether it takes one element of each of some long rows."""
-    if operation_of(equation) != "gather":
-        return False
-    axis = picked_axis(equation)
-    return axis is not None and equation.invars[0].aval.shape[axis] >= _ROW
+    return name in _FUSED or any(one.is_fused(equation) for one in DERIVATIVES)
 
 
 def contraction_flops(name: str, operands, result, parameters) -> int:

@@ -15,9 +15,7 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.planning import Loop, Region, recomputed
 from jaxmem.program import Program
-from jaxmem.program.derivatives.picking import pick
-from jaxmem.program.derivatives.pooling import POOLINGS, pool
-from jaxmem.program.derivatives.widening import widened
+from jaxmem.program.derivatives import DERIVATIVES
 from jaxmem.rematerialization.traced import input_names, read
 
 _EMISSIONS = itertools.count()
@@ -162,16 +160,10 @@ class _Emission:
                 inside |= {out: fused[out] for out in step.outputs}
             if number in self.loops:
                 self.looped(self.loops[number], last, inside)
-            elif last.primitive == "gather" and kernel.fused:
+            elif own := next((one for one in DERIVATIVES if one.matches(last, kernel)), None):
                 operands = [jaxprs.read(inside, operand) for operand in last.inputs]
-                inside[last.outputs[0]] = pick(last, *operands)
-            elif last.primitive in POOLINGS:
                 alone = all(self.readers[value] == 1 for value in last.uses)
-                (operand,) = (jaxprs.read(inside, operand) for operand in last.inputs)
-                inside[last.outputs[0]] = pool(last, operand, alone)
-            elif kernel.widened:
-                operands = [jaxprs.read(inside, operand) for operand in last.inputs]
-                inside[last.outputs[0]] = widened(last, *operands)
+                inside[last.outputs[0]] = own.emit(last, operands, alone)
             else:
                 self.flat.run([last], inside)
             for value in kernel.results:
