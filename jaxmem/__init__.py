@@ -57,7 +57,7 @@ from jaxmem.reports import (
     residuals as residuals,
 )
 from jaxmem.targets import Target as Target, install_compiler as install_compiler, target as target
-from jaxmem.training.step import (
+from jaxmem.training import (
     TrainState as TrainState,
     TrainStep as TrainStep,
     train_step as train_step,

@@ -284,7 +284,7 @@ PROGRAM = """
 def damage_results(folder: pathlib.Path, dice: random.Random) -> list[Row]:
     """Every kept result of the compiler, in every way; and a cache on a full disk."""
     sys.path.insert(0, str(ROOT))
-    from jaxmem.targets.cuda.install import cache_folder
+    from jaxmem.targets.cache import cache_folder
 
     cache, compilers = folder / "cache", cache_folder() / "compilers"
 

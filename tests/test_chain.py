@@ -115,7 +115,7 @@ def test_the_optimum_is_that_of_every_plan(first):
         solution = Solution(chain, budget)
         expected = min((time for peak, time in plans.items() if peak <= budget), default=np.inf)
         assert solution.price(budget) == expected, seed
-        assert solution.least() == min(min(plans), budget + 1), seed
+        assert solution.smallest() == min(min(plans), budget + 1), seed
         if np.isfinite(expected):
             stretches = solution.stretches(budget)
             peak, time = walk(chain, stretches, 0, chain.again.shape[1])

@@ -12,7 +12,9 @@ import pytest
 import jaxmem
 from jaxmem.fitting import LEVERS
 from jaxmem.jaxprs import internals
+from jaxmem.optim.codecs import CODECS
 from jaxmem.planning import PLANNERS
+from jaxmem.program.derivatives import DERIVATIVES
 from jaxmem.targets import FAMILIES, known_targets
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -22,8 +24,10 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 @pytest.fixture(autouse=True)
 def registries():
     """As they were, afterwards."""
-    kept = [(registry, dict(registry)) for registry in (PLANNERS, LEVERS, FAMILIES)]
+    kept = [(registry, dict(registry)) for registry in (PLANNERS, LEVERS, FAMILIES, CODECS)]
+    derivatives = list(DERIVATIVES)
     yield
+    DERIVATIVES[:] = derivatives
     for registry, entries in kept:
         registry.clear()
         registry.update(entries)
@@ -82,6 +86,39 @@ def test_a_family_of_targets():
     report = jaxmem.memory(loss, *SHAPES, target="half-h200")
     assert report.device == jaxmem.memory(loss, *SHAPES, target="h200").device
     assert jaxmem.plan(loss, *SHAPES, target=half, compilations=1)
+
+
+def test_a_codec():
+    with pytest.raises(jaxmem.JaxmemError, match="'float16'"):
+        jaxmem.optim.small_moments(optax.adam(1e-3), "float16")
+    run("codec")
+    params, gradients = jnp.ones((64, 64)), jax.random.normal(jax.random.key(0), (64, 64))
+    results = []
+    for optimizer in (optax.adam(1e-3), jaxmem.optim.small_moments(optax.adam(1e-3), "float16")):
+        state = optimizer.init(params)
+        for _ in range(3):
+            updates, state = optimizer.update(gradients, state, params)
+        results.append(updates)
+    assert {state.inner[0].mu.dtype, state.inner[0].nu.dtype} == {jnp.dtype("float16")}
+    np.testing.assert_allclose(*results, rtol=3e-3)
+
+
+def test_a_derivative(monkeypatch):
+    run("derivative")
+    emitted = []
+    own = type(DERIVATIVES[-1])
+    emit = own.emit
+    monkeypatch.setattr(own, "emit", lambda *args: emitted.append(args[1]) or emit(*args))
+
+    def products(w, x):
+        return jnp.sum((jnp.cumprod(x @ w, axis=0) @ w) ** 2)
+
+    w, x = jnp.eye(8) * 0.9, jax.random.uniform(jax.random.key(0), (16, 8)) + 0.5
+    plan = jaxmem.plan(products, w, x, planner="sqrt")
+    np.testing.assert_allclose(
+        jax.grad(plan.apply(products))(w, x), jax.grad(products)(w, x), rtol=1e-5
+    )
+    assert [step.primitive for step in emitted] == ["cumprod"]
 
 
 def tables() -> list[list[list[str]]]:

@@ -68,6 +68,10 @@ def quantised_gradient():
     return quantise
 
 
+def rounding():
+    return lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+
+
 def straight_through():
     return lambda x: x + jax.lax.stop_gradient(jnp.round(x * 8) / 8 - x)
 
@@ -109,7 +113,7 @@ def linear_call():
 
 RULES = [
     gradient_clipping, sign_of_gradient, quantised_gradient, straight_through, reversal,
-    own_transpose, linear_call,
+    own_transpose, linear_call, rounding,
 ]  # fmt: skip
 
 

@@ -363,3 +363,19 @@ def test_planners_on_random_programs(instructions, planner):
         assert within.projected_bytes <= budget
     plain = jax.value_and_grad(fun, (0, 1, 2), has_aux=True)(*args)
     assert_equal(jax.value_and_grad(plan.apply(fun), (0, 1, 2), has_aux=True)(*args), plain, fun)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@given(st.data())
+def test_no_more_is_kept_than_is_planned(data):
+    """Of a program under one region, nested ones in it, JAX keeps what is saved: in bytes."""
+    fun = build(data.draw(st.lists(INSTRUCTION, min_size=2, max_size=9)))
+    program = read_program(trace(fun))
+    kernels = program.kernels
+    values = [v for kernel in kernels for v in kernel.results if v != kernel.residuals]
+    saved = some(data.draw, values)
+    inner = draw_regions(data.draw, program, 0, len(kernels), 2)
+    regions = (Region(0, len(kernels), saved, inner),) if kernels else ()
+    plan = Plan("random", program.fingerprint, regions, (), Predicted(0, 0, program.flops, 0))
+    kept = jaxmem.residuals(lambda *args: plan.apply(fun)(*args)[0], *arguments())
+    assert kept.total <= sum(program.sizes[value] for value in saved)

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxmem
-from jaxmem.cli import commands as cli
-from jaxmem.fitting.search import largest
+from jaxmem import cli
+from jaxmem.fitting import largest
 
 MIB = 2**20
 STEP = jaxmem.train_step(

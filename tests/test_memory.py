@@ -147,7 +147,7 @@ def test_loops_count_their_iterations_and_conditionals_their_dearest_branch():
 
 
 def test_unknown_hlo_is_refused():
-    from jaxmem.reports.xla.hlo import count_work
+    from jaxmem.reports.xla.work import count_work
 
     with pytest.raises(jaxmem.JaxmemError, match="no ENTRY computation"):
         count_work("HloModule nothing")

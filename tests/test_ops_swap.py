@@ -84,6 +84,23 @@ def test_losses_as_they_are_written(arrays, loss, capfd):
     assert "instead of logits float64[2, 4, 40], 2.50 KiB, of test_ops_swap.py:" in said
 
 
+@pytest.mark.parametrize(
+    ("scale", "found"),
+    [
+        (lambda logits: jnp.tanh(logits), 1),
+        (lambda logits: jnp.tanh(logits * 4 / 4), 1),
+        (lambda logits: 0.5 * jnp.tanh(2 * logits), 1),
+        (lambda logits: 2 * jnp.tanh(2 * logits), 0),
+        (lambda logits: jnp.tanh(0 * logits), 0),
+    ],
+)
+def test_logits_are_capped_as_the_function_caps_them(arrays, scale, found, capfd):
+    def loss(hidden, weights):
+        return by_optax(scale(hidden @ weights))
+
+    assert_equal_gradients(loss, arrays[:2], capfd, ["softmax_cross_entropy"] * found)
+
+
 def test_labels_out_of_range_are_as_they_were(arrays):
     hidden, weights, _ = arrays
     labels = LABELS.at[0, 0].set(-1).at[1, 1].set(40)

@@ -33,35 +33,35 @@ def chain(sizes, flops=None, skips=()):
 
 def test_sixteen_equal_layers_make_about_four_regions():
     planner = Sqrt(chain([100] * 16), RATES)
-    layout = planner.least()
+    layout = planner.smallest()
     assert 3 <= len(layout.regions) <= 5
     # At most 3 values kept, and one region of 5 values with two cotangents.
     assert layout.peak <= 1000 < planner.plain.peak
 
 
 def test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp():
-    peaks = [Sqrt(chain([100] * n), RATES).least().peak for n in (16, 64, 256)]
+    peaks = [Sqrt(chain([100] * n), RATES).smallest().peak for n in (16, 64, 256)]
     assert peaks[1] / peaks[0] < 2.3
     assert peaks[2] / peaks[1] < 2.3
-    peaks = [DP(chain([100] * n), RATES).least().peak for n in (16, 64)]
+    peaks = [DP(chain([100] * n), RATES).smallest().peak for n in (16, 64)]
     assert peaks[1] - peaks[0] <= 400  # two more levels of halves
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_one_operation_needs_no_region(planner):
-    assert PLANNERS[planner](chain([100]), RATES).least().regions == ()
+    assert PLANNERS[planner](chain([100]), RATES).smallest().regions == ()
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_program_without_operations(planner):
-    layout = PLANNERS[planner](Program((), (8,), 1, (0,)), RATES).least()
+    layout = PLANNERS[planner](Program((), (8,), 1, (0,)), RATES).smallest()
     assert (layout.regions, layout.peak) == ((), 0)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_the_last_region_is_never_wrapped(planner):
     for n in range(1, 20):
-        layout = PLANNERS[planner](chain([100] * n), RATES).least()
+        layout = PLANNERS[planner](chain([100] * n), RATES).smallest()
         assert not layout.regions or layout.regions[-1].stop < n
 
 
@@ -132,7 +132,7 @@ def test_few_picked_elements_do_not_put_their_operand_into_memory():
 
 def test_no_tree_is_too_deep_to_trace():
     planner = DP(chain([100] * 80), RATES)
-    assert _depth(planner.least().regions) <= 16
+    assert _depth(planner.smallest().regions) <= 16
 
 
 def every_row_of_regions(count):
@@ -180,7 +180,7 @@ def test_dp_is_no_worse_than_any_row_of_regions(seed):
         regions = tuple(Region(*pair) for pair in itertools.pairwise((0, *row)))
         runs = simulate(program, regions)
         spent = sum((n - 1) * RATES.price(program.kernels[k]) for k, n in runs.runs.items())
-        within = planner.within(int(runs.peak * 1.05))  # slots round up
+        within = planner.cheapest_within(int(runs.peak * 1.05))  # slots round up
         assert within is not None
         assert within.price <= spent + 1e-12
         assert within.peak <= int(runs.peak * 1.05)
@@ -199,7 +199,7 @@ def test_dp_saves_what_is_dear_for_its_bytes():
     flops = [10**12, 10**9] * 8
     program = chain([10**8] * 16, flops)
     planner = DP(program, RATES)
-    layout = planner.within(int(0.62 * planner.plain.peak))
+    layout = planner.cheapest_within(int(0.62 * planner.plain.peak))
     again = [number for number, times in layout.runs.items() if times > 1]
     assert again
     assert all(flops[number] == 10**9 for number in again if number)
@@ -238,10 +238,10 @@ def test_the_menu_of_a_scan():
 
 def test_a_budget_chooses_from_the_menu():
     planner = DP(loop_program(), RATES)
-    assert planner.within(planner.plain.peak).loops == ()
-    half = planner.within(planner.plain.peak // 2)
+    assert planner.cheapest_within(planner.plain.peak).loops == ()
+    half = planner.cheapest_within(planner.plain.peak // 2)
     assert half.loops and half.peak <= planner.plain.peak // 2
-    assert planner.least().loops[0].segments > 1
+    assert planner.smallest().loops[0].segments > 1
     assert isinstance(half.loops[0], Loop)
 
 
@@ -267,7 +267,7 @@ def test_planning_time_grows_near_linearly():
         program = chain([100_000] * count, flops)
         began = time.process_time()
         planner = DP(program, RATES)
-        layout = planner.within(planner.plain.peak // 4)
+        layout = planner.cheapest_within(planner.plain.peak // 4)
         seconds.append(time.process_time() - began)
         assert layout.peak <= planner.plain.peak // 4
     assert seconds[1] < 60  # the machine may be busy

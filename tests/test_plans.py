@@ -20,7 +20,7 @@ from jaxmem.planning.loops import loop_options
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.emission import _Emission
 from jaxmem.rematerialization.traced import TracedFunction
-from jaxmem.reports.xla.hlo import Work
+from jaxmem.reports.xla.work import Work
 
 LAYERS, ROWS, WIDTH = 16, 16384, 1024
 MIB = 2**20

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import jaxmem
-from jaxmem.cli import commands as cli
+from jaxmem import cli
+from jaxmem.ground import errors as errors_module
 
 PUBLIC = [
     name
@@ -28,32 +29,23 @@ def test_every_public_name_is_documented(name):
         assert doctest.DocTestParser().get_examples(documented), "an example that runs"
 
 
-def test_the_face_is_what_it_was_meant_to_be():
-    functions = {n for n in PUBLIC if inspect.isfunction(getattr(jaxmem, n))}
-    assert functions == {
-        *("accumulate", "autocast", "eval_shape", "format_bytes", "install_compiler", "layers"),
-        *("memory", "microbatch", "offload", "shard", "value_and_update"),
-        *("diff", "fit", "max_batch_size", "measure", "residuals"),
-        *("pareto", "place", "plan", "precision", "remat", "remat_policy", "target", "train_step"),
-    }
-
-
 def test_all_errors_are_one_family():
-    errors = [getattr(jaxmem, name) for name in PUBLIC if name.endswith("Error")]
-    assert len(errors) == 5
-    assert all(issubclass(error, jaxmem.JaxmemError) for error in errors)
+    errors = {name for name, kind in vars(errors_module).items() if inspect.isclass(kind)}
+    assert errors <= set(PUBLIC), "every one has a name in jaxmem"
+    for name in errors:
+        kind = getattr(jaxmem, name)
+        assert issubclass(kind, jaxmem.JaxmemError | UserWarning)
 
 
-def test_import_adds_at_most_three_tenths_of_a_second():
+def test_import_loads_no_library_that_jax_flax_and_optax_have_not():
+    """Seconds are for a benchmark (speed/import_time.py): they depend on what else runs."""
     code = (
-        "import time, jax, flax.linen, optax\n"
-        "began = time.process_time(); import jaxmem; print(time.process_time() - began)"
-    )  # of the processor, whatever else the machine does
-    seconds = []
-    while len(seconds) < 6 and not (seconds and min(seconds) <= 0.3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True)
-        seconds.append(float(done.stdout))
-    assert min(seconds) <= 0.3
+        "import sys, jax, flax.linen, optax; before = set(sys.modules)\n"
+        "import jaxmem; print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    added = set(done.stdout.split()) - set(sys.stdlib_module_names)
+    assert added <= {"jax", "jaxmem", "filelock", "platformdirs"}
 
 
 def test_the_command_line_lists_targets(capsys):
@@ -67,7 +59,7 @@ def test_the_command_line_lists_targets(capsys):
 
 def test_the_command_line_installs_the_compiler_once(capsys):
     assert cli.main(["install-compiler"]) == 0
-    assert "XLA's GPU compiler is in " in capsys.readouterr().out
+    assert "XLA's compiler for cuda is in " in capsys.readouterr().out
     assert cli.main(["install-compiler", "--cuda", "11"]) == 1
     assert capsys.readouterr().err.startswith("jaxmem: There is a compiler for CUDA 12 and for")
 

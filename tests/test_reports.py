@@ -10,7 +10,7 @@ import pytest
 from programs import array, cnn, mlp, report, tanh_layers
 
 import jaxmem
-from jaxmem.cli import commands as cli
+from jaxmem import cli
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)

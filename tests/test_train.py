@@ -1060,7 +1060,7 @@ x = jax.device_put(jnp.ones((4, 3)), two)
 for call in (
     lambda: step(state, x),
     lambda: step.lower(state, x),
-    lambda: jaxmem.microbatch(step.loss_fn, 2)(state.params, x),
+    lambda: jaxmem.microbatch(step.settings.loss_fn, 2)(state.params, x),
 ):
     try:
         call()

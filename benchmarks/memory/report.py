@@ -11,7 +11,7 @@ import time
 import jaxmem
 from benchmarks._models import example
 from benchmarks._record import record
-from jaxmem.reports.report import describe
+from jaxmem.reports.plain_data import describe
 
 plan_step = example("resnet50", "train").plan_step
 

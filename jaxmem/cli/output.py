@@ -2,9 +2,11 @@
 
 import contextlib
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+
+import rich.console
+import rich.progress
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
@@ -49,21 +51,13 @@ def write_to(path: str, write: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Seconds on stderr while something takes long; on a terminal in one line."""
-    began, done = time.monotonic(), threading.Event()
-    live = sys.stderr.isatty()
-
-    def tell():
-        print(f"{what} ...", file=sys.stderr, end="" if live else "\n", flush=True)
-        while live and not done.wait(1):
-            seconds = time.monotonic() - began
-            print(f"\r{what} ... {seconds:.0f} s", file=sys.stderr, end="", flush=True)
-
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
+    """Seconds on stderr while something takes long; on a terminal in one line that moves."""
+    console, began = rich.console.Console(stderr=True), time.monotonic()
+    seconds = rich.progress.TimeElapsedColumn()
+    text = rich.progress.TextColumn("{task.description} ...")
+    if not console.is_terminal:
+        print(f"{what} ...", file=sys.stderr, flush=True)
+    with rich.progress.Progress(text, seconds, console=console, transient=True) as live:
+        live.add_task(what, total=None, visible=console.is_terminal)
         yield
-    finally:
-        done.set()
-        teller.join()
-        print(f"{chr(13) if live else ''}{what}: {time.monotonic() - began:.1f} s", file=sys.stderr)
+    print(f"{what}: {time.monotonic() - began:.1f} s", file=sys.stderr)

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import sys
+
+import rich.console
+import rich.table
 
 from jaxmem.cli.options import add_command
 from jaxmem.ground.bytes import format_bytes
@@ -17,11 +21,20 @@ def _targets(options) -> int:
     if options.json:
         print(json.dumps([dataclasses.asdict(one) for one in known.values()], indent=1))
         return 0
-    print(f"{'name':14}{'usable':>11}{'GB/s':>7}{'fp32':>7}{'half':>6} TFLOP/s  description")
+    table = rich.table.Table(box=None, pad_edge=False)
+    table.add_column("name")
+    for head in ("usable", "GB/s", "fp32 TFLOP/s", "half TFLOP/s"):
+        table.add_column(head, justify="right")
+    table.add_column("description")
     for one in known.values():
-        print(
-            f"{one.name:14}{format_bytes(one.usable_bytes):>11}"
-            f"{one.memory_bandwidth / 1e9:>7.0f}{one.fp32_flops / 1e12:>7.1f}"
-            f"{one.half_flops / 1e12:>6.0f}          {one.description}"
+        table.add_row(
+            one.name,
+            format_bytes(one.usable_bytes),
+            f"{one.memory_bandwidth / 1e9:.0f}",
+            f"{one.fp32_flops / 1e12:.1f}",
+            f"{one.half_flops / 1e12:.0f}",
+            one.description,
         )
+    width = None if sys.stdout.isatty() else 120
+    rich.console.Console(width=width, highlight=False).print(table)
     return 0

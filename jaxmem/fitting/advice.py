@@ -9,8 +9,8 @@ from jaxmem.fitting.verdicts import Verdicts
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets import LocalDevice, Target
+from jaxmem.training import TrainState, TrainStep
 from jaxmem.training.exhausted import register_advice
-from jaxmem.training.step import TrainState, TrainStep
 
 
 def advise(

@@ -12,7 +12,7 @@ from jaxmem.fitting.search import Search
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision
 from jaxmem.targets import LocalDevice, Target
-from jaxmem.training.step import TrainStep
+from jaxmem.training import TrainStep
 
 
 def fit(

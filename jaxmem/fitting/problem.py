@@ -22,7 +22,7 @@ from jaxmem.levers.precision.policy import Precision, precision as parse_precisi
 from jaxmem.levers.sharding import Sharding, shard
 from jaxmem.rematerialization import Plan, remat
 from jaxmem.targets import LocalDevice, Target, example, family_of, resolve
-from jaxmem.training.step import TrainState, TrainStep, train_step
+from jaxmem.training import TrainState, TrainStep, train_step
 
 
 class Problem:

@@ -16,7 +16,7 @@ from jaxmem.ground.checks import is_count
 from jaxmem.ground.errors import CompileError, JaxmemError
 from jaxmem.rematerialization import Outcome, Plan, Search as CompiledSearch
 from jaxmem.reports import MemoryReport, memory
-from jaxmem.training.step import TrainStep
+from jaxmem.training import TrainStep
 
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between
@@ -192,8 +192,8 @@ class Search:
             why = f"XLA could not compile it: {lines[min(1, len(lines) - 1)]}"
             self.options.remove(levers)
             return outcome(f": {about}: {why}", verdict=why)
-        away = candidate.plan.predicted.host_bytes
-        if away and report.host < away + self.problem.host_bytes(levers):
+        offloaded = candidate.plan.predicted.host_bytes
+        if offloaded and report.host < offloaded + self.problem.host_bytes(levers):
             why = "XLA keeps on the device what was to wait in host memory"
             self.problem.refused["residuals in host memory"] = why
             self.problem.offload = False

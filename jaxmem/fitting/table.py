@@ -38,8 +38,8 @@ class Candidate:
             return ""
         if not self.plan.recomputes:
             return "none"
-        again, away = self.plan.predicted.recompute_share, self.plan.predicted.host_bytes
-        where = f", {format_bytes(away)} on the host" if away else ""
+        again, offloaded = self.plan.predicted.recompute_share, self.plan.predicted.host_bytes
+        where = f", {format_bytes(offloaded)} on the host" if offloaded else ""
         return f"{self.plan.planner}, +{again:.1%}{where}"
 
 

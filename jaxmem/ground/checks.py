@@ -172,11 +172,11 @@ def check_same(name: tuple[str, str], expected: Any, place: str, found: Any) -> 
         if path not in wanted:
             extra = _kind(given[path])
             raise JaxmemError(f"{at} is {extra} {place}; expected nothing there, as {name[1]}.")
-        here, there = (list(jnp.shape(tree[path])) for tree in (given, wanted))
-        if here != there:
+        given_shape, wanted_shape = (list(jnp.shape(tree[path])) for tree in (given, wanted))
+        if given_shape != wanted_shape:
             raise JaxmemError(
-                f"{at} is {here} {place} and {there} {name[1]}. Both must have one structure and "
-                "one shape for each array."
+                f"{at} is {given_shape} {place} and {wanted_shape} {name[1]}. Both must have one "
+                "structure and one shape for each array."
             )
 
 
@@ -189,9 +189,9 @@ def check_alike(
     """
     check_same(name, expected, place, found)
     if jax.tree.structure(expected) != jax.tree.structure(found):
-        path, there, here = _difference("", expected, found)
+        path, kind, found_kind = _difference("", expected, found)
         raise JaxmemError(
-            f"{name[0]}{path} is {here} {place} and {there} {name[1]}. Both must have one "
+            f"{name[0]}{path} is {found_kind} {place} and {kind} {name[1]}. Both must have one "
             "structure."
         )
     others = None

@@ -92,6 +92,6 @@ def _among_those_there(fun: Callable, values: Sequence) -> list[Any]:
     made an array depends on nothing, and `jax.checkpoint` cannot transpose what has such results.
     """
     zero = internals.ad.Zero
-    there = [value for value in values if type(value) is not zero]
-    made = iter(fun(*there) if there else [])
+    present = [value for value in values if type(value) is not zero]
+    made = iter(fun(*present) if present else [])
     return [value if type(value) is zero else next(made) for value in values]

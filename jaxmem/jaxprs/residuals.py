@@ -37,11 +37,11 @@ def scan_residuals(equation: JaxprEqn, constant: Sequence[bool]) -> list[Any]:
 
     carry = loop_of(equation).carry
     others = avals[: carry.start] + avals[carry.stop :]
-    there = collections.Counter((aval.shape, aval.dtype) for aval in others)
+    available = collections.Counter((aval.shape, aval.dtype) for aval in others)
     kept = []
     for leaf in jax.tree.leaves(jax.eval_shape(residuals, *avals)):
-        if there[leaf.shape, leaf.dtype]:
-            there[leaf.shape, leaf.dtype] -= 1
+        if available[leaf.shape, leaf.dtype]:
+            available[leaf.shape, leaf.dtype] -= 1
         else:
             kept.append(leaf)
     return kept

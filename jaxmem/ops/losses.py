@@ -105,9 +105,9 @@ def _blocks(hidden, weights, axis: int, block: tuple[int, int] | None) -> tuple[
     """Rows and columns of a block of logits."""
     rows, columns = len(hidden), weights.shape[axis]
     if block is None:
-        held = max(_BLOCK, hidden.size // 4)
-        most = max(held // max(rows, 1), _COLUMNS)
-        block = (held // min(most, columns), most)
+        logits = max(_BLOCK, hidden.size // 4)
+        most = max(logits // max(rows, 1), _COLUMNS)
+        block = (logits // min(most, columns), most)
     return block_size(rows, block[0]), block_size(columns, block[1])
 
 

@@ -12,8 +12,9 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.ground.bytes import format_bytes, parse_budget
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ops.attention_replacement import AttentionReplacement
+from jaxmem.ops.loss_replacement import LossReplacement
 from jaxmem.ops.patterns import Graph
-from jaxmem.ops.replacements import AttentionInstead, LossInstead
 
 
 def swap(fun: Callable, *, least: int | str = "64MiB") -> Callable:
@@ -81,27 +82,29 @@ class _Swapper:
         replacement reads may stand after some of what it replaces."""
         values = dict(enumerate(inputs))
         graph = Graph(flat)
-        instead = self._replacements(graph)
+        replacements = self._replacements(graph)
         for step in flat.steps:
             if jaxprs.side_effects(step):
-                self._compute(graph, instead, values, [*step.uses])
+                self._compute(graph, replacements, values, [*step.uses])
                 values.update(zip(step.outputs, self._evaluate(step, values), strict=True))
-        self._compute(graph, instead, values, [v for v in flat.outputs if isinstance(v, int)])
+        self._compute(graph, replacements, values, [v for v in flat.outputs if isinstance(v, int)])
         return [jaxprs.read(values, output) for output in flat.outputs]
 
-    def _compute(self, graph: Graph, instead, values: dict[int, Any], wanted: list[int]) -> None:
+    def _compute(
+        self, graph: Graph, replacements, values: dict[int, Any], wanted: list[int]
+    ) -> None:
         while wanted:
             value = wanted[-1]
             if value in values:
                 wanted.pop()
                 continue
             at = graph.maker[value]
-            reads = instead[at].reads if at in instead else [*graph.flat.steps[at].uses]
+            reads = replacements[at].reads if at in replacements else [*graph.flat.steps[at].uses]
             missing = [read for read in reads if read not in values]
             if missing:
                 wanted.extend(missing)
-            elif at in instead:
-                values.update(instead[at].results(values))
+            elif at in replacements:
+                values.update(replacements[at].results(values))
             else:
                 step = graph.flat.steps[at]
                 values.update(zip(step.outputs, self._evaluate(step, values), strict=True))
@@ -140,11 +143,11 @@ class _Swapper:
             match = graph.match(at)
             if match is None:
                 continue
-            replacement = LossInstead.of(graph, match) or AttentionInstead.of(graph, match)
+            replacement = LossReplacement.of(graph, match) or AttentionReplacement.of(graph, match)
             if replacement:
                 found |= dict.fromkeys(match.results, replacement)
                 self.count += 1
-                kind = "scores" if isinstance(replacement, AttentionInstead) else "logits"
+                kind = "scores" if isinstance(replacement, AttentionReplacement) else "logits"
                 _say(
                     f"{replacement.name} instead of {kind} {aval.dtype}{list(aval.shape)}, "
                     f"{format_bytes(size)}, of {step.line}"

@@ -11,8 +11,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.checks import check_optimizer, check_state, is_count
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.streaming import stream
-from jaxmem.optim.codecs.eight_bits import Quantized, dequantize, quantize
-from jaxmem.optim.codecs.rounding import round_stochastically
+from jaxmem.optim.codecs import CODECS
 
 _SMALL = 4096
 
@@ -71,10 +70,10 @@ def small_moments(
     (dtype('uint8'), (256, 512), (256, 2))
     """
     check_optimizer(optimizer, "jaxmem.optim.small_moments")
-    if dtype not in ("8bit", "bfloat16"):
-        raise JaxmemError(
-            f'jaxmem.optim.small_moments takes dtype= "8bit" or "bfloat16"; got {dtype!r}.'
-        )
+    if dtype not in CODECS:
+        known = " or ".join(f'"{name}"' for name in CODECS)
+        raise JaxmemError(f"jaxmem.optim.small_moments takes dtype= {known}; got {dtype!r}.")
+    codec = CODECS[dtype]
     if not is_count(block):
         raise JaxmemError(f"A block is an int of 1 or more values; got block={block!r}.")
     optimizer = optax.with_extra_args_support(optimizer)
@@ -89,18 +88,19 @@ def small_moments(
     def compress(path, leaf, key):
         if not compressed(path, leaf):
             return leaf
-        if dtype == "8bit":
-            return quantize(leaf, signed=not _is_second(path), block=block)
-        return round_stochastically(leaf, key)
+        return codec.compress(leaf, key, not _is_second(path), block)
+
+    def is_compressed(leaf) -> bool:
+        return codec.kind is not None and isinstance(leaf, codec.kind)
 
     def init(params):
         def zero(path, leaf):
             if not compressed(path, leaf):
                 return leaf
-            if dtype == "bfloat16":
-                return leaf.astype(jnp.bfloat16)
-            jaxprs.check_on_device("jaxmem.optim.small_moments", leaf, jax.tree_util.keystr(path))
-            return quantize(leaf, signed=not _is_second(path), block=block)
+            if codec.kind is not None:  # an array alone may lie in host memory
+                where = jax.tree_util.keystr(path)
+                jaxprs.check_on_device("jaxmem.optim.small_moments", leaf, where)
+            return codec.zeros(leaf, not _is_second(path), block)
 
         state = jax.tree_util.tree_map_with_path(zero, optimizer.init(params))
         return SmallState(jnp.zeros((), jnp.int32), state)
@@ -112,13 +112,11 @@ def small_moments(
         def expand(path, shape, leaf):
             if not compressed(path, shape):
                 return leaf
-            if dtype == "8bit":
-                leaf = dequantize(leaf, signed=not _is_second(path), block=block)
-            return leaf.astype(shape.dtype)
+            return codec.expand(leaf, not _is_second(path), block).astype(shape.dtype)
 
         def step(updates, state, params, **extra):
             large = jax.tree_util.tree_map_with_path(
-                expand, shapes, state.inner, is_leaf=_is_quantized
+                expand, shapes, state.inner, is_leaf=is_compressed
             )
             updates, large = optimizer.update(updates, large, params, **extra)
             leaves, tree = jax.tree_util.tree_flatten_with_path(large)
@@ -129,13 +127,9 @@ def small_moments(
             ]
             return updates, SmallState(state.step + 1, jax.tree.unflatten(tree, small))
 
-        return stream(step, updates, state, params, extra, on_host=False)
+        return stream(step, updates, state, params, extra, state_on_host=False)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, Quantized)
 
 
 def _is_second(path) -> bool:

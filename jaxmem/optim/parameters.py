@@ -97,7 +97,7 @@ def half_params(
             rest = jax.tree.unflatten(tree, rests) if compensated else None
             return jax.tree.unflatten(tree, moves), HalfState(state.step + 1, rest, inner)
 
-        return stream(step, updates, state, params, extra, on_host=False)
+        return stream(step, updates, state, params, extra, state_on_host=False)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

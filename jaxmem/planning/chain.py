@@ -122,7 +122,7 @@ class Solution:
         """The lowest price within a memory; infinite if nothing fits."""
         return float(self.top[0, self.pad + memory])
 
-    def least(self) -> int:
+    def smallest(self) -> int:
         """The least memory that anything fits in, or ``slots + 1``."""
         fits = np.flatnonzero(np.isfinite(self.top[0, self.pad :]))
         return int(fits[0]) if len(fits) else self.slots + 1

@@ -37,18 +37,18 @@ class Dots:
                 and value != kernel.residuals
             }
 
-    def within(self, budget: int) -> Layout | None:
+    def cheapest_within(self, budget: int) -> Layout | None:
         """The plain plan if it fits, else the least, or None."""
-        return next((one for one in (self.plain, self.least()) if one.peak <= budget), None)
+        return next((one for one in (self.plain, self.smallest()) if one.peak <= budget), None)
 
-    def least(self) -> Layout:
+    def smallest(self) -> Layout:
         """The least projected peak."""
         leaves = self._leaves()
         found = [self.variant.layout(self._nested(leaves, group)) for group in _GROUPS]
         once = (layout for layout in found if not layout.flops)
         return min(self.plain, *once, key=lambda layout: layout.peak)
 
-    frugal = least
+    smallest_at_one_forward = smallest
 
     def _leaves(self) -> list[list[tuple[int, int]]]:
         """First and last kernels; a row of them ends at each scan."""

@@ -58,7 +58,7 @@ class DP:
             self.variants.append(Variant(program, rates, options))
         self.plain = self.variants[0].layout(())
 
-    def within(self, budget: int) -> Layout | None:
+    def cheapest_within(self, budget: int) -> Layout | None:
         """The lowest price whose projected peak is at most ``budget`` bytes; None: nothing is."""
         if self.plain.peak <= budget:
             return self.plain
@@ -66,34 +66,34 @@ class DP:
         for variant in sorted(self.variants, key=lambda variant: variant.loops_price):
             if best and best.price <= variant.loops_price:
                 break
-            layout = variant.within(budget)
+            layout = variant.cheapest_within(budget)
             if layout and (best is None or layout.price < best.price):
                 best = layout
-        if not best and self.least().peak <= budget:
-            return self.least()
+        if not best and self.smallest().peak <= budget:
+            return self.smallest()
         return best
 
     @functools.cache  # noqa: B019 (lives as long as one plan is made)
-    def least(self) -> Layout:
+    def smallest(self) -> Layout:
         """The least projected peak; of several about as low, the lowest price."""
-        found = [self.plain, *(variant.least() for variant in self.variants)]
+        found = [self.plain, *(variant.smallest() for variant in self.variants)]
         lowest = min(layout.peak for layout in found)
         return min(
             (layout for layout in found if layout.peak <= _NEAR * lowest),
             key=lambda layout: layout.price,
         )
 
-    def frugal(self) -> Layout:
+    def smallest_at_one_forward(self) -> Layout:
         """The least projected peak for at most one more forward pass: below that, memory is bought
         with recomputation that grows faster and faster."""
-        low, high = self.least(), self.plain
+        low, high = self.smallest(), self.plain
         forward = sum(self.variants[0].seconds)
         if low.seconds <= forward:
             return low
         below = low.peak
         for _ in range(8):
             middle = (below + high.peak) // 2
-            layout = self.within(middle)
+            layout = self.cheapest_within(middle)
             if layout and layout.seconds <= forward:
                 high = layout
             else:
@@ -160,7 +160,7 @@ class Variant:
         self._solved = slot, Solution(self.blocks.chain(slot), _SLOTS)
         return self._solved
 
-    def within(self, budget: int) -> Layout | None:
+    def cheapest_within(self, budget: int) -> Layout | None:
         plain = self.layout(())
         if plain.peak <= budget:
             return plain
@@ -193,17 +193,17 @@ class Variant:
         regions = self.blocks.regions(solution.stretches(memory))
         return self.layout(regions) if _depth(regions) <= _DEPTH else None
 
-    def least(self) -> Layout:
+    def smallest(self) -> Layout:
         best = self.layout(())
         while True:
             _, solution = self.solution(int(best.peak * 0.9))
-            low = solution.least()
+            low = solution.smallest()
             memories = range(low, min(low + 25, solution.slots + 1), 3)
             found = [lay for memory in memories if (lay := self.proposed(solution, memory))]
             lower = min(found, key=lambda layout: layout.peak, default=best)
             if lower.peak >= 0.95 * best.peak:
                 lowest = min(lower.peak, best.peak)
-                close = self.within(int(_NEAR * lowest))
+                close = self.cheapest_within(int(_NEAR * lowest))
                 return close or min(lower, best, key=lambda layout: layout.peak)
             best = lower
 

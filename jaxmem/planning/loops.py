@@ -80,8 +80,8 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
                 )
                 found.append(option)
                 if rates.host and segments == 1:
-                    for away in (operation.carry, (*operation.carry, *loop.saved)):
-                        found.append(_offloaded(option, away, operation, sum(seconds), rates))
+                    for offloaded in (operation.carry, (*operation.carry, *loop.saved)):
+                        found.append(_offloaded(option, offloaded, operation, sum(seconds), rates))
     return [plain, *_pareto(found)]
 
 

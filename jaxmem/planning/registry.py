@@ -15,13 +15,13 @@ class Planner(Protocol):
 
     plain: Layout
 
-    def within(self, budget: int) -> Layout | None:
+    def cheapest_within(self, budget: int) -> Layout | None:
         """The least recompute that is projected to fit a budget, or None."""
 
-    def least(self) -> Layout:
+    def smallest(self) -> Layout:
         """The least projected bytes."""
 
-    def frugal(self) -> Layout:
+    def smallest_at_one_forward(self) -> Layout:
         """The least projected bytes for at most one more forward pass."""
 
 

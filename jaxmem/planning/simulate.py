@@ -94,10 +94,10 @@ def simulate_block(
         for value in alive
         if last_used[value] > stop and made_by[value] and program.active[value]
     }
-    there = [*given.values(), *(i for held in cotangents.values() for i in held)]
+    live = [*given.values(), *(i for held in cotangents.values() for i in held)]
     layout.backward(layout.forward(_pieces(regions, start, stop), made, given), cotangents)
     kept = {i for value, held in cotangents.items() if value not in results for i in held}
-    cost = layout.sweep(kept, there)
+    cost = layout.sweep(kept, live)
     used = {instance for event in layout.events for instance in event.uses}
     return dataclasses.replace(
         cost, read=frozenset(value for value, instance in given.items() if instance in used)
@@ -189,9 +189,9 @@ class _Layout:
         self.events.append(_Event(number, [*reads, *incoming], fresh, True, kernel.inside))
 
     def sweep(
-        self, kept: set[int], there: Sequence[int], results: Mapping[int, int] | None = None
+        self, kept: set[int], live: Sequence[int], results: Mapping[int, int] | None = None
     ) -> Cost:
-        """Drops what nothing reads, and adds up what is alive: ``there`` from the beginning,
+        """Drops what nothing reads, and adds up what is alive: ``live`` from the beginning,
         ``kept`` to the end. ``results`` have memory of their own, so many bytes each."""
         needed = set(kept)
         events = []
@@ -201,7 +201,7 @@ class _Layout:
                 events.append(event)
         events.reverse()
         self.events = events
-        there = [instance for instance in there if instance in needed]
+        live = [instance for instance in live if instance in needed]
         last: dict[int, int] = {}
         for index, event in enumerate(events):
             event.makes = [instance for instance in event.makes if instance in needed]
@@ -213,8 +213,8 @@ class _Layout:
         for instance, index in last.items():
             if instance not in kept:
                 ends[index].append(instance)
-        seen = set(there)
-        alive = peak = sum(self.sizes[instance] for instance in there)
+        seen = set(live)
+        alive = peak = sum(self.sizes[instance] for instance in live)
         at = 0
         for index, event in enumerate(events):
             before = alive

@@ -31,7 +31,7 @@ class Sqrt:
         self.chain = _Chain(self.variant.program)
         self.plain = self.variant.layout(())
 
-    def within(self, budget: int) -> Layout | None:
+    def cheapest_within(self, budget: int) -> Layout | None:
         """The least recompute whose projected peak is at most ``budget`` bytes, or None."""
         if self.plain.peak <= budget:
             return self.plain
@@ -44,17 +44,17 @@ class Sqrt:
             if layout.peak <= budget:
                 return layout
             limit *= 0.99 * budget / layout.peak
-        least = self.least()  # the chain's bytes are not the layout's: it may fit all the same
+        least = self.smallest()  # the chain's bytes are not the layout's: it may fit all the same
         return least if least.peak <= budget else None
 
     @functools.cache  # noqa: B019 (as long as the planner)
-    def least(self) -> Layout:
+    def smallest(self) -> Layout:
         """The least projected peak."""
         ends = self.chain.least_recompute(self.chain.least_peak()) or []
         layout = self.variant.layout(self.chain.regions(ends))
         return min(layout, self.plain, key=lambda layout: layout.peak)
 
-    frugal = least  # no region is nested: one more forward pass at most
+    smallest_at_one_forward = smallest  # no region is nested: one more forward pass at most
 
 
 class _Chain:

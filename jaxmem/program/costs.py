@@ -3,8 +3,8 @@
 import math
 
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
-from jaxmem.jaxprs.nested import picked_axis
 from jaxmem.jaxprs.residuals import has_linear_rule
+from jaxmem.program.derivatives import DERIVATIVES
 
 # XLA fuses these into their consumers or producers: recomputing one costs no FLOPs worth counting
 # and no trip to memory of its own. What is not listed here (matmul, convolution, gather, sort,
@@ -16,8 +16,8 @@ _FUSED = frozenset(
     device_put digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
     integer_pow iota is_finite le lgamma log log1p logistic lt max min mul name ne neg
     nextafter not optimization_barrier or population_count pow real reduce_and reduce_max
-    reduce_min reduce_or reduce_precision reduce_prod reduce_sum rem reshape rev round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split
+    reduce_min reduce_or reduce_prod reduce_sum rem reshape rev round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh slice split
     sqrt square squeeze stop_gradient sub tan tanh transpose xor
     """.split()
 )
@@ -32,7 +32,6 @@ _LINEAR = frozenset(
 # The derivative of these reads their result alone.
 _BY_RESULT = frozenset("cbrt exp exp2 logistic rsqrt sqrt tanh".split())
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
-_ROW = 16  # elements, at least, for `jaxmem.program.derivatives.picking` to take one of them
 _DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -42,22 +41,16 @@ def is_fused(equation) -> bool:
     A fused operation is copied into every kernel that reads it, and each copy is differentiated
     with its part of the cotangent. The parts add up to what plain JAX has only where the rule of
     the derivative is linear in the cotangent. A `jax.custom_vjp` need not be (gradient clipping,
-    quantisation), so none of them is ever copied.
+    quantisation), so none of them is ever copied; nor is `jax.lax.reduce_precision`, which rounds
+    its cotangent. (So does a cast to a shorter dtype; its parts differ from their sum in the last
+    bits of that dtype, as they do where XLA fuses.)
     """
     name = operation_of(equation)
     if name == "custom_jvp_call" and not has_linear_rule(equation):
         return False
     if name in ("custom_jvp_call", "jit", "pjit"):
         return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
-    return name in _FUSED or is_pick(equation)
-
-
-def is_pick(equation) -> bool:
-    """Whether it takes one element of each of some long rows."""
-    if operation_of(equation) != "gather":
-        return False
-    axis = picked_axis(equation)
-    return axis is not None and equation.invars[0].aval.shape[axis] >= _ROW
+    return name in _FUSED or any(one.is_fused(equation) for one in DERIVATIVES)
 
 
 def contraction_flops(name: str, operands, result, parameters) -> int:

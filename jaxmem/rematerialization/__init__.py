@@ -1,8 +1,13 @@
 """From a function and a budget to a planned function."""
 
+from jaxmem.rematerialization.choices import Choice as Choice, Row as Row
 from jaxmem.rematerialization.constraints import Constraints as Constraints
 from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto
-from jaxmem.rematerialization.plan import Plan as Plan
+from jaxmem.rematerialization.plan import (
+    Compiled as Compiled,
+    Plan as Plan,
+    Predicted as Predicted,
+)
 from jaxmem.rematerialization.plan_text import checked as checked
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
 from jaxmem.rematerialization.search import Outcome as Outcome, Search as Search

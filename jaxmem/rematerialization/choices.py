@@ -47,8 +47,8 @@ def rows_of(program: Program, layout: Layout):
         whole = Region(0, len(operation.body.kernels), loop.saved, loop.regions)
         for row in _region_rows(operation.body, [whole], 0):
             parts = f" as {loop.segments} scans" * (loop.segments > 1)
-            away = sum(operation.body.sizes[v] for v in loop.offloaded) * operation.length
-            parts += f" ({format_bytes(away)} to the host)" * bool(away)
+            offloaded = sum(operation.body.sizes[v] for v in loop.offloaded) * operation.length
+            parts += f" ({format_bytes(offloaded)} to the host)" * bool(offloaded)
             first = f"{operation.length} x scan{parts}: {row.first}" if not row.depth else row.first
             length = operation.length
             yield Row(

@@ -45,7 +45,7 @@ class CompiledPlans:
         """The plan of the least price that fits, after so many compilations at most."""
         if self.constraints.budget is None:
             self.search: Search[Layout] = Search(2**62, compilations)
-            self.search.run([self.planner.frugal()], self.compile)
+            self.search.run([self.planner.smallest_at_one_forward()], self.compile)
         else:
             self.search = Search(self.constraints.budget, compilations)
             self.search.run(self.proposals(self.constraints.budget), self.compile)
@@ -63,16 +63,16 @@ class CompiledPlans:
         goal: float = budget * self.target.count
         fits, fails = 0.0, float("inf")  # projected bytes that did, and did not
         while fits * _SAME < fails:
-            layout, best = self.within(goal), search.best
+            layout, best = self.layout_for(goal), search.best
             if layout is None or (search.outcomes and search.left == 1 and not best):
-                layout = planner.least()
+                layout = planner.smallest()
             if layout not in search.outcomes:
                 forward = self.plans[best].predicted.seconds if best else 0.0
                 if best and layout.price > best.price - 3 * _WORTH * forward:
                     return
                 yield layout
-            elif layout == planner.least() and not best:
-                yield from self.above(budget)
+            elif layout == planner.smallest() and not best:
+                yield from self.slightly_above(budget)
                 return
             ratio = search.outcomes[layout].ratio
             if not search.fits(layout):
@@ -87,11 +87,11 @@ class CompiledPlans:
             if not fits < goal < fails:
                 goal = (fits + fails) / 2 if fits else 0.97 * fails
 
-    def within(self, goal: float) -> Layout | None:
+    def layout_for(self, goal: float) -> Layout | None:
         """The layout that is projected to take so many bytes in all."""
         left = self.constraints.budget_for(self.traced.program, int(goal)).left
         assert left is not None
-        return self.planner.within(left)
+        return self.planner.cheapest_within(left)
 
     def expected(self, layout: Layout) -> float:
         """Projected bytes, corrected where another plan was compiled that peaks at the same place:
@@ -104,15 +104,15 @@ class CompiledPlans:
         """Projected bytes to plan for next, where a plan for ``high`` did not fit and ``low`` would
         do if all plans peaked at the same place: half way, if that is expected to fit."""
         middle = max((low + high) / 2, low)
-        layout = self.within(middle)
+        layout = self.layout_for(middle)
         if layout is None or layout in self.search.outcomes:
             return low
         return middle if self.expected(layout) <= budget / _MARGIN else low
 
-    def above(self, budget: int) -> Iterator[Layout]:
+    def slightly_above(self, budget: int) -> Iterator[Layout]:
         """Plans that are projected not to fit, by little, until one does."""
         for share in _ABOVE:
-            layout = self.within(share * budget * self.target.count)
+            layout = self.layout_for(share * budget * self.target.count)
             if layout and layout not in self.search.outcomes:
                 yield layout
                 if self.search.fits(layout):
@@ -128,10 +128,10 @@ class CompiledPlans:
         report = self.report(chosen, chosen.compiler_options)
         reserved = self.constraints.reserved
         # A value that goes from turn to turn may be there once for two that the plan counts.
-        away = chosen.predicted.host_bytes
-        if 2 * report.host < away:
+        offloaded = chosen.predicted.host_bytes
+        if 2 * report.host < offloaded:
             raise OffloadError(
-                f"The plan has {format_bytes(away)} of residuals in host memory, and "
+                f"The plan has {format_bytes(offloaded)} of residuals in host memory, and "
                 f"XLA's program for {self.target.name} keeps {format_bytes(report.host)} there. "
                 "Plan without offload=True."
             )

@@ -64,9 +64,13 @@ class Constraints:
             BudgetError: none is projected to fit.
         """
         planner, budget = self.planner(program), self.budget_for(program)
-        layout = planner.frugal() if budget.left is None else planner.within(budget.left)
+        layout = (
+            planner.smallest_at_one_forward()
+            if budget.left is None
+            else planner.cheapest_within(budget.left)
+        )
         if layout is None:
-            least = planner.least()
+            least = planner.smallest()
             raise self.too_small(program, least, budget.total(least.peak), "projected")
         return self.write(program, layout, planner)
 

@@ -15,9 +15,7 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.planning import Loop, Region, recomputed
 from jaxmem.program import Program
-from jaxmem.program.derivatives.picking import pick
-from jaxmem.program.derivatives.pooling import POOLINGS, pool
-from jaxmem.program.derivatives.widening import widened
+from jaxmem.program.derivatives import DERIVATIVES
 from jaxmem.rematerialization.traced import input_names, read
 
 _EMISSIONS = itertools.count()
@@ -70,7 +68,7 @@ def emit(flat: jaxprs.FlatJaxpr, program: Program, layout: Layout, leaves: Seque
     return jax.tree.unflatten(flat.out_tree, emission.outputs(values))
 
 
-class _Within(NamedTuple):
+class _OpenRegion(NamedTuple):
     """A region that is being written, the latest value that it reads, and for each region around
     it whether it would recompute more to have that."""
 
@@ -101,7 +99,9 @@ class _Emission:
         self.saved = _saved(self.regions)
         # Names that no other emission has: a policy around this one must not know them.
         self.prefix = f"jaxmem:{next(_EMISSIONS)}"
-        self.within: list[_Within] = []  # the regions that are being written, outermost first
+        self.open_regions: list[
+            _OpenRegion
+        ] = []  # the regions that are being written, outermost first
 
     @functools.cached_property
     def recomputed(self) -> dict[Region, frozenset[int]]:
@@ -160,16 +160,10 @@ class _Emission:
                 inside |= {out: fused[out] for out in step.outputs}
             if number in self.loops:
                 self.looped(self.loops[number], last, inside)
-            elif last.primitive == "gather" and kernel.fused:
+            elif own := next((one for one in DERIVATIVES if one.matches(last, kernel)), None):
                 operands = [jaxprs.read(inside, operand) for operand in last.inputs]
-                inside[last.outputs[0]] = pick(last, *operands)
-            elif last.primitive in POOLINGS:
                 alone = all(self.readers[value] == 1 for value in last.uses)
-                (operand,) = (jaxprs.read(inside, operand) for operand in last.inputs)
-                inside[last.outputs[0]] = pool(last, operand, alone)
-            elif kernel.widened:
-                operands = [jaxprs.read(inside, operand) for operand in last.inputs]
-                inside[last.outputs[0]] = widened(last, *operands)
+                inside[last.outputs[0]] = own.emit(last, operands, alone)
             else:
                 self.flat.run([last], inside)
             for value in kernel.results:
@@ -188,12 +182,12 @@ class _Emission:
 
         Unless that would recompute more, where the latest that the region reads is not needed.
         """
-        if len(self.within) < 2:
+        if len(self.open_regions) < 2:
             return saved
-        *around, (_, latest, costs) = self.within
+        *outer, (_, latest, costs) = self.open_regions
         if latest is None:
             return saved
-        for (region, *_), dear in zip(around, costs, strict=True):
+        for (region, *_), dear in zip(outer, costs, strict=True):
             if dear and value in region.saved:
                 return saved
         return jaxprs.after(saved, latest)
@@ -248,12 +242,12 @@ class _Emission:
                 inner[value] = _named(inner[value], self.name(value))
             if made:
                 latest = max(made, key=lambda value: self.program.made[value])
-                costs = [self.costs(latest, each.region) for each in self.within]
-                self.within.append(_Within(region, inner[latest], costs))
+                costs = [self.costs(latest, each.region) for each in self.open_regions]
+                self.open_regions.append(_OpenRegion(region, inner[latest], costs))
             else:
-                self.within.append(_Within(region, None, []))
+                self.open_regions.append(_OpenRegion(region, None, []))
             self.run(region.start, region.stop, region.regions, inner)
-            self.within.pop()
+            self.open_regions.pop()
             return [inner[value] for value in keeps]
 
         names = (frozenset(map(self.name, values)) for values in (region.saved, offloaded))

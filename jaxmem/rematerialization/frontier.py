@@ -115,10 +115,10 @@ def pareto(
     traced.check_loss("jaxmem.pareto", scalar=False)
     program = traced.program
     found = constraints.planner(program)
-    high, low = found.plain.peak, found.least().peak
-    layouts = {found.plain, found.least()}
+    high, low = found.plain.peak, found.smallest().peak
+    layouts = {found.plain, found.smallest()}
     for share in range(1, points - 1):
-        layout = found.within(int(low + (high - low) * (share / (points - 1)) ** 2))
+        layout = found.cheapest_within(int(low + (high - low) * (share / (points - 1)) ** 2))
         if layout:
             layouts.add(layout)
     best: list[Layout] = []

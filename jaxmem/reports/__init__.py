@@ -6,4 +6,4 @@ from jaxmem.reports.drawn.plot import check_plot as check_plot
 from jaxmem.reports.kept import Residuals as Residuals, residuals as residuals
 from jaxmem.reports.measured import Measured as Measured, measure as measure
 from jaxmem.reports.report import MemoryReport as MemoryReport
-from jaxmem.reports.xla.hlo import donated_arguments as donated_arguments
+from jaxmem.reports.xla.header import donated_arguments as donated_arguments

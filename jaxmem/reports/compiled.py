@@ -15,9 +15,12 @@ from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_call, name_of, noted
 from jaxmem.ground.errors import CompileError, JaxmemError, JaxmemWarning, OffloadError
-from jaxmem.reports.report import CPU_NOTE, MemoryReport, is_cpu
+from jaxmem.reports.cpu import CPU_NOTE, is_cpu
+from jaxmem.reports.report import MemoryReport
+from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument, describe_arguments
-from jaxmem.reports.xla.hlo import donated_arguments, results_on_host
+from jaxmem.reports.where.reading import DUMPED
+from jaxmem.reports.xla.header import donated_arguments, results_on_host
 from jaxmem.targets import LocalDevice, Target, family_of, resolve
 
 
@@ -126,13 +129,14 @@ def _check_offload(traced, lowered, hlo: str) -> None:
 def _check_kept(traced, report: MemoryReport) -> None:
     """Raises `OffloadError` if values that the step keeps in host memory are on the device."""
     kept, line = jaxprs.kept_on_host(traced)
-    there = report.host_temp + report.host_output
-    if there < 0.9 * kept:
+    resident = report.host_temp + report.host_output
+    if resident < 0.9 * kept:
         raise OffloadError(
             f"The step keeps {format_bytes(kept)} in host memory, first the value sent there at "
-            f"{line}, and the compiled program has {format_bytes(there)} there: XLA sends the rest "
-            "when it is about to be fetched again, and it stays on the device until then. Offload "
-            "what a layer keeps inside jax.lax.scan, or use jaxmem.layers(inputs='offload')."
+            f"{line}, and the compiled program has {format_bytes(resident)} there: XLA sends the "
+            "rest when it is about to be fetched again, and it stays on the device until then. "
+            "Offload what a layer keeps inside jax.lax.scan, or use "
+            "jaxmem.layers(inputs='offload')."
         )
 
 
@@ -154,7 +158,7 @@ def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
             raise CompileError(f"XLA could not compile the step for {target}:\n{error}") from error
         dump = {
             name: gzip.compress(path.read_bytes(), 3)
-            for name in ("buffer-assignment", "live-range")
+            for name in DUMPED
             for path in pathlib.Path(folder).glob(f"*_after_optimizations-{name}.txt")
         }
     analysis = compiled.memory_analysis()
@@ -172,9 +176,8 @@ def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
 
 
 def _report(target, stats, hlo, dump, arguments) -> MemoryReport:
-    fields = ("argument", "output", "alias", "temp")
-    counts = {name: stats[name] for name in (*fields, *(f"host_{name}" for name in fields))}
-    return MemoryReport(target=target, hlo=hlo, dump=dump, arguments=arguments, **counts)
+    on_device, on_host = Totals.read(stats), Totals.read(stats, "host_")
+    return MemoryReport(target, on_device, on_host, hlo, dump, arguments)
 
 
 def _arguments(jitted, traced, lowered, args, kwargs) -> tuple[Argument | None, ...]:

@@ -11,7 +11,8 @@ from typing import Any
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports.drawn.text import columns, fit
-from jaxmem.reports.report import MemoryReport, describe
+from jaxmem.reports.plain_data import describe
+from jaxmem.reports.report import MemoryReport
 
 _TABLES = ("by_phase", "by_kind", "by_module", "by_source")
 _TITLES = {"by_phase": "phase", "by_kind": "kind", "by_module": "module", "by_source": "line"}

@@ -11,8 +11,8 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_call, name_of, noted
 from jaxmem.program import size_of
 from jaxmem.reports.where.arguments import argument_paths
-from jaxmem.reports.where.attribution import UNATTRIBUTED, modules_of, source_of
-from jaxmem.reports.xla.hlo import Frame
+from jaxmem.reports.where.names import UNATTRIBUTED, modules_of, source_of
+from jaxmem.reports.xla.instructions import Frame
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

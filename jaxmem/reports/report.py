@@ -2,45 +2,26 @@
 
 import dataclasses
 import functools
-import gzip
 import json
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
-import jaxlib
 import numpy as np
 
-from jaxmem.ground.bytes import device_budget, format_bytes
+from jaxmem.ground.bytes import device_budget
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.reports.drawn.text import (
-    breakdown_lines,
-    buffer_lines,
-    columns,
-    fit,
-    rolled_up,
-    side_by_side,
-)
+from jaxmem.reports.drawn.report_text import report_text
+from jaxmem.reports.plain_data import describe
+from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.attribution import Origin
 from jaxmem.reports.where.peak import Buffer, MemoryMap
+from jaxmem.reports.where.reading import DUMPED, read_map
 from jaxmem.reports.where.timeline import Timeline
-from jaxmem.reports.xla.dump import read_dump
-from jaxmem.reports.xla.hlo import Work, count_bytes, count_work
 from jaxmem.reports.xla.schedule import Collectives, Transfers, count_collectives, find_transfers
+from jaxmem.reports.xla.work import Work, count_bytes, count_work
 from jaxmem.targets import LocalDevice, Target, example
-
-CPU_NOTE = (
-    "compiled for the CPU: these bytes hold for this CPU alone. An accelerator's compiler fuses "
-    "and schedules otherwise, and the CPU's undoes rematerialization. Name one for its bytes: "
-    f"{example()}."
-)
-
-
-def is_cpu(target: Target | LocalDevice) -> bool:
-    """Whether a target is the machine's own CPU."""
-    return isinstance(target, LocalDevice) and target.platform == "cpu"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -48,7 +29,8 @@ class MemoryReport:
     """Bytes of one compiled step on one device of the target, by XLA's buffer assignment.
 
     ``argument``, ``output``, ``alias`` (outputs that reuse a donated argument) and ``temp`` are
-    device bytes; the ``host_`` ones are in host memory and are never part of ``device``.
+    device bytes; the ``host_`` ones are in host memory and are never part of ``device``. All four
+    of one memory are ``on_device`` and ``on_host``.
 
     The layout is fixed before the step runs. ``timeline`` says which of its bytes are alive at
     each point of the compiled schedule, ``peak_bytes`` how many are at the worst one, ``peak``
@@ -61,14 +43,8 @@ class MemoryReport:
     """
 
     target: Target | LocalDevice
-    argument: int
-    output: int
-    alias: int
-    temp: int
-    host_argument: int
-    host_output: int
-    host_alias: int
-    host_temp: int
+    on_device: Totals
+    on_host: Totals
     hlo: str = dataclasses.field(repr=False)
     dump: Mapping[str, bytes] = dataclasses.field(repr=False, default_factory=dict, compare=False)
     arguments: tuple[Argument | None, ...] = dataclasses.field(repr=False, default=())
@@ -76,12 +52,52 @@ class MemoryReport:
     @property
     def device(self) -> int:
         """Peak device bytes of the step: argument + output - alias + temp."""
-        return self.argument + self.output - self.alias + self.temp
+        return self.on_device.total
 
     @property
     def host(self) -> int:
         """Peak host bytes of the step."""
-        return self.host_argument + self.host_output - self.host_alias + self.host_temp
+        return self.on_host.total
+
+    @property
+    def argument(self) -> int:
+        """Device bytes that the arguments take."""
+        return self.on_device.argument
+
+    @property
+    def output(self) -> int:
+        """Device bytes that the results take, donated arguments with them."""
+        return self.on_device.output
+
+    @property
+    def alias(self) -> int:
+        """Device bytes of results that reuse a donated argument."""
+        return self.on_device.alias
+
+    @property
+    def temp(self) -> int:
+        """Device bytes of everything else that the step makes."""
+        return self.on_device.temp
+
+    @property
+    def host_argument(self) -> int:
+        """Host bytes that the arguments take."""
+        return self.on_host.argument
+
+    @property
+    def host_output(self) -> int:
+        """Host bytes that the results take, donated arguments with them."""
+        return self.on_host.output
+
+    @property
+    def host_alias(self) -> int:
+        """Host bytes of results that reuse a donated argument."""
+        return self.on_host.alias
+
+    @property
+    def host_temp(self) -> int:
+        """Host bytes of everything else that the step makes."""
+        return self.on_host.temp
 
     @functools.cached_property
     def work(self) -> Work:
@@ -114,27 +130,12 @@ class MemoryReport:
                 "xla_dump_to, or timeline=False was asked for. Totals are there; for the timeline "
                 f"name a target, as in jaxmem.memory(step, *args, {example()})."
             )
-        version = jaxlib.__version__
-        buffers, ranges = (
-            gzip.decompress(self.dump[name]).decode()
-            for name in ("buffer-assignment", "live-range")
-        )
-        assignment = read_dump(buffers, ranges, version)
-        for on_host, prefix in ((False, ""), (True, "host_")):
-            for role in ("argument", "output", "alias", "temp"):
-                read = assignment.total(role, on_host=on_host)
-                if read != getattr(self, prefix + role):
-                    raise JaxmemError(
-                        f"XLA's dump (jax {version}) has {read} bytes of {prefix}{role} and its "
-                        f"memory analysis {getattr(self, prefix + role)}: jaxmem does not "
-                        "read this version's dump right. The totals are not touched by this."
-                    )
-        return MemoryMap(assignment, self.hlo, self.arguments)
+        return read_map(self.dump, self.hlo, self.arguments, self.on_device, self.on_host)
 
     @property
     def has_timeline(self) -> bool:
         """Whether XLA said where the bytes lie: of what was compiled for a GPU."""
-        return set(self.dump) == {"buffer-assignment", "live-range"}
+        return set(self.dump) == set(DUMPED)
 
     @property
     def timeline(self) -> Timeline:
@@ -209,43 +210,9 @@ class MemoryReport:
         return self.device <= device_budget(budget, usable, self.target.name)
 
     def __str__(self):
-        rows = [
-            ("argument", self.argument, self.host_argument),
-            ("output", self.output, self.host_output),
-            ("alias", -self.alias, -self.host_alias),
-            ("temp", self.temp, self.host_temp),
-            ("total", self.device, self.host),
-        ]
-        lines = [f"compiled for {self.target}", f"{'':10}{'device':>14}{'host':>14}"]
-        for name, device, host in rows:
-            lines.append(f"{name:10}{format_bytes(device):>14}{format_bytes(host):>14}")
-        usable = self.target.usable_bytes
-        if usable:
-            verdict = "fits" if self.fits() else "does not fit"
-            lines.append(f"{verdict}: {self.device / usable:.0%} of {format_bytes(usable)} usable")
-        if is_cpu(self.target):
-            lines.append(f"note: {CPU_NOTE}")
-        if self.has_timeline:
-            lines += ["", *self._peak_lines()]
-        return "\n".join(lines)
+        return report_text(self)
 
     __repr__ = __str__
-
-    def _peak_lines(self) -> list[str]:
-        at = self.peak_operation
-        where = " · ".join([at.operation, at.module, at.source])
-        start = f"peak {format_bytes(self.peak_bytes)} in the {at.phase} phase, at "
-        return [
-            start + fit(where, columns() - len(start)),
-            "",
-            *side_by_side(
-                breakdown_lines("by phase", self.by_phase, self.device),
-                breakdown_lines("by kind", self.by_kind, self.device),
-            ),
-            *breakdown_lines("by line", self.by_source, self.device),
-            *breakdown_lines("by module", rolled_up(self.by_module), self.device),
-            *buffer_lines(self.peak),
-        ]
 
     # ---- as files
 
@@ -276,38 +243,3 @@ class MemoryReport:
 
         check_plot(path)
         draw({"": describe(self)}, path)
-
-
-def describe(report: MemoryReport) -> dict[str, Any]:
-    """A report as plain data: what `MemoryReport.to_json` writes."""
-    fields = ("argument", "output", "alias", "temp")
-    about: dict[str, Any] = {
-        "jaxmem": 1,
-        "jax": jaxlib.__version__,
-        "target": str(report.target),
-        "usable": report.target.usable_bytes,
-        "device": report.device,
-        "host": report.host,
-        "totals": {
-            name: getattr(report, name) for name in (*fields, *(f"host_{name}" for name in fields))
-        },
-    }
-    if not report.has_timeline:
-        return about
-    return about | {
-        "peak": report.peak_bytes,
-        "fragmentation": report.fragmentation,
-        "peak_point": report.timeline.peak_point,
-        "peak_operation": dataclasses.asdict(report.peak_operation),
-        "by_phase": report.by_phase,
-        "by_kind": report.by_kind,
-        "by_module": report.by_module,
-        "by_source": report.by_source,
-        "buffers": [dataclasses.asdict(buffer) for buffer in report.peak],
-        "timeline": {
-            "schedule": list(report.timeline.schedule),
-            "phases": list(report.phases),
-            "live": report.timeline.live.tolist(),
-            "live_by_kind": {kind: row.tolist() for kind, row in report.live_by_kind.items()},
-        },
-    }

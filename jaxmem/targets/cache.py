@@ -10,6 +10,10 @@ import pathlib
 import tempfile
 import time
 
+import platformdirs
+
+from jaxmem.ground.errors import JaxmemError
+
 _FORMAT = "jaxmem result 2"  # a file of another format fails its checksum
 _SUFFIX, _PART = ".compiled", ".part"
 _KEPT = 1000
@@ -29,6 +33,24 @@ class Compiled:
     def hlo(self) -> str:
         """The optimised, scheduled HLO as text."""
         return gzip.decompress(self.compressed_hlo).decode()
+
+
+def cache_folder() -> pathlib.Path:
+    """Where jaxmem keeps compilers and compiled results: ``JAXMEM_CACHE``, or the user's cache.
+
+    Raises:
+        JaxmemError: there is no home folder.
+    """
+    chosen = os.environ.get("JAXMEM_CACHE")
+    if chosen:
+        return pathlib.Path(chosen)
+    try:
+        return platformdirs.user_cache_path("jaxmem", appauthor=False)
+    except RuntimeError as error:
+        raise JaxmemError(
+            "There is no home folder to keep XLA's compilers and their results in. Set "
+            "JAXMEM_CACHE to a folder that can be written."
+        ) from error
 
 
 def result_path(folder: pathlib.Path, key: str) -> pathlib.Path:

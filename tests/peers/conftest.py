@@ -21,7 +21,7 @@ class Everywhere:
         inner = tuple(Region(kernel, kernel + 1) for kernel in range(count - 1))
         self.regions = (Region(0, count, (), inner),) if count else ()
 
-    def frugal(self):
+    def smallest_at_one_forward(self):
         return Layout(self.regions, self.loops, 0, (0,), {}, 0, 0, 0.0, 0.0, 0)
 
 

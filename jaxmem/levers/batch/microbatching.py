@@ -1,19 +1,19 @@
 """Value and gradient of a large batch, slice by slice inside one step."""
 
-import dataclasses
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import is_count, is_numeric, shown
-from jaxmem.ground.errors import JaxmemError, JaxmemWarning
-from jaxmem.levers.batch.independence import Metric, Proof, reduction_of
-from jaxmem.levers.batch.loss import Results, call_loss
+from jaxmem.ground.checks import is_count, shown
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.levers.batch.independence import Proof
+from jaxmem.levers.batch.reductions import checked, of_metrics, proof_of, sizes_of
+from jaxmem.levers.batch.slices import as_returned, batch_axes, batch_size, check_sizes, product
+from jaxmem.levers.batch.sums import Sums, mean_over, merged, weight_of
 
 
 def microbatch(
@@ -106,7 +106,7 @@ def microbatch(
             "weight= takes a function of a slice of the batch, such as lambda batch: "
             f"batch['mask'].sum(); got {shown(weight)}."
         )
-    axes = _batch_axes(sharding)
+    axes = batch_axes(sharding)
     proofs: dict[Any, Proof] = {}  # by the shapes of the arguments
 
     def rules(size, shards, arguments):
@@ -115,35 +115,35 @@ def microbatch(
         seen = str(shapes) in proofs
         if not seen:
             plain = getattr(loss_fn, "unplanned", loss_fn)
-            proofs[str(shapes)] = _proof(plain, _sizes(size // (shards or 1), count), arguments)
+            proofs[str(shapes)] = proof_of(plain, sizes_of(size // (shards or 1), count), arguments)
         proof = proofs[str(shapes)]
         loss = "weighted"
         if weight is None:
-            loss = _checked(proof, reduction, count, silent=seen)
+            loss = checked(proof, reduction, count, silent=seen)
         silent = seen or reduction is not None
-        return loss, _of_metrics(proof.metrics, loss, count, silent)
+        return loss, of_metrics(proof.metrics, loss, count, silent)
 
     def value_and_grad(params, batch, *, model_state=None, key=None):
         jaxprs.check_devices(params=params, batch=batch)
         mesh = sharding.mesh if sharding is not None else None
-        shards = mesh and _product(mesh.shape[axis] for axis in axes)
+        shards = mesh and product(mesh.shape[axis] for axis in axes)
         cuts = count > 1 or shards
-        size = _batch_size(batch) if cuts else 1
+        size = batch_size(batch) if cuts else 1
         of_loss, of_metrics = "sum" if weight is None else "weighted", {}
         if cuts:
-            _check_sizes(size, count, uneven, shards)
+            check_sizes(size, count, uneven, shards)
             arguments = params, batch, model_state, key
             of_loss, of_metrics = rules(size, shards, arguments)
 
         def shares(part):
             """What the terms of a slice are multiplied with, by rule."""
             return {
-                "mean": jnp.asarray(_batch_size(part) / size if cuts else 1.0),
+                "mean": jnp.asarray(batch_size(part) / size if cuts else 1.0),
                 "sum": jnp.asarray(1.0),
-                "weighted": jnp.asarray(1.0) if weight is None else _weight(weight, part),
+                "weighted": jnp.asarray(1.0) if weight is None else weight_of(weight, part),
             }
 
-        sums = _Sums(loss_fn, count, shares, of_loss, of_metrics)
+        sums = Sums(loss_fn, count, shares, of_loss, of_metrics)
         whole = sums.over_slices
         if shards:
             replicated, split = PartitionSpec(), PartitionSpec(axes)
@@ -152,7 +152,7 @@ def microbatch(
                 if key is not None:
                     key = jax.random.fold_in(key, jax.lax.axis_index(axes))
                 terms, carried, rows = sums.over_slices(params, batch, model_state, key)
-                carried = jax.tree.map(lambda leaf: _mean_over(leaf, axes), carried)
+                carried = jax.tree.map(lambda leaf: mean_over(leaf, axes), carried)
                 return jax.lax.psum(terms, axes), carried, rows
 
             whole = jax.shard_map(
@@ -167,330 +167,7 @@ def microbatch(
         if weight is not None:
             terms = sums.divided(terms)
         gradients = jax.tree.map(lambda g, like: g.astype(like.dtype), terms.gradients, params)
-        metrics = _merged(terms.metrics, carried.metrics, rows)
-        return _as_returned(terms.loss, carried.model_state, metrics), gradients
+        metrics = merged(terms.metrics, carried.metrics, rows)
+        return as_returned(terms.loss, carried.model_state, metrics), gradients
 
     return value_and_grad
-
-
-def _proof(loss_fn: Callable, sizes: set[int], arguments: tuple) -> Proof:
-    def loss(params, batch, model_state, key):
-        results = call_loss(loss_fn, params, batch, model_state, key)
-        return results.loss, results.model_state, results.metrics
-
-    params, batch, model_state, key = arguments
-    return reduction_of(loss, batch, sizes, params, model_state, key)
-
-
-def _sizes(size: int, count: int) -> set[int]:
-    """Of the slices of a batch."""
-    each = -(-size // count)
-    return {each, size % each} - {0}
-
-
-def _checked(proof: Proof, given: str | None, count: int, silent: bool) -> str:
-    """The reduction to use, if the one that is given is not proved wrong."""
-    if proof.reduction is not None:
-        if given not in (None, proof.reduction):
-            raise JaxmemError(
-                f"The loss is a {proof.reduction} over its examples, and reduction={given!r} was "
-                f"given. Leave it out, or make the loss a {given}."
-            )
-        return proof.reduction
-    if given is None and not silent:
-        warnings.warn(
-            f"The gradients of {count} microbatches are averaged, and that may not be the gradient "
-            f"of the whole batch: the loss is not proved to be a mean or a sum over its examples; "
-            f"{proof.why}. If slices are to be averaged all the same (under batch norm, each has "
-            "statistics of its own), pass reduction='mean'. For a mean over what a mask leaves, "
-            "pass jaxmem.microbatch(..., weight=...).",
-            JaxmemWarning,
-            stacklevel=5,
-        )
-    return given or "mean"
-
-
-_DONE = {"mean": "averaged", "sum": "added", "rows": "joined", "weighted": "averaged by weight"}
-
-
-def _of_metrics(
-    metrics: Mapping[str, Metric], loss: str, count: int, silent: bool
-) -> dict[str, str]:
-    """What becomes of each metric of the slices: what is proved, or what its form tells."""
-    found, unproved = {}, []
-    for path, metric in metrics.items():
-        found[path] = metric.reduction or _by_form(path, metric, loss)
-        if metric.reduction is None:
-            form = f"metrics{path}, {metric.dtype}{list(metric.shape)}, is {_DONE[found[path]]}"
-            unproved.append(f"{form} ({metric.why})")
-    if unproved and not silent:
-        word = "sum" if loss == "sum" else "mean"
-        warnings.warn(
-            f"Metrics of {count} microbatches may not be those of the whole batch. Nothing is "
-            f"proved of these: {'; '.join(unproved)}. If that is what you want, pass "
-            f"reduction={word!r}. If not, let loss_fn return a mean, a sum, or an array with a row "
-            "for each example, which is joined in the order of the batch, and take its maximum, "
-            "say, after the step.",
-            JaxmemWarning,
-            stacklevel=5,
-        )
-    return found
-
-
-def _by_form(path: str, metric: Metric, loss: str) -> str:
-    if metric.form == "rows":
-        return "rows"
-    if metric.form == "mixed":
-        raise JaxmemError(
-            f"metrics{path} is {metric.dtype}{list(metric.shape)} for the whole batch, a shape "
-            "that depends on the batch and does not have a row for each example along its first "
-            "axis, so that those of slices cannot be put together. Put the examples first, or "
-            "reduce it in loss_fn."
-        )
-    return loss if jnp.issubdtype(metric.dtype, jnp.inexact) else "sum"
-
-
-class _Terms(NamedTuple):
-    """What is added up over slices; ``weight`` is of a slice, or of all."""
-
-    gradients: Any
-    loss: Any
-    metrics: Any
-    weight: Any
-
-
-class _Carried(NamedTuple):
-    """What goes from slice to slice, or is the same in each: the last one's counts."""
-
-    model_state: Any
-    metrics: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sums:
-    """How the results of slices become those of the batch.
-
-    Attributes:
-        shares: by rule, what the terms of a slice are multiplied with.
-        of_loss, of_metrics: the rule of the loss, and of each metric by its path.
-    """
-
-    loss_fn: Callable
-    count: int
-    shares: Callable[[Any], dict[str, jax.Array]]
-    of_loss: str
-    of_metrics: dict[str, str]
-
-    def rule(self, path: Any) -> str:
-        """Of a metric. `train_step` adds the loss to them, whose rule it has."""
-        return self.of_metrics.get(jax.tree_util.keystr(path), self.of_loss)
-
-    def only(self, metrics: Any, *rules: str) -> Any:
-        """The metrics of some rules, with None for the others."""
-
-        def one(path, leaf):
-            return leaf if self.rule(path) in rules else None
-
-        return jax.tree_util.tree_map_with_path(one, metrics)
-
-    def over_slices(self, params, batch, model_state, key) -> tuple[_Terms, _Carried, Any]:
-        """Sums of the terms, what the last slice hands on, and the rows of metrics that have
-        some."""
-
-        @jax.jit  # traced (and planned) once for its shapes and for its loop
-        def one(params, part, model_state, key):
-            def loss_of(params):
-                results = call_loss(self.loss_fn, params, part, model_state, key)
-                return results.loss, results
-
-            gradients, results = jax.grad(loss_of, has_aux=True)(params)
-            shares = self.shares(part)
-            share = shares[self.of_loss]
-
-            def term(path, leaf):
-                return _weighted(leaf, shares[self.rule(path)])
-
-            added = self.only(results.metrics, *shares)
-            terms = _Terms(
-                jax.tree.map(lambda leaf: _weighted(leaf, share), gradients),
-                _weighted(results.loss, share),
-                jax.tree_util.tree_map_with_path(term, added),
-                share,
-            )
-            carried = _Carried(results.model_state, self.only(results.metrics, "same"))
-            return terms, carried, self.only(results.metrics, "rows")
-
-        if self.count == 1:
-            return one(params, batch, model_state, key)
-
-        size = _batch_size(batch)
-        each = -(-size // self.count)
-        full, rest = divmod(size, each)  # rest: examples of a smaller last slice
-        cut = jax.tree.map(lambda leaf: _cut(leaf, full, each), batch)
-        first = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((each, *leaf.shape[1:]), leaf.dtype), batch
-        )
-        terms, carried, _ = jax.eval_shape(one, params, first, model_state, key)
-        zeros = jax.tree.map(
-            lambda like: jnp.zeros(like.shape, like.dtype), (terms, carried.metrics)
-        )
-
-        def add(before, part, index):
-            total, carried = before
-            own_key = None if key is None else jax.random.fold_in(key, index)
-            terms, carried, rows = one(params, part, carried.model_state, own_key)
-            return (jax.tree.map(jnp.add, total, terms), carried), rows
-
-        def body(carry, index):
-            part = jax.tree.map(
-                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), cut
-            )
-            return add(carry, part, index)
-
-        start = zeros[0], _Carried(model_state, zeros[1])
-        done, rows = jax.lax.scan(body, start, jnp.arange(full))
-        rows = jax.tree.map(_in_order, rows)
-        if rest:
-            last = jax.tree.map(lambda leaf: leaf[full * each :], batch)
-            done, more = add(done, last, full)
-            rows = jax.tree.map(lambda *parts: jnp.concatenate(parts), rows, more)
-        return done[0], done[1], rows
-
-    def divided(self, terms: _Terms) -> _Terms:
-        """The sums of what is weighted as means; 0 where all slices weigh nothing."""
-        total = jnp.where(terms.weight == 0, 1, terms.weight)
-
-        def mean(leaf):
-            return leaf / total.astype(leaf.dtype) if _inexact(leaf) else leaf
-
-        def mean_metric(path, leaf):
-            return mean(leaf) if self.rule(path) == "weighted" else leaf
-
-        return _Terms(
-            jax.tree.map(mean, terms.gradients),
-            mean(terms.loss),
-            jax.tree_util.tree_map_with_path(mean_metric, terms.metrics),
-            terms.weight,
-        )
-
-
-def _weight(weight: Callable[[Any], Any], part: Any) -> jax.Array:
-    """What a slice has of what the loss is a mean over."""
-    found = weight(part)
-    if not is_numeric(found) or jnp.shape(found):
-        raise JaxmemError(
-            "weight= returns one number for a slice of the batch, such as batch['mask'].sum(); it "
-            f"returned {shown(found)}."
-        )
-    return jnp.asarray(found)
-
-
-def _merged(*trees: Any) -> Any:
-    """Trees of one structure, in which each leaf is there in one of them."""
-
-    def one(*leaves):
-        return next((leaf for leaf in leaves if leaf is not None), None)
-
-    return jax.tree.map(one, *trees, is_leaf=lambda leaf: leaf is None)
-
-
-def _in_order(rows: jax.Array) -> jax.Array:
-    """Rows of slices, ``[slices, each, ...]``, in the order of the batch that `_cut` cut."""
-    return rows.swapaxes(0, 1).reshape(-1, *rows.shape[2:])
-
-
-def _cut(leaf: jax.Array, count: int, each: int) -> jax.Array:
-    """``[each, count, ...]``: slice ``i`` is ``[:, i]``. No element moves, and a sharded first axis
-    stays sharded."""
-    leaf = jnp.asarray(leaf)[: count * each]
-    return leaf.reshape(each, count, *leaf.shape[1:])
-
-
-def _weighted(leaf: jax.Array, share: jax.Array) -> jax.Array:
-    """A term of a sum, in float32 or wider; 0 where the share is, whatever the term."""
-    leaf = jnp.asarray(leaf)
-    if not _inexact(leaf):
-        return leaf
-    leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-    share = share.astype(leaf.dtype)
-    return jnp.where(share == 0, jnp.zeros_like(leaf), leaf * share)
-
-
-def _mean_over(leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The average over devices; what is not floating-point is the same on all."""
-    if _inexact(leaf):
-        return jax.lax.pmean(leaf, axes)
-    return leaf
-
-
-def _as_returned(loss, model_state, metrics) -> Any:
-    results = Results(loss, model_state, metrics)
-    parts = [part for part in results[1:] if part is not None and part != {}]
-    return (loss, *parts) if parts else loss
-
-
-def _batch_size(batch: Any) -> int:
-    sizes = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not jnp.shape(leaf):
-            raise JaxmemError(
-                f"batch{jax.tree_util.keystr(path)} is a scalar: every array of a batch that is "
-                "cut into slices needs a first axis of examples."
-            )
-        sizes[jax.tree_util.keystr(path)] = jnp.shape(leaf)[0]
-    if len(set(sizes.values())) != 1:
-        listed = ", ".join(f"batch{path} has {size}" for path, size in sizes.items())
-        raise JaxmemError(
-            f"The arrays of a batch must have as many examples as each other in their first axis; "
-            f"{listed or 'there is no array in it'}."
-        )
-    return next(iter(sizes.values()))
-
-
-def _check_sizes(size: int, count: int, uneven: bool, shards: int | None) -> None:
-    if count > size:
-        raise JaxmemError(f"A batch of {size} cannot be cut into {count} slices.")
-    if shards and size % (shards * count):
-        raise JaxmemError(
-            f"A batch of {size} over {shards} devices does not divide into {count} slices: it must "
-            f"be a multiple of {shards * count}."
-        )
-    if size % count == 0:
-        return
-    if not uneven:
-        divisors = [str(d) for d in range(1, size + 1) if size % d == 0]
-        raise JaxmemError(
-            f"A batch of {size} does not divide into {count} equal slices. It divides by "
-            f"{', '.join(divisors)}; or pass jaxmem.microbatch(..., uneven=True) for a smaller "
-            "last slice."
-        )
-    each = -(-size // count)
-    if -(-size // each) != count:
-        raise JaxmemError(
-            f"A batch of {size} does not divide into {count} slices of which only the last is "
-            f"smaller: slices of {each} are {-(-size // each)}. Pass count={-(-size // each)}."
-        )
-
-
-def _batch_axes(sharding: NamedSharding | None) -> tuple[str, ...]:
-    """The mesh axes over which the first axis of a batch is sharded."""
-    if sharding is None:
-        return ()
-    if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
-        raise JaxmemError(
-            "sharding= takes the batch's NamedSharding, with its first axis over devices, such as "
-            f"NamedSharding(mesh, PartitionSpec('data')); got {shown(sharding)}."
-        )
-    axes = sharding.spec[0]
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
-def _product(numbers) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
-
-
-def _inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -22,7 +22,8 @@ from jaxmem.ground.checks import (
     shown,
 )
 from jaxmem.ground.errors import JaxmemError, OffloadError
-from jaxmem.levers.host.streaming import nested, offloadable, stream, to_host
+from jaxmem.levers.host.streaming import nested, stream
+from jaxmem.levers.host.transfers import offloadable, on_host, to_host
 
 
 def _everything(path: str, leaf: Any) -> bool:
@@ -110,7 +111,7 @@ def offload(
         chosen = paths_on_host(state)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             name = jax.tree_util.keystr(path)
-            if name in chosen and jaxprs.memory_space(leaf) is not jaxprs.HOST and not nested():
+            if name in chosen and not on_host(leaf) and not nested():
                 raise OffloadError(
                     f"The optimizer state{name} should be in host memory "
                     "and is on the device. Make the state with this optimizer's init, abstract it "
@@ -155,8 +156,7 @@ def place(tree: Any, like: Any) -> Any:
         leaf = jax.device_put(leaf, reference.sharding)
         # Once more by its kind: an array put together from others has the sharding of the host
         # and the type of the device.
-        on_host = jaxprs.memory_space(reference) is jaxprs.HOST
-        return jax.device_put(leaf, jaxprs.HOST) if on_host else leaf
+        return jax.device_put(leaf, jaxprs.HOST) if on_host(reference) else leaf
 
     return jax.tree.map(put, tree, like)
 

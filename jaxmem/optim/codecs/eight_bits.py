@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.optim.codecs.codec import Codec
+
 _DECADES = 7
 _NEAR_ZERO = 2.75e-7  # half way from zero to the smallest magnitude, 5.5e-7
 _NEAR_ONE = (1 - 0.45 / 128, 1 - 0.45 / 256)  # half way from the largest value below one
@@ -25,6 +27,24 @@ class Quantized(NamedTuple):
 
     codes: jax.Array
     scales: jax.Array
+
+
+class EightBits(Codec):
+    """Block-wise, with a map without a sign for second moments."""
+
+    kind = Quantized
+
+    def zeros(self, leaf, signed, block):
+        """Codes of zeros."""
+        return quantize(leaf, signed=signed, block=block)
+
+    def compress(self, leaf, key, signed, block):
+        """Codes and scales."""
+        return quantize(leaf, signed=signed, block=block)
+
+    def expand(self, small, signed, block):
+        """float32."""
+        return dequantize(small, signed=signed, block=block)
 
 
 def table(signed: bool) -> np.ndarray:

@@ -4,6 +4,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.optim.codecs.codec import Codec
+
+
+class Bfloat16(Codec):
+    """Stochastic rounding."""
+
+    def zeros(self, leaf, signed, block):
+        """Zeros are zeros."""
+        return leaf.astype(jnp.bfloat16)
+
+    def compress(self, leaf, key, signed, block):
+        """Up or down by chance."""
+        return round_stochastically(leaf, key)
+
+    def expand(self, small, signed, block):
+        """As it is: the moments' own dtype is next."""
+        return small
+
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
     """The array in bfloat16, up or down by chance, so that the mean is the value itself.

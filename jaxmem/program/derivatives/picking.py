@@ -7,6 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import jaxprs
+from jaxmem.program.derivatives.derivative import Derivative
+
+_ROW = 16  # elements, at least, of a row that one is taken of
+
+
+class Picking(Derivative):
+    """Gathers of one element of each row: a fused reduction."""
+
+    def is_fused(self, equation) -> bool:
+        """Whether it takes one element of each of some long rows."""
+        if jaxprs.operation_of(equation) != "gather":
+            return False
+        axis = jaxprs.picked_axis(equation)
+        return axis is not None and equation.invars[0].aval.shape[axis] >= _ROW
+
+    def matches(self, step, kernel) -> bool:
+        """Whether it is a fused gather."""
+        return step.primitive == "gather" and kernel.fused
+
+    def emit(self, step, operands, alone) -> jax.Array:
+        """The elements."""
+        return pick(step, *operands)
 
 
 def pick(step: jaxprs.Step, operand: jax.Array, indices: jax.Array) -> jax.Array:

@@ -11,9 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import jaxprs
+from jaxmem.program.derivatives.derivative import Derivative
 
 POOLINGS = frozenset({"reduce_window_max", "reduce_window_min"})
 _WINDOW = 64  # elements: the derivative has a slice of the operand for each
+
+
+class Pooling(Derivative):
+    """The largest and the smallest elements of windows."""
+
+    def matches(self, step, kernel) -> bool:
+        """Whether it is a pooling."""
+        return step.primitive in POOLINGS
+
+    def emit(self, step, operands, alone) -> jax.Array:
+        """The pooled array."""
+        return pool(step, operands[0], alone)
 
 
 def pool(step: jaxprs.Step, operand: jax.Array, alone: bool) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Matmuls and convolutions in bfloat16 on a GPU that computes them in float32."""
+"""Matmuls and convolutions in bfloat16 on a device that computes them in float32."""
 
 import functools
 from collections.abc import Sequence
@@ -8,8 +8,21 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmem import jaxprs
+from jaxmem.program.derivatives.derivative import Derivative
 
 _barrier = jax.lax.optimization_barrier
+
+
+class Widening(Derivative):
+    """Matmuls and convolutions that are computed in float32, from copies."""
+
+    def matches(self, step, kernel) -> bool:
+        """Whether the device has no bfloat16 units for it."""
+        return kernel.widened
+
+    def emit(self, step, operands, alone) -> jax.Array:
+        """The product."""
+        return widened(step, *operands)
 
 
 def widened(step: jaxprs.Step, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A memory report as text for a terminal."""
+"""Tables as text for a terminal."""
 
 import shutil
 from collections import Counter

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxmem.reports.where.arguments import Argument
-from jaxmem.reports.where.attribution import KINDS, Attribution, Origin, unknown
+from jaxmem.reports.where.attribution import Attribution, Origin, unknown
+from jaxmem.reports.where.kinds import KINDS
 from jaxmem.reports.where.timeline import Placed, Timeline
 from jaxmem.reports.xla.dump import Allocation, Assignment, Value
-from jaxmem.reports.xla.hlo import SHAPE, Module
+from jaxmem.reports.xla.hlo import SHAPE
+from jaxmem.reports.xla.instructions import Module
 
 FRAGMENTATION = "(fragmentation)"
 
@@ -92,22 +94,22 @@ class MemoryMap:
     def _idle(self, allocation: Allocation) -> Origin:
         """Of an argument or a result while no value lives in its memory."""
         known = self._attribution.argument_of(allocation)
-        held = _held(allocation)
-        if known or held is None:
+        main = _main_value(allocation)
+        if known or main is None:
             return known or unknown("outputs" if allocation.role == "output" else "temporaries")
-        return self._attribution.origin(held, allocation)
+        return self._attribution.origin(main, allocation)
 
     def _buffer(self, placed: Placed) -> Buffer:
         value, allocation = placed.value, placed.allocation
         origin = self._origin(value, allocation)
-        held = value if value.instruction else _held(allocation) or value
-        shape = SHAPE.match(held.shape)
+        main = value if value.instruction else _main_value(allocation) or value
+        shape = SHAPE.match(main.shape)
         name = value.name or f"allocation {allocation.number}"
         return Buffer(
             name=name,
             bytes=placed.bytes,
             shape=tuple(int(size) for size in shape[2].split(",") if size) if shape else (),
-            dtype=shape[1] if shape else "tuple" if held.shape.startswith("(") else "",
+            dtype=shape[1] if shape else "tuple" if main.shape.startswith("(") else "",
             **dataclasses.asdict(origin),
             allocation=allocation.number,
             offset=value.offset,
@@ -117,6 +119,6 @@ class MemoryMap:
         )
 
 
-def _held(allocation: Allocation) -> Value | None:
+def _main_value(allocation: Allocation) -> Value | None:
     """The value that an argument's or a result's memory is there for."""
     return max(allocation.values, key=lambda value: (value.size, value.last), default=None)

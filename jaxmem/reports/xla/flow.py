@@ -4,7 +4,7 @@ branches, element by element of what they pass in tuples."""
 import functools
 from collections.abc import Callable, Iterable
 
-from jaxmem.reports.xla.hlo import Instruction, Module
+from jaxmem.reports.xla.instructions import Instruction, Module
 
 Node = tuple[str, int]  # an instruction and the element of its result; -1: all of it
 

@@ -5,7 +5,16 @@ import dataclasses
 import functools
 
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.reports.xla import hlo as _hlo
+from jaxmem.reports.xla.hlo import (
+    CALLED,
+    TRIPS,
+    branches_of,
+    computations_of,
+    entry_of,
+    operands_of,
+    operation_of,
+    result_bytes,
+)
 
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _WORK = ("fusion", "custom-call", "dot", "convolution", "while")
@@ -43,14 +52,14 @@ def find_transfers(hlo: str) -> Transfers:
     """The asynchronous copies to and from the host in the text of a scheduled program (each of a
     loop's once)."""
     count = overlapped = 0
-    for lines in _hlo.computations_of(hlo).values():
+    for lines in computations_of(hlo).values():
         waiting: dict[str, bool] = {}
         for name, line in lines.items():
-            operation = _hlo.operation_of(line)
+            operation = operation_of(line)
             if operation.endswith("-start") and _HOST in line.partition(", metadata=")[0]:
                 waiting[name] = False
             elif operation.endswith("-done"):
-                started = next((operand for operand in _hlo.operands_of(line)), "")
+                started = next((operand for operand in operands_of(line)), "")
                 if started in waiting:
                     count += 1
                     overlapped += waiting.pop(started)
@@ -62,29 +71,29 @@ def find_transfers(hlo: str) -> Transfers:
 def count_collectives(hlo: str) -> Collectives:
     """The collectives of one run: those of a loop once per iteration where XLA knows how many, of a
     conditional those of the branch that moves the most bytes."""
-    computations = _hlo.computations_of(hlo)
+    computations = computations_of(hlo)
 
     @functools.cache
     def total(name: str) -> collections.Counter[tuple[str, str]]:
         found: collections.Counter[tuple[str, str]] = collections.Counter()
         for line in computations[name].values():
-            operation = _hlo.operation_of(line)
+            operation = operation_of(line)
             kind = operation.removesuffix("-start")
             if kind in _COLLECTIVES:
                 found[kind, "count"] += 1
                 found[kind, "bytes"] += _moved(line, computations[name])
             elif operation == "conditional":
-                dearest = max(map(total, _hlo.branches_of(line)), key=_all_bytes)
+                dearest = max(map(total, branches_of(line)), key=_all_bytes)
                 found += dearest
             elif operation in ("while", "call", "async-start"):
-                trips = _hlo.TRIPS.search(line)
+                trips = TRIPS.search(line)
                 times = int(trips[1]) if operation == "while" and trips else 1
-                for called in _hlo.CALLED.findall(line):
+                for called in CALLED.findall(line):
                     for key, value in total(called).items():
                         found[key] += times * value
         return found
 
-    found = total(_hlo.entry_of(hlo))
+    found = total(entry_of(hlo))
     kinds = [kind for kind in _COLLECTIVES if found[kind, "count"]]
     return Collectives(
         {kind: found[kind, "count"] for kind in kinds},
@@ -98,15 +107,9 @@ def _all_bytes(found: collections.Counter[tuple[str, str]]) -> int:
 
 def _moved(line: str, computation: dict[str, str]) -> int:
     """The bytes of all arrays of a collective: XLA combines several into one."""
-    operands = sum(_bytes_of(computation[name]) for name in _hlo.operands_of(line))
-    operation = _hlo.operation_of(line)
+    operands = sum(result_bytes(computation[name]) for name in operands_of(line))
+    operation = operation_of(line)
     if not operation.startswith("all-gather"):
         return operands
     # An asynchronous one has its operands in its result too.
-    return _bytes_of(line) - (operands if operation.endswith("-start") else 0)
-
-
-def _bytes_of(line: str) -> int:
-    """The bytes of an instruction's results."""
-    shape = line.removesuffix(_hlo.after_shape(line))
-    return sum(_hlo.array_bytes(*match) for match in _hlo.SHAPE.findall(shape))
+    return result_bytes(line) - (operands if operation.endswith("-start") else 0)

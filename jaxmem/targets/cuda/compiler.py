@@ -13,8 +13,8 @@ import threading
 from typing import ClassVar
 
 from jaxmem.ground.errors import CompileError
-from jaxmem.targets.cache import Compiled, read, result_path, write
-from jaxmem.targets.cuda.install import Compiler, cache_folder, find_compiler
+from jaxmem.targets.cache import Compiled, cache_folder, read, result_path, write
+from jaxmem.targets.cuda.install import Compiler, find_compiler
 from jaxmem.targets.cuda.target import CudaTarget
 
 _WORKER = pathlib.Path(__file__).with_name("worker.py")

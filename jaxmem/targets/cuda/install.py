@@ -18,7 +18,10 @@ import sys
 import tempfile
 import time
 
+import filelock
+
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.cache import cache_folder
 
 _NVCC = {12: "nvidia-cuda-nvcc-cu12>=12.8,<13", 13: "nvidia-cuda-nvcc>=13,<14"}
 _PART = ".part"
@@ -36,21 +39,6 @@ class Compiler:
     toolkit: pathlib.Path | None
     version: str
     cuda: int
-
-
-def cache_folder() -> pathlib.Path:
-    """Where jaxmem keeps compilers and compiled results: ``JAXMEM_CACHE``, or the user's cache."""
-    chosen = os.environ.get("JAXMEM_CACHE")
-    if chosen:
-        return pathlib.Path(chosen)
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    except RuntimeError as error:
-        raise JaxmemError(
-            "There is no home folder to keep XLA's compilers and their results in. Set "
-            "JAXMEM_CACHE to a folder that can be written."
-        ) from error
-    return pathlib.Path(base) / "jaxmem"
 
 
 def _jaxlib_version() -> str:
@@ -130,14 +118,24 @@ def install_compiler(cuda: int = 13) -> pathlib.Path:
                 "pip install 'jaxmem[gpu-compiler]' (or uv pip install pip) first."
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _tidy(folder.parent)
-        staging = pathlib.Path(tempfile.mkdtemp(_PART, folder.name, folder.parent))
-        staging.chmod(0o755)  # a cache may be shared
+        with filelock.FileLock(
+            cache_folder() / f"{folder.name}.lock"
+        ):  # of several processes one installs it
+            if not folder.exists():
+                _install(cuda, folder)
     except OSError as error:
         raise JaxmemError(
             f"The compiler cannot be put into {folder.parent} ({error}). Set JAXMEM_CACHE to a "
             "folder that can be written."
         ) from error
+    return folder
+
+
+def _install(cuda: int, folder: pathlib.Path) -> None:
+    """Into a folder beside it, which gets its name when it is whole."""
+    _tidy(folder.parent)
+    staging = pathlib.Path(tempfile.mkdtemp(_PART, folder.name, folder.parent))
+    staging.chmod(0o755)  # a cache may be shared
     command = [sys.executable, *_pip(cuda, staging), "--quiet", "--disable-pip-version-check"]
     try:
         done = subprocess.run(command, text=True, stderr=subprocess.STDOUT, stdout=subprocess.PIPE)
@@ -146,14 +144,9 @@ def install_compiler(cuda: int = 13) -> pathlib.Path:
                 f"pip could not install the compiler:\n{_reason(done.stdout, folder.parent)}\n"
                 f"(the command was {shlex.join(command)})"
             )
-        try:
-            staging.rename(folder)  # in one move: another process may be installing it too
-        except OSError:
-            if not folder.exists():
-                raise
+        staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return folder
 
 
 def _reason(output: str, folder: pathlib.Path) -> str:

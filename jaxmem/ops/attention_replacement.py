@@ -1,4 +1,4 @@
-"""What `swap` puts in the place of plain operations."""
+"""What `swap` puts in the place of plain attention."""
 
 import math
 from typing import Any
@@ -9,126 +9,10 @@ import numpy as np
 
 from jaxmem import jaxprs
 from jaxmem.ops.flash import attend
-from jaxmem.ops.losses import statistics
 from jaxmem.ops.patterns import ELEMENTWISE, Graph, Match
 
 
-class LossInstead:
-    """The logarithm of the sum, and one logit a row, of the logits of a matmul."""
-
-    name = "softmax_cross_entropy"
-
-    def __init__(self, graph: Graph, match: Match, operands, axis: int, bias, cap, labels):
-        self.graph, self.match, self.operands = graph, match, operands
-        self.axis, self.bias, self.cap, self.labels = axis, bias, cap, labels
-        self.reads = [value for value in (*operands, bias, labels) if isinstance(value, int)]
-
-    @classmethod
-    def of(cls, graph: Graph, match: Match) -> "LossInstead | None":
-        step = graph.flat.steps[match.root]
-        (left, right), batch = step.equation.params["dimension_numbers"]
-        avals = [variable.aval for variable in step.equation.invars]
-        last = avals[0].ndim - 1
-        if batch != ((), ()) or tuple(left) != (last,) or avals[1].ndim != 2:
-            return None
-        if "attended" in match.results.values() or match.column != last:
-            return None
-        shape = step.equation.outvars[0].aval.shape
-        bias, scale, capped, current = None, 1.0, False, step.outputs[0]
-        for at in match.chain:
-            link = graph.flat.steps[at]
-            if current not in link.inputs or link.primitive == "transpose":
-                return None
-            others = [value for value in link.inputs if value is not current and value != current]
-            other = others[0] if others else None
-            current = link.outputs[0]
-            if link.primitive == "convert_element_type":
-                if not jnp.issubdtype(link.equation.params["new_dtype"], jnp.floating):
-                    return None
-                continue
-            number = _number(graph, other)
-            if link.primitive == "add" and bias is None and scale == 1 and not capped:
-                bias, fits = graph.unbroadcast(other, shape, last=True)
-                if not fits or not isinstance(bias, int) or not _is_row(graph, bias, shape[-1]):
-                    return None
-            elif link.primitive == "tanh" and not capped:
-                capped = True
-            elif link.primitive == "mul" and number is not None:
-                scale *= number
-            elif link.primitive == "div" and number is not None and link.inputs[0] != other:
-                scale /= number
-            else:
-                return None
-            if not capped and scale != 1:
-                cap = 1 / scale
-        if capped:
-            if abs(scale - 1) > 1e-6:  # not what it was divided by
-                return None
-        elif scale != 1:
-            return None
-        labels = {cls._labels(graph, match, at) for at in match.results} - {None}
-        if len(labels) > 1:
-            return None
-        operands, axis = list(step.inputs), 1 - next(iter(right))
-        turned = graph.made_by(operands[1], "transpose")
-        if turned is not None:  # an embedding: as it lies
-            operands[1], axis = turned.inputs[0], 1 - axis
-        return cls(
-            graph, match, operands, axis, bias, cap if capped else None, next(iter(labels), None)
-        )
-
-    @staticmethod
-    def _labels(graph: Graph, match: Match, at: int) -> int | None:
-        step = graph.flat.steps[at]
-        if step.primitive == "gather":
-            return step.inputs[1]
-        if step.primitive != "reduce_sum":
-            return None
-        product = graph.made_by(step.inputs[0], "mul")
-        return None if product is None else graph.one_hot(product, match.kinds)
-
-    def results(self, values: dict[int, Any]) -> dict[int, Any]:
-        flat = self.graph.flat
-        hidden, weights = (jaxprs.read(values, operand) for operand in self.operands)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        columns = weights.shape[self.axis]
-        labels = jnp.zeros(len(hidden), np.int32)
-        if self.labels is not None:
-            labels = values[self.labels].reshape(-1)
-        known = (labels >= 0) & (labels < columns)
-        bias = None if self.bias is None else values[self.bias].reshape(-1)
-        found = statistics(hidden, weights, bias, jnp.where(known, labels, 0), self.axis, self.cap)
-        log = jnp.log(found.total)
-        made = {}
-        for at, kind in self.match.results.items():
-            step = flat.steps[at]
-            if kind == "log total":
-                value = found.largest + log
-            elif kind == "chosen":
-                value = found.chosen
-            else:
-                value = (found.chosen - found.largest) - log
-            if kind != "log total":  # out of range: what a gather, and a one-hot matrix, have
-                value = jnp.where(known, value, jnp.nan if step.primitive == "gather" else 0)
-            aval = step.equation.outvars[0].aval
-            made[step.outputs[0]] = value.reshape(aval.shape).astype(aval.dtype)
-        return made
-
-
-def _number(graph: Graph, value: Any) -> float | None:
-    """A constant, if the value is one number."""
-    if isinstance(value, int) or value is None:
-        made = graph.made_by(value, "broadcast_in_dim", "convert_element_type")
-        return None if made is None else _number(graph, made.inputs[0])
-    return float(value.val) if np.ndim(value.val) == 0 else None
-
-
-def _is_row(graph: Graph, value: int, size: int) -> bool:
-    aval = graph.flat.avals[value]
-    return aval.size == size and aval.shape[-1:] == (size,)
-
-
-class AttentionInstead:
+class AttentionReplacement:
     """Softmax of a chain of operations on the scores of a matmul, times values.
 
     Axes are named by the axis of the first matmul's result that they are. Of what is combined
@@ -149,7 +33,9 @@ class AttentionInstead:
             root.inputs, root.equation.invars, batches, contracted, strict=True
         ):
             free = variable.aval.ndim - len(batch) - len(inner)
-            sides.append(_Side(value, variable.aval.ndim, batch, inner, range(first, first + free)))
+            sides.append(
+                _MatmulOperand(value, variable.aval.ndim, batch, inner, range(first, first + free))
+            )
             first += free
         self.key, self.query = sides if match.column in sides[0].free else sides[::-1]
         at = next(i for i, value in enumerate(end.inputs) if value in match.kinds)
@@ -162,7 +48,7 @@ class AttentionInstead:
         batch = (
             [batch[self.share_batch.index(axis)] for axis in range(count)] if self.fits() else ()
         )
-        self.value = _Side(end.inputs[1 - at], value.ndim, batch, inner, (-1,))
+        self.value = _MatmulOperand(end.inputs[1 - at], value.ndim, batch, inner, (-1,))
         self.row = max(self.query.free, key=lambda axis: self.shape[axis], default=-1)
         heads = tuple(axis for axis in self.query.free if axis != self.row)
         batch = tuple(range(count))
@@ -178,7 +64,7 @@ class AttentionInstead:
         self.reads = [value for value in sources if isinstance(value, int)]
 
     @classmethod
-    def of(cls, graph: Graph, match: Match) -> "AttentionInstead | None":
+    def of(cls, graph: Graph, match: Match) -> "AttentionReplacement | None":
         if list(match.results.values()) != ["attended"]:
             return None
         found = cls(graph, match, graph.flat.steps[next(iter(match.results))])
@@ -318,7 +204,7 @@ class AttentionInstead:
         return {self.end.outputs[0]: out}
 
 
-class _Side:
+class _MatmulOperand:
     """An operand of a matmul; ``free`` names those of its axes that are neither summed nor in
     the batch."""
 

@@ -1,0 +1,183 @@
+"""Sums over slices: losses, gradients and metrics, with the state that is carried along."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.ground.checks import is_numeric, shown
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.levers.batch.loss import call_loss
+from jaxmem.levers.batch.slices import batch_size, cut_leaf
+
+
+class Terms(NamedTuple):
+    """What is added up over slices; ``weight`` is of a slice, or of all."""
+
+    gradients: Any
+    loss: Any
+    metrics: Any
+    weight: Any
+
+
+class Carried(NamedTuple):
+    """What goes from slice to slice, or is the same in each: the last one's counts."""
+
+    model_state: Any
+    metrics: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """How the results of slices become those of the batch.
+
+    Attributes:
+        shares: by rule, what the terms of a slice are multiplied with.
+        of_loss, of_metrics: the rule of the loss, and of each metric by its path.
+    """
+
+    loss_fn: Callable
+    count: int
+    shares: Callable[[Any], dict[str, jax.Array]]
+    of_loss: str
+    of_metrics: dict[str, str]
+
+    def rule(self, path: Any) -> str:
+        """Of a metric. `train_step` adds the loss to them, whose rule it has."""
+        return self.of_metrics.get(jax.tree_util.keystr(path), self.of_loss)
+
+    def only(self, metrics: Any, *rules: str) -> Any:
+        """The metrics of some rules, with None for the others."""
+
+        def one(path, leaf):
+            return leaf if self.rule(path) in rules else None
+
+        return jax.tree_util.tree_map_with_path(one, metrics)
+
+    def over_slices(self, params, batch, model_state, key) -> tuple[Terms, Carried, Any]:
+        """Sums of the terms, what the last slice hands on, and the rows of metrics that have
+        some."""
+
+        @jax.jit  # traced (and planned) once for its shapes and for its loop
+        def one(params, part, model_state, key):
+            def loss_of(params):
+                results = call_loss(self.loss_fn, params, part, model_state, key)
+                return results.loss, results
+
+            gradients, results = jax.grad(loss_of, has_aux=True)(params)
+            shares = self.shares(part)
+            share = shares[self.of_loss]
+
+            def term(path, leaf):
+                return weighted(leaf, shares[self.rule(path)])
+
+            added = self.only(results.metrics, *shares)
+            terms = Terms(
+                jax.tree.map(lambda leaf: weighted(leaf, share), gradients),
+                weighted(results.loss, share),
+                jax.tree_util.tree_map_with_path(term, added),
+                share,
+            )
+            carried = Carried(results.model_state, self.only(results.metrics, "same"))
+            return terms, carried, self.only(results.metrics, "rows")
+
+        if self.count == 1:
+            return one(params, batch, model_state, key)
+
+        size = batch_size(batch)
+        each = -(-size // self.count)
+        full, rest = divmod(size, each)  # rest: examples of a smaller last slice
+        cut = jax.tree.map(lambda leaf: cut_leaf(leaf, full, each), batch)
+        first = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((each, *leaf.shape[1:]), leaf.dtype), batch
+        )
+        terms, carried, _ = jax.eval_shape(one, params, first, model_state, key)
+        zeros = jax.tree.map(
+            lambda like: jnp.zeros(like.shape, like.dtype), (terms, carried.metrics)
+        )
+
+        def add(before, part, index):
+            total, carried = before
+            own_key = None if key is None else jax.random.fold_in(key, index)
+            terms, carried, rows = one(params, part, carried.model_state, own_key)
+            return (jax.tree.map(jnp.add, total, terms), carried), rows
+
+        def body(carry, index):
+            part = jax.tree.map(
+                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), cut
+            )
+            return add(carry, part, index)
+
+        start = zeros[0], Carried(model_state, zeros[1])
+        done, rows = jax.lax.scan(body, start, jnp.arange(full))
+        rows = jax.tree.map(in_order, rows)
+        if rest:
+            last = jax.tree.map(lambda leaf: leaf[full * each :], batch)
+            done, more = add(done, last, full)
+            rows = jax.tree.map(lambda *parts: jnp.concatenate(parts), rows, more)
+        return done[0], done[1], rows
+
+    def divided(self, terms: Terms) -> Terms:
+        """The sums of what is weighted as means; 0 where all slices weigh nothing."""
+        total = jnp.where(terms.weight == 0, 1, terms.weight)
+
+        def mean(leaf):
+            return leaf / total.astype(leaf.dtype) if is_inexact(leaf) else leaf
+
+        def mean_metric(path, leaf):
+            return mean(leaf) if self.rule(path) == "weighted" else leaf
+
+        return Terms(
+            jax.tree.map(mean, terms.gradients),
+            mean(terms.loss),
+            jax.tree_util.tree_map_with_path(mean_metric, terms.metrics),
+            terms.weight,
+        )
+
+
+def weight_of(weight: Callable[[Any], Any], part: Any) -> jax.Array:
+    """What a slice has of what the loss is a mean over."""
+    found = weight(part)
+    if not is_numeric(found) or jnp.shape(found):
+        raise JaxmemError(
+            "weight= returns one number for a slice of the batch, such as batch['mask'].sum(); it "
+            f"returned {shown(found)}."
+        )
+    return jnp.asarray(found)
+
+
+def merged(*trees: Any) -> Any:
+    """Trees of one structure, in which each leaf is there in one of them."""
+
+    def one(*leaves):
+        return next((leaf for leaf in leaves if leaf is not None), None)
+
+    return jax.tree.map(one, *trees, is_leaf=lambda leaf: leaf is None)
+
+
+def in_order(rows: jax.Array) -> jax.Array:
+    """Rows of slices, ``[slices, each, ...]``, in the order of the batch that `cut_leaf` cut."""
+    return rows.swapaxes(0, 1).reshape(-1, *rows.shape[2:])
+
+
+def weighted(leaf: jax.Array, share: jax.Array) -> jax.Array:
+    """A term of a sum, in float32 or wider; 0 where the share is, whatever the term."""
+    leaf = jnp.asarray(leaf)
+    if not is_inexact(leaf):
+        return leaf
+    leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    share = share.astype(leaf.dtype)
+    return jnp.where(share == 0, jnp.zeros_like(leaf), leaf * share)
+
+
+def mean_over(leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The average over devices; what is not floating-point is the same on all."""
+    if is_inexact(leaf):
+        return jax.lax.pmean(leaf, axes)
+    return leaf
+
+
+def is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -1,0 +1,97 @@
+"""Loops, branches and regions under autocast."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxmem import jaxprs
+from jaxmem.levers.precision.dtypes import cast_to, dtype_of, strong, wider
+
+
+def body_shapes(body: Callable, carry: list[Any], slices: Sequence[Any]) -> list[Any]:
+    """The abstract carry that a loop's body returns."""
+    return jax.eval_shape(lambda *args: body(*args)[0], carry, slices)
+
+
+def _steady(first: list[Any], shapes: Callable, body: Callable) -> tuple[list[Any], Callable]:
+    """A loop's first carry and its body, in dtypes that stay the same from round to round."""
+    first = [strong(x) for x in first]
+    while True:
+        found = [wider(x.dtype, new.dtype) for x, new in zip(first, shapes(first), strict=True)]
+        if found == [x.dtype for x in first]:
+            break
+        first = list(map(cast_to, first, found))
+
+    def steady(carry, slices):
+        carry, stacked = body(carry, slices)
+        return list(map(cast_to, carry, found)), stacked
+
+    return first, steady
+
+
+def scan(run, step, operands, stored) -> list[Any]:
+    loop = jaxprs.loop_of(step.equation)
+    consts, count = operands[loop.body_consts], len(operands[loop.carry])
+    first = operands[loop.carry]
+    kept = [*stored[loop.body_consts], *([False] * count), *stored[loop.carry.stop :]]
+
+    def body(carry, slices):
+        return split(run(loop.body, [*consts, *carry, *slices], kept))
+
+    def split(results):
+        return results[:count], results[count:]
+
+    slices = operands[loop.carry.stop :]
+    one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in slices]
+    first, body = _steady(first, lambda carry: body_shapes(body, carry, one), body)
+    last, stacked = jax.lax.scan(body, first, slices, **loop.options)
+    return [*last, *stacked]
+
+
+def while_loop(run, step, operands, stored) -> list[Any]:
+    loop = jaxprs.loop_of(step.equation)
+    assert loop.condition is not None
+    condition, first = loop.condition, operands[loop.carry]
+    outer = operands[loop.condition_consts], operands[loop.body_consts]
+    no = [False] * len(first)
+    kept = [*stored[loop.condition_consts], *no], [*stored[loop.body_consts], *no]
+
+    def body(carry, _):
+        return run(loop.body, [*outer[1], *carry], kept[1]), ()
+
+    def goes_on(carry):
+        return run(condition, [*outer[0], *carry], kept[0])[0]
+
+    first, body = _steady(first, lambda carry: body_shapes(body, carry, ()), body)
+    return jax.lax.while_loop(goes_on, lambda carry: body(carry, ())[0], first)
+
+
+def cond(run, step, operands, stored) -> list[Any]:
+    branches = jaxprs.branches_of(step.equation)
+    if branches is None:
+        return _as_traced(step, operands)
+    index, *rest = operands
+
+    def cast_branch(branch):
+        return lambda *values: run(branch, values, stored[1:])
+
+    functions = [cast_branch(branch) for branch in branches]
+    results = [jax.eval_shape(function, *rest) for function in functions]
+    dtypes = [functools.reduce(wider, map(dtype_of, each)) for each in zip(*results, strict=True)]
+
+    def unified(function):
+        return lambda *values: list(map(cast_to, function(*values), dtypes))
+
+    return jax.lax.switch(index, list(map(unified, functions)), *rest)
+
+
+def checkpoint(run, step, operands, stored) -> list[Any]:
+    flat = jaxprs.called_jaxpr(step.equation)
+    return jaxprs.checkpoint_like(step, lambda *values: run(flat, values, stored), operands)
+
+
+def _as_traced(step, operands) -> list[Any]:
+    dtypes = [dtype_of(variable.aval) for variable in step.equation.invars]
+    return jaxprs.evaluate(step, list(map(cast_to, operands, dtypes)))

@@ -1,0 +1,30 @@
+"""What a cheaper derivative of one kind of operation says of itself."""
+
+import abc
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxmem import jaxprs
+
+if TYPE_CHECKING:
+    from jaxmem.program.kernels import Kernel
+
+
+class Derivative(abc.ABC):
+    """A derivative that takes less memory than JAX's own. To add one: a subclass in a file of its
+    own, and an entry of `DERIVATIVES` in ``jaxmem/program/derivatives/__init__.py``."""
+
+    def is_fused(self, equation) -> bool:
+        """Whether an operation is fused into what reads it, as it is with this derivative alone:
+        then it costs no FLOPs worth counting, and is not in memory."""
+        return False
+
+    @abc.abstractmethod
+    def matches(self, step: jaxprs.Step, kernel: "Kernel") -> bool:
+        """Whether the last operation of a kernel is emitted with this derivative."""
+
+    @abc.abstractmethod
+    def emit(self, step: jaxprs.Step, operands: list[jax.Array], alone: bool) -> jax.Array:
+        """The result of the operation; ``alone``: nothing else reads its operands. The value and
+        the gradient are those of JAX, for every alias of an operand."""

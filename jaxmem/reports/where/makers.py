@@ -1,0 +1,103 @@
+"""Which instruction made a value, through fusions, loops and tuples, and which has its metadata."""
+
+import collections
+import functools
+
+from jaxmem.reports.where.program import Program
+from jaxmem.reports.xla.instructions import Instruction
+
+_COPIES = frozenset("bitcast opt-barrier copy copy-start copy-done".split())
+
+Element = tuple[int, ...]  # an index into nested tuples; empty: the whole value
+
+
+class Makers:
+    """The makers of the values of a program."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._module = program.module
+        # Remembered for as long as this object lives, not the process.
+        self.annotated = functools.cache(self._annotated)
+
+    def maker(self, made: Instruction, index: Element = ()) -> tuple[Instruction, Element]:
+        """The instruction that fills the memory: past copies, tuples and loops."""
+        seen: set[tuple[str, Element]] = set()
+        while not self._program.is_argument(made):
+            again = (made.name, index) in seen
+            seen.add((made.name, index))
+            caller = self._program.flow.callers.get(made.computation)
+            if made.opcode == "parameter" and caller is not None and caller.operands:
+                following = self._given(made, caller, again)
+            elif again:
+                break
+            elif made.opcode == "while":
+                following = self._module.roots[made.called[0]].name
+            elif made.opcode == "tuple" and index and index[0] < len(made.operands):
+                following, index = made.operands[index[0]], index[1:]
+            elif made.opcode == "get-tuple-element":
+                following, index = made.operands[0], (made.index, *index)
+            elif made.opcode in _COPIES and made.operands:
+                following = made.operands[0]
+                index = () if made.opcode == "copy-start" else index
+            else:
+                break
+            made = self._module.instructions[following]
+        return made, index
+
+    def _given(self, parameter: Instruction, caller: Instruction, again: bool) -> str:
+        """What a computation gets as its parameter: in a loop what the last turn returned or, met
+        ``again``, what the loop was given, since none of its turns made it."""
+        if caller.opcode != "while" or again:
+            return caller.operands[parameter.index if caller.opcode == "call" else 0]
+        returned = self._module.roots[parameter.computation]
+        return returned.name if returned.opcode == "tuple" else caller.operands[0]
+
+    def stored(self, made: Instruction, index: Element) -> Instruction | None:
+        """What a loop stores into a stack of values, if that is what an instruction does."""
+        inner, inside = made, None
+        if made.opcode == "fusion" and made.called:
+            inside = made.called[0]
+            inner = self._module.roots[inside]
+            if inner.opcode == "tuple" and index:
+                inner = self._module.instructions[inner.operands[index[0]]]
+            inner = self._past(inner, "bitcast", "convert")
+        if inner.opcode != "dynamic-update-slice":
+            return None
+        stored = self._module.instructions[inner.operands[1]]
+        stored = self._past(stored, "bitcast", "reshape", "convert", "copy")
+        if stored.opcode == "parameter" and stored.computation == inside:
+            stored, _ = self.maker(self._module.instructions[made.operands[stored.index]])
+        annotated = self.annotated(stored)
+        return annotated if "/" in annotated.stack else None
+
+    def _past(self, instruction: Instruction, *opcodes: str) -> Instruction:
+        while instruction.opcode in opcodes and instruction.operands:
+            instruction = self._module.instructions[instruction.operands[0]]
+        return instruction
+
+    def _annotated(self, made: Instruction, index: Element = ()) -> Instruction:
+        """The instruction whose metadata says where a value comes from: for an element of a fusion
+        what computes it, for an instruction without a name stack one inside it, or else one that
+        it reads."""
+        seen: set[str] = set()
+        todo = collections.deque([made])
+        while todo:
+            one = todo.popleft()
+            if one.name in seen:
+                continue
+            seen.add(one.name)
+            fused = one.called[0] if one.opcode == "fusion" and one.called else None
+            if fused and index and one is made and self._module.roots[fused].opcode == "tuple":
+                root = self._module.roots[fused]
+                element = self._module.instructions[root.operands[index[0]]]
+                if "/" in element.stack:
+                    return element
+            # XLA names some instructions after the argument that they read: no slash.
+            if "/" in one.stack or (one.stack and one.opcode == "parameter"):
+                return one
+            for member in reversed(self._module.members[fused] if fused else []):
+                if "/" in member.stack:
+                    return member
+            todo += [self._module.instructions[name] for name in one.operands]
+        return made

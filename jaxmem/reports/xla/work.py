@@ -1,0 +1,161 @@
+"""The FLOPs of a compiled program and the bytes that its kernels move, from its optimised HLO.
+
+What XLA itself recomputes or removes shows here, unlike in a jaxpr.
+"""
+
+import dataclasses
+import math
+import re
+
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.reports.xla.hlo import (
+    CALLED,
+    SHAPE,
+    TARGET,
+    TRIPS,
+    branches_of,
+    computations_of,
+    entry_of,
+    operands_of,
+    operation_of,
+    result_bytes,
+)
+
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+
+_FREE = "after-all bitcast constant get-tuple-element iota opt-barrier parameter tuple".split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """FLOPs of matmuls and convolutions (a multiply-add counts 2), and how many there are."""
+
+    flops: int = 0
+    convolutions: int = 0
+    matmuls: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.flops + other.flops,
+            self.convolutions + other.convolutions,
+            self.matmuls + other.matmuls,
+        )
+
+    def __mul__(self, times: int) -> "Work":
+        return Work(self.flops * times, self.convolutions * times, self.matmuls * times)
+
+
+def count_work(hlo: str) -> Work:
+    """The matmuls and convolutions of one run of a compiled program.
+
+    A loop counts its body once per iteration where XLA knows the number, else once; a
+    conditional counts its dearest branch.
+
+    Raises:
+        JaxmemError: the text has no entry computation.
+    """
+    computations = computations_of(hlo)
+    entry = entry_of(hlo)
+    done: dict[str, Work] = {}
+
+    def total(name: str) -> Work:
+        if name not in done:
+            done[name] = sum(
+                (
+                    _own(line, computations[name]) + _inner(line, total)
+                    for line in computations[name].values()
+                ),
+                Work(),
+            )
+        return done[name]
+
+    return total(entry)
+
+
+def count_bytes(hlo: str, taken: bool) -> int:
+    """Bytes that the kernels of one run read and write; a loop counts as in `count_work`. What runs
+    or not by a value of its own, the second of two branches or a loop of an unknown number of
+    turns, runs if ``taken`` (the loop once)."""
+    computations = computations_of(hlo)
+
+    def total(name: str) -> int:
+        lines = computations[name]
+        return sum(moved(line, lines) for line in lines.values())
+
+    def moved(line: str, lines: dict[str, str]) -> int:
+        operation = operation_of(line)
+        if operation == "conditional":
+            return total(branches_of(line)[int(taken)])
+        if operation in ("while", "call"):
+            trips = TRIPS.search(line)
+            times = int(trips[1]) if trips else int(taken or operation == "call")
+            return times * sum(map(total, CALLED.findall(line)))
+        if operation in _FREE:
+            return 0
+        read = (lines[name] for name in operands_of(line) if name in lines)
+        return result_bytes(line) + sum(map(result_bytes, read))
+
+    return total(entry_of(hlo))
+
+
+def _inner(line: str, total) -> Work:
+    """Work of the computations that an instruction calls."""
+    operation = operation_of(line)
+    if operation == "conditional":
+        return max(map(total, branches_of(line)), key=lambda work: work.flops, default=Work())
+    if operation not in ("fusion", "call", "while", "async-start"):
+        return Work()  # what a reduction or a sort applies holds no contraction
+    trips = TRIPS.search(line)
+    times = int(trips[1]) if operation == "while" and trips else 1
+    return sum((total(name) for name in CALLED.findall(line)), Work()) * times
+
+
+def _own(line: str, computation: dict[str, str]) -> Work:
+    """Work of an instruction itself."""
+    operation = operation_of(line)
+    if operation == "dot":
+        return Work(_dot_flops(line, computation, r"lhs_contracting_dims=\{([\d,]*)\}"), matmuls=1)
+    if operation == "convolution":
+        return Work(_convolution_flops(line, computation, "forward"), convolutions=1)
+    if operation != "custom-call":
+        return Work()
+    called = TARGET.search(line)
+    name = called[1] if called else ""
+    if name.startswith("__cublas$"):
+        contracted = r'"lhs_contracting_dimensions":\["?([\d,"]*)\]'
+        return Work(_dot_flops(line, computation, contracted), matmuls=1)
+    if name.startswith("__cudnn$conv"):
+        kind = name.removeprefix("__cudnn$conv")
+        return Work(_convolution_flops(line, computation, kind), convolutions=1)
+    return Work()
+
+
+def _dot_flops(line: str, computation: dict[str, str], contracted: str) -> int:
+    match = re.search(contracted, line)
+    axes = re.findall(r"\d+", match[1]) if match else []
+    lhs = _dimensions(computation[operands_of(line)[0]])
+    return 2 * math.prod(_dimensions(line)) * math.prod(lhs[int(axis)] for axis in axes)
+
+
+def _convolution_flops(line: str, computation: dict[str, str], kind: str) -> int:
+    """Taps per output feature times outputs of the forward convolution, whichever of its three
+    forms this is: labels are always those of the forward one."""
+    labels = _LABELS.search(line)
+    if labels is None:
+        raise JaxmemError(f"A convolution without dim_labels in the HLO: {line[:200]}")
+    operands = [_dimensions(computation[name]) for name in operands_of(line)[:2]]
+    result = _dimensions(line)
+    if kind == "BackwardInput":
+        output, kernel = operands
+    elif kind == "BackwardFilter":
+        output, kernel = operands[1], result
+    else:
+        output, kernel = result, operands[1]
+    taps = math.prod(kernel) // max(kernel[labels[2].index("o")], 1)
+    return 2 * math.prod(output) * taps
+
+
+def _dimensions(line: str) -> list[int]:
+    """Dimensions of a result; of a tuple's first element."""
+    shape = SHAPE.search(line)
+    return [int(size) for size in shape[2].split(",") if size] if shape else []

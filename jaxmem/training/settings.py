@@ -1,0 +1,26 @@
+"""The levers of one step."""
+
+import dataclasses
+from collections.abc import Callable
+
+import optax
+
+from jaxmem.levers.precision.loss_scale import LossScale
+from jaxmem.levers.precision.policy import Precision
+from jaxmem.levers.sharding import Sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What `jaxmem.train_step` was given, checked; its docstring tells of each."""
+
+    loss_fn: Callable
+    optimizer: optax.GradientTransformationExtraArgs
+    precision: Precision | None
+    remat: Callable[[Callable], Callable] | None
+    microbatches: int | Callable[[Callable], Callable]
+    reduction: str | None
+    loss_scale: LossScale | None
+    has_state: bool | None
+    donate: bool
+    sharding: Sharding | None
