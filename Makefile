@@ -4,7 +4,7 @@ VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info
 RUN := $(VENV)/bin/python
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint fuzz faults bench figures wheel docs clean
+.PHONY: demo test test-all lint fuzz faults bench figures wheel docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready  ## the memory of ResNet50 on an absent GPU, then a training with every lever on
@@ -12,8 +12,11 @@ demo: $(VENV)/.ready  ## the memory of ResNet50 on an absent GPU, then a trainin
 	@echo
 	$(RUN) examples/resnet50/train.py --target rtx-2080-ti --checkpoints runs/demo
 
-test: $(VENV)/.ready  ## all tests; FAST=1 leaves out the slow ones
-	$(RUN) -m pytest -n 2 --dist worksteal $(if $(FAST),-m "not slow",) $(TESTS)
+test: $(VENV)/.ready  ## the tests, without the heavy ones
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not slow" $(TESTS)
+
+test-all: test  ## the heavy ones after them
+	$(RUN) -m pytest -n 2 --dist worksteal -m slow $(TESTS)
 
 lint: $(VENV)/.ready
 	$(RUN) -m ruff check .
