@@ -74,6 +74,7 @@ def test_pooling_on_a_gpu():
     assert not compiled_for_gpu(jax.grad(jaxmem.remat(loss)), ws, X.astype(jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_random_programs_under_random_plans(platform, tmp_path):
     """Several at once, since a program of its own takes seconds to compile."""

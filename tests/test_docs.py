@@ -136,6 +136,7 @@ def test_every_public_name_is_in_the_reference():
             value = getattr(value, part)
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")

@@ -75,6 +75,7 @@ sys.exit(bool(failures) or made < 5)
 """
 
 
+@pytest.mark.slow
 def test_four_devices():
     """Programs inside `shard_map` over four devices, and with `shard_map` inside."""
     here = Path(__file__).parent

@@ -82,6 +82,7 @@ def test_equals_the_whole_batch(size, count, reduction):
     chex.assert_trees_all_close(found, whole(loss_fn, params, data(size)), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_group_norm_is_equal_and_batch_norm_is_as_documented():
     loss_fn, params = make_flax("group")
     found = jax.jit(jaxmem.microbatch(loss_fn, 4))(params, data())

@@ -146,6 +146,7 @@ def test_with_the_loss_under_policies_and_planners(wrap):
     assert_close(gradients(wrap(loss)), gradients(loss))
 
 
+@pytest.mark.slow
 def test_batches_and_heads_split_over_devices():
     """In a process of its own, with four CPU devices."""
     code = """
@@ -248,6 +249,7 @@ def test_scores_of_any_size_and_of_none():
     assert jnp.isnan(found[:, 1]).all() and jnp.isnan(found[0, 0]).all()
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_length():
     def compiled(fun, length, is_causal):
         shape = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.bfloat16)

@@ -163,6 +163,7 @@ def test_a_stack_of_small_moments_is_expanded_in_chunks(monkeypatch):
     assert report.temp < gradient + inputs + 3 * 8 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_many_matrices_take_the_room_of_few(where, monkeypatch):
     """What one update leaves to be written is written before the next begins."""

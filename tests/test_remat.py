@@ -477,6 +477,7 @@ def test_policy_in_linen_and_nnx_remat():
     )
 
 
+@pytest.mark.slow
 def test_linen_class_comes_back_as_a_class():
     x = jax.random.normal(jax.random.key(3), (4, 8, 8, 3))
     plain, planned = ConvNet(), jaxmem.remat(ConvNet)()

@@ -971,6 +971,7 @@ def ridge_arguments():
     "options",
     [{}, {"microbatches": 4}, {"microbatches": 2, "loss_scale": jaxmem.LossScale(), "remat": "dp"}],
 )
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "search"),
     [

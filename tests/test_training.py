@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.levers import training
 
+pytestmark = pytest.mark.slow
+
 STEPS = 60
 
 

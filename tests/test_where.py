@@ -139,6 +139,7 @@ def test_linen_modules_and_kinds():
     assert found.by_kind["batch"] == found.by_phase["batch"] == 16 * 32 * 32 * 3 * 4 + 16 * 4
 
 
+@pytest.mark.slow
 def test_nnx_modules_are_the_classes_on_the_stack():
     found = report(nnx_transformer)
     assert {"Transformer/Block/Linear", "Transformer/Block/MultiHeadAttention"} <= set(

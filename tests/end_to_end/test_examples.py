@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
@@ -19,7 +21,6 @@ def run(script, *arguments):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_unet_finds_discs():
     text = run("unet/train.py", "--steps", 25, "--print-every", 1, "--side", 32, "--batch", 8)
     overlaps = [float(found) for found in re.findall(r"overlap (\S+)", text)]

@@ -10,10 +10,11 @@ import pytest
 import jaxmem
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "examples" / "resnet50"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "examples" / "resnet50"), str(ROOT)]
 
-import accumulation  # noqa: E402
 from train import plan_step  # noqa: E402
+
+from benchmarks.levers import accumulation  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -83,6 +83,7 @@ def digest(output):
     return re.search(r"^parameters (\w{16})$", output, re.MULTILINE)[1]
 
 
+@pytest.mark.slow
 def test_trains_on_a_folder_of_images(tmp_path):
     random = np.random.default_rng(0)
     for name, shade in (("dark", 40), ("light", 200)):

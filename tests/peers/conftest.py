@@ -3,6 +3,7 @@ that no test compares a plain function with itself; in `make fuzz` under "dp" to
 
 import functools
 import os
+import pathlib
 
 import pytest
 
@@ -33,3 +34,11 @@ def remat(request, monkeypatch):
     """`jaxmem.remat` by one planner."""
     monkeypatch.setitem(PLANNERS, "everywhere", Everywhere)
     return functools.partial(jaxmem.remat, planner=request.param)
+
+
+def pytest_collection_modifyitems(items):
+    """They are heavy: `make test-all` runs them."""
+    here = pathlib.Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and item.path.name != "test_readme.py":
+            item.add_marker(pytest.mark.slow)
