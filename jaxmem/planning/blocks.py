@@ -27,7 +27,7 @@ class Blocks:
         self,
         program: Program,
         prices: Sequence[float],
-        levels: int = 8,
+        levels: int,
         sets: Sequence[frozenset[int]] = (),
         gradients: bool = False,
     ):

@@ -18,11 +18,18 @@ from jaxmem.planning.simulate import simulate
 from jaxmem.program import Kernel, Program
 
 _SLOTS = 200
+_LEVELS = 8
 _HEADROOM = 1.25  # the chain counts some bytes that the layout does not
 # Levels of regions in regions. JAX traces a level on top of the Python stack of the one around it;
 # and this many reach the root of the sixteenth order of a chain's bytes.
 _DEPTH = 16
 _BEYOND = 6  # memories tried above the largest that fits
+_ROOM = 0.7
+_HALVINGS = 8
+_LOWER = 0.9
+_REACH = 25
+_STRIDE = 3
+_WORTH = 0.95
 _NEAR = 1.02  # times the least peak: as good, for a lower price
 
 
@@ -91,7 +98,7 @@ class DP:
         if low.seconds <= forward:
             return low
         below = low.peak
-        for _ in range(8):
+        for _ in range(_HALVINGS):
             middle = (below + high.peak) // 2
             layout = self.cheapest_within(middle)
             if layout and layout.seconds <= forward:
@@ -125,7 +132,7 @@ class Variant:
     @property
     def blocks(self) -> Blocks:
         if self._blocks is None:
-            self._blocks = Blocks(self.program, self.prices)
+            self._blocks = Blocks(self.program, self.prices, _LEVELS)
         return self._blocks
 
     def layout(self, regions: tuple[Region, ...]) -> Layout:
@@ -154,7 +161,7 @@ class Variant:
         """The chain's solution for memories up to the budget and some more, and its slot."""
         if self._solved:
             slot, solution = self._solved
-            if 0.7 * solution.slots * slot <= budget * _HEADROOM <= solution.slots * slot:
+            if _ROOM * solution.slots * slot <= budget * _HEADROOM <= solution.slots * slot:
                 return self._solved
         slot = max(int(budget * _HEADROOM / _SLOTS) + 1, 1)
         self._solved = slot, Solution(self.blocks.chain(slot), _SLOTS)
@@ -196,12 +203,12 @@ class Variant:
     def smallest(self) -> Layout:
         best = self.layout(())
         while True:
-            _, solution = self.solution(int(best.peak * 0.9))
+            _, solution = self.solution(int(best.peak * _LOWER))
             low = solution.smallest()
-            memories = range(low, min(low + 25, solution.slots + 1), 3)
+            memories = range(low, min(low + _REACH, solution.slots + 1), _STRIDE)
             found = [lay for memory in memories if (lay := self.proposed(solution, memory))]
             lower = min(found, key=lambda layout: layout.peak, default=best)
-            if lower.peak >= 0.95 * best.peak:
+            if lower.peak >= _WORTH * best.peak:
                 lowest = min(lower.peak, best.peak)
                 close = self.cheapest_within(int(_NEAR * lowest))
                 return close or min(lower, best, key=lambda layout: layout.peak)
