@@ -16,8 +16,9 @@ the bounds of long programs, 128 and 512 layers of tanh(x w). Nothing is compile
 Of a search that compiles (rematerialization.compiled_plans) the compiler is a stand-in, whose bytes
 are the projected ones times a random ratio within 6 % for each place where plans peak, and within
 0.5 % for each plan: "time" is the mean of what the found plans add over eight such compilers, with
-five compilations each, with the least projected bytes as one more budget; "failed" counts searches that found none. The constants of `jaxmem.fit`'s
-search and of the derivatives are not measured.
+five compilations each; the least projected bytes are one more budget there, and "failed" counts
+searches that found none. The constants of `jaxmem.fit`'s search and of the derivatives are not
+measured.
 """
 
 import contextlib
@@ -288,7 +289,9 @@ def plans_of(constant: Constant) -> list[Plans]:
 @functools.cache
 def _as_it_is(programs, planner, offload, searches: bool) -> list[Plans]:
     module = SEARCH if searches else "planning.dp"
-    return plans_of(Constant(module, "_WORTH", programs, planner, offload=offload))
+    constant = Constant(module, "_WORTH", programs, planner, offload=offload)
+    plans_of(constant)  # the first time takes longer
+    return plans_of(constant)
 
 
 def worst(constant: Constant, before: list[Plans], after: list[Plans]) -> str:
