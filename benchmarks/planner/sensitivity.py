@@ -170,13 +170,13 @@ def constants() -> list[Constant]:
 
     return [
         *of("planning.rates", "_ARITHMETIC", "_BANDWIDTH", "_LAUNCH", "DEAR"),
-        *of("planning.simulate", "_TINY", "_REDUCED"),
+        *of("planning.simulate", "_REDUCED"),
         *of("program.kernels", "_LARGE_SOURCES", "_SOURCES", "_CHAIN", "_SMALL"),
         *of("program.costs", "_ROW"),
         *of("planning.blocks", "_BLOCKS", programs=(LONG,)),
         *of("planning.blocks", "_TINY"),
         *of("planning.blocks", "_SHARES", most=1.0),
-        *of("planning.dp", "_SLOTS", "_LEVELS"),
+        *of("planning.dp", "_SLOTS"),
         *of("planning.dp", "_HEADROOM", margin=True),
         *of("planning.dp", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
         *of("planning.dp", "_BEYOND", "_REACH", "_STRIDE"),

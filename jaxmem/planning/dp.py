@@ -18,7 +18,6 @@ from jaxmem.planning.simulate import simulate
 from jaxmem.program import Kernel, Program
 
 _SLOTS = 200
-_LEVELS = 8
 _HEADROOM = 1.25  # the chain counts some bytes that the layout does not
 # Levels of regions in regions. JAX traces a level on top of the Python stack of the one around it;
 # and this many reach the root of the sixteenth order of a chain's bytes.
@@ -132,7 +131,7 @@ class Variant:
     @property
     def blocks(self) -> Blocks:
         if self._blocks is None:
-            self._blocks = Blocks(self.program, self.prices, _LEVELS)
+            self._blocks = Blocks(self.program, self.prices)
         return self._blocks
 
     def layout(self, regions: tuple[Region, ...]) -> Layout:

@@ -13,7 +13,9 @@ import numpy as np
 from jaxmem import jaxprs
 
 POOLINGS = frozenset({"reduce_window_max", "reduce_window_min"})
-_WINDOW = 64  # elements: the derivative has a slice of the operand for each
+# Elements, the derivative of which has a slice of the operand for each. Chosen: 8 x 8, more than
+# networks pool; places are numbered in int8, which has room for twice of it and no more.
+_WINDOW = 64
 
 
 def pool(step: jaxprs.Step, operand: jax.Array, alone: bool) -> jax.Array:
