@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from jaxmem.fitting.search import Search
 
 CHOSEN = "chosen"
-# Of a step's time: what is worth one more compilation. Chosen: half of what compiled_plans asks for,
-# since one compilation settles it; not measured.
+# Of a step's time: what is worth one more compilation. Chosen; half and twice are not measured.
 GAIN = 0.005
 
 

@@ -17,17 +17,18 @@ from jaxmem.planning.regions import Loop, Region, place_of
 from jaxmem.planning.simulate import simulate
 from jaxmem.program import Kernel, Program
 
-# Half and twice, here and below: benchmarks/planner/sensitivity.py. "Points" are of the step's time,
-# the largest change over its programs and budgets, at one of which another grid of slots can miss
-# a plan that costs 4 to 5 points less.
+# Half and twice, here and below: benchmarks/planner/sensitivity.py. "Points" are of the step's
+# time, the largest change over its programs and budgets; at one of those another grid of slots
+# can miss a plan that costs 4 to 5 points less.
 _SLOTS = 200  # chosen: half plans in 0.8 of the time, twice in 1.6; both miss that plan
 # The chain counts some bytes that the layout does not. Chosen: half and twice of the 0.25 miss it.
 _HEADROOM = 1.25
 # Levels of regions in regions. JAX traces a level on top of the Python stack of the one around it;
-# and this many reach the root of the sixteenth order of a chain's bytes. Chosen: 32 changes nothing,
-# 8 recomputes more than twice as much near the least bytes of 128 layers.
+# and this many reach the root of the sixteenth order of a chain's bytes. Chosen: 32 changes no
+# plan, 8 recomputes up to 146 points more (128 layers).
 _DEPTH = 16
-# Memories tried above the largest that fits. Chosen: half recomputes 3.8 points more, twice 0.4 less.
+# Memories tried above the largest that fits. Chosen: half recomputes 3.8 points more, twice 0.4
+# less.
 _BEYOND = 6
 # A solution serves budgets down to this share of its memory. Chosen: half recomputes 5 points more,
 # 0.99 plans 1.2 times as long.
