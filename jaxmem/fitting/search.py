@@ -18,12 +18,14 @@ from jaxmem.rematerialization import Outcome, Plan, Search as CompiledSearch
 from jaxmem.reports import MemoryReport, memory
 from jaxmem.training import TrainStep
 
+# Chosen, and not measured at half and at twice: each such row compiles training steps for minutes.
+# A wrong one costs compilations or a somewhat slower step; what fits is always compiled.
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between
 _ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less
 _OVER = 1.01  # times the ratio of what did not fit: the next one differs from it
 # Compiled bytes over projected ones, at most, before anything was compiled: networks were within
-# 15 % (benchmarks/projected.py), microbatches of a small one 26 % off.
+# 15 % (benchmarks/planner/projected.py), microbatches of a small one 26 % off.
 _FIRST_ERROR = 1.3
 
 

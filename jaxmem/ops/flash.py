@@ -14,7 +14,8 @@ from jaxmem import jaxprs
 from jaxmem.ops.blocks import accumulation_dtype, block_size, finite
 from jaxmem.ops.wide_einsum import tangent_einsum, wide_einsum
 
-_BLOCK = 2**25  # scores at a time: 128 MiB of float32
+# Chosen: 128 MiB of float32 scores at a time; half and twice take 64 MiB less and 128 MiB more.
+_BLOCK = 2**25
 _TILE, _SIDE = 128, 1024  # of a block: tensor cores want whole tiles; more gains nothing
 # Queries are [batch, length, groups, heads of a group, width], keys and values [batch, length,
 # groups, width]; scores and what is made of them [batch, groups, queries, heads of a group, ...].

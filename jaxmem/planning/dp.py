@@ -17,13 +17,36 @@ from jaxmem.planning.regions import Loop, Region, place_of
 from jaxmem.planning.simulate import simulate
 from jaxmem.program import Kernel, Program
 
-_SLOTS = 200
-_HEADROOM = 1.25  # the chain counts some bytes that the layout does not
+# Half and twice, here and below: benchmarks/planner/sensitivity.py. "Points" are of the step's
+# time, the largest change over its programs and budgets; at one of those another grid of slots
+# can miss a plan that costs 4 to 5 points less.
+_SLOTS = 200  # chosen: half plans in 0.8 of the time, twice in 1.6; both miss that plan
+# The chain counts some bytes that the layout does not. Chosen: half and twice of the 0.25 miss it.
+_HEADROOM = 1.25
 # Levels of regions in regions. JAX traces a level on top of the Python stack of the one around it;
-# and this many reach the root of the sixteenth order of a chain's bytes.
+# and this many reach the root of the sixteenth order of a chain's bytes. Chosen: 32 changes no
+# plan, 8 recomputes up to 146 points more (128 layers).
 _DEPTH = 16
-_BEYOND = 6  # memories tried above the largest that fits
-_NEAR = 1.02  # times the least peak: as good, for a lower price
+# Memories tried above the largest that fits. Chosen: half recomputes 3.8 points more, twice 0.4
+# less.
+_BEYOND = 6
+# A solution serves budgets down to this share of its memory. Chosen: half recomputes 5 points more,
+# 0.99 plans 1.2 times as long.
+_ROOM = 0.7
+# Of the memories from the least to the plain one. Chosen: within 0.4 % of them; half as many are
+# within 6 %, with 3.6 points less recomputation; twice changes nothing.
+_HALVINGS = 8
+# Each round of the search for the least peak solves the chain for this share of the last. Chosen:
+# half and twice of the distance from 1 miss the plan of _SLOTS.
+_LOWER = 0.9
+# Memories from the chain's least on that are tried, one in so many. Chosen: half and twice of each
+# change nothing.
+_REACH = 25
+_STRIDE = 3
+_WORTH = 0.95  # of the last peak: worth one more round. Chosen: 0.9 and 0.975 change nothing
+# Times the least peak: as good, for a lower price. Chosen: 1.01 recomputes 10 points more for 0.4 %
+# less of the plain bytes, 1.04 recomputes 6 less for 2 % more.
+_NEAR = 1.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +114,7 @@ class DP:
         if low.seconds <= forward:
             return low
         below = low.peak
-        for _ in range(8):
+        for _ in range(_HALVINGS):
             middle = (below + high.peak) // 2
             layout = self.cheapest_within(middle)
             if layout and layout.seconds <= forward:
@@ -154,7 +177,7 @@ class Variant:
         """The chain's solution for memories up to the budget and some more, and its slot."""
         if self._solved:
             slot, solution = self._solved
-            if 0.7 * solution.slots * slot <= budget * _HEADROOM <= solution.slots * slot:
+            if _ROOM * solution.slots * slot <= budget * _HEADROOM <= solution.slots * slot:
                 return self._solved
         slot = max(int(budget * _HEADROOM / _SLOTS) + 1, 1)
         self._solved = slot, Solution(self.blocks.chain(slot), _SLOTS)
@@ -196,12 +219,12 @@ class Variant:
     def smallest(self) -> Layout:
         best = self.layout(())
         while True:
-            _, solution = self.solution(int(best.peak * 0.9))
+            _, solution = self.solution(int(best.peak * _LOWER))
             low = solution.smallest()
-            memories = range(low, min(low + 25, solution.slots + 1), 3)
+            memories = range(low, min(low + _REACH, solution.slots + 1), _STRIDE)
             found = [lay for memory in memories if (lay := self.proposed(solution, memory))]
             lower = min(found, key=lambda layout: layout.peak, default=best)
-            if lower.peak >= 0.95 * best.peak:
+            if lower.peak >= _WORTH * best.peak:
                 lowest = min(lower.peak, best.peak)
                 close = self.cheapest_within(int(_NEAR * lowest))
                 return close or min(lower, best, key=lambda layout: layout.peak)

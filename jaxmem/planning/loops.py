@@ -15,12 +15,16 @@ from jaxmem.planning.regions import Loop, place_of
 from jaxmem.planning.simulate import simulate_block
 from jaxmem.program import Operation, Program
 
+# Chosen: half and twice change what a GPT's scan recomputes by at most 0.4 points of the step's
+# time (benchmarks/planner/sensitivity.py). They bound the time of planning.
 _SLOTS = 128
 _LEVELS = 24
 _SETS = 64
-_KERNELS = 14  # the dearest ones of a body, whose subsets are tried
+_KERNELS = 14  # the dearest ones of a body, whose subsets are tried; 7 plan in 0.6 of the time
 _OPTIONS = 200
-_OVERLAP = 0.5  # of the time of a body: how much of it copies to and from the host may run beside
+# Of the time of a body: how much of it copies to and from the host may run beside. Chosen, until
+# benchmarks/gpu_offload.py has run; a quarter and all of it change no plan of that scan.
+_OVERLAP = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

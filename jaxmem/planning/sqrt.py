@@ -18,6 +18,8 @@ from jaxmem.planning.rates import Rates
 from jaxmem.planning.regions import Region
 from jaxmem.program import Program
 
+# Chosen: half and twice of _CANDIDATES recompute at most 0.6 points of the step's time more (512
+# layers), of _TRIES nothing (benchmarks/planner/sensitivity.py). They bound the time of planning.
 _CANDIDATES = 800
 _TRIES = 6
 

@@ -9,11 +9,13 @@ none to make again.
 import dataclasses
 
 # A fused value that several kernels read is computed in each of them, unless that takes more than
-# this: then it is written once.
-_LARGE_SOURCES = 3
-_SOURCES = 64
-_CHAIN = 64  # operations
-_SMALL = 16  # times smaller than the result: no reason to write the result
+# this: then it is written once. Half and twice: benchmarks/planner/sensitivity.py.
+_LARGE_SOURCES = 3  # chosen: 1 recomputes 3 points more, 6 changes no plan
+_SOURCES = 64  # XLA's fusions for GPUs take 96 operands and results; half and twice change no plan
+_CHAIN = 64  # operations. Chosen: half and twice change no plan, 8 takes 7 % more least bytes
+# Times smaller than the result: no reason to write the result. Chosen: half and twice change no
+# plan; if all count as large, plans recompute up to 10 points more.
+_SMALL = 16
 
 _VIEWS = frozenset(
     """

@@ -17,9 +17,12 @@ from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.reports import MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target, example, family_of
 
+# Chosen: half and twice of these change none of the plans found beside a stand-in for the compiler
+# (benchmarks/planner/sensitivity.py), where nothing else is said.
 _WORTH = 0.01  # of the step's time: the price that one more compilation should be able to save
 _MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
-# Times the budget: what may yet fit where nothing below did; ever closer to one another.
+# Times the budget: what may yet fit where nothing below did; ever closer to one another. Twice as
+# far above recomputes up to 21 points more of the step's time, at the least budget.
 _ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
 _SAME = 1.002  # projected bytes this near are one plan
 _MARGIN = 1.003  # between what is expected of a plan and its budget

@@ -16,7 +16,7 @@ from jaxmem.reports.report import MemoryReport
 
 _TABLES = ("by_phase", "by_kind", "by_module", "by_source")
 _TITLES = {"by_phase": "phase", "by_kind": "kind", "by_module": "module", "by_source": "line"}
-_ROWS = 8
+_ROWS = 8  # of a table in a terminal; the rest is one row
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

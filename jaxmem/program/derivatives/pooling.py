@@ -14,7 +14,9 @@ from jaxmem import jaxprs
 from jaxmem.program.derivatives.derivative import Derivative
 
 POOLINGS = frozenset({"reduce_window_max", "reduce_window_min"})
-_WINDOW = 64  # elements: the derivative has a slice of the operand for each
+# Elements, the derivative of which has a slice of the operand for each. Chosen: 8 x 8, more than
+# networks pool; places are numbered in int8, which has room for twice of it and no more.
+_WINDOW = 64
 
 
 class Pooling(Derivative):

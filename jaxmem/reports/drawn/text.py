@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
 
-_ROWS = 6
+_ROWS = 6  # of a table in a terminal; the rest is one row
 
 
 def columns() -> int:

@@ -1,0 +1,351 @@
+"""What the constants of the planner are worth: plans with each of them at half and at twice.
+
+    python -m benchmarks.planner.sensitivity                    # all of them, minutes on one core
+    python -m benchmarks.planner.sensitivity planning.dp._SLOTS  # these rows; the others stay
+
+Budgets are a quarter and six tenths of the way from the least projected bytes to the plain ones,
+with each constant as it is. "time" and "FLOPs" are what a plan adds to the step's, in percentage
+points; "least" are the least projected bytes, beside the plain ones; "planning" is CPU time. Each
+is the largest change over programs and budgets, and 0 below 0.05. A constant above 1 that is a
+margin has its distance from 1 halved and doubled, as has one just below 1; a tuple all of its
+entries. Rates and the fusion model (planning.rates, planning.simulate, program) are what plans are
+measured with: there a change is also one of the ruler, and FLOPs are the better witness. Programs:
+four layers of a GPT, unrolled and as a scan, a DenseNet, the example's U-Net, an MLP mixer and, for
+the bounds of long programs, 128 and 512 layers of tanh(x w). Nothing is compiled.
+
+Of a search that compiles (rematerialization.compiled_plans) the compiler is a stand-in, whose bytes
+are the projected ones times a random ratio within 6 % for each place where plans peak, and within
+0.5 % for each plan: "time" is the mean of what the found plans add over four such compilers, with
+five compilations each; the least projected bytes are one more budget there, and "failed" counts
+searches that found none. The constants of `jaxmem.fit`'s search and of the derivatives are not
+measured.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import jaxmem
+from benchmarks._gpt import GPT
+from benchmarks._models import DenseNet, classifier, unet
+from benchmarks._record import record_parts
+from benchmarks.speed.planner_time import chain
+from jaxmem.rematerialization.compiled_plans import CompiledPlans
+from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.search import Outcome
+from jaxmem.rematerialization.traced import TracedFunction, read
+from jaxmem.targets import resolve
+
+SHARES = (0.25, 0.6)
+COMPILERS, COMPILATIONS = 4, 5
+UNROLLED, SCAN, DENSENET, UNET, MIXER, LONG, LONGEST = (
+    "GPT, unrolled", "GPT, scan", "DenseNet", "U-Net", "mixer", "128 layers", "512 layers",
+)  # fmt: skip
+SEARCH = "rematerialization.compiled_plans"
+SEARCHED = (SCAN, MIXER)
+FEW = (UNROLLED, SCAN, DENSENET, UNET, MIXER)
+
+
+def gpt(form: str):
+    net = GPT(width=1024, depth=4, heads=16, context=1024)
+
+    def loss(params, batch):
+        embedding, layers, head = params
+        x = net.embed(embedding, batch[0])
+        if form == "scan":
+            x, _ = jax.lax.scan(lambda x, params: (net.block(params, x), None), x, layers)
+        else:
+            for layer in layers:
+                x = net.block(layer, x)
+        return net.loss(head, (x, batch[1]))
+
+    def init(key):
+        keys = jax.random.split(key, net.depth)
+        layers = jax.vmap(net.layer)(keys) if form == "scan" else [net.layer(key) for key in keys]
+        return net.embedding(key), layers, net.head(key)
+
+    tokens = jax.ShapeDtypeStruct((8, net.context), jnp.int32)
+    return loss, (jax.eval_shape(init, jax.random.key(0)), (tokens, tokens))
+
+
+class Mixer(nn.Module):
+    """Tolstikhin et al. 2021, four layers of the S/16."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(512, (16, 16), (16, 16))(x).reshape(x.shape[0], -1, 512)
+        for _ in range(4):
+            for turned, wide in ((True, 256), (False, 2048)):
+                y = nn.LayerNorm()(x)
+                y = y.swapaxes(1, 2) if turned else y
+                y = nn.Dense(y.shape[-1])(nn.gelu(nn.Dense(wide)(y)))
+                x = x + (y.swapaxes(1, 2) if turned else y)
+        return nn.Dense(1000)(nn.LayerNorm()(x).mean(1))
+
+
+PROGRAMS: dict[str, Callable] = {
+    UNROLLED: lambda: gpt("unrolled"),
+    SCAN: lambda: gpt("scan"),
+    DENSENET: lambda: classifier(DenseNet((2, 3, 2), 32), 64, 224),
+    UNET: lambda: unet(16, 256),
+    MIXER: lambda: classifier(Mixer(), 64, 224),
+    LONG: lambda: chain(128),
+    LONGEST: lambda: chain(512),
+}
+
+
+@functools.cache
+def traced(name: str) -> TracedFunction:
+    loss, args = PROGRAMS[name]()
+    has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
+    return TracedFunction(*PROGRAMS[name](), {}, 0, has_aux)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Where a constant is, the programs and the planner that show what it does, and what its other
+    values are: those of a number, or of its distance from 1."""
+
+    module: str
+    name: str
+    programs: tuple[str, ...] = FEW
+    planner: str = "dp"
+    margin: bool = False
+    most: float = float("inf")
+    offload: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    @property
+    def home(self):
+        return importlib.import_module(f"jaxmem.{self.module}")
+
+    @property
+    def value(self) -> Any:
+        return getattr(self.home, self.name)
+
+    def times(self, factor: float) -> Any:
+        def one(value):
+            if self.margin:
+                return 1 + (value - 1) * factor
+            least = 1 if isinstance(value, int) else 0.0
+            return max(min(type(value)(value * factor), self.most), least)
+
+        value = self.value
+        return tuple(map(one, value)) if isinstance(value, tuple) else one(value)
+
+    @property
+    def setting(self) -> tuple:
+        return self.programs, self.planner, self.offload
+
+    @contextlib.contextmanager
+    def set(self, value):
+        """Wherever it is: a constant without an underscore is imported by others too."""
+        owners = [self.home]
+        if not self.name.startswith("_"):
+            known = [module for name, module in sys.modules.items() if name.startswith("jaxmem.")]
+            owners = [module for module in known if hasattr(module, self.name)]
+        before = self.value
+        for owner in owners:
+            setattr(owner, self.name, value)
+        yield
+        for owner in owners:
+            setattr(owner, self.name, before)
+
+
+def constants() -> list[Constant]:
+    def of(module, *names, **fields):
+        return [Constant(module, name, **fields) for name in names]
+
+    return [
+        *of("planning.rates", "_ARITHMETIC", "_BANDWIDTH", "_LAUNCH", "DEAR"),
+        *of("planning.simulate", "_REDUCED"),
+        *of("program.kernels", "_LARGE_SOURCES", "_SOURCES", "_CHAIN", "_SMALL"),
+        *of("program.derivatives.picking", "_ROW"),
+        *of("planning.blocks", "_BLOCKS", programs=(LONG,)),
+        *of("planning.blocks", "_TINY"),
+        *of("planning.blocks", "_SHARES", most=1.0),
+        *of("planning.dp", "_SLOTS"),
+        *of("planning.dp", "_HEADROOM", margin=True),
+        *of("planning.dp", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
+        *of("planning.dp", "_BEYOND", "_REACH", "_STRIDE"),
+        *of("planning.dp", "_HALVINGS"),
+        *of("planning.dp", "_ROOM", most=0.99),
+        *of("planning.dp", "_LOWER", "_WORTH", "_NEAR", margin=True),
+        *of(
+            "planning.loops", "_SLOTS", "_LEVELS", "_SETS", "_KERNELS", "_OPTIONS", programs=(SCAN,)
+        ),
+        *of("planning.loops", "_OVERLAP", programs=(SCAN,), offload=True),
+        *of("planning.dots", "_GROUPS", "_TINY", "_STATISTICS", planner="dots"),
+        *of("planning.sqrt", "_CANDIDATES", programs=(LONGEST,), planner="sqrt"),
+        *of("planning.sqrt", "_TRIES", planner="sqrt"),
+        *of(SEARCH, "_WORTH", programs=SEARCHED),
+        *of(SEARCH, "_MORE", "_ABOVE", "_SAME", "_MARGIN", programs=SEARCHED, margin=True),
+    ]
+
+
+@dataclasses.dataclass
+class Plans:
+    """For each budget what the plan adds to the step, in shares of it, or None; the least bytes
+    (None: not looked for), and CPU seconds; searches that found nothing."""
+
+    times: list[float | None]
+    flops: list[float | None]
+    least: float | None
+    seconds: float
+    failed: int = 0
+
+
+def planned(name: str, planner: str, offload: bool, budgets: tuple[float, ...]) -> Plans:
+    one = traced(name)
+    program = read(one.flat, one.program.differentiated)  # nothing of it is known yet
+    constraints = Constraints.parse(None, 0, "h200", planner, offload)
+    began = time.process_time()
+    plans = constraints.planner(program)
+    found = [plans.cheapest_within(int(budget)) for budget in budgets]
+    least = plans.smallest()
+    middle = plans.smallest_at_one_forward()
+    seconds = time.process_time() - began
+    found.append(middle)
+    forward = sum(map(constraints.rates.seconds, program.kernels))
+    return Plans(
+        [layout and layout.seconds / (3 * forward) for layout in found],
+        [layout and layout.flops / (3 * program.flops) for layout in found],
+        least.peak,
+        seconds,
+    )
+
+
+@functools.cache
+def budgets(name: str, planner: str, offload: bool) -> tuple[tuple[float, ...], int]:
+    """Those to plan for, and the plain bytes, with all constants as they are."""
+    plans = Constraints.parse(None, 0, "h200", planner, offload).planner(traced(name).program)
+    low, high = plans.smallest().peak, plans.plain.peak
+    shares = SHARES if planner != "dots" else (0.0,)
+    return tuple(low + share * (high - low) for share in shares), high
+
+
+class StandIn(CompiledPlans):
+    """A search whose compiler is random."""
+
+    def __init__(self, traced, constraints, seed: int):
+        super().__init__(traced, constraints, resolve("h200"))
+        self.seed = seed
+
+    def compile(self, layout) -> Outcome:
+        place = random.Random(f"{self.seed} {layout.place}").uniform(0.94, 1.06)
+        own = random.Random(f"{self.seed} {layout.regions} {layout.loops}").uniform(0.995, 1.005)
+        total = self.constraints.budget_for(self.traced.program).total(layout.peak)
+        compiled = int(total * place * own)
+        plan = self.constraints.write(self.traced.program, layout, self.planner)
+        self.plans[layout] = plan
+        return Outcome("", layout.price, total, compiled, layout.place)
+
+
+def searched(name: str) -> Plans:
+    one, times, flops, failed = traced(name), [], [], 0
+    planner = Constraints.parse(None, 0, "h200", "dp").planner(one.program)
+    began = time.process_time()
+    for budget in (planner.smallest().peak, *budgets(name, "dp", False)[0]):
+        plans = []
+        total = int(budget) + one.program.boundary_bytes
+        for seed in range(COMPILERS):
+            search = StandIn(one, Constraints.parse(total, 0, "h200", "dp"), seed)
+            search.planner = planner
+            try:
+                plans.append(search.plan(COMPILATIONS))
+            except jaxmem.BudgetError:
+                failed += 1
+        found = [plan.predicted for plan in plans]
+        times.append(sum(one.recompute_share for one in found) / max(len(found), 1))
+        flops.append(
+            sum(one.recompute_flops / (3 * one.flops) for one in found) / max(len(found), 1)
+        )
+    return Plans(times, flops, None, time.process_time() - began, failed)
+
+
+def plans_of(constant: Constant) -> list[Plans]:
+    found = []
+    for name in constant.programs:
+        at, _ = budgets(name, constant.planner, constant.offload)
+        if constant.module == SEARCH:
+            found.append(searched(name))
+        else:
+            found.append(planned(name, constant.planner, constant.offload, at))
+    return found
+
+
+@functools.cache
+def _as_it_is(programs, planner, offload, searches: bool) -> list[Plans]:
+    module = SEARCH if searches else "planning.dp"
+    constant = Constant(module, "_WORTH", programs, planner, offload=offload)
+    plans_of(constant)  # the first time takes longer
+    return plans_of(constant)
+
+
+def worst(constant: Constant, before: list[Plans], after: list[Plans]) -> str:
+    plain = [budgets(name, constant.planner, constant.offload)[1] for name in constant.programs]
+
+    def largest(changes) -> str:
+        change = max(changes, key=abs, default=0.0)
+        return f"{change:+.1%}" if abs(change) >= 5e-4 else "0"
+
+    def of(field):
+        pairs = zip(before, after, strict=True)
+        each = (zip(getattr(a, field), getattr(b, field), strict=True) for a, b in pairs)
+        return [(a, b) for pair in each for a, b in pair]
+
+    def change(field):
+        return largest(b - a for a, b in of(field) if a is not None and b is not None)
+
+    both = list(zip(before, after, plain, strict=True))
+    parts = [f"time {change('times')}", f"FLOPs {change('flops')}"]
+    if before[0].least is not None:
+        parts.append(f"least {largest((b.least - a.least) / high for a, b, high in both)}")
+    missing = sum(a is not None and b is None for a, b in of("times"))
+    failed = sum(b.failed - a.failed for a, b, _ in both)
+    parts += [f"{missing} do not fit"] * bool(missing) + [f"failed {failed:+d}"] * bool(failed)
+    seconds = sum(one.seconds for one in after) / sum(one.seconds for one in before)
+    return ", ".join([*parts, f"planning {seconds:.1f}x"])
+
+
+def rows_of(key: str):
+    constant = next(one for one in constants() if one.key == key)
+    before = _as_it_is(*constant.setting, constant.module == SEARCH)
+    row = {"constant": key, "value": written(constant.value)}
+    for head, factor in (("half", 0.5), ("twice", 2)):
+        value = constant.times(factor)
+        with constant.set(value):
+            row[head] = f"{written(value)}: {worst(constant, before, plans_of(constant))}"
+    print(row, flush=True)
+    yield row
+
+
+def written(value) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(written, value))})"
+    return f"{value:.4g}"
+
+
+def main():
+    note = "\n\n".join(__doc__.split("\n\n")[2:])
+    keys = [constant.key for constant in constants()]
+    title = "What the constants of the planner are worth"
+    record_parts(title, "constant", keys, rows_of, note)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()
