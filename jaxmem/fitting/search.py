@@ -18,8 +18,8 @@ from jaxmem.rematerialization import Outcome, Plan, Search as CompiledSearch
 from jaxmem.reports import MemoryReport, memory
 from jaxmem.training import TrainStep
 
-# Chosen, and not measured at half and at twice: each such row compiles training steps for minutes.
-# A wrong one costs compilations or a somewhat slower step; what fits is always compiled.
+# Chosen, and not measured at half and at twice: each such row would compile training steps. A wrong
+# one costs compilations or a somewhat slower step; the step that is returned was compiled and fits.
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between
 _ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less

@@ -13,7 +13,7 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.streaming import stream
 from jaxmem.optim.codecs import CODECS
 
-_SMALL = 4096  # chosen: norms and biases are below, about a thousandth of a transformer
+_SMALL = 4096  # chosen, as in bitsandbytes (min_8bit_size): norms and biases are below
 
 
 class SmallState(NamedTuple):

@@ -18,7 +18,7 @@ _BLOCKS = 96
 # Of the bytes of all values. Chosen: half recompute 3.8 points more, twice 0.8.
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 2 / 5, 11 / 20, 3 / 4)
 # Of the largest value: saved in any case. Chosen: half changes nothing, twice recomputes up to 4.1
-# points less; what norms keep of each row is about as large.
+# points less.
 _TINY = 1 / 4096
 
 

@@ -15,7 +15,7 @@ from jaxmem.planning.regions import Region
 from jaxmem.program import Program
 
 # Times smaller than what it is made of: the result of a reduction. Chosen: half and twice change
-# no plan; without it plans recompute 12 points more (benchmarks/planner/sensitivity.py).
+# no plan (benchmarks/planner/sensitivity.py).
 _REDUCED = 16
 
 

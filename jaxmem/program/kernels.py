@@ -12,9 +12,9 @@ import dataclasses
 # this: then it is written once. Half and twice: benchmarks/planner/sensitivity.py.
 _LARGE_SOURCES = 3  # chosen: 1 recomputes 3 points more, 6 changes no plan
 _SOURCES = 64  # XLA's fusions for GPUs take 96 operands and results; half and twice change no plan
-_CHAIN = 64  # operations. Chosen: half and twice change no plan, 8 takes 7 % more least bytes
+_CHAIN = 64  # operations; chosen: half and twice change no plan
 # Times smaller than the result: no reason to write the result. Chosen: half and twice change no
-# plan; if all count as large, plans recompute up to 10 points more.
+# plan.
 _SMALL = 16
 
 _VIEWS = frozenset(

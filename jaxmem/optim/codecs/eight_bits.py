@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmem.optim.codecs.codec import Codec
 
-_DECADES = 7  # of magnitudes: the dynamic map of 8 bits, Dettmers et al. 2022
+_DECADES = 7  # of magnitudes: the dynamic map of 8 bits, Dettmers et al. 2021
 _NEAR_ZERO = 2.75e-7  # half way from zero to the smallest magnitude, 5.5e-7
 _NEAR_ONE = (1 - 0.45 / 128, 1 - 0.45 / 256)  # half way from the largest value below one
 

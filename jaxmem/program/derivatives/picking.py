@@ -9,8 +9,7 @@ import numpy as np
 from jaxmem import jaxprs
 from jaxmem.program.derivatives.derivative import Derivative
 
-# Elements, at least, of a row that one is taken of. Chosen: half and twice change no plan; without
-# it a language model's least bytes are up to 21 % of its plain ones more
+# Elements, at least, of a row that one is taken of. Chosen: half and twice change no plan
 # (benchmarks/planner/sensitivity.py).
 _ROW = 16
 
