@@ -379,3 +379,15 @@ def test_no_more_is_kept_than_is_planned(data):
     plan = Plan("random", program.fingerprint, regions, (), Predicted(0, 0, program.flops, 0))
     kept = jaxmem.residuals(lambda *args: plan.apply(fun)(*args)[0], *arguments())
     assert kept.total <= sum(program.sizes[value] for value in saved)
+
+
+def test_what_a_nested_region_returns_as_it_is_counts_once():
+    """A saved value comes out of a region twice: as a result, and for the backward pass."""
+    fun = build([("sin", -1, 0), ("sin", -1, 0), ("statistics", -1, 0)])
+    program = read_program(trace(fun))
+    count = len(program.kernels)
+    (saved,) = program.kernels[2].results
+    regions = (Region(0, count, (saved,), (Region(0, count - 1),)),)
+    plan = Plan("random", program.fingerprint, regions, (), Predicted(0, 0, program.flops, 0))
+    kept = jaxmem.residuals(lambda *args: plan.apply(fun)(*args)[0], *arguments())
+    assert kept.total == program.sizes[saved] == 128

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
+from jaxmem.jaxprs.equations import inner_jaxprs, is_region, operation_of
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.operands import of_some
 
@@ -128,15 +128,33 @@ def saved_residuals(fun: Callable, leaves: Sequence[Any]) -> list[Kept]:
         equation = None
         while not isinstance(variable, Literal):
             equation = made.get(variable)
-            # These only mark or round what another operation made.
-            if equation is None or operation_of(equation) not in ("reduce_precision", "name"):
+            source = None if equation is None else _passed_on(equation, variable)
+            if source is None:
                 break
-            variable = equation.invars[0]
+            variable = source
         if isinstance(variable, Literal):
             continue
         number = jaxpr.invars.index(variable) if variable in jaxpr.invars else None
         found[variable] = Kept(variable.aval, number, equation)
     return list(found.values())
+
+
+def _passed_on(equation: JaxprEqn, variable: Any) -> Any:
+    """The operand that a result only marks or rounds, or that a region or a call returns as it is,
+    or an earlier result that it is once more; None: the equation made it."""
+    if operation_of(equation) in ("reduce_precision", "name"):
+        return equation.invars[0]
+    if is_region(equation) or equation.primitive.name in ("jit", "pjit"):
+        (inner,) = inner_jaxprs(equation)
+        at = equation.outvars.index(variable)
+        result = inner.outvars[at]
+        if isinstance(result, Literal):
+            return None
+        if result in inner.invars:
+            return equation.invars[inner.invars.index(result)]
+        first = inner.outvars.index(result)
+        return equation.outvars[first] if first < at else None
+    return None
 
 
 def making_order(values: Sequence[Any]) -> list[int]:
