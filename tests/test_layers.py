@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 5  # not a square: the last segment is shorter
 HEAD = jnp.linspace(0.5, 1, 4)
 X = jnp.sin(jnp.arange(24.0)).reshape(6, 4)

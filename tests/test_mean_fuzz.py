@@ -530,6 +530,7 @@ def survey(seed, counts):
     return found, bad, missed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_no_loss_is_proved_that_is_wrong_and_nearly_every_mean_is(seed):
     found, bad, missed = survey(seed, {"mean": 18, "sum": 4, "mixed": 30, "weighted": 23})

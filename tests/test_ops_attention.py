@@ -146,13 +146,14 @@ def test_with_the_loss_under_policies_and_planners(wrap):
     assert_close(gradients(wrap(loss)), gradients(loss))
 
 
-@pytest.mark.slow
 def test_batches_and_heads_split_over_devices():
     """In a process of its own, with four CPU devices."""
     code = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxmem.ops import attention
+
+pytestmark = pytest.mark.slow
 jax.config.update("jax_enable_x64", True)
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 spec = P("data", None, "model")
@@ -249,7 +250,6 @@ def test_scores_of_any_size_and_of_none():
     assert jnp.isnan(found[:, 1]).all() and jnp.isnan(found[0, 0]).all()
 
 
-@pytest.mark.slow
 def test_memory_is_linear_in_the_length():
     def compiled(fun, length, is_causal):
         shape = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.bfloat16)

@@ -9,6 +9,8 @@ import pytest
 
 import jaxmem
 
+pytestmark = pytest.mark.slow
+
 
 def assert_equal_gradients(fun, given, capfd, found, least="1KiB", rtol=1e-9, atol=1e-11):
     """And so many of each were found."""

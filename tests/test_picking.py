@@ -12,6 +12,8 @@ import pytest
 
 import jaxmem
 
+pytestmark = pytest.mark.slow
+
 ROWS, LENGTH = 6, 40
 
 

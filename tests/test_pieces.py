@@ -15,6 +15,8 @@ from jaxmem.levers.host import streaming
 from jaxmem.optim import half_params, small_moments
 from jaxmem.program.slicing import pieces
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"stack": (3, 7, 40), "ragged": (13, 40), "vector": (111,), "small": (4,)}
 
 
@@ -163,7 +165,6 @@ def test_a_stack_of_small_moments_is_expanded_in_chunks(monkeypatch):
     assert report.temp < gradient + inputs + 3 * 8 * 2**20
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_many_matrices_take_the_room_of_few(where, monkeypatch):
     """What one update leaves to be written is written before the next begins."""
