@@ -12,6 +12,8 @@ import pytest
 import jaxmem
 from jaxmem.ops import attention
 
+pytestmark = pytest.mark.slow
+
 
 def plain(query, key, value, bias=None, mask=None, is_causal=False):
     group = query.shape[-2] // key.shape[-2]
@@ -152,8 +154,6 @@ def test_batches_and_heads_split_over_devices():
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxmem.ops import attention
-
-pytestmark = pytest.mark.slow
 jax.config.update("jax_enable_x64", True)
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 spec = P("data", None, "model")

@@ -12,6 +12,8 @@ import pytest
 import jaxmem
 from jaxmem.ops import softmax_cross_entropy
 
+pytestmark = pytest.mark.slow
+
 ROWS, WIDTH, VOCABULARY = 21, 8, 50
 
 
@@ -216,8 +218,6 @@ def test_a_vocabulary_split_over_devices():
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec as P
 import jaxmem
-
-pytestmark = pytest.mark.slow
 jax.config.update("jax_enable_x64", True)
 keys = jax.random.split(jax.random.key(0), 3)
 hidden, weights = jax.random.normal(keys[0], (8, 6)), jax.random.normal(keys[1], (6, 40))
