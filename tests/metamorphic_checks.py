@@ -119,7 +119,9 @@ def finite(tree):
 
 
 def tolerance(p):
-    return TOLERANCE[jnp.dtype(p.dtype).name]
+    """Where a float64 cotangent passes through float32, a sum of two is rounded before or after."""
+    shorter = any("float32" in statement.text for statement in p.statements)
+    return max(TOLERANCE[jnp.dtype(p.dtype).name], 1e-5 if shorter else 0)
 
 
 def same(p, expected, found, what, loose=1.0):
