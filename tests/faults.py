@@ -325,6 +325,7 @@ def damage_results(folder: pathlib.Path, dice: random.Random) -> list[Row]:
 
 COMPILING = """
     import jax, jax.numpy as jnp, jaxmem
+    from jaxmem.targets import workers
     from jaxmem.targets.cuda import compiler
 
     def loss(w, x):
@@ -337,13 +338,13 @@ COMPILING = """
     shapes = [jax.ShapeDtypeStruct((256, 256), "float32")] * 2
     compile_long = lambda: jaxmem.memory(jax.grad(loss), *shapes, target="h200")
     compile_short = lambda: jaxmem.memory(jnp.sin, shapes[0], target="h200")
-    start_worker = compiler._Worker.__init__
+    start_worker = workers.Worker.__init__
 
-    def started(self, compiler):
-        start_worker(self, compiler)
+    def started(self, command):
+        start_worker(self, command)
         print("worker", self.process.pid, flush=True)
 
-    compiler._Worker.__init__ = started
+    workers.Worker.__init__ = started
 """
 BUSY = "compile_short()\nprint('compiling', flush=True)\ncompile_long()\nprint('too late')"
 IDLE = "compile_short()\nprint('idle', flush=True)\nimport time\ntime.sleep(600)"

@@ -19,7 +19,7 @@ from jaxmem.reports.cpu import CPU_NOTE, is_cpu
 from jaxmem.reports.report import MemoryReport
 from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument, describe_arguments
-from jaxmem.reports.where.reading import DUMPED
+from jaxmem.reports.where.reading import DUMPED, totals_of
 from jaxmem.reports.xla.header import donated_arguments, results_on_host
 from jaxmem.targets import LocalDevice, Target, family_of, resolve
 
@@ -31,6 +31,7 @@ def memory(
     compiler_options: dict[str, Any] | None = None,
     timeout: float = 3600,
     timeline: bool = True,
+    compile: str = "buffers",
     **kwargs: Any,
 ) -> MemoryReport:
     """The bytes that a step takes on a target, by compiling it; nothing runs, nothing is allocated.
@@ -47,6 +48,9 @@ def memory(
         timeout: seconds for the compilation.
         timeline: False: totals, FLOPs and transfers alone. What the compiler said is kept on disk,
             and then serves any code that makes the same program, on whatever lines.
+        compile: ``"buffers"``: XLA is stopped when it has assigned the buffers, which takes a third
+            to a half of a compilation; ``"full"``: it generates the code too, which may yet fail.
+            For the attached device it always does.
 
     Raises:
         CompileError: XLA refused the program, ran out of time, or died.
@@ -63,6 +67,8 @@ def memory(
     >>> report.argument
     16384
     """
+    if compile not in ("buffers", "full"):
+        raise JaxmemError(f"jaxmem.memory takes compile='buffers' or 'full'; got {compile!r}.")
     chosen = resolve(target)
     if target is None and is_cpu(chosen):
         warnings.warn(f"No target is named: {CPU_NOTE}", JaxmemWarning, stacklevel=2)
@@ -71,6 +77,8 @@ def memory(
     args, kwargs = jax.tree.map(jaxprs.abstract, (args, kwargs))
     if isinstance(chosen, LocalDevice):
         return _local(jitted, args, kwargs, chosen, compiler_options)
+    family = family_of(chosen)
+    family.prepare(chosen)
     traced = _traced(jitted, args, kwargs)
     callback = jaxprs.find_callback(traced.jaxpr.jaxpr)
     if callback:
@@ -81,7 +89,6 @@ def memory(
             JaxmemWarning,
             stacklevel=2,
         )
-    family = family_of(chosen)
     lowered = jaxprs.lower_for(traced, family.platform)
     module, partitions = jaxprs.to_bytecode(lowered, locations=timeline)
     if partitions != chosen.count:
@@ -91,10 +98,13 @@ def memory(
             "shard the arguments over a mesh of that size."
         )
     options = jaxprs.compiler_options(lowered) | (compiler_options or {})
-    compiled = family.compile(module, chosen, options, timeout, timeline)
+    compiled = family.compile(module, chosen, options, timeout, compile == "full")
+    hlo = compiled.text("hlo")
+    totals = _totals(compiled.stats) if compiled.stats else totals_of(compiled.text(DUMPED[0]))
+    dump = {kind: compiled.texts[kind] for kind in DUMPED} if timeline else {}
     described = _arguments(jitted, traced, lowered, args, kwargs)
-    report = _report(chosen, compiled.stats, compiled.hlo, compiled.dump, described)
-    _check_offload(traced, lowered, compiled.hlo)
+    report = MemoryReport(chosen, *totals, hlo, dump, described)
+    _check_offload(traced, lowered, hlo)
     if chosen.count == 1:
         _check_kept(traced, report)
     return report
@@ -172,12 +182,11 @@ def _local(jitted, args, kwargs, target: LocalDevice, options) -> MemoryReport:
     hlo = compiled.as_text()
     if target.platform != "cpu":  # where host and device are one memory
         _check_offload(traced, lowered, hlo)
-    return _report(target, stats, hlo, dump, described)
+    return MemoryReport(target, *_totals(stats), hlo, dump, described)
 
 
-def _report(target, stats, hlo, dump, arguments) -> MemoryReport:
-    on_device, on_host = Totals.read(stats), Totals.read(stats, "host_")
-    return MemoryReport(target, on_device, on_host, hlo, dump, arguments)
+def _totals(stats) -> tuple[Totals, Totals]:
+    return Totals.read(stats), Totals.read(stats, "host_")
 
 
 def _arguments(jitted, traced, lowered, args, kwargs) -> tuple[Argument | None, ...]:

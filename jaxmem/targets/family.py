@@ -40,14 +40,19 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def compile(
-        self, module: bytes, target: Target, options: dict[str, Any], timeout: float, dump: bool
+        self, module: bytes, target: Target, options: dict[str, Any], timeout: float, full: bool
     ) -> Compiled:
-        """Compiles a module that was lowered for the platform, in a worker process.
+        """Compiles a module that was lowered for the platform, in a worker process: until its
+        buffers are assigned, or in ``full``.
 
         Raises:
             CompileError: XLA refused the program, ran out of time, or died.
             JaxmemError: the compiler is not installed.
         """
+
+    @abc.abstractmethod
+    def prepare(self, target: Target) -> None:
+        """Starts a worker that will be needed soon, if none is idle. Says nothing of errors."""
 
     @abc.abstractmethod
     def install(self, version: int | None = None) -> pathlib.Path:

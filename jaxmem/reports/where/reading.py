@@ -7,12 +7,26 @@ from collections.abc import Mapping, Sequence
 import jaxlib
 
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.reports.totals import Totals
+from jaxmem.reports.totals import ROLES, Totals
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.peak import MemoryMap
-from jaxmem.reports.xla.dump import read_dump
+from jaxmem.reports.xla.dump import read_dump, read_totals
 
 DUMPED = ("buffer-assignment", "live-range")
+
+
+def totals_of(buffers: str) -> tuple[Totals, Totals]:
+    """What a program takes on the device and on the host, by the text of its buffer assignment.
+
+    Raises:
+        JaxmemError: this version's text is not known.
+    """
+    assignment = read_totals(buffers, jaxlib.__version__)
+    device, host = (
+        Totals(*(assignment.total(role, on_host=on_host) for role in ROLES))
+        for on_host in (False, True)
+    )
+    return device, host
 
 
 def read_map(

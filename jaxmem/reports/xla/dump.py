@@ -98,26 +98,48 @@ def read_dump(buffers: str, ranges: str, version: str) -> Assignment:
         JaxmemError: a line has a form that is not known, or totals do not add up.
     """
     schedule, lives = _read_ranges(ranges, version)
-    lines = iter(buffers.splitlines())
-    if next(lines, "") != "BufferAssignment:":
-        raise _unknown("buffer assignment", buffers.partition("\n")[0], version)
-    found: list[tuple[str, list[Value]]] = []
-    for line in lines:
-        if line.startswith("allocation "):
-            found.append((line, []))
-        elif line.startswith(" value: ") and found:
-            found[-1][1].append(_value(line, lives, len(schedule), version))
-        elif line.strip():
-            break  # a summary follows, of which nothing is read
-    if not found:
-        raise _unknown("buffer assignment", "no allocations", version)
-    allocations = tuple(_allocation(line, values, version) for line, values in found)
+
+    def read(line: str) -> Value:
+        return _value(line, lives, len(schedule), version)
+
+    allocations = tuple(
+        _allocation(line, [read(value) for value in values], version)
+        for line, values in _sections(buffers, version)
+    )
     for one in allocations:
         for value in one.values:
             lives_somewhere = value.first >= 0 or one.role in ("thread-local", "constant")
             if not lives_somewhere or value.offset + value.size > one.size:
                 raise _unknown("live range or place of a value", value.name, version)
     return Assignment(allocations, schedule)
+
+
+def read_totals(buffers: str, version: str) -> Assignment:
+    """The allocations of one program without their values: enough for `Assignment.total`.
+
+    Raises:
+        JaxmemError: a line has a form that is not known.
+    """
+    sections = _sections(buffers, version)
+    return Assignment(tuple(_allocation(line, [], version) for line, _ in sections), ())
+
+
+def _sections(buffers: str, version: str) -> list[tuple[str, list[str]]]:
+    """Each allocation's first line, and the lines of its values."""
+    lines = iter(buffers.splitlines())
+    if next(lines, "") != "BufferAssignment:":
+        raise _unknown("buffer assignment", buffers.partition("\n")[0], version)
+    found: list[tuple[str, list[str]]] = []
+    for line in lines:
+        if line.startswith("allocation "):
+            found.append((line, []))
+        elif line.startswith(" value: ") and found:
+            found[-1][1].append(line)
+        elif line.strip():
+            break  # a summary follows, of which nothing is read
+    if not found:
+        raise _unknown("buffer assignment", "no allocations", version)
+    return found
 
 
 def _allocation(line: str, values: list[Value], version: str) -> Allocation:
@@ -199,6 +221,6 @@ def _index(text: str | None) -> tuple[int, ...]:
 def _unknown(what: str, line: str, version: str) -> JaxmemError:
     return JaxmemError(
         f"XLA of jax {version} wrote a {what} in a form that jaxmem does not know ({_KNOWN} are "
-        f"known): {line.strip()[:160]!r}. Totals are not touched by this; update jaxmem for the "
-        "timeline, or use a jax that it knows."
+        f"known): {line.strip()[:160]!r}. Update jaxmem, or use a jax that it knows; "
+        "jaxmem.memory(compile='full', timeline=False) gives the totals without it."
     )

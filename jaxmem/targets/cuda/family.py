@@ -1,14 +1,17 @@
 """NVIDIA's GPUs as a family of targets."""
 
+import contextlib
 import pathlib
 from typing import Any
 
+from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.cache import Compiled
-from jaxmem.targets.cuda.compiler import compile_module
-from jaxmem.targets.cuda.install import install_compiler
+from jaxmem.targets.cuda.compiler import compile_module, worker_command
+from jaxmem.targets.cuda.install import find_compiler, install_compiler
 from jaxmem.targets.cuda.target import CudaTarget, known_gpus
 from jaxmem.targets.family import Family
 from jaxmem.targets.target import Target
+from jaxmem.targets.workers import start_one
 
 
 class Cuda(Family):
@@ -30,11 +33,17 @@ class Cuda(Family):
         return known_gpus()
 
     def compile(
-        self, module: bytes, target: Target, options: dict[str, Any], timeout: float, dump: bool
+        self, module: bytes, target: Target, options: dict[str, Any], timeout: float, full: bool
     ) -> Compiled:
         """Compiles for a GPU that need not be there."""
         assert isinstance(target, CudaTarget)
-        return compile_module(module, target, options=options, timeout=timeout, dump=dump)
+        return compile_module(module, target, options=options, timeout=timeout, full=full)
+
+    def prepare(self, target: Target) -> None:
+        """Starts a worker for the GPU's version of CUDA."""
+        assert isinstance(target, CudaTarget)
+        with contextlib.suppress(JaxmemError):  # no compiler: said when it is needed
+            start_one(worker_command(find_compiler(target.cuda)))
 
     def install(self, version: int | None = None) -> pathlib.Path:
         """Installs the compiler for a major version of CUDA."""

@@ -1,0 +1,172 @@
+"""The process that compiles: reads pickled requests on stdin, writes pickled replies on stdout.
+
+Run by path, never imported: it loads a compiler, which must not happen in the user's process (no
+backend is touched there, and an abort inside XLA ends a child of this one only). It knows nothing
+of jaxmem and does not import JAX.
+
+    python -P worker.py FAMILY.py PARENT ARGUMENT...
+
+FAMILY.py is a file of `jaxmem.targets` with what is its compiler's own: ``prepare(*arguments)``,
+called once, ``compile(prepared, **request)``, which returns an executable, and ``DUMPED``, the
+endings of the files to read, by kind. Each request is compiled in a fork, where the compiler is
+loaded already. XLA writes its answer, the scheduled program and its buffer assignment, long before
+it has generated code: the fork is stopped as soon as those files are whole, unless the request is
+for a full compilation.
+
+Request: ``{"folder": an empty one, "full": bool, "request": what ``compile`` takes}``. Reply:
+``{"texts": {kind: gzipped text}, "stats": {name: bytes} or None, "resident": bytes}``, or
+``{"error": text}`` or ``{"died": exit code}``. The worker ends when it is idle for a minute, or
+PARENT, the number of the user's process, ends.
+"""
+
+import contextlib
+import gzip
+import json
+import os
+import pathlib
+import pickle
+import runpy
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+
+IDLE = 60  # seconds
+_POLL = 0.005  # seconds between two looks at what XLA has written
+_REPLY = "reply.json"
+
+_running: tuple[int, str] | None = None  # the fork, and the folder of its files
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever XLA prints must not land between replies
+    family, parent, *arguments = sys.argv[1:]
+    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    functions = runpy.run_path(family)
+    prepared = functions["prepare"](*arguments)
+
+    def compile(options: list, **request):
+        return functions["compile"](prepared, options=options, **request)
+
+    while select.select([sys.stdin], [], [], IDLE)[0]:
+        try:
+            about = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            reply = _answer(compile, functions["DUMPED"], **about)
+        except OSError as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        pickle.dump(reply, replies)
+        replies.flush()
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process, and what it started, when its parent ends, however that dies.
+
+    A death signal (prctl) would come when the thread ends that started this process, and the end of
+    stdin only when every fork of the parent has closed the pipe, and not while XLA compiles.
+    """
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    if _running is not None:
+        child, folder = _running
+        _kill(child)
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.getpgrp() == os.getpid():  # with ptxas, which XLA starts
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _answer(compile, dumped: dict[str, str], folder: str, full: bool, request: dict) -> dict:
+    global _running
+    dump, reply = os.path.join(folder, "dump"), pathlib.Path(folder, _REPLY)
+    os.mkdir(dump)
+    worker = os.getpid()
+    child = os.fork()
+    if not child:
+        _compile_and_exit(compile, worker, dump, reply, request)
+    _running = child, folder
+    paths, code, usage = None, None, None
+    while code is None:
+        paths = None if full else _whole(dump, dumped, child)
+        if paths:
+            _kill(child)
+        pid, status, usage = os.wait4(child, 0 if paths else os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(_POLL)
+    _running = None
+    said = json.loads(reply.read_text()) if code == 0 and reply.exists() else {}
+    if "error" in said:
+        return said
+    paths = paths or _written(dump, dumped)
+    if code != 0 and (full or not paths):
+        return {"died": code}
+    if not paths:
+        raise OSError(f"XLA wrote none of the files that are asked of it: {os.listdir(dump)}")
+    texts = {kind: gzip.compress(path.read_bytes(), 3) for kind, path in paths.items()}
+    if shutil.disk_usage(dump).free < 4096:
+        raise OSError(f"the disk of {dump} is full, and XLA's dump may be cut short; set TMPDIR")
+    assert usage is not None
+    return {"texts": texts, "stats": said.get("stats"), "resident": usage.ru_maxrss * 1024}
+
+
+def _written(dump: str, dumped: dict[str, str]) -> dict[str, pathlib.Path] | None:
+    """The files that are asked for, by kind, if all of them are there."""
+    names = os.listdir(dump)
+    found = {}
+    for kind, ending in dumped.items():
+        ours = [name for name in names if name.endswith(ending)]
+        if not ours:
+            return None
+        found[kind] = pathlib.Path(dump, min(ours))
+    return found
+
+
+def _whole(dump: str, dumped: dict[str, str], child: int) -> dict[str, pathlib.Path] | None:
+    """The files that are asked for, if the child has written and closed all of them. It writes each
+    at one go, in an order that differs from version to version, and some at the same time."""
+    paths = _written(dump, dumped)
+    if not paths:
+        return None
+    opened = set()
+    try:
+        for number in os.listdir(f"/proc/{child}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                opened.add(os.readlink(f"/proc/{child}/fd/{number}"))
+    except FileNotFoundError:
+        return None  # the child has ended, and says itself how
+    return None if opened & {str(path.resolve()) for path in paths.values()} else paths
+
+
+def _kill(child: int) -> None:
+    """Ends the fork and whatever it started."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(child, signal.SIGKILL)
+
+
+def _compile_and_exit(compile, worker: int, dump: str, reply: pathlib.Path, request: dict):
+    """The fork: compiles in a process group of its own, and leaves a reply if it gets so far."""
+    os.setpgid(0, 0)
+    os.environ["TMPDIR"] = str(reply.parent)  # what ptxas leaves there goes with it
+    threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
+    try:
+        options = [("xla_dump_to", dump), ("xla_dump_hlo_as_text", True)]
+        executable = compile(options, **request)
+        stats, suffix = executable.get_compiled_memory_stats(), "_size_in_bytes"
+        names = [name for name in dir(stats) if name.endswith(suffix)]
+        said: dict = {"stats": {name.removesuffix(suffix): getattr(stats, name) for name in names}}
+    except Exception as error:
+        said = {"error": f"{type(error).__name__}: {error}"}
+    reply.write_text(json.dumps(said))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

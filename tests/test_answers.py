@@ -1,0 +1,279 @@
+"""Compilations that end when XLA has assigned the buffers: the same answer, whole, and no more."""
+
+import functools
+import gzip
+import os
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+
+import jaxmem
+from jaxmem.ground.errors import CompileError
+from jaxmem.targets import workers
+from jaxmem.targets.cuda import compiler
+from tests.faults import gone
+
+F32 = jnp.float32
+
+
+def shapes(*sizes, dtype=F32):
+    return [jax.ShapeDtypeStruct(size, dtype) for size in sizes]
+
+
+def layers(w, x):
+    for _ in range(4):
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2)
+
+
+def scanned(w, x):
+    return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+
+def convolution(w, x):
+    y = jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jnp.sum(
+        jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+    )
+
+
+def dropout(w, x, key):
+    h = x @ w
+    return jnp.sum(jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h, 0) ** 2)
+
+
+def branches(w, x):
+    return jnp.sum(jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: jnp.sin(x) @ w.T, x))
+
+
+def until(x):
+    return jax.lax.while_loop(lambda x: jnp.sum(x) < 100, lambda x: 2 * x + 1, x)
+
+
+def cross_entropy(w, x, labels):
+    scores = jax.nn.log_softmax(x @ w)
+    return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1))
+
+
+def adam(w, state, x):
+    update, state = optax.adam(1e-3).update(jax.grad(layers)(w, x), state)
+    return optax.apply_updates(w, update), state
+
+
+MESH = AbstractMesh((8,), ("data",))
+
+
+def replicas(w, x):
+    def local(w, x):
+        return jax.lax.psum(layers(w, x), "data")
+
+    return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())(w, x)
+
+
+def on_mesh(*sizes, spec=P("data")):
+    return [jax.ShapeDtypeStruct(size, F32, sharding=NamedSharding(MESH, spec)) for size in sizes]
+
+
+def host_state():
+    optimizer = jaxmem.offload(optax.adam(1e-3))
+    step = jaxmem.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optimizer)
+    batch = jax.ShapeDtypeStruct((64, 256), F32)
+    return step, (jaxmem.eval_shape(step.init, jnp.ones((256, 256), F32)), batch)
+
+
+SQUARE = shapes((64, 64), (32, 64))
+GRADIENT = functools.partial(jax.grad, allow_int=True)
+PROGRAMS = {
+    "layers": (GRADIENT(layers), SQUARE),
+    "bfloat16": (GRADIENT(layers), shapes((64, 64), (32, 64), dtype=jnp.bfloat16)),
+    "half": (GRADIENT(layers), shapes((64, 64), (32, 64), dtype=jnp.float16)),
+    "float64": (GRADIENT(layers), shapes((64, 64), (32, 64), dtype=jnp.float64)),
+    "odd sizes": (GRADIENT(layers), shapes((37, 37), (5, 37))),
+    "value": (layers, SQUARE),
+    "scan": (GRADIENT(scanned), shapes((6, 64, 64), (32, 64))),
+    "convolution": (GRADIENT(convolution), shapes((3, 3, 4, 8), (2, 16, 16, 4))),
+    "dropout": (GRADIENT(dropout), [*SQUARE, jax.eval_shape(lambda: jax.random.key(0))]),
+    "cond": (GRADIENT(branches), SQUARE),
+    "while": (until, shapes((64,))),
+    "labels": (GRADIENT(cross_entropy), [*SQUARE, jax.ShapeDtypeStruct((32,), jnp.int32)]),
+    "remat": (GRADIENT(jaxmem.remat(layers, planner="sqrt")), SQUARE),
+    "donated": (jax.jit(adam, donate_argnums=(0, 1)), None),
+    "linear algebra": (lambda x: jnp.linalg.cholesky(x) @ x, shapes((64, 64))),
+    "sort and fft": (lambda x: (jnp.sort(x), jnp.fft.rfft(x)), shapes((64, 64))),
+    "several results": (lambda x: {"a": x + 1, "b": (x, x * 2)}, shapes((64, 64))),
+    "constant": (lambda x: (jnp.arange(1000.0), x), shapes(())),
+    "integers": (lambda x: jnp.bincount(x, length=64), shapes((512,), dtype=jnp.int32)),
+    "sharded": (GRADIENT(layers), on_mesh((64, 64), (32, 64))),
+    "shard_map": (GRADIENT(replicas), on_mesh((64, 64), spec=P()) + on_mesh((32, 64))),
+    "state on the host": (None, None),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_answer_is_that_of_a_full_compilation(name, monkeypatch, tmp_path):
+    paths = iter((tmp_path / "early", tmp_path / "full"))
+    monkeypatch.setattr(compiler, "_result_path", lambda *_: next(paths))
+    step, args = PROGRAMS[name]
+    if name == "state on the host":
+        step, args = host_state()
+    elif args is None:
+        w = SQUARE[0]
+        args = [w, jax.eval_shape(optax.adam(1e-3).init, w), SQUARE[1]]
+    sharded = "shard" in name
+    target = jaxmem.target("h200", count=8) if sharded else "rtx-3090"
+    early = jaxmem.memory(step, *args, target=target)
+    full = jaxmem.memory(step, *args, target=target, compile="full")
+    assert (early.on_device, early.on_host) == (full.on_device, full.on_host)
+    assert early.hlo == full.hlo
+    assert (early.peak_bytes, early.work, early.moved) == (
+        full.peak_bytes,  # for which the totals of XLA's memory analysis are compared to the dump
+        full.work,
+        full.moved,
+    )
+    if name == "state on the host":
+        assert early.host > 0
+
+
+def test_other_kinds_of_compilation_are_refused():
+    with pytest.raises(jaxmem.JaxmemError, match="takes compile='buffers' or 'full'; got 'half'"):
+        jaxmem.memory(layers, *SQUARE, target="h200", compile="half")
+
+
+# ---- the worker, with a compiler that does as it is told
+
+COMPILER = """
+import os, time
+
+DUMPED = {"hlo": "-program.txt", "buffer-assignment": "-buffers.txt"}
+
+class Executable:
+    argument_size_in_bytes = 7
+    def get_compiled_memory_stats(self):
+        return self
+
+def prepare():
+    return "ready"
+
+def write(path, text, seconds):
+    with open(path, "w") as file:
+        for part in (text[:3], text[3:]):
+            file.write(part)
+            file.flush()
+            time.sleep(seconds)
+
+def compile(prepared, *, options, order, slowly, then):
+    assert prepared == "ready"
+    folder = dict(options)["xla_dump_to"]
+    for name in order:
+        write(f"{folder}/1-{name}.txt", "all of the " + name, slowly)
+    if then == "raises":
+        raise ValueError("no such flag")
+    if then == "dies":
+        os.abort()
+    if then == "sleeps":
+        os.system("sleep 60")
+    return Executable()
+"""
+
+
+@pytest.fixture
+def ask(monkeypatch, tmp_path):
+    """Asks a new worker with that compiler; (reply, the worker's number, seconds)."""
+    path = tmp_path / "family.py"
+    path.write_text(COMPILER)
+    monkeypatch.setattr(workers.Worker, "idle", [])
+
+    def asked(full=False, timeout=60.0, order=("program", "buffers"), slowly=0.0, then="ends"):
+        command = workers.Command(path, ())
+        request = {"order": order, "slowly": slowly, "then": then}
+        began = time.monotonic()
+        reply = workers.ask(command, request, full, timeout, "a GPU")
+        return reply, time.monotonic() - began
+
+    yield asked
+    while workers.Worker.idle:
+        workers.Worker.idle.pop().close()
+
+
+WHOLE = {"hlo": "all of the program", "buffer-assignment": "all of the buffers"}
+
+
+def read(reply):
+    return {kind: gzip.decompress(text).decode() for kind, text in reply["texts"].items()}
+
+
+@pytest.mark.parametrize("order", [("program", "buffers"), ("buffers", "program")])
+def test_files_are_read_when_they_are_whole(ask, order):
+    reply, seconds = ask(order=order, slowly=0.2, then="sleeps")
+    assert read(reply) == WHOLE
+    assert reply["stats"] is None and reply["resident"] > 2**20
+    assert seconds < 30  # of the 60 that the code would have taken
+
+
+def test_a_full_compilation_waits_for_its_end(ask):
+    reply, _ = ask(full=True)
+    assert read(reply) == WHOLE and reply["stats"] == {"argument": 7}
+
+
+def test_what_runs_for_a_compilation_ends_with_it(ask):
+    ask(then="sleeps")
+    (worker,) = workers.Worker.idle
+    of_worker = pathlib.Path(f"/proc/{worker.process.pid}/task/{worker.process.pid}/children")
+    assert of_worker.read_text() == ""
+    sleeping = [
+        path.parent
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
+        if path.exists() and path.read_bytes() == b"sleep\x0060\x00"
+    ]
+    started = [path for path in sleeping if os.stat(path).st_mtime > time.time() - 20]
+    assert all(gone(int(path.name)) for path in started)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_errors_and_deaths_are_told_and_the_worker_lives_on(ask, full):
+    assert ask(order=(), then="raises", full=full)[0] == {"error": "ValueError: no such flag"}
+    (worker,) = workers.Worker.idle
+    with pytest.raises(CompileError, match=r"XLA died \(exit code -6\) while compiling for a GPU"):
+        ask(order=(), then="dies", full=full)
+    assert ask(order=(), full=full)[0]["error"].startswith("OSError: XLA wrote none of the files")
+    assert read(ask(full=full)[0]) == WHOLE
+    assert workers.Worker.idle == [worker]
+
+
+def test_a_compilation_that_takes_too_long_is_stopped_with_all_it_started(ask):
+    with pytest.raises(CompileError, match="did not finish compiling for a GPU within 0.7 s"):
+        ask(order=("program",), then="sleeps", timeout=0.7)
+    assert workers.Worker.idle == []
+
+
+def test_an_idle_worker_is_asked_for_a_minute(ask, monkeypatch):
+    ask()
+    (first,) = workers.Worker.idle
+    ask()
+    assert workers.Worker.idle == [first]
+    monkeypatch.setattr(first, "since", first.since - 51)
+    ask()
+    assert first.process.poll() is not None and workers.Worker.idle != [first]
+
+
+def test_there_is_room_for_what_memory_and_cores_allow(monkeypatch):
+    slots = workers._Slots()
+    monkeypatch.setattr(workers, "cores", lambda: 3)
+    monkeypatch.setattr(workers, "free_memory", lambda: 2.5 * slots.resident)
+    with slots.taken():
+        assert slots._room()
+        with slots.taken():
+            assert not slots._room()  # for the memory of a third
+        slots.learn(slots.resident * 2)
+        monkeypatch.setattr(workers, "free_memory", lambda: 2**40)
+        with slots.taken(), slots.taken():
+            assert not slots._room()  # for want of a core
+    assert slots.running == 0
+    assert 0 < workers.free_memory() < 2**50
