@@ -77,8 +77,9 @@ def replicas(w, x):
     return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())(w, x)
 
 
-def on_mesh(*sizes, spec=P("data")):
-    return [jax.ShapeDtypeStruct(size, F32, sharding=NamedSharding(MESH, spec)) for size in sizes]
+def on_mesh(*sizes, axis="data"):
+    sharding = NamedSharding(MESH, P(axis))
+    return [jax.ShapeDtypeStruct(size, F32, sharding=sharding) for size in sizes]
 
 
 def host_state():
@@ -111,7 +112,7 @@ PROGRAMS = {
     "constant": (lambda x: (jnp.arange(1000.0), x), shapes(())),
     "integers": (lambda x: jnp.bincount(x, length=64), shapes((512,), dtype=jnp.int32)),
     "sharded": (GRADIENT(layers), on_mesh((64, 64), (32, 64))),
-    "shard_map": (GRADIENT(replicas), on_mesh((64, 64), spec=P()) + on_mesh((32, 64))),
+    "shard_map": (GRADIENT(replicas), on_mesh((64, 64), axis=None) + on_mesh((32, 64))),
     "state on the host": (None, None),
 }
 
