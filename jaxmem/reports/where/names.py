@@ -13,6 +13,7 @@ LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "jaxmem")
 
 # Beyond these functions of jaxmem a stack has only the line that asked for the report.
 _REPORTING = ("memory", "lower_for", "saved_residuals")
+_PUNCTUATION = re.compile("[()/]")
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|pmap|shard_map)\((.*)\)$")
 _NOT_A_MODULE = re.compile(
     r"^(?:jit\(.*\)|checkpoint|remat\d*|rematted_computation|while|body|cond|closed_call|eval_jaxpr"
@@ -28,6 +29,7 @@ def operation_of(instruction: Instruction) -> str:
     return _parts(stack)[-1] if "/" in stack else instruction.opcode
 
 
+@functools.lru_cache(10_000)
 def modules_of(stack: str) -> tuple[str, ...]:
     """``("ResNet", "Block_3")`` of ``jit(step)/transpose(jvp(ResNet))/Block_3/add``."""
     if "/" not in stack:
@@ -81,15 +83,19 @@ def classes_and_function(frames: Iterable[Frame]) -> tuple[list[str], str]:
     return classes[::-1], function
 
 
-def _parts(stack: str) -> list[str]:
+@functools.lru_cache(10_000)  # the instructions of a program share a few thousand
+def _parts(stack: str) -> tuple[str, ...]:
     """The parts of a name stack, whose parentheses may hold slashes."""
+    if "(" not in stack:
+        return tuple(stack.split("/"))
     parts, depth, start = [], 0, 0
-    for position, letter in enumerate(stack):
+    for match in _PUNCTUATION.finditer(stack):
+        letter, position = match[0], match.start()
         depth += (letter == "(") - (letter == ")")
         if letter == "/" and depth <= 0:
             parts.append(stack[start:position])
             start = position + 1
-    return [*parts, stack[start:]]
+    return (*parts, stack[start:])
 
 
 @functools.cache

@@ -42,8 +42,7 @@ class Timeline:
             if not one.on_host and one.role in ("argument", "output", "temp")
         ]
         self.device = sum(one.size for one in self._allocations)
-        one_owner = [[0] * (len(one.values) + 1) for one in self._allocations]
-        self.live = self.by_owner(one_owner, 1)[0]
+        self.live = self._live()
 
     @property
     def allocations(self) -> Sequence[Allocation]:
@@ -64,6 +63,14 @@ class Timeline:
     def fragmentation(self) -> int:
         """Bytes that the layout takes beyond the peak."""
         return self.device - self.peak
+
+    def _live(self) -> np.ndarray:
+        total = np.zeros(len(self.schedule))
+        for one in self._allocations:
+            for sizes, picture in self._pictures(one):
+                # Sums of whole numbers below 2^53 are exact in float64.
+                total += (picture >= 0).astype(np.float64) @ sizes.astype(np.float64)
+        return total.astype(np.int64)
 
     def by_owner(self, owners: Sequence[Sequence[int]], count: int) -> np.ndarray:
         """Live bytes by owner and point, ``int64 [count, points]``.

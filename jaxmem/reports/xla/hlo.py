@@ -17,6 +17,7 @@ CALLED = re.compile(r"(?:calls|to_apply|body|async_execution_thread_calls)=%?([\
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
+_PARENTHESIS = re.compile("[()]")
 _BITS = re.compile(r"[a-z]+(\d+)")
 
 
@@ -79,10 +80,10 @@ def after_shape(line: str) -> str:
     if not line.startswith("("):
         return line.partition(" ")[2] and " " + line.partition(" ")[2]
     depth = 0
-    for index, letter in enumerate(line):
-        depth += (letter == "(") - (letter == ")")
+    for match in _PARENTHESIS.finditer(line):
+        depth += 1 if match[0] == "(" else -1
         if depth == 0:
-            return line[index + 1 :]
+            return line[match.end() :]
     return line
 
 

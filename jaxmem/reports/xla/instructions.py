@@ -87,12 +87,15 @@ class Module:
 
 def _instruction(name: str, computation: str, line: str) -> Instruction:
     opcode = operation_of(line)
-    stack, frame = _OP_NAME.search(line), _FRAME_ID.search(line)
-    called = [*CALLED.findall(line), *re.findall(r"condition=%?([\w.\-]+)", line)]
-    for match in _BRANCHES.finditer(line):  # in the order of the operands that they get
-        called += [one.strip().lstrip("%") for one in (match[1] or match[2]).split(",")]
+    stack = _OP_NAME.search(line) if "op_name=" in line else None
+    frame = _FRAME_ID.search(line) if "stack_frame_id=" in line else None
+    called: list[str] = []
+    if "=%" in line or "={%" in line:
+        called = [*CALLED.findall(line), *re.findall(r"condition=%?([\w.\-]+)", line)]
+        for match in _BRANCHES.finditer(line):  # in the order of the operands that they get
+            called += [one.strip().lstrip("%") for one in (match[1] or match[2]).split(",")]
     number = (_PARAMETER if opcode == "parameter" else _INDEX).search(line)
-    target = TARGET.search(line)
+    target = TARGET.search(line) if opcode == "custom-call" else None
     return Instruction(
         name,
         computation,
