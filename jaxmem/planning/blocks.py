@@ -1,5 +1,7 @@
 """A program cut into a chain of blocks, for the planners that work on chains."""
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -78,6 +80,17 @@ class Blocks:
 
     def chain(self, slot: int) -> Chain:
         """The chain with memory in slots of so many bytes."""
+
+        def slots(array: np.ndarray) -> np.ndarray:
+            return np.ceil(array / slot).astype(np.int64)
+
+        found = self._in_bytes
+        return dataclasses.replace(
+            found, inside=slots(found.inside), stays=slots(found.stays), keeps=slots(found.keeps)
+        )
+
+    @functools.cached_property
+    def _in_bytes(self) -> Chain:
         count, levels = len(self.cuts) - 1, len(self.levels)
         again, through = np.zeros((levels, count)), np.zeros((levels, count))
         inside, stays = np.zeros((levels, count)), np.zeros((levels, count))
@@ -91,11 +104,7 @@ class Blocks:
                 cost = simulate_block(self.program, start, stop, saved, (), self.gradients)
                 inside[level, block] = cost.peak
             ahead[level], keeps[level] = self._between(saved)
-
-        def slots(array: np.ndarray) -> np.ndarray:
-            return np.ceil(array / slot).astype(np.int64)
-
-        return Chain(again, through, slots(inside), slots(stays), ahead, slots(keeps))
+        return Chain(again, through, inside, stays, ahead, keeps)
 
     def _bytes(self, values) -> int:
         return sum(self.program.sizes[value] for value in values)

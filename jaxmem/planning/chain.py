@@ -52,42 +52,46 @@ class Solution:
         self.chain = chain
         self.slots = slots
         self.levels, self.count = chain.again.shape
-        # Indexed [level, start, stop, slots + 1 + memory]; what is below is out of memory.
+        # By number of blocks, [level, start, slots + 1 + memory]; what is below is out of memory.
         self.pad = slots + 1
-        shape = (self.levels, self.count + 1, self.count + 1, self.pad + slots + 1)
-        self.table = np.full(shape, np.inf, dtype=np.float32)
-        for start in range(self.count + 1):
-            self.table[:, start, start, self.pad :] = 0
+        self.tables: list[np.ndarray] = []
         self._fill()
         self._top()
 
     def _fill(self) -> None:
         chain, pad, memory = self.chain, self.pad, np.arange(self.slots + 1)
-        flat = self.table.reshape(-1)
-        across, down, row = (stride // flat.itemsize for stride in self.table.strides[:3])
         levels = np.arange(self.levels)[:, None]
         stays = np.minimum(chain.stays, pad)
         keeps = np.minimum(chain.keeps, pad)
-
-        def without(used: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-            """[levels, starts, memory]: the table at the memory that is left."""
-            base = levels * across + start * down + stop * row + pad - used
-            return flat[base[:, :, None] + memory]
-
-        for length in range(1, self.count + 1):
+        # By number of blocks, as the tables: the price of a region round them, by memory.
+        regions: list[np.ndarray] = []
+        for length in range(self.count + 1):
             start = np.arange(self.count - length + 1)
-            stop = start + length
+            table = np.full((self.levels, len(start), pad + len(memory)), np.inf, np.float32)
+            self.tables.append(table)
+            if not length:
+                table[:, :, pad:] = 0
+                regions.append(table[:, :, pad:])
+                continue
             run = chain.again if length == 1 else chain.through
-            best = without(stays[:, start] * (length > 1), start + 1, stop)
+            used = stays[:, start] * (length > 1)
+            best = self._left(length - 1)[levels, start + 1, used]
             best += run[:, start, None]
             best[chain.inside[:, start, None] > memory] = np.inf
             for split in range(1, length):
-                middle = start + split
-                here = without(keeps[:, start, middle], middle, stop)
-                here += self.table[:, start, middle, pad:]
-                here += chain.ahead[:, start, middle, None]
-                np.minimum(best, here, out=best)
-            self.table[:, start, stop, pad:] = best
+                used = keeps[:, start, start + split]
+                price = self._left(length - split)[levels, start + split, used]
+                price += regions[split][:, : len(start)]
+                np.minimum(best, price, out=best)
+            table[:, :, pad:] = best
+            ahead = chain.ahead[:, start, start + length]
+            regions.append(best + ahead[:, :, None].astype(np.float32))
+
+    def _left(self, length: int) -> np.ndarray:
+        """[level, start, used]: the prices of so many blocks, by memory, where so much less is
+        left; a view."""
+        windows = np.lib.stride_tricks.sliding_window_view
+        return windows(self.tables[length], self.slots + 1, -1)[:, :, ::-1]
 
     def _top(self) -> None:
         """[start, pad + memory]: the whole chain from a block on, whose forward pass is the first:
@@ -115,12 +119,16 @@ class Solution:
         for stop in range(start + 1, self.count):
             for level in range(self.levels):
                 used = int(chain.keeps[level, start, stop])
-                cost = rest(stop, used) + self.table[level, start, stop, self.pad :]
+                cost = rest(stop, used) + self.tables[stop - start][level, start, self.pad :]
                 yield cost, stop, level, used
 
     def price(self, memory: int) -> float:
         """The lowest price within a memory; infinite if nothing fits."""
         return float(self.top[0, self.pad + memory])
+
+    def prices(self, level: int) -> np.ndarray:
+        """By memory, the price of running all blocks again under a region."""
+        return self.tables[self.count][level, 0, self.pad :]
 
     def smallest(self) -> int:
         """The least memory that anything fits in, or ``slots + 1``."""
@@ -146,20 +154,23 @@ class Solution:
         return tuple(found)
 
     def inner(self, level: int, start: int, stop: int, memory: int) -> tuple[Stretch, ...]:
-        chain, table, pad = self.chain, self.table[level], self.pad
+        chain, pad = self.chain, self.pad
         found = []
+
+        def price_of(start: int, stop: int, memory: int, used: int = 0) -> float:
+            return self.tables[stop - start][level, start, pad + memory - min(used, pad)]
+
         while start < stop:
             last = start + 1 == stop
             run = (chain.again if last else chain.through)[level, start]
             used = 0 if last else int(chain.stays[level, start])
             best = np.inf
             if chain.inside[level, start] <= memory:
-                best = table[start + 1, stop, pad + memory - min(used, pad)] + run
+                best = price_of(start + 1, stop, memory, used) + run
             choice = None
             for middle in range(start + 1, stop):
-                left = pad + memory - min(int(chain.keeps[level, start, middle]), pad)
-                price = table[middle, stop, left] + table[start, middle, pad + memory]
-                price += chain.ahead[level, start, middle]
+                price = price_of(middle, stop, memory, int(chain.keeps[level, start, middle]))
+                price += price_of(start, middle, memory) + chain.ahead[level, start, middle]
                 if price < best:
                     best, choice = price, middle
             if choice is None:

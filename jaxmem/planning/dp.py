@@ -136,6 +136,7 @@ class Variant:
         self.prices = self._each(rates.price)
         self._blocks: Blocks | None = None
         self._solved: tuple[int, Solution] | None = None
+        self._layouts: dict[tuple[Region, ...], Layout] = {}
 
     def _each(self, rate: Callable[[Kernel], float]) -> list[float]:
         found = [rate(kernel) for kernel in self.program.kernels]
@@ -152,6 +153,12 @@ class Variant:
         return self._blocks
 
     def layout(self, regions: tuple[Region, ...]) -> Layout:
+        """The program with those regions."""
+        if regions not in self._layouts:
+            self._layouts[regions] = self._layout(regions)
+        return self._layouts[regions]
+
+    def _layout(self, regions: tuple[Region, ...]) -> Layout:
         cost = simulate(self.program, regions)
         kernels = self.program.kernels
         again = {number: times - 1 for number, times in cost.runs.items() if times > 1}

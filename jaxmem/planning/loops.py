@@ -142,7 +142,7 @@ def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:
 def _memories(solution: Solution, level: int) -> list[int]:
     """Memories worth trying for a region round everything: the least, the least that costs no more
     than all of it, and one between."""
-    prices = solution.table[level, 0, solution.count, solution.pad :]
+    prices = solution.prices(level)
     fits = np.flatnonzero(np.isfinite(prices))
     if not len(fits):
         return []
