@@ -1,5 +1,7 @@
 """What a step of some levers takes, by jaxmem's own arithmetic: plans, bytes and seconds."""
 
+import functools
+
 import jax
 
 from jaxmem.fitting.levers import Levers
@@ -8,7 +10,13 @@ from jaxmem.fitting.sizes import bytes_of, slice_of, whole
 from jaxmem.fitting.table import Candidate
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
+from jaxmem.planning import Planner
+from jaxmem.program import Program
 from jaxmem.rematerialization import Constraints, Plan, TracedFunction
+
+# Kept at a time: a program of 2,000 kernels takes a few MB, a planner 50 MB. The search comes back
+# to the settings that it looked at last.
+_PROGRAMS, _PLANNERS = 16, 3
 
 
 class Costs:
@@ -17,6 +25,8 @@ class Costs:
     def __init__(self, problem: Problem):
         self.problem = problem
         self._plans: dict[tuple, Plan | int] = {}
+        self._program = functools.lru_cache(_PROGRAMS)(self._read)
+        self._planner = functools.lru_cache(_PLANNERS)(self._make_planner)
 
     def plan(self, levers: Levers, budget: int | None) -> Plan | int:
         """The plan within a budget of the whole step (None: without recomputation), or the lowest
@@ -27,19 +37,29 @@ class Costs:
         loss = Levers(**{lever.name: v for lever, v in levers.used() if lever.changes_loss})
         key = (loss, limits.share, left, offload)
         if key not in self._plans:
-            state = problem.state(levers)
             cut = levers.microbatches * problem.devices // limits.share
-            part = jax.tree.map(lambda leaf: slice_of(leaf, cut), problem.batch)
-            params, *others = jax.tree.map(whole, (state.params, state.model_state, state.key))
+            # Of a share of a program on several GPUs the budget may be more than one has.
+            constraints = self._constraints(offload, left or 2**62)
             try:
-                traced = TracedFunction(problem.step(levers).loss, (params, part, *others), {}, 0)
-                # Of a share of a program on several GPUs the budget may be more than one has.
-                constraints = Constraints(left or 2**62, 0, problem.device, "dp", offload)
-                self._plans[key] = constraints.plan(traced.program)
+                planner = self._planner(loss, cut, offload)
+                self._plans[key] = constraints.plan(self._program(loss, cut), planner)
             except BudgetError as error:
                 self._plans[key] = error.lowest or 0
         found = self._plans[key]
         return limits.total(found) if isinstance(found, int) else found
+
+    def _constraints(self, offload: bool, left: int = 2**62) -> Constraints:
+        return Constraints(left, 0, self.problem.device, "dp", offload)
+
+    def _read(self, loss: Levers, cut: int) -> Program:
+        """The loss of one slice of the batch, of so many."""
+        problem, state = self.problem, self.problem.state(loss)
+        part = jax.tree.map(lambda leaf: slice_of(leaf, cut), problem.batch)
+        params, *others = jax.tree.map(whole, (state.params, state.model_state, state.key))
+        return TracedFunction(problem.step(loss).loss, (params, part, *others), {}, 0).program
+
+    def _make_planner(self, loss: Levers, cut: int, offload: bool) -> Planner:
+        return self._constraints(offload).planner(self._program(loss, cut))
 
     def plain(self, levers: Levers) -> Plan:
         """The plan without recomputation."""

@@ -57,13 +57,13 @@ class Constraints:
         allowed = self.budget if budget is None else budget
         return Budget(allowed, program.boundary_bytes + self.reserved)
 
-    def plan(self, program: Program) -> Plan:
-        """The plan of a program by projected bytes.
+    def plan(self, program: Program, planner: Planner | None = None) -> Plan:
+        """The plan of a program by projected bytes; ``planner``: its own, made before.
 
         Raises:
             BudgetError: none is projected to fit.
         """
-        planner, budget = self.planner(program), self.budget_for(program)
+        planner, budget = planner or self.planner(program), self.budget_for(program)
         layout = (
             planner.smallest_at_one_forward()
             if budget.left is None

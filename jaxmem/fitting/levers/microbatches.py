@@ -4,7 +4,7 @@ import jax
 
 from jaxmem.fitting.levers.lever import Lever
 from jaxmem.fitting.sizes import bytes_in_float32, bytes_of, slice_counts, whole
-from jaxmem.levers.batch.independence import reduction_of
+from jaxmem.levers.batch.independence import Proof, reduction_of
 
 
 class MicrobatchesLever(Lever):
@@ -28,15 +28,20 @@ class MicrobatchesLever(Lever):
         step, state = problem.step(problem.as_is), jax.tree.map(whole, problem.state(problem.as_is))
         batch = jax.tree.map(whole, problem.batch)
         size = jax.tree.leaves(batch)[0].shape[0]
+        arguments = state.params, state.model_state, state.key
+
+        def proof_for(counts: list[int]) -> Proof:
+            parts = {size // (count * among) for count in counts for among in (1, problem.devices)}
+            return reduction_of(step.plain_loss, batch, parts, *arguments)
+
         # A slice of one example may make a program of its own, with axes that are gone.
         several = [count for count in counts if count * problem.devices < size]
-        for fewer in (counts, several) if len(several) > 1 else (counts,):
-            parts = {size // (count * among) for count in fewer for among in (1, problem.devices)}
-            proof = reduction_of(
-                step.plain_loss, batch, parts, state.params, state.model_state, state.key
-            )
-            if proof.reduction is not None:
-                return fewer
+        fewer = several if len(several) > 1 else counts
+        proof = proof_for(fewer)
+        if proof.reduction is not None:
+            ones = [count for count in counts if count not in fewer]
+            same = not ones or proof_for(ones).reduction == proof.reduction
+            return counts if same else fewer
         if "statistics" in problem.allow:
             problem.reduction = "mean"
             return counts

@@ -87,6 +87,8 @@ def reduction_of(
             return Proof(None, said)
         proof = _compared(whole, sliced, (size, part), (batch, params, model_state, key))
         found = _both(found, proof) if number else proof
+        if found.reduction is None and not found.metrics:
+            break  # no other size can change that
     return found
 
 
