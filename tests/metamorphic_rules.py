@@ -244,12 +244,12 @@ def jvp_rule_nondiff(rng):
 def jvp_rule_matmul(rng):
     @jax.custom_jvp
     def fun(x):
-        return jnp.sin(x @ jnp.swapaxes(x, -1, -2)) @ x * 0.2
+        return jnp.sin(x @ x.mT) @ x * 0.2 if x.ndim > 1 else jnp.sin(x) * 0.2
 
     @fun.defjvp
     def rule(primals, tangents):
         (x,), (t,) = primals, tangents
-        return fun(x), jnp.cos(x) @ jnp.swapaxes(x, -1, -2) @ t * 0.2
+        return fun(x), jnp.cos(x) @ x.mT @ t * 0.2 if x.ndim > 1 else jnp.cos(x) * t * 0.2
 
     return "custom_jvp[matmul]", fun
 

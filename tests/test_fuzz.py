@@ -391,3 +391,17 @@ def test_what_a_nested_region_returns_as_it_is_counts_once():
     plan = Plan("random", program.fingerprint, regions, (), Predicted(0, 0, program.flops, 0))
     kept = jaxmem.residuals(lambda *args: plan.apply(fun)(*args)[0], *arguments())
     assert kept.total == program.sizes[saved] == 128
+
+
+@pytest.mark.parametrize(
+    "barrier", [jaxprs.together, jaxprs.back_together, jax.lax.optimization_barrier]
+)
+def test_what_waits_at_a_barrier_is_what_it_was(barrier):
+    """Plans let parameters wait for one another; they are still the arguments."""
+
+    def fun(x, y, _):
+        x, y = barrier([x, y])
+        return jnp.sum(x @ y)
+
+    kept = jaxmem.residuals(fun, *arguments())
+    assert kept.total == 0

@@ -92,6 +92,9 @@ def _transposed_by_jax(jaxpr) -> bool:
     return True
 
 
+_BARRIERS = ("together", "back_together", "after", "optimization_barrier")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
     """A value that a vjp keeps: the number of the argument that it is, or the equation that made
@@ -140,10 +143,12 @@ def saved_residuals(fun: Callable, leaves: Sequence[Any]) -> list[Kept]:
 
 
 def _passed_on(equation: JaxprEqn, variable: Any) -> Any:
-    """The operand that a result only marks or rounds, or that a region or a call returns as it is,
-    or an earlier result that it is once more; None: the equation made it."""
+    """The operand that a result only marks, rounds or waits for, or that a region or a call returns
+    as it is, or an earlier result that it is once more; None: the equation made it."""
     if operation_of(equation) in ("reduce_precision", "name"):
         return equation.invars[0]
+    if operation_of(equation) in _BARRIERS:
+        return equation.invars[equation.outvars.index(variable)]
     if is_region(equation) or equation.primitive.name in ("jit", "pjit"):
         (inner,) = inner_jaxprs(equation)
         at = equation.outvars.index(variable)
