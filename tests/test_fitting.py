@@ -600,3 +600,24 @@ def test_help_says_what_keep_is_for(capsys):
         cli.main(["fit", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "what may NOT be done although it changes no numerics, by name (may be repeated)" in text
+
+
+def test_a_step_whose_code_cannot_be_generated_is_not_returned(monkeypatch):
+    """Its buffers could be assigned, and it fits: the next one is compiled in full too."""
+    asked, memory = [], jaxmem.memory
+
+    def refusing(step, *args, compile="buffers", **options):
+        asked.append(compile)
+        if asked.count("full") == 1 and compile == "full":
+            raise jaxmem.CompileError("XLA could not compile the program for h200:\nno such kernel")
+        return memory(step, *args, compile=compile, **options)
+
+    monkeypatch.setattr("jaxmem.fitting.search.memory", refusing)
+    fitting = fit("90MiB", keep="placement").fitting
+    assert asked.count("full") == 2 and fitting.chosen.compiled <= 90 * MIB
+    refused = [row for row in fitting.considered if "no such kernel" in row.verdict]
+    assert [row.verdict for row in refused] == ["XLA could not compile it: no such kernel"]
+    assert refused[0].seconds <= fitting.chosen.seconds and refused[0] != fitting.chosen
+    asked.clear()
+    with pytest.raises(jaxmem.CompileError, match="no such kernel"):
+        fit("1GiB", compilations=1)

@@ -71,11 +71,13 @@ def fit(
 
     Returns:
         A `TrainStep` whose ``fitting`` is the table, and which is compiled with XLA's own
-        rematerialization pass off, as it was here.
+        rematerialization pass off, as it was here. It was compiled in full once; the other
+        candidates until their buffers were assigned.
 
     Raises:
         BudgetError: nothing that was compiled fits: names the lowest bytes met, what holds them,
             and what else could be allowed; or the budget does not parse.
+        CompileError: XLA generates no code for the last step that fits.
         JaxmemError: an unknown name in ``allow`` or ``keep``, a target that is no known GPU, or
             what `jaxmem.train_step` raises.
 

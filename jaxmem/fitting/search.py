@@ -14,6 +14,7 @@ from jaxmem.fitting.verdicts import GAIN, Verdicts, key_of
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import is_count
 from jaxmem.ground.errors import CompileError, JaxmemError
+from jaxmem.ground.progress import tell
 from jaxmem.rematerialization import Outcome, Plan, Search as CompiledSearch
 from jaxmem.reports import MemoryReport, memory
 from jaxmem.training import TrainStep
@@ -51,13 +52,34 @@ class Search:
                 f"jaxmem.fit takes compilations=, an int of 1 or more; got {compilations!r}."
             )
         self.compiled = CompiledSearch(self.problem.budget, compilations, _OVER)
-        self.compiled.run(self._proposals(), self._compile)
-        best = self._best
-        if best is None:
-            raise Verdicts(self).too_small()
-        step = self.problem.step(best.levers, best.plan)
-        step.fitting = self.fitting(best)
-        return step
+        while True:
+            self.compiled.run(self._proposals(), self._compile)
+            best = self._best
+            if best is None:
+                raise Verdicts(self).too_small()
+            step = self.problem.step(best.levers, best.plan)
+            try:
+                self._memory(step, best.levers, compile="full")
+            except CompileError as error:
+                if not self.compiled.left:
+                    raise
+                self._reject(best, error)
+            else:
+                step.fitting = self.fitting(best)
+                return step
+
+    def _memory(self, step: TrainStep, levers: Levers, compile: str = "buffers") -> MemoryReport:
+        problem = self.problem
+        state, target = problem.state(levers), problem.target
+        return memory(step, state, problem.batch, target=target, compile=compile)
+
+    def _reject(self, best: Candidate, error: CompileError) -> None:
+        """Its buffers could be assigned, and no code can be generated for it."""
+        proposal, why = self.compiled.best, f"XLA could not compile it: {_reason(error)}"
+        assert proposal is not None
+        self.compiled.reject(proposal)
+        self.found[key_of(best)] = dataclasses.replace(best, compiled=None, verdict=why)
+        tell(f"jaxmem: {best.levers}; recompute {best.remat}: {why}")
 
     def fitting(self, best: Candidate | None = None) -> Fitting:
         """The table of everything that was considered so far."""
@@ -183,15 +205,9 @@ class Search:
             return Outcome(said, found.seconds, found.projected, found.compiled, _place(levers))
 
         try:
-            report = memory(
-                self.problem.step(levers, candidate.plan),
-                self.problem.state(levers),
-                self.problem.batch,
-                target=self.problem.target,
-            )
+            report = self._memory(self.problem.step(levers, candidate.plan), levers)
         except CompileError as error:
-            lines = str(error).splitlines()
-            why = f"XLA could not compile it: {lines[min(1, len(lines) - 1)]}"
+            why = f"XLA could not compile it: {_reason(error)}"
             self.options.remove(levers)
             return outcome(f": {about}: {why}", verdict=why)
         offloaded = candidate.plan.predicted.host_bytes
@@ -206,6 +222,11 @@ class Search:
             f"(projected {format_bytes(candidate.projected)})"
         )
         return outcome(said, compiled=report.device)
+
+
+def _reason(error: CompileError) -> str:
+    lines = str(error).splitlines()
+    return lines[min(1, len(lines) - 1)]
 
 
 def _place(levers: Levers) -> Levers:

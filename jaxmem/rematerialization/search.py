@@ -65,6 +65,10 @@ class Search(Generic[Proposal]):
             if not self.left:
                 break
 
+    def reject(self, proposal: Proposal) -> None:
+        """Takes back what was compiled: it is no program after all."""
+        self.outcomes[proposal] = dataclasses.replace(self.outcomes[proposal], compiled=None)
+
     @property
     def left(self) -> int:
         """How many more may be compiled."""
