@@ -229,7 +229,8 @@ _slots = _Slots()
 
 
 @atexit.register
-def _close_idle() -> None:
+def close_idle() -> None:
+    """Ends the workers that wait."""
     while Worker.idle:
         Worker.idle.pop().close()
 
