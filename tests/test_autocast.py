@@ -401,6 +401,165 @@ def test_a_checkpoint_that_was_differentiated_keeps_its_barriers():
     assert "optimization_barrier" in text
 
 
+# ---- sums in loops
+
+
+def by_fori(w, x):
+    return jax.lax.fori_loop(0, len(x), lambda i, c: c + x[i] @ w, (x[0] @ w) * 0)
+
+
+def by_scan(w, x):
+    return jax.lax.scan(lambda c, row: (c + row @ w, None), (x[0] @ w) * 0, x)[0]
+
+
+def by_while(w, x):
+    def add(state):
+        return state[0] + 1, state[1] + x[state[0]] @ w
+
+    return jax.lax.while_loop(lambda state: state[0] < len(x), add, (0, (x[0] @ w) * 0))[1]
+
+
+def of_what_was_low_before(w, x):
+    y = x @ w
+    return jax.lax.fori_loop(0, len(x), lambda i, c: y[i] + c, y[0] * 0)
+
+
+def in_a_loop_of_a_loop(w, x):
+    def outer(c, rows):
+        return jax.lax.scan(lambda c, row: (c + row @ w, None), c, rows)[0], None
+
+    return jax.lax.scan(outer, (x[0] @ w) * 0, x.reshape(30, -1, 4))[0]
+
+
+def in_regions_and_branches(w, x):
+    @jax.checkpoint
+    def add(c, row):
+        return jax.lax.cond(row[0] > 0, lambda c: c + jax.nn.relu(row @ w), lambda c: c, c)
+
+    return jax.lax.scan(lambda c, row: (add(c, row), None), (x[0] @ w) * 0, x)[0]
+
+
+def by_turns(w, x):
+    """Two carries that change places; each has half of the sum."""
+
+    def body(carry, row):
+        return (carry[1], carry[0] + row @ w), None
+
+    start = (x[0] @ w) * 0
+    return sum(jax.lax.scan(body, (start, start), x)[0])
+
+
+def where_chosen(w, x):
+    def body(c, row):
+        new = jnp.maximum(c + row @ w, 0.0)
+        return jnp.where(jnp.isfinite(new), new, c), None
+
+    return jax.lax.scan(body, (x[0] @ w) * 0, x)[0]
+
+
+def of_a_buffer(w, x):
+    def body(i, buffer):
+        return jax.lax.dynamic_update_slice(buffer, buffer[1:2] + (x[i] @ w)[None], (1, 0))
+
+    return jax.lax.fori_loop(0, len(x), body, (x[:3] @ w) * 0)[1]
+
+
+def beside_a_chain(w, x):
+    """The carry beside it is no sum, and is read by it."""
+
+    def body(carry, row):
+        h, c = carry
+        h = jnp.tanh(h @ w + row)
+        return (h, c + jnp.round(h)), None
+
+    start = x[0] @ w
+    return jax.lax.scan(body, (start, start * 0), x)[0][1]
+
+
+SUMS = [
+    by_fori,
+    by_scan,
+    by_while,
+    of_what_was_low_before,
+    in_a_loop_of_a_loop,
+    in_regions_and_branches,
+    by_turns,
+    where_chosen,
+    of_a_buffer,
+    beside_a_chain,
+]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("fun", SUMS)
+def test_a_sum_in_a_loop_does_not_stop(fun, precision):
+    w, x = jnp.eye(4, dtype=jnp.float32), jnp.ones((3000, 4), jnp.float32)
+    np.testing.assert_array_equal(jax.jit(fun)(w, x), 3000)
+    np.testing.assert_array_equal(jax.jit(jaxmem.autocast(fun, precision))(w, x), 3000)
+
+
+def test_a_moving_average_in_a_loop_moves():
+    """0.999 is 1 in bfloat16."""
+
+    def average(w, x):
+        start = x[0] @ w
+        return jax.lax.scan(lambda c, row: (0.999 * c + 0.001 * (row @ w), None), start, 0 * x)[0]
+
+    w, x = jnp.eye(4, dtype=jnp.float32), jnp.ones((1000, 4), jnp.float32)
+    found = jax.jit(jaxmem.autocast(average, "bf16"))(w, x)
+    np.testing.assert_allclose(found, 0.999**1000, rtol=1e-4)
+
+
+def test_the_sums_of_a_blockwise_softmax_are_in_float32():
+    def attend(w, x):
+        def block(carry, rows):
+            most, total, out = carry
+            scores = (x @ w) @ rows.T
+            new = jnp.maximum(most, scores.max(-1, keepdims=True))
+            shares, old = jnp.exp(scores - new), jnp.exp(most - new)
+            total = total * old + shares.sum(-1, keepdims=True)
+            return (new, total, out * old + shares @ rows), None
+
+        zero = (x @ w) * 0
+        start = zero[:, :1] - 10.0, zero[:, :1], zero
+        (_, total, out), _ = jax.lax.scan(block, start, x.reshape(-1, 2, 4))
+        return out / total
+
+    w, x = arrays((4, 4), (8, 4))
+    (carry,) = (
+        outs
+        for name, _, outs in operations(jaxmem.autocast(attend, "bf16"), w, x)
+        if name == "scan"
+    )
+    assert carry == [jnp.bfloat16, jnp.float32, jnp.float32]
+    close(jax.jit(jaxmem.autocast(attend, "bf16"))(w, x), attend(w, x))
+
+
+def residual(x, w):
+    return x + jnp.tanh(x @ w)
+
+
+def norm_first(x, w):
+    return x + 0.1 * jax.nn.relu(jax.nn.standardize(x) @ w)
+
+
+def no_sum(x, w):
+    return x @ w
+
+
+@pytest.mark.parametrize("layer", [residual, norm_first, jax.checkpoint(residual), no_sum])
+def test_the_stream_of_a_scan_over_layers_stays_short(layer):
+    """What it keeps for the backward pass is where the memory is saved."""
+
+    def model(w, x):
+        layers = jnp.stack([w] * 3)
+        return jax.lax.scan(lambda x, w: (layer(x, w), None), x @ w, layers)[0].mean()
+
+    w, x = arrays((4, 4), (8, 4))
+    found = operations(jaxmem.autocast(model, "bf16"), w, x)
+    assert [outs for name, _, outs in found if name == "scan"] == [[jnp.bfloat16]]
+
+
 # ---- memory
 
 

@@ -179,6 +179,57 @@ def test_what_is_no_mean_is_told(loss, why):
     assert found.reduction is None and found.why.startswith(why), found.why
 
 
+SQUARE = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+
+def rank_of(x):
+    """Another one in a slice."""
+    return min(len(x), 5)
+
+
+OTHER_PROGRAMS = {
+    "diagonal": lambda x, w: jnp.mean(jnp.diagonal(x * w[0, 0])),
+    "fills": lambda x, w: jnp.mean(x) + jnp.mean(jnp.zeros((1,) * rank_of(x)) + w[0, 0]),
+    "broadcasts": lambda x, w: jnp.mean(x) + jnp.mean(jnp.full((2,) * rank_of(x), w[0, 0])),
+    "counts": lambda x, w: (
+        jnp.mean(x) + jnp.sum(jax.lax.broadcasted_iota("f4", (2,) * rank_of(x), 0))
+    ),
+    "draws": lambda x, w: (
+        jnp.mean(x) + jnp.mean(jax.random.uniform(jax.random.key(0), (2,) * rank_of(x)))
+    ),
+    "picks": lambda x, w: jnp.mean(x) * jnp.full((2,) * rank_of(x), w[0, 0])[(0,) * rank_of(x)],
+    "branches": lambda x, w: jax.lax.switch(
+        w[0, 0].astype(int), [lambda x, i=i: jnp.mean(x + i) for i in range(len(x))], x
+    ),
+    "sums over axes": lambda x, w: (
+        jnp.mean(x)
+        * jnp.mean(jnp.tensordot(jnp.full((8, 8), w[0, 0]), w[:8, :8], 2 if len(x) == 8 else 1))
+    ),
+    "loops": lambda x, w: jax.lax.scan(
+        lambda c, xs: (c + sum(map(jnp.mean, xs)) * w[0, 0], None), 0.0, [w] * len(x)
+    )[0],
+    "regions": lambda x, w: (
+        jnp.mean(x)
+        + jax.checkpoint(lambda w: jnp.mean(jax.nn.relu(jnp.full((2,) * rank_of(x), w[0, 0]))))(w)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PROGRAMS)
+def test_a_program_that_is_another_for_a_slice_is_not_proved(name):
+    found = proved(OTHER_PROGRAMS[name], slices=(4, 1), batch=SQUARE)
+    assert found.reduction is None and found.why
+
+
+def test_the_diagonal_of_a_square_batch_is_cut_with_a_warning():
+    x = jnp.arange(64.0, dtype=jnp.float32).reshape(8, 8)
+    sliced = jaxmem.microbatch(lambda w, x: jnp.mean(jnp.diagonal(x * w)), 4)
+    with pytest.warns(jaxmem.JaxmemWarning, match=r"its program is another for a slice \(add at"):
+        value, gradient = sliced(jnp.float32(2), x)
+    average = np.mean([np.diagonal(x[i::4]).mean() for i in range(4)])
+    np.testing.assert_allclose((value, gradient), (2 * average, average), rtol=1e-6)
+
+
 def test_a_proof_is_of_the_slices_that_are_asked_for():
     def loss(batch, w):
         return (jnp.mean if len(batch[0]) > 2 else jnp.sum)(each(batch, w))

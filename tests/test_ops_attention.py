@@ -1,5 +1,6 @@
 """Attention without the matrix of scores: equal to the plain one, and linear in the length."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -288,3 +289,59 @@ def test_refusals(changes, message):
     given = dict.fromkeys(("query", "key", "value"), jnp.ones((2, 8, 2, 4))) | changes
     with pytest.raises(jaxmem.JaxmemError, match=message):
         attention(**given)
+
+
+def seen(length, keys):
+    places = jnp.arange(keys)[None]
+    yield "left", (places >= jnp.array([[keys // 2], [1]]))[:, None, None]
+    yield "no query", jnp.ones((1, 1, length, keys), bool).at[:, :, 1].set(False)
+    yield "nothing", jnp.zeros((1, 1, 1, 1), bool)
+    yield "all", None
+
+
+@pytest.mark.parametrize("low", [0.0, -jnp.inf, jnp.finfo("float64").min])
+@pytest.mark.parametrize(("length", "keys"), [(5, 7), (7, 5)])
+def test_queries_that_see_no_key_before_them_are_as_in_jax(length, keys, low):
+    """With a mask or a bias of left padding; keys behind them count then."""
+    random = jax.random.split(jax.random.key(0), 3)
+    query = jax.random.normal(random[0], (2, length, 2, 4), "float64")
+    key, value = (jax.random.normal(one, (2, keys, 1, 4), "float64") for one in random[1:])
+    bias = jnp.where(jnp.arange(keys) < 2, low, 0.0)[None, None, None]
+    bias = jnp.broadcast_to(bias.astype("float64"), (1, 1, length, keys))
+    for _, mask in seen(length, keys):
+
+        def loss(attend, query, key, value, bias, mask=mask, **options):
+            return jnp.sin(attend(query, key, value, bias, mask, is_causal=True, **options)).sum()
+
+        given = query, key, value, bias
+        every = (0, 1, 2, 3)
+        found, expected = (
+            jax.jit(jax.value_and_grad(functools.partial(loss, attend, **options), every))(*given)
+            for attend, options in (
+                (jaxmem.ops.attention, {"block": (2, 3)}),
+                (jax.nn.dot_product_attention, {}),
+            )
+        )
+        # JAX itself sums scores in float32.
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("query", "keys", "width"),
+    [((0, 3, 2, 4), 3, 4), ((2, 0, 2, 4), 3, 4), ((2, 3, 2, 4), 0, 4)],
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_arrays_of_no_elements_are_as_in_jax(query, keys, width, is_causal):
+    query = jnp.ones(query)
+    key, value = (jnp.ones((len(query), keys, 2, size)) for size in (4, width))
+    attends = jaxmem.ops.attention, jax.nn.dot_product_attention
+    found, expected = (attend(query, key, value, is_causal=is_causal) for attend in attends)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_attention_over_no_width_is_refused():
+    nothing = jnp.ones((3, 2, 0))
+    with pytest.raises(jaxmem.JaxmemError, match="of a width of at least 1; got query"):
+        jaxmem.ops.attention(nothing, nothing, nothing)

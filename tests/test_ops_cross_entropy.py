@@ -290,3 +290,18 @@ def test_refusals(arrays, changes, message):
     given = {"hidden": hidden, "weights": weights, "labels": labels} | changes
     with pytest.raises(jaxmem.JaxmemError, match=message):
         softmax_cross_entropy(**given)
+
+
+def test_no_rows_have_no_losses_and_no_columns_are_refused():
+    def loss(hidden, weights):
+        return jaxmem.ops.softmax_cross_entropy(hidden, weights, jnp.zeros(len(hidden), int))
+
+    given = jnp.zeros((0, 7)), jnp.ones((7, 33))
+    assert loss(*given).shape == (0,)
+    gradients = jax.jit(jax.grad(lambda *x: loss(*x).sum(), (0, 1)))(*given)
+    np.testing.assert_array_equal(gradients[1], jnp.zeros((7, 33)))
+    np.testing.assert_allclose(loss(jnp.ones((2, 0)), jnp.ones((0, 5))), np.log(5), rtol=1e-6)
+    with pytest.raises(
+        jaxmem.JaxmemError, match=r"vocabulary of at least 1; the weights are \[7, 0"
+    ):
+        loss(jnp.ones((2, 7)), jnp.ones((7, 0)))

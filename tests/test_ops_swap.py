@@ -165,6 +165,43 @@ def test_attention_as_it_is_written(attend, capfd):
     assert_equal_gradients(loss, heads(), capfd, ["attention"])
 
 
+ROOT_OUTSIDE = jnp.sqrt(8.0)
+SCALES = {
+    "by the root of the width": lambda scores: scores / jnp.sqrt(8),
+    "by a root from outside": lambda scores: scores / ROOT_OUTSIDE,
+    "by numpy": lambda scores: scores / np.sqrt(8),
+    "by float32": lambda scores: scores * np.float32(0.3),
+    "by a scalar": lambda scores: scores * jnp.asarray(0.3),
+    "by one of four axes": lambda scores: scores * jnp.full((1, 1, 1, 1), 0.3),
+    "by a computed one": lambda scores: scores * jax.lax.rsqrt(jnp.asarray(8.0)),
+    "by a flag": lambda scores: jnp.where(jnp.asarray(True), scores / jnp.sqrt(8), 0.0),
+    "and a cap": lambda scores: jnp.clip(scores / jnp.sqrt(8), -jnp.sqrt(2), 2.0),
+    "by each head's": lambda scores: scores * jnp.arange(1.0, 5.0)[None, :, None, None],
+}
+
+
+@pytest.mark.parametrize("masked", [None, -jnp.inf, -1e30])
+@pytest.mark.parametrize("scale", SCALES)
+def test_scores_are_scaled_as_the_function_scales_them(scale, masked, capfd):
+    def loss(query, key, value):
+        scores = SCALES[scale](jnp.einsum("bqhd,bkhd->bhqk", query, key))
+        if masked is not None:
+            causal = jnp.tril(jnp.ones((16, 16), bool))[None, None]
+            scores = jnp.where(causal, scores, masked)
+        return jnp.sin(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)).sum()
+
+    assert_equal_gradients(loss, heads(), capfd, ["attention"])
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1, 1, 1), (1, 4, 1, 1)])
+def test_a_learned_scale_has_its_gradient(shape, capfd):
+    def loss(query, key, value, scale):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / scale
+        return jnp.sin(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)).sum()
+
+    assert_equal_gradients(loss, [*heads(), jnp.full(shape, 2.0)], capfd, ["attention"])
+
+
 @pytest.mark.parametrize("key_heads", [1, 4])
 def test_attention_of_jax_nn(key_heads, capfd):
     bias = jax.random.normal(jax.random.key(2), (1, 4, 16, 16), "float32")

@@ -615,3 +615,19 @@ def test_arguments_of_another_call():
         jaxmem.plan(lambda x: x, jnp.ones(3), budget="1B", reserved=2)
     least = jaxmem.plan(mlp, *mlp_arguments(), reserved="1MiB")
     assert least.projected_bytes > least.reserved == 2**20
+
+
+def test_remat_counts_gradients_of_all_arguments_and_says_so():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w) ** 2)
+
+    w, x = jnp.ones((64, 64), jnp.float32), jnp.ones((256, 64), jnp.float32)
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        jaxmem.plan(loss, w, x, budget="1B")
+    lowest = caught.value.lowest
+    with pytest.raises(jaxmem.BudgetError, match="counts a gradient of every floating") as refused:
+        jax.grad(jaxmem.remat(loss, budget=lowest))(w, x)
+    assert refused.value.lowest == lowest + x.nbytes
+    planned = jaxmem.remat(loss, plan=jaxmem.plan(loss, w, x, budget=lowest))
+    np.testing.assert_allclose(jax.grad(planned)(w, x), jax.grad(loss)(w, x), rtol=1e-5, atol=1e-6)
+    jax.grad(jaxmem.remat(loss, budget=refused.value.lowest))(w, x)

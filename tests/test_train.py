@@ -394,7 +394,7 @@ def test_a_donation_that_xla_drops_is_reported():
             call()
         said = [str(each.message) for each in caught if each.category is jaxmem.JaxmemWarning]
         assert len(said) == 1
-        assert "1 donated arrays of the state, 16.00 KiB in all (state.opt_state['big'])" in said[0]
+        assert "1 donated array of the state, 16.00 KiB in all (state.opt_state['big'])" in said[0]
 
 
 def test_orbax_saves_and_restores_the_whole_state(tmp_path):
@@ -966,7 +966,6 @@ def ridge_arguments():
     return {"w": jnp.ones(3)}, batch
 
 
-@pytest.mark.filterwarnings("ignore:XLA did not reuse:jaxmem.JaxmemWarning")  # kept for nothing
 @pytest.mark.parametrize(
     "options",
     [{}, {"microbatches": 4}, {"microbatches": 2, "loss_scale": jaxmem.LossScale(), "remat": "dp"}],
@@ -1090,3 +1089,17 @@ def test_no_parameters():
                 f"init takes parameters to train; got {params}. Pass a pytree of arrays, and keep "
                 "modules, functions and settings in loss_fn."
             )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.inject_hyperparams(optax.sgd)(0.1),
+        optax.apply_if_finite(optax.sgd(0.1), 3),
+        optax.adafactor(0.1),
+    ],
+)
+def test_single_numbers_that_are_not_reused_are_no_warning(optimizer):
+    params, batch = ridge_arguments()
+    step = jaxmem.train_step(ridge, optimizer)
+    step(step.init(params), batch)  # warnings are errors here

@@ -11,6 +11,7 @@ Exit codes: 0; 1: an error, which is printed; 2: wrong usage; 3: the step does n
 
 import argparse
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         with _plain_warnings():
-            return options.run(options)
+            code = options.run(options)
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:  # whoever reads, `head` for example, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except JaxmemError as error:
         print(f"jaxmem: {error}", file=sys.stderr)
         return MISSED if isinstance(error, BudgetError) and error.lowest else 1

@@ -5,6 +5,7 @@ import json
 from jaxmem.cli.loading import STEP, load
 from jaxmem.cli.options import add_command, add_files, add_target, budget_of, check_files
 from jaxmem.cli.output import compared, compile_step, write_files
+from jaxmem.reports.drawn.report_text import report_text
 from jaxmem.targets import target
 
 
@@ -30,6 +31,6 @@ def _estimate(options) -> int:
             about |= {"budget": budget, "fits": report.device <= budget}
         print(json.dumps(about, indent=1))
     else:
-        print(report)
+        print(report_text(report, budget))
     write_files(report, options)
     return compared("the step", report.device, budget)

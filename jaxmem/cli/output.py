@@ -55,9 +55,11 @@ def progress(what: str) -> Iterator[None]:
     console, began = rich.console.Console(stderr=True), time.monotonic()
     seconds = rich.progress.TimeElapsedColumn()
     text = rich.progress.TextColumn("{task.description} ...")
-    if not console.is_terminal:
+    if not console.is_terminal:  # rich would end with an empty line
         print(f"{what} ...", file=sys.stderr, flush=True)
-    with rich.progress.Progress(text, seconds, console=console, transient=True) as live:
-        live.add_task(what, total=None, visible=console.is_terminal)
+    with rich.progress.Progress(
+        text, seconds, console=console, transient=True, disable=not console.is_terminal
+    ) as live:
+        live.add_task(what, total=None)
         yield
     print(f"{what}: {time.monotonic() - began:.1f} s", file=sys.stderr)

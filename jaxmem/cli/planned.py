@@ -47,7 +47,7 @@ def _plan(options) -> int:
             offload=options.offload,
             **common,
         )
-    print(found.to_json() if options.json else found)
+    print(found.to_json() if options.json else found, flush=True)
     if options.html:
         step = jax.jit(
             jax.value_and_grad(found.apply(loss), has_aux=has_aux),

@@ -93,6 +93,7 @@ class AttentionReplacement:
         if value in kinds:
             return "scores", value
         aval = graph.flat.avals[value]
+        frame = frame if aval.shape else ()  # a scalar goes with any shape
         whole = {axis for axis, size in zip(frame, aval.shape, strict=True) if size > 1}
         step = graph.made_by(value, "broadcast_in_dim", "transpose", "iota", *ELEMENTWISE)
         numbers = step is not None and not any(isinstance(x, int) for x in step.inputs)

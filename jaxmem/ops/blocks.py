@@ -10,9 +10,9 @@ import numpy as np
 
 def block_size(total: int, most: int) -> int:
     """The size of the blocks of an axis: a divisor above half of ``most`` where there is one, of
-    whole tiles of 64 if possible; else ``most``, and one block is smaller."""
+    whole tiles of 64 if possible; else ``most``, and one block is smaller. At least 1."""
     if total <= most:
-        return total
+        return max(total, 1)
     sizes = range(most, most // 2, -1)
     fitting = [size for size in sizes if total % size == 0]
     return next((size for size in fitting if size % 64 == 0), next(iter(fitting), most))

@@ -71,6 +71,9 @@ def attention(
         )
     batch, (length, heads, width) = query.shape[:-3], query.shape[-3:]
     (keys, groups, _), count = key.shape[-3:], math.prod(batch)
+    shape = *batch, length, heads, value.shape[-1]
+    if not keys or not math.prod(shape):  # a sum of nothing
+        return jnp.zeros(shape, query.dtype)
     factor = width**-0.5 if scale is None else scale
     lowest = -0.7 * float(jnp.finfo(accumulation_dtype(query.dtype)).max)
 
@@ -103,8 +106,10 @@ def attention(
         modify,
         is_causal,
         block,
+        # Without a mask and a bias each query sees a key, its own if no other.
+        lowest if is_causal and (bias is not None or mask is not None) else None,
     )
-    return out.reshape(*batch, length, heads, value.shape[-1])
+    return out.reshape(shape)
 
 
 def _check(query, key, value, bias, mask, implementation, block) -> None:
@@ -125,6 +130,10 @@ def _check(query, key, value, bias, mask, implementation, block) -> None:
         raise JaxmemError(
             "attention takes query [..., queries, heads, width], key [..., keys, key heads, width] "
             f"and value [..., keys, key heads, value width]; got {listed}."
+        )
+    if not width:
+        raise JaxmemError(
+            f"attention takes queries and keys of a width of at least 1; got {listed}."
         )
     if groups == 0 or heads % groups:
         raise JaxmemError(

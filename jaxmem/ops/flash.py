@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,24 @@ _TILE, _SIDE = 128, 1024  # of a block: tensor cores want whole tiles; more gain
 _SCORES, _VALUES = "bqghd,bkgd->bgqhk", "bgqhk,bkgd->bgqhd"
 
 
-def attend(query, key, value, others, modify: Callable, is_causal: bool, block=None) -> jax.Array:
+def attend(
+    query,
+    key,
+    value,
+    others,
+    modify: Callable,
+    is_causal: bool,
+    block: tuple[int, int] | None = None,
+    hidden_score: float | None = None,
+) -> jax.Array:
     """``softmax(modify(query @ key.T, others)) @ value``, [batch, queries, groups, heads of a
     group, width].
 
     ``others`` are arrays that `modify` reads, with axes [batch, groups, heads of a group, queries,
     keys], each whole or 1; ``modify(scores, others, row, column)`` gets the same piece of all,
     others broadcast to the scores, and the place of its first element. Of what ``is_causal`` it is
-    not asked about blocks above the diagonal.
+    not asked about blocks above the diagonal: all keys there have ``hidden_score``, which counts
+    where a query sees no key before them; None: each does.
     """
     (count, length, groups, heads, _), keys = query.shape, key.shape[1]
     if block is None:
@@ -46,6 +56,7 @@ def attend(query, key, value, others, modify: Callable, is_causal: bool, block=N
         counts = -(-length // sizes[0]), -(-keys // sizes[1])
     how = _How(modify, query.dtype, is_causal, sizes, counts, keys)
     rows, columns = (size * number for size, number in zip(sizes, counts, strict=True))
+    hidden = None if hidden_score is None else _hidden(value, rows, hidden_score)
     out, _, _ = _attend(
         _padded(query, rows, 1),
         _padded(key[:, :keys], columns, 1),
@@ -54,9 +65,28 @@ def attend(query, key, value, others, modify: Callable, is_causal: bool, block=N
             None if other is None else _padded(_padded(other[..., :keys], rows, 3), columns, 4)
             for other in others
         ),
+        hidden,
         how,
     )
     return jnp.moveaxis(out[:, :, :length], 1, 2)
+
+
+class _Hidden(NamedTuple):
+    """The keys above the diagonal: for each query the score that all of them have (-inf: there are
+    none), how many they are, and the sum of their values. Axes are those of the result's blocks."""
+
+    score: Any
+    count: Any
+    values: jax.Array
+
+
+def _hidden(value: jax.Array, rows: int, score: float) -> _Hidden:
+    keys, wide = value.shape[1], accumulation_dtype(value.dtype)
+    behind = jax.lax.cumsum(value.astype(wide), axis=1, reverse=True)[:, 1 : rows + 1]
+    behind = jnp.pad(behind, [(0, 0), (0, rows - behind.shape[1]), (0, 0), (0, 0)])
+    count = np.maximum(keys - 1 - np.arange(rows), 0).astype(wide).reshape(1, 1, rows, 1)
+    scores = np.where(count > 0, wide.type(score), -np.inf)
+    return _Hidden(scores, count, jnp.moveaxis(behind, 1, 2)[:, :, :, None])
 
 
 def _padded(array, size: int, axis: int):
@@ -113,8 +143,10 @@ class _How:
         return list(map(joined, jax.lax.map(of_group, jnp.arange(rows // members))))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
-def _attend(query, key, value, others, how: _How) -> tuple[jax.Array, jax.Array, jax.Array]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
+def _attend(
+    query, key, value, others, hidden: _Hidden | None, how: _How
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The result, and of each query and head the largest score and the sum of exp(score -
     largest)."""
 
@@ -131,18 +163,24 @@ def _attend(query, key, value, others, how: _How) -> tuple[jax.Array, jax.Array,
     zeros = _zeros(query, key, value, others, how)
     start = zeros[..., 0] - jnp.inf, zeros[..., 0], zeros
     largest, total, out = how.loop(add, start)
+    if hidden is not None:
+        new = jnp.maximum(largest, hidden.score)
+        shrink, share = (jnp.exp(x - finite(new)) for x in (largest, hidden.score))
+        largest, total = new, total * shrink + hidden.count * share
+        out = out * shrink[..., None] + hidden.values * share[..., None]
     return (out / total[..., None]).astype(query.dtype), finite(largest), total
 
 
 def _attend_jvp(how: _How, primals, tangents):
-    query, key, value, others = primals
-    found = out, largest, total = _attend(query, key, value, others, how)
+    query, key, value, others, hidden = primals
+    found = out, largest, total = _attend(query, key, value, others, hidden, how)
     # Cotangents add up over blocks.
     wide = accumulation_dtype(query.dtype)
     tangents = [
         None if tangent is None or jaxprs.is_zero(tangent) else tangent.astype(wide)
-        for tangent in (*tangents[:3], *tangents[3])
+        for tangent in (*tangents[:3], *tangents[3], tangents[4] and tangents[4].values)
     ]
+    *tangents, d_hidden = tangents
 
     # Linear in the tangents: all the rest is made again when it is needed.
     @jax.checkpoint
@@ -166,6 +204,9 @@ def _attend_jvp(how: _How, primals, tangents):
 
     zeros = _zeros(query, key, value, others, how)
     d_out, d_total = how.loop(add, (zeros, zeros[..., 0]))
+    if d_hidden is not None:
+        share = jnp.exp(hidden.score - largest) / total
+        d_out += d_hidden * share[..., None]
     d_out -= out.astype(wide) * d_total[..., None]
     return found, (d_out.astype(out.dtype), jnp.zeros_like(largest), d_total * total)
 

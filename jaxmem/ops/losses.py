@@ -76,7 +76,7 @@ def softmax_cross_entropy(
     axis = vocabulary_axis
     _check(hidden, weights, labels, bias, axis, label_smoothing, soft_cap, block)
     shape, labels = labels.shape, labels.reshape(-1)
-    hidden = hidden.reshape(labels.size, -1)
+    hidden = hidden.reshape(labels.size, hidden.shape[-1])
     with_mean = label_smoothing > 0
     found = statistics(hidden, weights, bias, labels, axis, soft_cap, axis_name, with_mean, block)
     # The largest logit is taken from each before log(sum) is added: both may be of any size.
@@ -126,6 +126,10 @@ def _check(hidden, weights, labels, bias, axis, label_smoothing, soft_cap, block
         raise JaxmemError(
             f"softmax_cross_entropy takes hidden [..., width], weights [{', '.join(order)}] and "
             f"labels [...]; got {listed}. vocabulary_axis= tells which axis of weights is which."
+        )
+    if not deep[axis]:
+        raise JaxmemError(
+            f"softmax_cross_entropy needs a vocabulary of at least 1; the weights are {list(deep)}."
         )
     if bias is not None and jnp.shape(bias) != deep[axis : axis + 1]:
         raise JaxmemError(

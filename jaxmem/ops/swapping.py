@@ -23,11 +23,11 @@ def swap(fun: Callable, *, least: int | str = "64MiB") -> Callable:
     The function is traced when it is called. Of each matmul that becomes the scores of an attention
     or the logits of a loss, and nothing else, the operations from there to what is made of it are
     left out and `jaxmem.ops` put in their place, in ``scan`` and `jax.checkpoint` too. Found are
-    what ``jax.nn``, ``optax`` and Flax make, and their like by hand: scores and logits may go
-    through any scale, cap, mask and bias, and log-probabilities be picked by `jnp.take_along_axis`
-    or by a one-hot matrix. What it did, and the bytes of the matrix that no longer is, is printed
-    to stderr. Values and gradients are those of ``fun``, but for rounding: what ``fun`` has in 16
-    bits between two matmuls is float32 here.
+    what ``jax.nn``, ``optax`` and Flax make, and their like by hand: scores may go through any
+    scale, cap, mask and bias, logits through a bias or a soft cap, and log-probabilities be picked
+    by `jnp.take_along_axis` or by a one-hot matrix. What it did, and the bytes of the matrix that
+    no longer is, is printed to stderr. Values and gradients are those of ``fun``, but for rounding:
+    what ``fun`` has in 16 bits between two matmuls is float32 here.
 
     What is not found: dropout of attention weights, weights or logits that ``fun`` returns, label
     smoothing (call the operation itself for it), a causal mask's saving of work.

@@ -4,11 +4,18 @@ import functools
 from collections.abc import Callable
 
 from jaxmem.frameworks.modules import is_module, transform_module
+from jaxmem.ground.errors import BudgetError
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.emission import planned_function
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.traced import check_function
 from jaxmem.targets import LocalDevice, Target
+
+_ALL_GRADIENTS = (
+    "jaxmem.remat counts a gradient of every floating-point argument, since it cannot know which "
+    "are asked for. jaxmem.plan(..., argnums=) counts those alone: its plan, passed as "
+    "jaxmem.remat(fun, plan=plan), may fit a lower budget."
+)
 
 
 def remat(
@@ -46,7 +53,8 @@ def remat(
 
     Raises:
         PlanError: side effects in the function, or a plan that belongs to another program.
-        BudgetError: the budget does not parse, or no plan is projected to fit.
+        BudgetError: the budget does not parse, or no plan is projected to fit, with gradients of
+            all arguments: which are differentiated is not known. `jaxmem.plan` knows it.
         JaxmemError: ``fun`` is no function, or an instance of a linen module.
 
     >>> import jax, jax.numpy as jnp, jaxmem
@@ -79,7 +87,10 @@ def remat(
 
     def layout_for(program, inputs):
         if program.fingerprint not in plans:
-            plans[program.fingerprint] = constraints.plan(program)
+            try:
+                plans[program.fingerprint] = constraints.plan(program)
+            except BudgetError as error:
+                raise BudgetError(f"{error} {_ALL_GRADIENTS}", error.lowest) from None
         return plans[program.fingerprint]
 
     return planned_function(fun, layout_for)

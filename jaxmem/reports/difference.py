@@ -44,31 +44,18 @@ class Diff:
         now = f"{format_bytes(self.after['device'])} of device memory"
         if "peak" not in self.before or "peak" not in self.after:
             return f"The step takes {_words(change)}: {now}."
-        at = self.after["peak_operation"]
-        where = f"the peak is now in the {at['phase']} phase, at {at['module']} ({at['source']})"
+        first, at = (report["peak_operation"] for report in self._both())
+        place = f"in the {at['phase']} phase, at {at['module']} ({at['source']})"
+        moved = any(first[what] != at[what] for what in ("phase", "module", "source"))
+        where = f"the peak is {'now' if moved else 'still'} {place}"
         if change == 0:
             return f"The step takes as much as before, {now}; {where}."
-        cause = self._cause()
-        return f"{cause} {_words(change, 'took', 'put')} the peak; {where}. The step takes {now}."
-
-    def _cause(self) -> str:
-        """What is known to do this: most bytes in half precision or no longer, recompute that came
-        or went, or the kind that changed most."""
-        phases, kinds = self.changes["by_phase"], self.changes["by_kind"]
-        half = [_is_half(report) for report in self._both()]
-        if self.device < 0 and half == [False, True]:
-            return "Lower precision"
-        if self.device > 0 and half == [True, False]:
-            return "Higher precision"
-        again = [any(p == "recompute" for p in r["timeline"]["phases"]) for r in self._both()]
-        if self.device < 0 and again == [False, True]:
-            return "Remat"
-        if self.device > 0 and again == [True, False]:
-            return "Leaving out remat"
-        if self.after["host"] > self.before["host"] and self.device < 0:
-            return "Offload"
-        same_way = {k: v for k, v in kinds.items() if v * self.device > 0} or dict(phases)
-        return f"A change of {max(same_way, key=lambda kind: abs(same_way[kind]))}"
+        kinds = self.changes["by_kind"]
+        # What was done to the step is not told: a shorter dtype may bring recompute, for example.
+        most = max(kinds, key=lambda kind: kinds[kind] * change)
+        came = "came off" if change < 0 else "were put onto"
+        moved_bytes = f"{format_bytes(abs(change))} {came} the peak, the largest change in {most}"
+        return f"{moved_bytes}; {where}. The step takes {now}."
 
     def _both(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.before, self.after
@@ -181,22 +168,9 @@ def read_report(report: MemoryReport | Mapping[str, Any] | str) -> dict[str, Any
     return dict(report)
 
 
-def _is_half(report: dict[str, Any]) -> bool:
-    """Whether most floating-point bytes at the peak are of two bytes a value."""
-    sizes = {"bf16": 0, "f16": 0, "f32": 0, "f64": 0}
-    for buffer in report["buffers"]:
-        if buffer["dtype"] in sizes:
-            sizes[buffer["dtype"]] += buffer["bytes"]
-    return sizes["bf16"] + sizes["f16"] > sizes["f32"] + sizes["f64"]
-
-
 def _signed(count: int) -> str:
     return ("+" if count > 0 else "") + format_bytes(count)
 
 
-def _words(change: int, less: str = "", more: str = "") -> str:
-    if less and change < 0:
-        return f"{less} {format_bytes(-change)} off"
-    if more and change > 0:
-        return f"{more} {format_bytes(change)} onto"
+def _words(change: int) -> str:
     return f"{format_bytes(abs(change))} {'less' if change < 0 else 'more'}"

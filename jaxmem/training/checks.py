@@ -117,15 +117,21 @@ def check_unshared(state: TrainState, batch: Any) -> None:
                 seen[place] = at
 
 
-def report_kept(leaves: list[tuple[Any, Any]]) -> None:
-    """Warns of arrays of a donated state whose memory was not reused."""
-    kept = [(path, leaf) for path, leaf in leaves if size_of(leaf)]
-    if kept:
-        total = sum(size_of(leaf) for _, leaf in kept)
+def report_kept(leaves: list[tuple[Any, Any]], state: TrainState) -> None:
+    """Warns of arrays of a donated state whose memory was not reused.
+
+    Not of single numbers, such as an optimizer's counters, nor of less than a thousandth of the
+    state: nobody need act on these, since they decide about no budget.
+    """
+    kept = [(path, leaf) for path, leaf in leaves if size_of(leaf) and jnp.size(leaf) > 1]
+    total = sum(size_of(leaf) for _, leaf in kept)
+    if kept and 1000 * total >= sum(map(size_of, jax.tree.leaves(state))):
         named = ", ".join(f"state{jax.tree_util.keystr(path)}" for path, _ in kept[:3])
+        one = len(kept) == 1
+        arrays, are = ("array", "it is") if one else ("arrays", "they are")
         warnings.warn(
-            f"XLA did not reuse the memory of {len(kept)} donated arrays of the state, "
-            f"{format_bytes(total)} in all ({named}{' ...' if len(kept) > 3 else ''}): they are in "
+            f"XLA did not reuse the memory of {len(kept)} donated {arrays} of the state, "
+            f"{format_bytes(total)} in all ({named}{' ...' if len(kept) > 3 else ''}): {are} in "
             "memory twice during the step. Results must have the shape, dtype and memory kind of "
             "what they replace.",
             JaxmemWarning,

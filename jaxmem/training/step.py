@@ -144,7 +144,7 @@ class TrainStep:
             # Arrays of NumPy (of a state restored from a checkpoint) are copied, not donated.
             arrays = [x for x in leaves if isinstance(x[1], jax.Array)]
             arrays = [x for x in arrays if not isinstance(x[1], jax.core.Tracer)]
-            report_kept([x for x in arrays if not x[1].is_deleted()])
+            report_kept([x for x in arrays if not x[1].is_deleted()], state)
         return results
 
     def trace(self, state: TrainState, batch: Any):
@@ -169,7 +169,7 @@ class TrainStep:
         if self.settings.donate:
             reused = donated_arguments(report.hlo)
             leaves = jax.tree_util.tree_leaves_with_path(state)
-            report_kept([leaf for index, leaf in enumerate(leaves) if index not in reused])
+            report_kept([leaf for index, leaf in enumerate(leaves) if index not in reused], state)
         return report
 
     def _call_options(self, state: TrainState, batch: Any) -> tuple[Any, dict[str, Any]]:

@@ -47,8 +47,9 @@ def autocast(
     Arguments are never cast as a whole. A matmul that reads a parameter casts it in the forward
     and again in the backward pass (a `jax.checkpoint` round the one operation), so that no
     low-precision copy of it lives in between. The bodies of scan, while, cond, `jax.checkpoint` and
-    of functions with custom derivatives are cast too, a loop's carry keeping the dtype it starts in
-    unless the body widens it; those of `jax.shard_map` and of Pallas kernels are not. Works on a
+    of functions with custom derivatives are cast too; those of `jax.shard_map` and of Pallas
+    kernels are not. A loop's carry keeps the dtype it starts in unless the body widens it, but a
+    sum is float32: a carry that each round only adds to, scales, moves or selects from. Works on a
     gradient function as on what it is the gradient of, and under `jit`, `grad`, `vmap` and `scan`.
 
     Args:

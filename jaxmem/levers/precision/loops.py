@@ -5,14 +5,29 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmem import jaxprs
+from jaxmem.levers.precision.accumulating import summed_carries
 from jaxmem.levers.precision.dtypes import cast_to, dtype_of, strong, wider
 
 
 def body_shapes(body: Callable, carry: list[Any], slices: Sequence[Any]) -> list[Any]:
     """The abstract carry that a loop's body returns."""
     return jax.eval_shape(lambda *args: body(*args)[0], carry, slices)
+
+
+def _with_wide_sums(loop: jaxprs.Loop, first: list[Any]) -> list[Any]:
+    """A loop's first carry, its sums in float32 where the program has them so."""
+    consts = loop.body_consts.stop - loop.body_consts.start
+    traced = [dtype_of(aval) for aval in loop.body.avals[consts : consts + len(first)]]
+    if all(dtype_of(x) == dtype for x, dtype in zip(first, traced, strict=True)):
+        return first
+    sums = summed_carries(loop, len(first))
+    return [
+        cast_to(x, dtype) if is_sum and dtype == np.float32 else x
+        for x, dtype, is_sum in zip(first, traced, sums, strict=True)
+    ]
 
 
 def _steady(first: list[Any], shapes: Callable, body: Callable) -> tuple[list[Any], Callable]:
@@ -34,7 +49,7 @@ def _steady(first: list[Any], shapes: Callable, body: Callable) -> tuple[list[An
 def scan(run, step, operands, stored) -> list[Any]:
     loop = jaxprs.loop_of(step.equation)
     consts, count = operands[loop.body_consts], len(operands[loop.carry])
-    first = operands[loop.carry]
+    first = _with_wide_sums(loop, operands[loop.carry])
     kept = [*stored[loop.body_consts], *([False] * count), *stored[loop.carry.stop :]]
 
     def body(carry, slices):
@@ -53,7 +68,7 @@ def scan(run, step, operands, stored) -> list[Any]:
 def while_loop(run, step, operands, stored) -> list[Any]:
     loop = jaxprs.loop_of(step.equation)
     assert loop.condition is not None
-    condition, first = loop.condition, operands[loop.carry]
+    condition, first = loop.condition, _with_wide_sums(loop, operands[loop.carry])
     outer = operands[loop.condition_consts], operands[loop.body_consts]
     no = [False] * len(first)
     kept = [*stored[loop.condition_consts], *no], [*stored[loop.body_consts], *no]

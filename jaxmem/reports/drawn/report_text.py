@@ -17,18 +17,30 @@ if TYPE_CHECKING:
     from jaxmem.reports.report import MemoryReport
 
 
-def report_text(report: "MemoryReport") -> str:
-    """The totals and, of what was compiled for a GPU, what is alive at the peak."""
+def report_text(report: "MemoryReport", budget: int | None = None) -> str:
+    """The totals, whether they fit a budget (None: what is usable on the target) and, of what was
+    compiled for a GPU, what is alive at the peak."""
     lines = [f"compiled for {report.target}", *_total_lines(report)]
-    usable = report.target.usable_bytes
-    if usable:
-        verdict = "fits" if report.fits() else "does not fit"
-        lines.append(f"{verdict}: {report.device / usable:.0%} of {format_bytes(usable)} usable")
+    of_budget = budget is not None
+    allowed = budget if of_budget else report.target.usable_bytes
+    if allowed:
+        verdict = "fits" if report.device <= allowed else "does not fit"
+        of = (
+            f"the budget of {format_bytes(allowed)}"
+            if of_budget
+            else f"{format_bytes(allowed)} usable"
+        )
+        lines.append(f"{verdict}: {_share(report.device / allowed)} of {of}")
     if is_cpu(report.target):
         lines.append(f"note: {CPU_NOTE}")
     if report.has_timeline:
         lines += ["", *_peak_lines(report)]
     return "\n".join(lines)
+
+
+def _share(share: float) -> str:
+    text = f"{share:.0%}"
+    return "under 1%" if share and text == "0%" else text
 
 
 def _total_lines(report: "MemoryReport") -> list[str]:

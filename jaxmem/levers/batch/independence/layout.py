@@ -9,6 +9,11 @@ Shape = tuple[int, ...]
 Shapes = tuple[Shape, Shape]  # of the batch, of the slice
 
 
+def have_the_same_ranks(several: Sequence[Shapes]) -> bool:
+    """Whether values have as many axes for the slice as for the batch."""
+    return all(len(one) == len(two) for one, two in several)
+
+
 def resized_axes(shapes: Shapes) -> list[int]:
     """The axes whose length depends on the size of the batch, in shapes of one rank."""
     return [axis for axis, (one, two) in enumerate(zip(*shapes, strict=True)) if one != two]

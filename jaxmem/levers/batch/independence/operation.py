@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxmem import jaxprs
-from jaxmem.levers.batch.independence.kinds import Each, Free, Sizes, Unproved
+from jaxmem.levers.batch.independence.kinds import ANOTHER, Each, Free, Sizes, Unproved
 from jaxmem.levers.batch.independence.layout import Shapes, agreed, lies
 
 
@@ -52,6 +52,10 @@ class Operation:
     @property
     def sized(self) -> Unproved:
         return Unproved(f"it depends on the size of the batch in another way ({self.where})")
+
+    @property
+    def another(self) -> Unproved:
+        return Unproved(f"{ANOTHER.why} ({self.where})")
 
     @property
     def unknown(self) -> Unproved:

@@ -15,6 +15,7 @@ from jaxmem.levers.batch.independence.kinds import (
     Unproved,
     close,
 )
+from jaxmem.levers.batch.independence.layout import have_the_same_ranks
 from jaxmem.levers.batch.independence.numbers import calculated
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.rules import RULES
@@ -34,10 +35,15 @@ def results(operation: Operation) -> list[Kind]:
         number = calculated(operation)
         if number is not None:
             return [number]
+        if not have_the_same_ranks([*operation.shapes, *operation.results]):
+            return operation.every(operation.another)
         if all(one == two for one, two in operation.shapes):
             return of_free(operation)
         kinds = [spread(operation, at) for at in range(len(operation.kinds))]
         operation = dataclasses.replace(operation, kinds=kinds)
+    in_order = any(isinstance(kind, Flat) for kind in operation.kinds)
+    if not in_order and not have_the_same_ranks(operation.shapes):
+        return operation.every(operation.another)
     moved = any(isinstance(kind, Free) and kind.moved for kind in operation.kinds)
     if moved and operation.name not in RANDOM:
         why = "it uses a model state that each slice changes"

@@ -47,6 +47,8 @@ def branch(walk: "Walk", operation: Operation) -> list[Kind]:
     whole, sliced = (jaxprs.branches_of(step.equation) for step in operation.steps)
     if whole is None or sliced is None:
         return operation.every(operation.unknown)
+    if len(whole) != len(sliced):
+        return operation.every(operation.another)
     pairs = zip(whole, sliced, strict=True)
     found = [walk.inner([one, two]).kinds(kinds) for one, two in pairs]
     join = functools.partial(_join, sizes=walk.sizes)
@@ -60,7 +62,7 @@ def loop(walk: "Walk", operation: Operation) -> list[Kind]:
     one, two = loops
     if one.condition is None and one.options["length"] != two.options["length"]:
         return _scan_of_examples(walk, operation, loops)
-    if (one.options, one.carry) != (two.options, two.carry):
+    if (one.options, one.carry, one.body_consts) != (two.options, two.carry, two.body_consts):
         return operation.every(operation.sized)
     count = one.carry.stop - one.carry.start if one.condition is None else None
     body = walk.inner([loop.body for loop in loops])
