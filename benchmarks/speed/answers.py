@@ -86,7 +86,12 @@ def plain(kind, name):
     compiler = find_compiler(13)
     command = worker_command(compiler)
     flags = [("xla_gpu_autotune_level", "0"), ("xla_gpu_cuda_data_dir", str(compiler.toolkit))]
-    request = dict(module=module, config=jaxmem.target(TARGET).config(), count=1, flags=flags)
+    request = {
+        "module": module,
+        "config": jaxmem.target(TARGET).config(),
+        "count": 1,
+        "flags": flags,
+    }
     path = os.pathsep.join([*command.path, os.environ["PATH"]])
     with tempfile.NamedTemporaryFile() as file:
         pickle.dump(request, file)
@@ -105,7 +110,7 @@ def answer(kind, name, plain_bytes):
         str(report)
         return str(report.device)
     loss, (params, batch, state), optimizer = problem(name)
-    options = dict(budget=plain_bytes // 2, target=TARGET)
+    options = {"budget": plain_bytes // 2, "target": TARGET}
     if kind == "plan":
         arguments = (params, batch) if state is None else (params, batch, state)
         plan = jaxmem.plan(loss_of(name), *arguments, compilations=5, **options)
