@@ -1,8 +1,10 @@
 """Planners on programs small enough to check by hand or by trying every plan."""
 
 import dataclasses
+import gc
 import itertools
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -45,6 +47,17 @@ def test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp():
     assert peaks[2] / peaks[1] < 2.3
     peaks = [DP(chain([100] * n), RATES).smallest().peak for n in (16, 64)]
     assert peaks[1] - peaks[0] <= 400  # two more levels of halves
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_planner_ends_with_its_plan(planner):
+    """It has tables of some 50 MB."""
+    made = PLANNERS[planner](chain([10.0] * 8), Rates())
+    ended = weakref.ref(made)
+    made.smallest(), made.cheapest_within(45)
+    del made
+    gc.collect()
+    assert ended() is None
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

@@ -96,9 +96,12 @@ class DP:
             return self.smallest()
         return best
 
-    @functools.cache  # noqa: B019 (lives as long as one plan is made)
     def smallest(self) -> Layout:
         """The least projected peak; of several about as low, the lowest price."""
+        return self._smallest
+
+    @functools.cached_property
+    def _smallest(self) -> Layout:
         found = [self.plain, *(variant.smallest() for variant in self.variants)]
         lowest = min(layout.peak for layout in found)
         return min(

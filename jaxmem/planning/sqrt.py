@@ -49,9 +49,12 @@ class Sqrt:
         least = self.smallest()  # the chain's bytes are not the layout's: it may fit all the same
         return least if least.peak <= budget else None
 
-    @functools.cache  # noqa: B019 (as long as the planner)
     def smallest(self) -> Layout:
         """The least projected peak."""
+        return self._smallest
+
+    @functools.cached_property
+    def _smallest(self) -> Layout:
         ends = self.chain.least_recompute(self.chain.least_peak()) or []
         layout = self.variant.layout(self.chain.regions(ends))
         return min(layout, self.plain, key=lambda layout: layout.peak)
