@@ -121,7 +121,8 @@ def finite(tree):
 def tolerance(p):
     """Where a float64 cotangent passes through float32, a sum of two is rounded before or after."""
     shorter = any("float32" in statement.text for statement in p.statements)
-    return max(TOLERANCE[jnp.dtype(p.dtype).name], 1e-5 if shorter else 0)
+    rounding = 4 * float(jnp.finfo("float32").eps) if shorter else 0
+    return max(TOLERANCE[jnp.dtype(p.dtype).name], rounding)
 
 
 def same(p, expected, found, what, loose=1.0):

@@ -50,9 +50,8 @@ class Family(abc.ABC):
             JaxmemError: the compiler is not installed.
         """
 
-    @abc.abstractmethod
-    def prepare(self, target: Target) -> None:
-        """Starts a worker that will be needed soon, if none is idle. Says nothing of errors."""
+    def prepare(self, target: Target) -> None:  # noqa: B027 (a family without workers has nothing)
+        """Starts what will be needed soon, while the step is traced. Says nothing of errors."""
 
     @abc.abstractmethod
     def install(self, version: int | None = None) -> pathlib.Path:
