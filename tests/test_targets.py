@@ -349,6 +349,30 @@ def test_half_written_results_are_removed_and_full_disks_leave_nothing(kept):
     assert cache.read(kept) == RESULT
 
 
+def test_the_results_used_last_are_kept_as_far_as_their_bytes_go(monkeypatch, tmp_path):
+    paths = [cache.result_path(tmp_path, str(number)) for number in range(5)]
+    cache.write(paths[0], RESULT)
+    monkeypatch.setattr(cache, "_MOST", 3 * paths[0].stat().st_size)
+    for age, path in enumerate(paths):
+        cache.write(path, RESULT)
+        os.utime(path, (1000 + age, 1000 + age))
+    cache.read(paths[2])  # used now
+    cache.write(cache.result_path(tmp_path, "last"), RESULT)
+    assert {path.stem for path in tmp_path.iterdir()} == {"2", "4", "last"}
+
+
+def test_a_shared_cache_that_may_only_be_read(monkeypatch, kept):
+    def refuse(*_, **__):
+        raise PermissionError("read-only")
+
+    for name in ("utime", "replace"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    assert cache.read(kept) == RESULT
+    cache.write(kept, RESULT)
+    assert list(kept.parent.iterdir()) == [kept]
+
+
 def test_a_damaged_result_is_compiled_again(monkeypatch, tmp_path):
     path = tmp_path / "result"
     monkeypatch.setattr(compiler, "_result_path", lambda *_: path)
