@@ -16,6 +16,7 @@ from jaxmem.reports.xla.hlo import (
 _SCALAR = re.compile(r"[a-z]\w*\[\]")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
 _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _PARAMETER = re.compile(r"\bparameter\((\d+)\)")
@@ -94,7 +95,8 @@ def _instruction(name: str, computation: str, line: str) -> Instruction:
         called = [*CALLED.findall(line), *re.findall(r"condition=%?([\w.\-]+)", line)]
         for match in _BRANCHES.finditer(line):  # in the order of the operands that they get
             called += [one.strip().lstrip("%") for one in (match[1] or match[2]).split(",")]
-    number = (_PARAMETER if opcode == "parameter" else _INDEX).search(line)
+    form = {"parameter": _PARAMETER, "get-tuple-element": _INDEX}.get(opcode)
+    number = form.search(line) if form else None
     target = TARGET.search(line) if opcode == "custom-call" else None
     return Instruction(
         name,
@@ -102,9 +104,9 @@ def _instruction(name: str, computation: str, line: str) -> Instruction:
         opcode,
         () if opcode in ("parameter", "constant") else tuple(operands_of(line)),
         tuple(called),
-        int(number[1]) if number and opcode in ("parameter", "get-tuple-element") else -1,
+        int(number[1]) if number else -1,
         target[1] if target else "",
-        re.sub(r"\\(.)", r"\1", stack[1]) if stack else "",
+        _ESCAPED.sub(r"\1", stack[1]) if stack else "",
         int(frame[1]) if frame else 0,
         bool(_SCALAR.match(line)),
     )
