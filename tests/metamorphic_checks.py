@@ -434,8 +434,15 @@ def budgets(case, rng):
 
 
 def second(case, rng):
-    """Second derivatives."""
+    """Second derivatives, but of rules of one's own: one that is not linear in the cotangent gets
+    what comes from the values and from their recomputation apart, as under `jax.checkpoint`."""
     p = case.program
+    if any(
+        rule in s.text
+        for s in p.statements
+        for rule in ("custom_vjp", "linear_call", "fp8", "clip")
+    ):
+        raise Unusable("a rule that may not be linear")
     plain_result(p)
     params = p.parameters()
 
