@@ -966,6 +966,7 @@ def ridge_arguments():
     return {"w": jnp.ones(3)}, batch
 
 
+@pytest.mark.filterwarnings("ignore:XLA did not reuse:jaxmem.JaxmemWarning")  # kept for nothing
 @pytest.mark.parametrize(
     "options",
     [{}, {"microbatches": 4}, {"microbatches": 2, "loss_scale": jaxmem.LossScale(), "remat": "dp"}],

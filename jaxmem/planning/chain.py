@@ -63,15 +63,12 @@ class Solution:
         levels = np.arange(self.levels)[:, None]
         stays = np.minimum(chain.stays, pad)
         keeps = np.minimum(chain.keeps, pad)
-        # By number of blocks, as the tables: the price of a region round them, by memory.
-        regions: list[np.ndarray] = []
         for length in range(self.count + 1):
             start = np.arange(self.count - length + 1)
             table = np.full((self.levels, len(start), pad + len(memory)), np.inf, np.float32)
             self.tables.append(table)
             if not length:
                 table[:, :, pad:] = 0
-                regions.append(table[:, :, pad:])
                 continue
             run = chain.again if length == 1 else chain.through
             used = stays[:, start] * (length > 1)
@@ -81,11 +78,10 @@ class Solution:
             for split in range(1, length):
                 used = keeps[:, start, start + split]
                 price = self._left(length - split)[levels, start + split, used]
-                price += regions[split][:, : len(start)]
+                price += self.tables[split][:, : len(start), pad:]
+                price += chain.ahead[:, start, start + split, None]
                 np.minimum(best, price, out=best)
             table[:, :, pad:] = best
-            ahead = chain.ahead[:, start, start + length]
-            regions.append(best + ahead[:, :, None].astype(np.float32))
 
     def _left(self, length: int) -> np.ndarray:
         """[level, start, used]: the prices of so many blocks, by memory, where so much less is
@@ -170,7 +166,8 @@ class Solution:
             choice = None
             for middle in range(start + 1, stop):
                 price = price_of(middle, stop, memory, int(chain.keeps[level, start, middle]))
-                price += price_of(start, middle, memory) + chain.ahead[level, start, middle]
+                price += price_of(start, middle, memory)
+                price += chain.ahead[level, start, middle]
                 if price < best:
                     best, choice = price, middle
             if choice is None:
