@@ -48,8 +48,8 @@ def memory(
         timeout: seconds for the compilation.
         timeline: False: totals, FLOPs and transfers alone. What the compiler said is kept on disk,
             and then serves any code that makes the same program, on whatever lines.
-        compile: ``"buffers"``: XLA is stopped when it has assigned the buffers, which takes a third
-            to a half of a compilation; ``"full"``: it generates the code too, which may yet fail.
+        compile: ``"buffers"``: XLA is stopped when it has assigned the buffers, a third to
+            three quarters of a compilation; ``"full"``: it generates the code too, which may yet fail.
             For the attached device it always does.
 
     Raises:
