@@ -49,8 +49,8 @@ def memory(
         timeline: False: totals, FLOPs and transfers alone. What the compiler said is kept on disk,
             and then serves any code that makes the same program, on whatever lines.
         compile: ``"buffers"``: XLA is stopped when it has assigned the buffers, a third to
-            three quarters of a compilation; ``"full"``: it generates the code too, which may yet fail.
-            For the attached device it always does.
+            three quarters of a compilation; ``"full"``: it generates the code too, which may yet
+            fail. For the attached device it always does.
 
     Raises:
         CompileError: XLA refused the program, ran out of time, or died.
