@@ -621,3 +621,40 @@ def test_a_step_whose_code_cannot_be_generated_is_not_returned(monkeypatch):
     asked.clear()
     with pytest.raises(jaxmem.CompileError, match="no such kernel"):
         fit("1GiB", compilations=1)
+
+
+def test_where_code_for_nothing_can_be_generated_the_compiler_is_heard(monkeypatch):
+    """And not that the budget is too small: what fits was found."""
+    memory = jaxmem.memory
+
+    def refusing(step, *args, compile="buffers", **options):
+        if compile == "full":
+            raise jaxmem.CompileError("XLA could not compile the program for h200:\nno such kernel")
+        return memory(step, *args, compile=compile, **options)
+
+    monkeypatch.setattr("jaxmem.fitting.search.memory", refusing)
+    with pytest.raises(jaxmem.CompileError, match="no such kernel"):
+        fit("90MiB", keep="placement", compilations=3)
+
+
+def test_what_was_compiled_before_is_returned_where_the_best_has_no_code(monkeypatch):
+    """The last compilation found the fastest step that fits, and an earlier one fits too."""
+    sizes, budget, full = iter([0.5, 0.9]), 92 * MIB, []
+
+    class Report:
+        has_timeline = False
+
+        def __init__(self, share):
+            self.device = int(share * budget)
+
+    def memory(step, *args, compile="buffers", **_):
+        if compile == "full":
+            full.append(step)
+            if len(full) == 1:
+                raise jaxmem.CompileError("no such kernel")
+            return Report(0.5)
+        return Report(next(sizes))
+
+    monkeypatch.setattr(jaxmem.fitting.search, "memory", memory)
+    step = fit(budget, keep=("batch", "placement"), compilations=2)
+    assert len(full) == 2 and step.fitting.chosen.compiled == int(0.5 * budget)

@@ -77,7 +77,7 @@ def fit(
     Raises:
         BudgetError: nothing that was compiled fits: names the lowest bytes met, what holds them,
             and what else could be allowed; or the budget does not parse.
-        CompileError: XLA generates no code for the last step that fits.
+        CompileError: XLA generates no code for any step that was found to fit.
         JaxmemError: an unknown name in ``allow`` or ``keep``, a target that is no known GPU, or
             what `jaxmem.train_step` raises.
 

@@ -46,23 +46,24 @@ class Search:
 
         Raises:
             BudgetError: nothing that was compiled fits.
+            CompileError: XLA generates no code for what fits.
         """
         if not is_count(compilations):
             raise JaxmemError(
                 f"jaxmem.fit takes compilations=, an int of 1 or more; got {compilations!r}."
             )
         self.compiled = CompiledSearch(self.problem.budget, compilations, _OVER)
+        refused: CompileError | None = None
         while True:
             self.compiled.run(self._proposals(), self._compile)
             best = self._best
             if best is None:
-                raise Verdicts(self).too_small()
+                raise refused or Verdicts(self).too_small()
             step = self.problem.step(best.levers, best.plan)
             try:
                 self._memory(step, best.levers, compile="full")
             except CompileError as error:
-                if not self.compiled.left:
-                    raise
+                refused = error
                 self._reject(best, error)
             else:
                 step.fitting = self.fitting(best)
@@ -78,6 +79,7 @@ class Search:
         proposal, why = self.compiled.best, f"XLA could not compile it: {_reason(error)}"
         assert proposal is not None
         self.compiled.reject(proposal)
+        del self.reports[key_of(best)]
         self.found[key_of(best)] = dataclasses.replace(best, compiled=None, verdict=why)
         tell(f"jaxmem: {best.levers}; recompute {best.remat}: {why}")
 
