@@ -22,6 +22,7 @@ from jaxmem.ground.errors import (
     OffloadError as OffloadError,
     PlanError as PlanError,
 )
+from jaxmem.ground.version import __version__ as __version__
 from jaxmem.levers.batch.accumulation import accumulate as accumulate
 from jaxmem.levers.batch.microbatching import microbatch as microbatch
 from jaxmem.levers.host.layering import Layers as Layers, layers as layers
@@ -62,8 +63,6 @@ from jaxmem.training import (
     TrainStep as TrainStep,
     train_step as train_step,
 )
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str):

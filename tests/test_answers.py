@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from jaxmem.ground.errors import CompileError
-from jaxmem.targets import workers
+from jaxmem.targets import Job, workers
 from jaxmem.targets.cuda import compiler
 from tests.faults import gone
 
@@ -169,8 +169,10 @@ def write(path, text, seconds):
             file.flush()
             time.sleep(seconds)
 
-def compile(prepared, *, options, order, slowly, then):
+def compile(prepared, *, options, order, slowly, then, begun):
     assert prepared == "ready"
+    with open(begun, "a") as file:
+        file.write(f"{os.getpid()}\\n")
     folder = dict(options)["xla_dump_to"]
     for name in order:
         write(f"{folder}/1-{name}.txt", "all of the " + name, slowly)
@@ -180,6 +182,8 @@ def compile(prepared, *, options, order, slowly, then):
         os.abort()
     if then == "sleeps":
         os.system("sleep 60")
+    if then == "goes on":
+        time.sleep(1)
     return Executable()
 """
 
@@ -191,11 +195,18 @@ def ask(monkeypatch, tmp_path):
     path.write_text(COMPILER)
     monkeypatch.setattr(workers.Worker, "idle", [])
 
-    def asked(full=False, timeout=60.0, order=("program", "buffers"), slowly=0.0, then="ends"):
+    def asked(
+        full=False,
+        timeout=60.0,
+        order=("program", "buffers"),
+        slowly=0.0,
+        then="ends",
+        hold=False,
+    ):
         command = workers.Command(path, ())
-        request = {"order": order, "slowly": slowly, "then": then}
+        request = {"order": order, "slowly": slowly, "then": then, "begun": str(tmp_path / "begun")}
         began = time.monotonic()
-        reply = workers.ask(command, request, full, timeout, "a GPU")
+        reply = workers.ask(command, request, full, timeout, "a GPU", hold)
         return reply, time.monotonic() - began
 
     yield asked
@@ -221,6 +232,74 @@ def test_files_are_read_when_they_are_whole(ask, order):
 def test_a_full_compilation_waits_for_its_end(ask):
     reply, _ = ask(full=True)
     assert read(reply) == WHOLE and reply["stats"] == {"argument": 7}
+
+
+def forks(tmp_path):
+    """The processes that compiled, or do."""
+    return [int(line) for line in (tmp_path / "begun").read_text().split()]
+
+
+def ends(process):
+    """Within some seconds."""
+    until = time.monotonic() + 20
+    while not gone(process) and time.monotonic() < until:
+        time.sleep(0.05)
+    return gone(process)
+
+
+def state(process):
+    return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
+
+
+def test_a_held_compilation_goes_on_where_it_was(ask, tmp_path):
+    reply, _ = ask(then="goes on", hold=True)
+    assert read(reply) == WHOLE and reply["stats"] is None and reply["resident"] > 2**20
+    (fork,) = forks(tmp_path)
+    assert state(fork) == "T"
+    reply, _ = ask(then="goes on", full=True)
+    assert read(reply) == WHOLE and reply["stats"] == {"argument": 7}
+    assert forks(tmp_path) == [fork]
+    assert gone(fork)
+    ask(then="goes on", full=True)  # nothing is held any more
+    assert len(forks(tmp_path)) == 2
+
+
+def test_what_is_held_ends_when_another_comes_or_its_worker_dies(ask, tmp_path):
+    ask(then="goes on", hold=True)
+    (worker,) = workers.Worker.idle
+    ask(then="ends", full=True)
+    first, second = forks(tmp_path)
+    assert gone(first) and gone(second) and workers.Worker.idle == [worker]
+    assert os.listdir(worker.folder) == []
+    ask(then="goes on", hold=True)
+    held = forks(tmp_path)[-1]
+    worker.process.kill()
+    worker.process.wait()
+    assert ends(held)
+    folder = worker.folder
+    ask()
+    assert not os.path.exists(folder)  # with the worker that was dead
+
+
+def test_of_several_workers_the_one_is_asked_that_holds_it(ask, monkeypatch, tmp_path):
+    monkeypatch.setattr(workers, "cores", lambda: 2)
+    slow = Job(lambda: ask(then="goes on", slowly=0.2, hold=True))
+    ask(slowly=0.2, hold=True)
+    slow.result()
+    assert len(workers.Worker.idle) == 2
+    ask(then="goes on", slowly=0.2, full=True)
+    ask(slowly=0.2, full=True)
+    assert len(forks(tmp_path)) == 2
+
+
+def test_a_job_that_nobody_waits_for_ends(ask, tmp_path):
+    job = Job(lambda: ask(then="sleeps", full=True))
+    while not (tmp_path / "begun").exists() or not forks(tmp_path):
+        time.sleep(0.05)
+    job.stop()
+    with pytest.raises(CompileError, match="XLA died"):
+        job.result()
+    assert ends(forks(tmp_path)[0]) and workers.Worker.idle == []
 
 
 def test_what_runs_for_a_compilation_ends_with_it(ask):

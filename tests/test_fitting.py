@@ -7,6 +7,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from flax import nnx
 import jaxmem
 from jaxmem import cli
 from jaxmem.fitting.verdicts import Verdicts
+from jaxmem.reports import Compiling
 
 MIB = 2**20
 LAYERS, ROWS, WIDTH = 8, 4096, 512
@@ -291,17 +293,36 @@ def test_nothing_fits():
     assert step.fitting.chosen.compiled <= lowest
 
 
+class Said(Compiling):
+    """A compilation of the next size, in shares of a budget, without a compiler."""
+
+    def __init__(self, sizes, budget):
+        self.device = int(next(sizes) * budget)
+
+    def report(self, compile="buffers", timeout=3600):
+        return types.SimpleNamespace(device=self.device, has_timeline=False)
+
+
+class Refused(Compiling):
+    """A compilation whose code is not generated, where ``refuses(step)`` says so."""
+
+    def __init__(self, made, refuses):
+        self.made, self.refuses = made, refuses
+
+    def start(self, hold=False):
+        self.made.start(hold)
+
+    def report(self, compile="buffers", timeout=3600):
+        if compile == "full" and self.refuses():
+            raise jaxmem.CompileError("XLA could not compile the program for h200:\nno such kernel")
+        return self.made.report(compile, timeout)
+
+
 def test_plans_between_two_that_do_not_fit_are_tried(monkeypatch):
     """Bytes of one's own in place of the compiler's: what recomputes most is not the smallest."""
-    budget, sizes = 92 * MIB, iter([1.25, 1.05, 0.9, 0.9])  # the last once more, in full
+    budget, sizes = 92 * MIB, iter([1.25, 1.05, 0.9])
 
-    class Report:
-        has_timeline = False
-
-        def __init__(self):
-            self.device = int(next(sizes) * budget)
-
-    monkeypatch.setattr(jaxmem.fitting.search, "memory", lambda *args, **_: Report())
+    monkeypatch.setattr(jaxmem.fitting.search, "begin", lambda *_, **__: Said(sizes, budget))
     step = fit(budget, keep=("batch", "placement"))
     chosen = step.fitting.chosen
     assert chosen.compiled == int(0.9 * budget)
@@ -315,13 +336,7 @@ def test_plans_above_those_that_do_not_fit_are_tried(monkeypatch):
     params = {"layers": [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 32}
     budget, sizes = 45 * MIB, iter([1.02, 0.9, 1.1, 1.1, 1.1, 1.1])
 
-    class Report:
-        has_timeline = False
-
-        def __init__(self):
-            self.device = int(next(sizes) * budget)
-
-    monkeypatch.setattr(jaxmem.fitting.search, "memory", lambda *args, **_: Report())
+    monkeypatch.setattr(jaxmem.fitting.search, "begin", lambda *_, **__: Said(sizes, budget))
     batch = {name: jax.ShapeDtypeStruct((2048, 256), jnp.float32) for name in "xy"}
     step = jaxmem.fit(
         loss_fn, ADAM, params, batch, budget=budget, target="h200", keep=("batch", "placement")
@@ -602,59 +617,41 @@ def test_help_says_what_keep_is_for(capsys):
     assert "what may NOT be done although it changes no numerics, by name (may be repeated)" in text
 
 
+def refuse(monkeypatch, refuses):
+    """Every compilation in full asks ``refuses`` whether it fails."""
+    begin = jaxmem.fitting.search.begin
+    monkeypatch.setattr(
+        jaxmem.fitting.search, "begin", lambda *args, **how: Refused(begin(*args, **how), refuses)
+    )
+
+
 def test_a_step_whose_code_cannot_be_generated_is_not_returned(monkeypatch):
     """Its buffers could be assigned, and it fits: the next one is compiled in full too."""
-    asked, memory = [], jaxmem.memory
-
-    def refusing(step, *args, compile="buffers", **options):
-        asked.append(compile)
-        if asked.count("full") == 1 and compile == "full":
-            raise jaxmem.CompileError("XLA could not compile the program for h200:\nno such kernel")
-        return memory(step, *args, compile=compile, **options)
-
-    monkeypatch.setattr("jaxmem.fitting.search.memory", refusing)
+    answers = [True, False]
+    refuse(monkeypatch, lambda: answers.pop(0))
     fitting = fit("90MiB", keep="placement").fitting
-    assert asked.count("full") == 2 and fitting.chosen.compiled <= 90 * MIB
+    assert not answers and fitting.chosen.compiled <= 90 * MIB
     refused = [row for row in fitting.considered if "no such kernel" in row.verdict]
     assert [row.verdict for row in refused] == ["XLA could not compile it: no such kernel"]
     assert refused[0].seconds <= fitting.chosen.seconds and refused[0] != fitting.chosen
-    asked.clear()
-    with pytest.raises(jaxmem.CompileError, match="no such kernel"):
-        fit("1GiB", compilations=1)
 
 
 def test_where_code_for_nothing_can_be_generated_the_compiler_is_heard(monkeypatch):
     """And not that the budget is too small: what fits was found."""
-    memory = jaxmem.memory
-
-    def refusing(step, *args, compile="buffers", **options):
-        if compile == "full":
-            raise jaxmem.CompileError("XLA could not compile the program for h200:\nno such kernel")
-        return memory(step, *args, compile=compile, **options)
-
-    monkeypatch.setattr("jaxmem.fitting.search.memory", refusing)
+    refuse(monkeypatch, lambda: True)
     with pytest.raises(jaxmem.CompileError, match="no such kernel"):
         fit("90MiB", keep="placement", compilations=3)
+    with pytest.raises(jaxmem.CompileError, match="no such kernel"):
+        fit("1GiB", compilations=1)
 
 
 def test_what_was_compiled_before_is_returned_where_the_best_has_no_code(monkeypatch):
     """The last compilation found the fastest step that fits, and an earlier one fits too."""
-    sizes, budget, full = iter([0.5, 0.9]), 92 * MIB, []
-
-    class Report:
-        has_timeline = False
-
-        def __init__(self, share):
-            self.device = int(share * budget)
-
-    def memory(step, *args, compile="buffers", **_):
-        if compile == "full":
-            full.append(step)
-            if len(full) == 1:
-                raise jaxmem.CompileError("no such kernel")
-            return Report(0.5)
-        return Report(next(sizes))
-
-    monkeypatch.setattr(jaxmem.fitting.search, "memory", memory)
+    sizes, budget, answers = iter([0.5, 0.9, 0.5]), 92 * MIB, [True, False]
+    monkeypatch.setattr(
+        jaxmem.fitting.search,
+        "begin",
+        lambda *_, **__: Refused(Said(sizes, budget), lambda: answers.pop(0)),
+    )
     step = fit(budget, keep=("batch", "placement"), compilations=2)
-    assert len(full) == 2 and step.fitting.chosen.compiled == int(0.5 * budget)
+    assert not answers and step.fitting.chosen.compiled == int(0.5 * budget)

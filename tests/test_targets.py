@@ -419,6 +419,7 @@ def test_a_disk_that_is_full_while_installing_is_said_without_pips_traceback(mon
 
 def test_without_a_temporary_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(compiler, "_result_path", lambda *_: tmp_path / "result")
+    workers.close_idle()  # a worker has its folder for as long as it lives
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(jaxmem.CompileError, match="a temporary folder, and could not have them: "):
         jaxmem.memory(step, *SHAPES, target="h200")

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmem.fitting.costs import Costs
@@ -15,8 +15,8 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import is_count
 from jaxmem.ground.errors import CompileError, JaxmemError
 from jaxmem.ground.progress import tell
-from jaxmem.rematerialization import Outcome, Plan, Search as CompiledSearch
-from jaxmem.reports import MemoryReport, memory
+from jaxmem.rematerialization import Begun, Outcome, Plan, Search as CompiledSearch
+from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.training import TrainStep
 
 # Chosen, and not measured at half and at twice: each such row would compile training steps. A wrong
@@ -28,6 +28,8 @@ _OVER = 1.01  # times the ratio of what did not fit: the next one differs from i
 # Compiled bytes over projected ones, at most, before anything was compiled: networks were within
 # 15 % (benchmarks/planner/projected.py), microbatches of a small one 26 % off.
 _FIRST_ERROR = 1.3
+# Expected bytes of a candidate over those of the one that is compiled beside it, as for plans.
+_BESIDE = 1.04
 
 
 class Search:
@@ -39,6 +41,7 @@ class Search:
         self.seen: dict[Levers, Candidate] = {}  # the last plan of each
         self.found: dict[tuple, Candidate] = {}  # by key: what was compiled
         self.reports: dict[tuple, MemoryReport] = {}
+        self.made: dict[tuple, tuple[TrainStep, Compiling]] = {}  # traced and lowered
         self.compiled: CompiledSearch[Candidate] = CompiledSearch(problem.budget, 0)
 
     def run(self, compilations: int) -> TrainStep:
@@ -55,13 +58,13 @@ class Search:
         self.compiled = CompiledSearch(self.problem.budget, compilations, _OVER)
         refused: CompileError | None = None
         while True:
-            self.compiled.run(self._proposals(), self._compile)
+            self.compiled.run(self._rounds(), self._start)
             best = self._best
             if best is None:
                 raise refused or Verdicts(self).too_small()
-            step = self.problem.step(best.levers, best.plan)
+            step, made = self._made(best)
             try:
-                self._memory(step, best.levers, compile="full")
+                made.report("full")
             except CompileError as error:
                 refused = error
                 self._reject(best, error)
@@ -69,10 +72,14 @@ class Search:
                 step.fitting = self.fitting(best)
                 return step
 
-    def _memory(self, step: TrainStep, levers: Levers, compile: str = "buffers") -> MemoryReport:
-        problem = self.problem
-        state, target = problem.state(levers), problem.target
-        return memory(step, state, problem.batch, target=target, compile=compile)
+    def _made(self, candidate: Candidate) -> tuple[TrainStep, Compiling]:
+        """The step of a candidate, and the same traced and lowered."""
+        key, problem = key_of(candidate), self.problem
+        if key not in self.made:
+            step = problem.step(candidate.levers, candidate.plan)
+            state = problem.state(candidate.levers)
+            self.made[key] = step, begin(step, state, problem.batch, target=problem.target)
+        return self.made[key]
 
     def _reject(self, best: Candidate, error: CompileError) -> None:
         """Its buffers could be assigned, and no code can be generated for it."""
@@ -96,9 +103,13 @@ class Search:
         best = self.compiled.best
         return self.found[key_of(best)] if best else None
 
-    def _proposals(self) -> Iterator[Candidate]:
+    def _rounds(self) -> Iterator[Sequence[Candidate]]:
         while True:
             best = self._best
+            # What may still be returned is kept as it was lowered, and nothing else: it is large.
+            self.made = {
+                key: made for key, made in self.made.items() if best and key == key_of(best)
+            }
             # After others failed the last one goes to what is the most likely to fit.
             last = self.found and self.compiled.left == 1
             candidate = self.cheapest(best)
@@ -106,11 +117,19 @@ class Search:
                 candidate = self._smallest() or self._between()
             if candidate is None:
                 return
-            yield candidate
+            yield [candidate, *self._beside(candidate, best)]
 
-    def cheapest(self, best: Candidate | None) -> Candidate | None:
-        """The least predicted time that is projected to fit and not compiled yet; None: nothing
-        promises to be faster than ``best``."""
+    def _beside(self, candidate: Candidate, best: Candidate | None) -> list[Candidate]:
+        """What to compile beside a candidate, in case that it does not fit: the one of the least
+        predicted time that is expected to take a little less."""
+        if self.expected(candidate) * _BESIDE < self.problem.budget:
+            return []  # nothing is expected to keep it from fitting
+        other = self.cheapest(best, _BESIDE)
+        return [] if other is None or key_of(other) == key_of(candidate) else [other]
+
+    def cheapest(self, best: Candidate | None, room: float = 1.0) -> Candidate | None:
+        """The least predicted time that is projected to fit and not compiled yet, with so many
+        times its expected bytes; None: nothing promises to be faster than ``best``."""
         found: Candidate | None = None
         limit = best.seconds if best else 1e30
         bound = self.costs.bound
@@ -120,7 +139,7 @@ class Search:
             close = best is not None and (best.compiled or 0) >= _CLOSE * self.problem.budget
             if best and levers == best.levers and close:
                 continue
-            candidate = self._candidate(levers)
+            candidate = self._candidate(levers, room)
             if candidate is None or key_of(candidate) in self.found:
                 continue
             gain = limit - candidate.seconds
@@ -128,18 +147,18 @@ class Search:
                 found = candidate
         return found
 
-    def _candidate(self, levers: Levers) -> Candidate | None:
+    def _candidate(self, levers: Levers, room: float) -> Candidate | None:
         """The levers with the plan that is projected to fit; None: none is."""
-        costs = self.costs
-        found = costs.plan(levers, int(self.problem.budget / self._ratio(levers)))
-        lowest = found if isinstance(found, int) else None
-        if isinstance(found, Plan) and "residuals" in self.problem.keep and found.recomputes:
-            lowest = costs.priced(levers, costs.plain(levers)).projected
-        if lowest is not None or not isinstance(found, Plan):
-            self.seen[levers] = Candidate(levers, None, lowest, costs.bound(levers))
-            return None
-        self.seen[levers] = costs.priced(levers, found)
-        return self.seen[levers]
+        costs, allowed = self.costs, self.problem.budget / self._ratio(levers) / room
+        found = costs.plan(levers, int(allowed))
+        plan, lowest = (None, found) if isinstance(found, int) else (found, None)
+        if plan and plan.recomputes and "residuals" in self.problem.keep:
+            plan, lowest = None, costs.priced(levers, costs.plain(levers)).projected
+        unplanned = Candidate(levers, None, lowest, costs.bound(levers))
+        candidate = costs.priced(levers, plan) if plan else unplanned
+        if room == 1:
+            self.seen[levers] = candidate
+        return candidate if plan else None
 
     def _smallest(self) -> Candidate | None:
         """The fewest projected bytes of what is not compiled yet: the state as small as may be, and
@@ -196,7 +215,13 @@ class Search:
         last = math.ceil(alike[-1] * 50) / 50 if alike else last
         return ratios.get(_place(levers), last)
 
-    def _compile(self, candidate: Candidate) -> Outcome:
+    def _start(self, candidate: Candidate) -> Begun:
+        _, made = self._made(candidate)
+        made.start(hold=True)  # the one that is returned is compiled in full
+        said = f"{candidate.levers}; recompute {candidate.remat}"
+        return Begun(said, lambda: self._finish(candidate, made), made.stop)
+
+    def _finish(self, candidate: Candidate, made: Compiling) -> Outcome:
         levers, key = candidate.levers, key_of(candidate)
         assert candidate.projected and candidate.plan
         about = f"{levers}; recompute {candidate.remat}"
@@ -207,10 +232,10 @@ class Search:
             return Outcome(said, found.seconds, found.projected, found.compiled, _place(levers))
 
         try:
-            report = self._memory(self.problem.step(levers, candidate.plan), levers)
+            report = made.report()
         except CompileError as error:
             why = f"XLA could not compile it: {_reason(error)}"
-            self.options.remove(levers)
+            self.options = [option for option in self.options if option != levers]
             return outcome(f": {about}: {why}", verdict=why)
         offloaded = candidate.plan.predicted.host_bytes
         if offloaded and report.host < offloaded + self.problem.host_bytes(levers):

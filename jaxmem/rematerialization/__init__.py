@@ -10,6 +10,10 @@ from jaxmem.rematerialization.plan import (
 )
 from jaxmem.rematerialization.plan_text import checked as checked
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
-from jaxmem.rematerialization.search import Outcome as Outcome, Search as Search
+from jaxmem.rematerialization.search import (
+    Begun as Begun,
+    Outcome as Outcome,
+    Search as Search,
+)
 from jaxmem.rematerialization.traced import TracedFunction as TracedFunction
 from jaxmem.rematerialization.transform import remat as remat

@@ -1,9 +1,13 @@
 """Propose, compile, correct: the loop that all searches with the compiler share."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
+from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.progress import tell
 
 Proposal = TypeVar("Proposal", bound=Hashable)
@@ -33,11 +37,29 @@ class Outcome:
         return max(self.compiled or 0, 1) / max(self.projected, 1)
 
 
-class Search(Generic[Proposal]):
-    """Proposals compiled one after the other; the bytes of one correct what is expected of others.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begun:
+    """A proposal that is being compiled.
 
     Attributes:
-        outcomes: by proposal, in the order of compilation.
+        said: what it is, in words.
+        finish: waits, and says what became of it.
+        stop: for where nobody waits for it any more.
+    """
+
+    said: str
+    finish: Callable[[], Outcome]
+    stop: Callable[[], None]
+
+
+class Search(Generic[Proposal]):
+    """Proposals compiled in rounds; the bytes of one round correct what is expected of the next.
+
+    A round has the same proposals on every machine, so that what is found does not depend on how
+    many are compiled at a time, nor on which is there first.
+
+    Attributes:
+        outcomes: by proposal, in the order of the proposals.
         ratios: compiled bytes over projected ones, by place; the last one last.
     """
 
@@ -46,24 +68,54 @@ class Search(Generic[Proposal]):
         self.outcomes: dict[Proposal, Outcome] = {}
         self.ratios: dict[Any, float] = {}
 
-    def run(self, proposals: Iterable[Proposal], compile: Callable[[Proposal], Outcome]) -> None:
-        """Compiles what is proposed until nothing is, or as many as are allowed. ``proposals`` is a
-        generator that looks at the outcomes so far before it proposes the next."""
+    def run(self, rounds: Iterable[Sequence[Proposal]], start: Callable[[Proposal], Begun]) -> None:
+        """Compiles what is proposed until nothing is, or as many as are allowed.
+
+        Args:
+            rounds: a generator that looks at the outcomes so far before it proposes the next. The
+                first of a round is what is wanted; the others count only where it does not fit, and
+                leave one compilation over.
+            start: begins to compile one.
+
+        Raises:
+            JaxmemError: what the first of a round raised.
+        """
         if not self.left:
             return
-        for proposal in proposals:
-            outcome = compile(proposal)
-            self.outcomes[proposal] = outcome
-            if outcome.compiled is not None:
-                self.ratios.pop(outcome.place, None)  # so that it comes last
-                more = self.over if outcome.compiled > self.allowed else 1.0
-                self.ratios[outcome.place] = outcome.ratio * more
-            tell(
-                f"jaxmem: compiled {len(self.outcomes)} of at most {self.compilations}"
-                f"{outcome.said}"
-            )
+        for proposals in rounds:
+            began = time.monotonic()
+            with contextlib.ExitStack() as stack:
+                begun = []
+                for proposal in proposals[: max(self.left - 1, 1)]:
+                    begun.append((proposal, start(proposal)))
+                    stack.callback(begun[-1][1].stop)
+                first, last = len(self.outcomes) + 1, len(self.outcomes) + len(begun)
+                numbers = f"{first} and {last}" if last > first else first
+                said = "; ".join(one.said for _, one in begun)
+                tell(f"jaxmem: compiling {numbers} of at most {self.compilations}: {said}")
+                for at, (proposal, one) in enumerate(begun):
+                    try:
+                        outcome = one.finish()
+                    except JaxmemError as error:
+                        if not at:
+                            raise
+                        outcome = Outcome(f": {error}", math.inf, 1, None, proposal)
+                    self._learn(proposal, outcome, time.monotonic() - began)
+                    if not at and self.fits(proposal):
+                        break  # what is beside it was for the other case
             if not self.left:
                 break
+
+    def _learn(self, proposal: Proposal, outcome: Outcome, seconds: float) -> None:
+        """Keeps an outcome that was there so long after its round began."""
+        self.outcomes[proposal] = outcome
+        if outcome.compiled is not None:
+            self.ratios.pop(outcome.place, None)  # so that it comes last
+            more = self.over if outcome.compiled > self.allowed else 1.0
+            self.ratios[outcome.place] = outcome.ratio * more
+        rest = f"; at most {self.left * seconds:.0f} s more" if self.left else ""
+        number = f"{len(self.outcomes)} of at most {self.compilations}"
+        tell(f"jaxmem: compiled {number}{outcome.said}{rest}")
 
     def reject(self, proposal: Proposal) -> None:
         """Takes back what was compiled: it is no program after all."""

@@ -1,6 +1,7 @@
 """What a step costs in bytes, by XLA's own buffer assignment, and who takes them."""
 
-from jaxmem.reports.compiled import memory as memory
+from jaxmem.reports.compiled import begin as begin, memory as memory
+from jaxmem.reports.compiling import Compiling as Compiling
 from jaxmem.reports.difference import Diff as Diff, diff as diff, read_report as read_report
 from jaxmem.reports.drawn.plot import check_plot as check_plot
 from jaxmem.reports.kept import Residuals as Residuals, residuals as residuals

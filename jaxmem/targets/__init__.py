@@ -1,5 +1,6 @@
 """Accelerators: their figures, and XLA's compilers for those that are not in the machine."""
 
+from jaxmem.targets.background import Job as Job
 from jaxmem.targets.cache import Compiled as Compiled
 from jaxmem.targets.cuda.install import install_compiler as install_compiler
 from jaxmem.targets.family import Family as Family

@@ -40,10 +40,16 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def compile(
-        self, module: bytes, target: Target, options: dict[str, Any], timeout: float, full: bool
+        self,
+        module: bytes,
+        target: Target,
+        options: dict[str, Any],
+        timeout: float,
+        full: bool = False,
+        hold: bool = False,
     ) -> Compiled:
         """Compiles a module that was lowered for the platform, in a worker process: until its
-        buffers are assigned, or in ``full``.
+        buffers are assigned (with ``hold``, so that it may go on from there), or in ``full``.
 
         Raises:
             CompileError: XLA refused the program, ran out of time, or died.

@@ -4,22 +4,24 @@ Run by path, never imported: it loads a compiler, which must not happen in the u
 backend is touched there, and an abort inside XLA ends a child of this one only). It knows nothing
 of jaxmem and does not import JAX.
 
-    python -P worker.py FAMILY.py PARENT ARGUMENT...
+    python -P worker.py FAMILY.py PARENT FOLDER ARGUMENT...
 
 FAMILY.py is a file of `jaxmem.targets` with what is its compiler's own: ``prepare(*arguments)``,
 called once, ``compile(prepared, **request)``, which returns an executable, and ``DUMPED``, the
 endings of the files to read, by kind. Each request is compiled in a fork, where the compiler is
 loaded already. XLA writes its answer, the scheduled program and its buffer assignment, long before
-it has generated code: the fork is stopped as soon as those files are whole, unless the request is
-for a full compilation.
+it has generated code: the fork is ended as soon as those files are whole, unless the request is
+for a full compilation. Where that may be asked for next, the fork is held instead: stopped, until
+it may go on, or another request comes.
 
-Request: ``{"folder": an empty one, "full": bool, "request": what ``compile`` takes}``. Reply:
-``{"texts": {kind: gzipped text}, "stats": {name: bytes} or None, "resident": bytes}``, or
-``{"error": text}`` or ``{"died": exit code}``. The worker ends when it is idle for a minute, or
-PARENT, the number of the user's process, ends.
+Request: ``{"full": bool, "hold": bool, "request": what ``compile`` takes}``. Reply: ``{"texts":
+{kind: gzipped text}, "stats": {name: bytes} or None, "resident": bytes}``, or ``{"error": text}``
+or ``{"died": exit code}``. The worker ends when it is idle for a minute, or PARENT, the number of
+the user's process, ends; all that it writes is in FOLDER.
 """
 
 import contextlib
+import ctypes
 import gzip
 import json
 import os
@@ -30,20 +32,24 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
+from typing import ClassVar
 
 IDLE = 60  # seconds
 _POLL = 0.005  # seconds between two looks at what XLA has written
 _REPLY = "reply.json"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-_running: tuple[int, str] | None = None  # the fork, and the folder of its files
+_folder = ""  # for what forks write
 
 
 def main() -> None:
+    global _folder
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever XLA prints must not land between replies
-    family, parent, *arguments = sys.argv[1:]
+    family, parent, _folder, *arguments = sys.argv[1:]
     threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
     functions = runpy.run_path(family)
     prepared = functions["prepare"](*arguments)
@@ -51,17 +57,26 @@ def main() -> None:
     def compile(options: list, **request):
         return functions["compile"](prepared, options=options, **request)
 
+    held: _Fork | None = None
     while select.select([sys.stdin], [], [], IDLE)[0]:
         try:
             about = pickle.load(sys.stdin.buffer)
         except EOFError:
-            return
+            break
         try:
-            reply = _answer(compile, functions["DUMPED"], **about)
+            if held is None or not about["full"] or held.request != about["request"]:
+                if held is not None:
+                    held.end()
+                held = _Fork(compile, about["request"])
+            reply = held.answer(functions["DUMPED"], about["full"], about["hold"])
+            if not held.stopped:
+                held = None
         except OSError as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
         pickle.dump(reply, replies)
         replies.flush()
+    if held is not None:
+        held.end()
 
 
 def _end_with(parent: int) -> None:
@@ -72,48 +87,89 @@ def _end_with(parent: int) -> None:
     """
     while os.getppid() == parent:
         time.sleep(0.5)
-    if _running is not None:
-        child, folder = _running
-        _kill(child)
-        shutil.rmtree(folder, ignore_errors=True)
+    for fork in list(_Fork.living):
+        _kill(fork.child)
+    shutil.rmtree(_folder, ignore_errors=True)
     if os.getpgrp() == os.getpid():  # with ptxas, which XLA starts
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
-def _answer(compile, dumped: dict[str, str], folder: str, full: bool, request: dict) -> dict:
-    global _running
-    dump, reply = os.path.join(folder, "dump"), pathlib.Path(folder, _REPLY)
-    os.mkdir(dump)
-    worker = os.getpid()
-    child = os.fork()
-    if not child:
-        _compile_and_exit(compile, worker, dump, reply, request)
-    _running = child, folder
-    paths, code, usage = None, None, None
-    while code is None:
-        paths = None if full else _whole(dump, dumped, child)
-        if paths:
-            _kill(child)
-        pid, status, usage = os.wait4(child, 0 if paths else os.WNOHANG)
-        if pid:
-            code = os.waitstatus_to_exitcode(status)
-        else:
-            time.sleep(_POLL)
-    _running = None
-    said = json.loads(reply.read_text()) if code == 0 and reply.exists() else {}
-    if "error" in said:
-        return said
-    paths = paths or _written(dump, dumped)
-    if code != 0 and (full or not paths):
-        return {"died": code}
-    if not paths:
-        raise OSError(f"XLA wrote none of the files that are asked of it: {os.listdir(dump)}")
-    texts = {kind: gzip.compress(path.read_bytes(), 3) for kind, path in paths.items()}
-    if shutil.disk_usage(dump).free < 4096:
-        raise OSError(f"the disk of {dump} is full, and XLA's dump may be cut short; set TMPDIR")
-    assert usage is not None
-    return {"texts": texts, "stats": said.get("stats"), "resident": usage.ru_maxrss * 1024}
+class _Fork:
+    """A compilation in a process of its own."""
+
+    living: ClassVar[list["_Fork"]] = []
+
+    def __init__(self, compile, request: dict):
+        self.request, self.stopped = request, False
+        self.folder = tempfile.mkdtemp(dir=_folder)
+        self.dump, self.reply = os.path.join(self.folder, "dump"), pathlib.Path(self.folder, _REPLY)
+        os.mkdir(self.dump)
+        worker = os.getpid()
+        self.child = os.fork()
+        if not self.child:
+            _compile_and_exit(compile, worker, self.dump, self.reply, request)
+        self.living.append(self)
+
+    def end(self) -> None:
+        """Nobody waits for it any more."""
+        if self in self.living:
+            _kill(self.child)
+            os.waitpid(self.child, 0)
+            self.living.remove(self)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def answer(self, dumped: dict[str, str], full: bool, hold: bool) -> dict:
+        """Waits until it is whole, and ends it, or holds it."""
+        if self.stopped:
+            self.stopped = False
+            os.killpg(self.child, signal.SIGCONT)
+        try:
+            return self._answer(dumped, full, hold)
+        finally:
+            if not self.stopped:
+                self.end()
+
+    def _answer(self, dumped: dict[str, str], full: bool, hold: bool) -> dict:
+        dump, code, resident = self.dump, None, 0
+        while code is None:
+            paths = None if full else _whole(dump, dumped, self.child)
+            if paths and hold:
+                os.killpg(self.child, signal.SIGSTOP)
+                self.stopped, resident = True, _resident(self.child)
+                break
+            if paths:
+                _kill(self.child)
+            pid, status, usage = os.wait4(self.child, 0 if paths else os.WNOHANG)
+            if pid:
+                self.living.remove(self)
+                code, resident = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
+            else:
+                time.sleep(_POLL)
+        ended = code == 0 and self.reply.exists()
+        said = json.loads(self.reply.read_text()) if ended else {}
+        if "error" in said:
+            return said
+        paths = paths or _written(dump, dumped)
+        if code is not None and code != 0 and (full or not paths):
+            return {"died": code}
+        if not paths:
+            raise OSError(f"XLA wrote none of the files that are asked of it: {os.listdir(dump)}")
+        texts = {kind: gzip.compress(path.read_bytes(), 3) for kind, path in paths.items()}
+        if shutil.disk_usage(dump).free < 4096:
+            raise OSError(
+                f"the disk of {dump} is full, and XLA's dump may be cut short; set TMPDIR"
+            )
+        return {"texts": texts, "stats": said.get("stats"), "resident": resident}
+
+
+def _resident(child: int) -> int:
+    """The most bytes that a living process had."""
+    try:
+        status = pathlib.Path(f"/proc/{child}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def _written(dump: str, dumped: dict[str, str]) -> dict[str, pathlib.Path] | None:
@@ -154,6 +210,7 @@ def _kill(child: int) -> None:
 def _compile_and_exit(compile, worker: int, dump: str, reply: pathlib.Path, request: dict):
     """The fork: compiles in a process group of its own, and leaves a reply if it gets so far."""
     os.setpgid(0, 0)
+    _wake_with_the_worker()
     os.environ["TMPDIR"] = str(reply.parent)  # what ptxas leaves there goes with it
     threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
     try:
@@ -166,6 +223,12 @@ def _compile_and_exit(compile, worker: int, dump: str, reply: pathlib.Path, requ
         said = {"error": f"{type(error).__name__}: {error}"}
     reply.write_text(json.dumps(said))
     os._exit(0)
+
+
+def _wake_with_the_worker() -> None:
+    """Goes on when the worker ends, to see that: a fork that is held sees nothing."""
+    with contextlib.suppress(AttributeError, OSError):  # Linux alone has it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 if __name__ == "__main__":

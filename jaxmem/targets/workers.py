@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from jaxmem.ground.errors import CompileError
+from jaxmem.targets.background import current_job
 
 _PROGRAM = pathlib.Path(__file__).with_name("worker.py")
 _IDLE = 50  # seconds: the worker itself ends after 60
@@ -39,18 +41,26 @@ class Command:
 
 
 def ask(
-    command: Command, request: Mapping[str, Any], full: bool, timeout: float, name: str
+    command: Command,
+    request: Mapping[str, Any],
+    full: bool,
+    timeout: float,
+    name: str,
+    hold: bool = False,
 ) -> dict[str, Any]:
-    """The reply of a worker to a request, when there is room for one more.
+    """The reply of a worker to a request, when there is room for one more. With ``hold`` a full
+    compilation of the same, asked for next, goes on from there.
 
     Raises:
         CompileError: it died, took too long, or there is no room on disk or in memory.
     """
     with _slots.taken():
+        if (job := current_job()) and job.stopped:
+            raise CompileError(f"The compilation for {name} is not wanted any more.")
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                about = {"folder": folder, "full": full, "request": request}
-                reply = Worker.borrow(command).request(about, timeout, name)
+            worker = Worker.borrow(command, request if full else None)
+            about = {"full": full, "hold": hold, "request": request}
+            reply = worker.request(about, timeout, name)
         except OSError as error:
             raise CompileError(
                 f"Compiling for {name} needs a process of its own and a temporary folder, and "
@@ -70,13 +80,20 @@ def start_one(command: Command) -> None:
 
 
 class Worker:
-    """One compiling process and the pipe to it."""
+    """One compiling process and the pipe to it.
+
+    Attributes:
+        held: the request whose compilation it holds; None: it holds none.
+        since: when it became idle.
+    """
 
     idle: ClassVar[list["Worker"]] = []
     lock = threading.Lock()
 
     def __init__(self, command: Command):
         self.command, self.since = command, time.monotonic()
+        self.held: Mapping[str, Any] | None = None
+        self.folder = tempfile.mkdtemp()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         environment = dict(os.environ, JAX_PLATFORMS="cpu")
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
@@ -85,7 +102,7 @@ class Worker:
         # A fork beside a thread that sleeps, of which Python warns, is what a worker does.
         start = [sys.executable, "-P", "-W", "ignore::DeprecationWarning", str(_PROGRAM)]
         self.process = subprocess.Popen(
-            [*start, str(command.family), str(os.getpid()), *command.arguments],
+            [*start, str(command.family), str(os.getpid()), self.folder, *command.arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -94,17 +111,25 @@ class Worker:
         )
 
     @classmethod
-    def borrow(cls, command: Command) -> "Worker":
-        """An idle worker, or a new one."""
+    def borrow(cls, command: Command, held: Mapping[str, Any] | None = None) -> "Worker":
+        """An idle worker, or a new one: the one that holds a request, else one that holds none, or
+        what it holds for the longest time."""
         with cls.lock:
             for worker in list(cls.idle):
-                old = time.monotonic() - worker.since > _IDLE or worker.process.poll() is not None
-                if old or worker.command == command:
+                if time.monotonic() - worker.since > _IDLE or worker.process.poll() is not None:
                     cls.idle.remove(worker)
-                    if not old:
-                        return worker
                     worker.close()
+            fitting = [worker for worker in cls.idle if worker.command == command]
+            if fitting:
+                worker = min(fitting, key=lambda one: cls._preference(one, held))
+                cls.idle.remove(worker)
+                return worker
         return cls(command)
+
+    @staticmethod
+    def _preference(worker: "Worker", held: Mapping[str, Any] | None) -> tuple[bool, bool, float]:
+        wanted = worker.held is not None and worker.held == held
+        return not wanted, worker.held is not None, worker.since
 
     def give_back(self) -> None:
         """For the next one that asks."""
@@ -123,6 +148,11 @@ class Worker:
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
+        job = current_job()
+        if job is not None:
+            job.process = self.process
+            if job.stopped:
+                stop()
         timer = threading.Timer(timeout, stop)
         timer.start()
         try:
@@ -144,7 +174,10 @@ class Worker:
             raise
         finally:
             timer.cancel()
+            if job is not None:
+                job.process = None
         tail = "\n".join(self._last_lines()) if "died" in reply else ""
+        self.held = request["request"] if request["hold"] and "texts" in reply else None
         self.give_back()
         if "died" in reply:
             raise self._died(reply["died"], name, tail)
@@ -170,6 +203,7 @@ class Worker:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class _Slots:
@@ -183,7 +217,8 @@ class _Slots:
     def taken(self) -> Iterator[None]:
         """Waits for room and keeps it; there is always room for one."""
         with self.changed:
-            while self.running and not self._room():
+            job = current_job()
+            while self.running and not (self._room() or (job and job.stopped)):
                 self.changed.wait(1)  # others than ours free memory too
             self.running += 1
         try:

@@ -7,6 +7,7 @@ import pathlib
 import jaxlib
 
 from jaxmem.ground.errors import CompileError
+from jaxmem.ground.version import __version__
 from jaxmem.targets.cache import Compiled, cache_folder, read, result_path, write
 from jaxmem.targets.cuda.install import Compiler, find_compiler
 from jaxmem.targets.cuda.target import CudaTarget
@@ -24,12 +25,13 @@ def compile_module(
     options: dict | None = None,
     timeout: float = 3600,
     full: bool = False,
+    hold: bool = False,
 ) -> Compiled:
     """Compiles a lowered module for a GPU that need not be there.
 
     Runs in a worker process; calls from several threads run side by side, one on each core.
-    Results are kept on disk, keyed by module, target, options and versions; one that is damaged is
-    compiled again.
+    Results are kept on disk, keyed by module, target, options and versions (XLA's and jaxmem's);
+    one that is damaged is compiled again.
 
     Args:
         module: StableHLO as MLIR bytecode, lowered for platform ``cuda``.
@@ -37,6 +39,7 @@ def compile_module(
         options: XLA flags by name (values of type bool, int, float or str).
         timeout: seconds, after which the worker is killed.
         full: whether to generate the code too, and not to stop where the buffers are assigned.
+        hold: whether that may be asked for next.
 
     Raises:
         CompileError: XLA refused the program, ran out of time, or died; with its last lines.
@@ -57,12 +60,12 @@ def compile_module(
     kept = read(path)
     if kept is not None and (kept.stats or not full):
         return kept
-    reply = ask(worker_command(compiler), request, full, timeout, target.name)
+    reply = ask(worker_command(compiler), request, full, timeout, target.name, hold)
     if _NO_TILES in reply.get("error", "") and _TRITON not in (options or {}):
         # Without autotuning XLA takes Triton's first tiling, which odd shapes refuse; on a GPU the
         # tuner would take cuBLAS then.
         flags.append((_TRITON, False))
-        reply = ask(worker_command(compiler), request, full, timeout, target.name)
+        reply = ask(worker_command(compiler), request, full, timeout, target.name, hold)
     if "error" in reply:
         raise CompileError(
             f"XLA could not compile the program for {target.name}:\n{reply['error']}"
@@ -85,6 +88,7 @@ def _result_path(request: dict, compiler: Compiler, options: dict | None) -> pat
         request["count"],
         sorted((options or {}).items()),
         [compiler.version, compiler.cuda, jaxlib.__version__, os.environ.get("XLA_FLAGS", "")],
+        __version__,
     ]
     key.update(repr(rest).encode())
     return result_path(cache_folder() / "compiled", key.hexdigest()[:40])

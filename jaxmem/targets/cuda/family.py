@@ -33,11 +33,19 @@ class Cuda(Family):
         return known_gpus()
 
     def compile(
-        self, module: bytes, target: Target, options: dict[str, Any], timeout: float, full: bool
+        self,
+        module: bytes,
+        target: Target,
+        options: dict[str, Any],
+        timeout: float,
+        full: bool = False,
+        hold: bool = False,
     ) -> Compiled:
         """Compiles for a GPU that need not be there."""
         assert isinstance(target, CudaTarget)
-        return compile_module(module, target, options=options, timeout=timeout, full=full)
+        return compile_module(
+            module, target, options=options, timeout=timeout, full=full, hold=hold
+        )
 
     def prepare(self, target: Target) -> None:
         """Starts a worker for the GPU's version of CUDA."""

@@ -1,0 +1,93 @@
+"""The loop of all searches with the compiler: rounds, and what counts of them."""
+
+import random
+import threading
+import time
+
+import pytest
+
+import jaxmem
+from jaxmem.rematerialization.search import Begun, Outcome, Search
+
+
+def searched(rounds, compiled, seconds=None, compilations=6, allowed=100):
+    """A search over names, with compiled bytes by name (an error is raised), that take seconds by
+    name; and the names that were stopped, in order."""
+    search, stopped, threads = Search(allowed, compilations), [], {}
+    ended = {name: threading.Event() for name in compiled}
+
+    def compile(name):
+        time.sleep((seconds or {}).get(name, 0))
+        ended[name].set()
+
+    def finish(name):
+        ended[name].wait()
+        if isinstance(compiled[name], Exception):
+            raise compiled[name]
+        return Outcome("", compiled[name] or 0, 100, compiled[name], name)
+
+    def start(name):
+        threads[name] = threading.Thread(target=compile, args=(name,))
+        threads[name].start()
+        return Begun(name, lambda: finish(name), lambda: stopped.append(name))
+
+    def proposals():
+        yield from rounds
+
+    search.run(proposals(), start)
+    for thread in threads.values():
+        thread.join()
+    return search, stopped
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_found_does_not_depend_on_which_is_there_first(seed):
+    rounds = [["a", "b"], ["c", "d"], ["e", "f"]]
+    compiled = {"a": 120, "b": 90, "c": 105, "d": 101, "e": 99, "f": 80}
+    seconds = {name: random.Random(f"{seed} {name}").random() / 20 for name in compiled}
+    search, _ = searched(rounds, compiled, seconds, compilations=9)
+    assert list(search.outcomes) == ["a", "b", "c", "d", "e"]
+    assert list(search.ratios) == ["a", "b", "c", "d", "e"] and search.best == "b"
+
+
+def test_what_is_beside_one_that_fits_is_stopped_and_does_not_count():
+    search, stopped = searched([["a", "b"], ["c"]], {"a": 90, "b": 80, "c": 101})
+    assert list(search.outcomes) == ["a", "c"] and "b" in stopped
+    assert search.left == 4
+
+
+def test_the_last_compilation_but_one_has_nothing_beside_it():
+    """So that one is left for what is sure to be small."""
+    compiled = dict.fromkeys("abcdef", 120)
+    search, _ = searched([["a", "b"], ["c", "d"], ["e", "f"]], compiled, compilations=4)
+    assert list(search.outcomes) == ["a", "b", "c", "e"]
+
+
+def test_errors_count_of_the_first_of_a_round_alone():
+    error = jaxmem.CompileError("no such kernel")
+    search, _ = searched([["a", "b"], ["c"]], {"a": 120, "b": error, "c": 90})
+    assert search.outcomes["b"].compiled is None and search.best == "c"
+    assert "no such kernel" in search.outcomes["b"].said
+    with pytest.raises(jaxmem.CompileError, match="no such kernel"):
+        searched([["a", "b"]], {"a": error, "b": 90})
+
+
+def test_an_error_or_an_interrupt_stops_what_was_begun():
+    stopped = []
+
+    def start(name):
+        if name == "b":
+            raise KeyboardInterrupt
+        return Begun(name, lambda: pytest.fail("nobody waits"), lambda: stopped.append(name))
+
+    with pytest.raises(KeyboardInterrupt):
+        Search(100, 6).run([["a", "b"]], start)
+    assert stopped == ["a"]
+
+
+def test_progress_says_what_is_compiled_how_many_and_how_long(caplog):
+    searched([["a", "b"], ["c"]], {"a": 120, "b": 90, "c": 101}, {"a": 0.6, "c": 0.6})
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "jaxmem: compiling 1 and 2 of at most 6: a; b"
+    assert said[1] == "jaxmem: compiled 1 of at most 6; at most 3 s more"
+    assert said[3] == "jaxmem: compiling 3 of at most 6: c"
