@@ -19,11 +19,11 @@ from jaxmem.rematerialization.plan import Plan, Predicted
 PLANNERS = ["dp", "dots", "sqrt"]
 
 
-def plan_of(fun, args, *regions, loops=()):
-    program = read_program(jaxprs.flatten(fun, [jaxprs.abstract(x) for x in args]))
-    return Plan(
-        "by hand", program.fingerprint, regions, tuple(loops), Predicted(0, 0, program.flops, 0)
-    )
+def plan_of(fun, args, *regions, loops=(), keeps=False):
+    leaves = [jaxprs.abstract(x) for x in args]
+    program = read_program(jaxprs.flatten(fun, leaves, not keeps))
+    costs = Predicted(0, 0, program.flops, 0)
+    return Plan("by hand", program.fingerprint, regions, tuple(loops), costs, keeps_regions=keeps)
 
 
 def kept(fun, *args):
@@ -182,7 +182,7 @@ def test_an_outer_plan_does_not_keep_what_an_inner_one_saves():
         return jnp.sum(inner.apply(layers)(w, x))
 
     # Every number that names a value inside is saved outside too.
-    whole = plan_of(outer, (w, x))
+    whole = plan_of(outer, (w, x), keeps=True)
     count = len(read_program(jaxprs.flatten(outer, [w, x])).kernels)
     whole = dataclasses.replace(whole, regions=(Region(0, count, tuple(range(200))),))
     kept_outside = kept(whole.apply(outer), w, x)
@@ -360,6 +360,17 @@ def test_the_users_own_regions_are_known(flag):
     assert policy(jax.lax.dot_general_p, *[jax.typeof(value) for value in (x, w)])
     np.testing.assert_allclose(
         jax.grad(jaxmem.remat(loss))(w, x), jax.grad(loss)(w, x), rtol=1e-9, atol=1e-12
+    )
+    assert jaxmem.plan(loss, w, x).opened == 4
+
+    def scanned(w, x):
+        body = jax.checkpoint(lambda x, w: (jnp.tanh(jnp.sin(x @ w) @ w), None))
+        return jnp.sum(jax.lax.scan(body, x, jnp.stack([w] * 4))[0] ** 2)
+
+    plan = jaxmem.plan(scanned, w, x)
+    assert plan.opened == 1 and plan.loops and plan.written.recompute_flops > 0
+    np.testing.assert_allclose(
+        jax.grad(plan.apply(scanned))(w, x), jax.grad(scanned)(w, x), rtol=1e-9, atol=1e-12
     )
     low = jax.grad(jaxmem.autocast(loss, "bf16"))(w, x)
     np.testing.assert_allclose(low, jax.grad(loss)(w, x), rtol=0.1, atol=1.0)

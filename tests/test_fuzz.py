@@ -105,6 +105,19 @@ def loop_back(a, b):
     return out + stacked
 
 
+def loop_of_regions(a, b):
+    """As `nn.scan` of `nn.remat` has it, with a region in a call, and some by a policy."""
+
+    @jax.checkpoint
+    def block(state, row):
+        inner = jax.checkpoint(body_back, policy=jax.checkpoint_policies.dots_saveable)
+        (state, _), _ = jax.jit(inner)((state, b), None)
+        return jnp.sin(state) @ b + row, jnp.cos(state[0])
+
+    out, stacked = jax.lax.scan(block, a, b)
+    return out + stacked
+
+
 @jax.jit
 def jitted(a, b):
     return jnp.sin(a @ b)
@@ -176,6 +189,7 @@ OPERATIONS = {
     "signed": lambda a, b: signed(b),
     "scan": loop,
     "scan_back": loop_back,
+    "scan_of_regions": loop_of_regions,
     "split": split,
     "gather": picked,
     "cond": branch,
@@ -201,9 +215,9 @@ def build(instructions):
 
 # Those that are compiled anew for every plan come up less often. Operands are near the end of the
 # pool, so that programs are deep, with some skips.
-OFTEN = [name for name in OPERATIONS if name not in ("cond", "scan", "scan_back")]
+OFTEN = [name for name in OPERATIONS if name != "cond" and not name.startswith("scan")]
 INSTRUCTION = st.tuples(
-    st.sampled_from([*OFTEN * 3, "cond", "scan", "scan_back"]),
+    st.sampled_from([*OFTEN * 3, "cond", "scan", "scan_back", "scan_of_regions"]),
     st.sampled_from([-1, -1, -1, -2, -5]),
     st.integers(-4, 9),
 )
@@ -233,7 +247,8 @@ def draw_regions(draw, program: Program, start: int, stop: int, depth: int) -> t
 def cases(draw):
     """A random function, and a random plan for it."""
     fun = build(draw(st.lists(INSTRUCTION, min_size=2, max_size=7)))
-    program = read_program(trace(fun))
+    keeps = draw(st.booleans())
+    program = read_program(trace(fun, keeps))
     regions = draw_regions(draw, program, 0, len(program.kernels), 3)
     loops = []
     for number in program.scans:
@@ -247,7 +262,7 @@ def cases(draw):
     plan = Plan(
         "random", program.fingerprint, regions, tuple(loops), Predicted(0, 0, program.flops, 0)
     )
-    return fun, dataclasses.replace(plan, widens=draw(st.booleans()))
+    return fun, dataclasses.replace(plan, widens=draw(st.booleans()), keeps_regions=keeps)
 
 
 def arguments():
@@ -255,8 +270,8 @@ def arguments():
     return tuple(jax.random.normal(key, (N, N), jnp.float64) * 0.5 for key in keys)
 
 
-def trace(fun):
-    return jaxprs.flatten(fun, [jaxprs.abstract(x) for x in arguments()])
+def trace(fun, keeps_regions=False):
+    return jaxprs.flatten(fun, [jaxprs.abstract(x) for x in arguments()], not keeps_regions)
 
 
 def assert_equal(actual, expected, fun):

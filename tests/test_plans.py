@@ -409,7 +409,7 @@ def test_random_bits_without_a_key_are_refused():
         jaxmem.plan(noisy, jnp.ones(4))
 
 
-def test_users_regions_and_names_stay():
+def test_users_names_stay():
     """A policy round the planned function still finds the user's own names in it."""
 
     def fun(w, x):

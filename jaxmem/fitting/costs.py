@@ -1,5 +1,6 @@
 """What a step of some levers takes, by jaxmem's own arithmetic: plans, bytes and seconds."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
 from jaxmem.planning import Planner
 from jaxmem.program import Program
-from jaxmem.rematerialization import Constraints, Plan, TracedFunction
+from jaxmem.rematerialization import Constraints, Plan, TracedFunction, Written, written
 
 # Kept at a time: a program of 2,000 kernels takes a few MB, a planner 50 MB. The search comes back
 # to the settings that it looked at last.
@@ -49,14 +50,35 @@ class Costs:
         return limits.total(found) if isinstance(found, int) else found
 
     def _constraints(self, offload: bool, left: int = 2**62) -> Constraints:
-        return Constraints(left, 0, self.problem.device, "dp", offload)
+        return Constraints(left, 0, self.problem.device, "dp", offload, self._keeps_regions)
 
-    def _read(self, loss: Levers, cut: int) -> Program:
+    @property
+    def _keeps_regions(self) -> bool:
+        return "regions" in self.problem.keep
+
+    def _traced(self, loss: Levers, cut: int) -> TracedFunction:
         """The loss of one slice of the batch, of so many."""
         problem, state = self.problem, self.problem.state(loss)
         part = jax.tree.map(lambda leaf: slice_of(leaf, cut), problem.batch)
         params, *others = jax.tree.map(whole, (state.params, state.model_state, state.key))
-        return TracedFunction(problem.step(loss).loss, (params, part, *others), {}, 0).program
+        args = (params, part, *others)
+        return TracedFunction(
+            problem.step(loss).loss, args, {}, 0, open_regions=not self._keeps_regions
+        )
+
+    def _read(self, loss: Levers, cut: int) -> Program:
+        return self._traced(loss, cut).program
+
+    def written(self) -> Written | None:
+        """What the loss costs with its own regions, everything else as it is: bytes of the whole
+        step; None: it has none, or they stay."""
+        as_is = self.problem.as_is
+        if not self.plain(as_is).opened:
+            return None
+        limits = self.budget(as_is)
+        cut = self.problem.devices // limits.share
+        found = written(self._traced(as_is, cut), self._constraints(False))
+        return found and dataclasses.replace(found, bytes=limits.total(found.bytes))
 
     def _make_planner(self, loss: Levers, cut: int, offload: bool) -> Planner:
         return self._constraints(offload).planner(self._program(loss, cut))

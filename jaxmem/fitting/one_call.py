@@ -65,7 +65,9 @@ def fit(
             table names the operation that stands in the way. From ``key`` each slice draws other
             random numbers (dropout masks) than the whole batch would.
         keep: what may not be done although it does not: ``"batch"`` (no microbatches),
-            ``"placement"`` (no transfers to host memory), ``"residuals"`` (no recomputation).
+            ``"placement"`` (no transfers to host memory), ``"residuals"`` (no recomputation),
+            ``"regions"`` (the loss's own regions, `jax.checkpoint` or ``nn.remat``, stay; else they
+            are opened, and the budget decides what is recomputed).
         compilations: how many at most. Where they end before the search does, the table says so;
             the only one goes to a plan with room for what projections miss.
 

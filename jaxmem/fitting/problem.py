@@ -78,6 +78,7 @@ class Problem:
             self.refused["residuals in host memory"] = "not tried on several devices"
         self.as_is = Levers(**{name: lever.as_is(self) for name, lever in LEVERS.items()})
         self.may("residuals")
+        self.may("regions")
         values = {name: lever.values(self) for name, lever in LEVERS.items()}
         self.options = [
             Levers(**dict(zip(values, chosen, strict=True)))
@@ -145,7 +146,7 @@ class Problem:
             optimizer = lever.optimizer(self, optimizer, value)
             options |= lever.options(self, value)
         transform: Callable | None = functools.partial(remat, plan=plan)
-        if plan is not None and not (plan.recomputes or plan.widens):
+        if plan is not None and not plan.changes:
             transform = None
         planned = family_of(self.device).compiler_options
         step = train_step(

@@ -1,11 +1,12 @@
 """What `fit` considered, as a table."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from jaxmem.fitting.levers import Levers
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.rematerialization import Plan, checked
+from jaxmem.rematerialization import Plan, Written, checked
 from jaxmem.reports import MemoryReport
 from jaxmem.targets import LocalDevice, Target
 
@@ -37,7 +38,7 @@ class Candidate:
         if self.plan is None:
             return ""
         if not self.plan.recomputes:
-            return "none"
+            return "none"  # regions of the loss's own are told above the table
         again, offloaded = self.plan.predicted.recompute_share, self.plan.predicted.host_bytes
         where = f", {format_bytes(offloaded)} on the host" if offloaded else ""
         return f"{self.plan.planner}, +{again:.1%}{where}"
@@ -53,6 +54,7 @@ class Fitting:
         refused: what was not searched, by name, and why.
         budget, target: what for.
         report: of the chosen step, or of the one with the fewest bytes.
+        written: what the loss costs with regions of its own, which were opened; None: it has none.
 
     Predicted times are printed with their error on the target (`Target.time_error`), or as
     "unchecked".
@@ -64,9 +66,10 @@ class Fitting:
     budget: int
     target: Target | LocalDevice
     report: MemoryReport | None = dataclasses.field(compare=False)
+    written: Written | None = None
 
     def __str__(self):
-        lines = [f"jaxmem.fit: {format_bytes(self.budget)} on {self.target}"]
+        lines = [f"jaxmem.fit: {format_bytes(self.budget)} on {self.target}", *self._as_written()]
         rows: list[tuple[str, ...]] = [("", "recompute", "projected", "compiled", "ms a step", "")]
         for one in self.considered:
             sizes = [
@@ -89,6 +92,22 @@ class Fitting:
 
     __repr__ = __str__
 
+    def _as_written(self) -> Iterator[str]:
+        """What the loss's own regions cost, and whether the budget asks for it."""
+        written, chosen = self.written, self.chosen
+        if written is None or chosen is None or chosen.plan is None:
+            return
+        forward = max(3 * chosen.plan.predicted.seconds, 1e-30)  # a program may do nothing
+        slices = max(chosen.levers.microbatches, 1)
+        share = written.recompute_seconds / (slices * forward)
+        unused = format_bytes(max(self.budget - written.bytes, 0))
+        yield (
+            f"the loss's own regions recompute {share:.1%} of a step, with {unused} of the budget "
+            f"unused (projected {format_bytes(written.bytes)}); within the budget "
+            f"{chosen.plan.predicted.recompute_share:.1%} is enough. They are opened; "
+            "keep='regions' keeps them"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The table as plain data."""
 
@@ -101,6 +120,7 @@ class Fitting:
             "budget": self.budget,
             "target": str(self.target),
             "time_error": time_error(self.target),
+            "written": self.written and dataclasses.asdict(self.written),
             "chosen": self.chosen and row(self.chosen),
             "considered": [row(one) for one in self.considered],
             "refused": self.refused,

@@ -32,7 +32,8 @@ class Verdicts:
         key = key_of(best) if best else min(known, key=known.__getitem__, default=None)
         report = None if key is None else reports[key]
         problem = self.problem
-        return Fitting(chosen, tuple(rows), problem.refused, problem.budget, problem.target, report)
+        about = problem.refused, problem.budget, problem.target
+        return Fitting(chosen, tuple(rows), *about, report, self.search.costs.written())
 
     def _rows(self, best: Candidate | None) -> Iterator[Candidate]:
         """What was compiled, and one row for each setting of the levers that was not."""

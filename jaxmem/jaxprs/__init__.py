@@ -34,6 +34,7 @@ from jaxmem.jaxprs.flat import (
     output_avals as output_avals,
     read as read,
     side_effects as side_effects,
+    traced_jaxpr as traced_jaxpr,
 )
 from jaxmem.jaxprs.lowering import (
     argument_names as argument_names,
@@ -81,6 +82,7 @@ from jaxmem.jaxprs.regions import (
     NamePolicy as NamePolicy,
     OperationPolicy as OperationPolicy,
     checkpoint_like as checkpoint_like,
+    policy_saves as policy_saves,
 )
 from jaxmem.jaxprs.residuals import (
     Kept as Kept,

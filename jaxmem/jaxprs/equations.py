@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import Sharding
 
 from jaxmem.jaxprs import internals
 
@@ -16,6 +17,8 @@ _OWN_FOLDER = os.path.join(str(pathlib.Path(__file__).parents[1]), "")
 _LIBRARIES = ("chex", "equinox", "flax", "haiku", "optax")
 
 
+# Calls that are only a boundary for tracing; what is in them is planned as if written in place.
+_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 # `jax.checkpoint`, under the names that it has had.
 _REGIONS = frozenset({"checkpoint", "remat", "remat2"})
 # With the flag jax_remat3 it is a class of "call_hi_primitive", and so is `checkpoint_name`.
@@ -47,6 +50,18 @@ def operation_of(equation: JaxprEqn) -> str:
 def is_region(equation: JaxprEqn) -> bool:
     """Whether it is a `jax.checkpoint` of the user's own."""
     return operation_of(equation) in _REGIONS
+
+
+def inlinable(equation: JaxprEqn):
+    """The jaxpr of a call that can be written in place, or None."""
+    parameters = equation.params
+    if equation.primitive.name not in _INLINED:
+        return None
+    for placed in ("in_shardings", "out_shardings"):
+        if any(isinstance(sharding, Sharding) for sharding in parameters.get(placed, ())):
+            return None
+    inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
+    return inner if hasattr(inner, "consts") else None
 
 
 def parameters_of(equation: JaxprEqn) -> dict[str, Any]:

@@ -7,14 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
-from jax.sharding import Sharding
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.equations import closed_of, is_region, line_of, operation_of, parameters_of
-
-# Calls that are only a boundary for tracing; what is in them is planned as if written in place.
-_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+from jaxmem.jaxprs.equations import (
+    closed_of,
+    inlinable,
+    is_region,
+    line_of,
+    operation_of,
+    parameters_of,
+)
+from jaxmem.jaxprs.opening import opened_scan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +53,9 @@ class FlatJaxpr:
     """A traced function as one list of equations over numbered values.
 
     Values 0 to ``len(consts) + number of array arguments - 1`` are its inputs, the closed-over
-    ones (``consts``, possibly tracers) first.
+    ones (``consts``, possibly tracers) first. ``regions`` are the bounds of the user's own regions
+    that were written in place among the steps, and ``opened`` is how many there were, with those in
+    the bodies of scans.
     """
 
     steps: tuple[Step, ...]
@@ -59,6 +65,7 @@ class FlatJaxpr:
     outputs: tuple[int | Literal, ...]
     out_tree: Any
     regions: tuple[tuple[int, int], ...] = ()
+    opened: int = 0
 
     @property
     def arrays_closed_over(self) -> set[int]:
@@ -114,9 +121,14 @@ def read(values: dict[int, Any], operand: int | Literal) -> Any:
 
 def flatten(fun: Callable, leaves: Sequence[Any], open_regions: bool = False) -> FlatJaxpr:
     """Traces ``fun(*leaves)`` and inlines its jit-like calls into one flat list; with
-    ``open_regions`` the user's own regions too, whose bounds ``regions`` then has."""
+    ``open_regions`` the user's own regions too, those in the bodies of scans among them."""
+    return flatten_jaxpr(*traced_jaxpr(fun, leaves), open_regions)
+
+
+def traced_jaxpr(fun: Callable, leaves: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
+    """The jaxpr of ``fun(*leaves)``, and the tree of its results."""
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(*leaves)
-    return flatten_jaxpr(closed, jax.tree.structure(shape), open_regions)
+    return closed, jax.tree.structure(shape)
 
 
 def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> FlatJaxpr:
@@ -127,18 +139,24 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
     regions: list[tuple[int, int]] = []
     avals: list[Any] = []
     steps: list[Step] = []
+    in_scans = 0
 
     def new(variable) -> int:
         avals.append(variable.aval)
         return len(avals) - 1
 
     def walk(jaxpr, numbers: dict, stack, callers=()) -> list[int | Literal]:
+        nonlocal in_scans
+
         def number(atom):
             return atom if isinstance(atom, Literal) else numbers[atom]
 
         for equation in jaxpr.eqns:
+            if open_regions and equation.primitive.name == "scan":
+                equation, count = opened_scan(equation)
+                in_scans += count
             inputs = tuple(map(number, equation.invars))
-            inner = _inlinable(equation)
+            inner = inlinable(equation)
             opened = open_regions and is_region(equation)
             if opened:
                 inner = closed_of(parameters_of(equation)["jaxpr"])
@@ -174,24 +192,13 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
         tuple(outputs),
         out_tree,
         tuple(regions),
+        len(regions) + in_scans,
     )
 
 
 def _as_jax(value) -> Any:
     """A constant of a jaxpr as a JAX array: custom rules may index it with a tracer."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
-
-
-def _inlinable(equation: JaxprEqn):
-    """The jaxpr of a call that can be written in place, or None."""
-    parameters = equation.params
-    if equation.primitive.name not in _INLINED:
-        return None
-    for placed in ("in_shardings", "out_shardings"):
-        if any(isinstance(sharding, Sharding) for sharding in parameters.get(placed, ())):
-            return None
-    inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
-    return inner if hasattr(inner, "consts") else None
 
 
 def side_effects(step: Step) -> list[str]:

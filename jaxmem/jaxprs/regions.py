@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.jaxprs import internals
@@ -47,6 +48,18 @@ class NamePolicy(_SAVE_ONLY if dataclasses.is_dataclass(_SAVE_ONLY) else object)
         if not self.offloaded:
             return saves
         return internals.partial_eval.Saveable if saves else internals.partial_eval.Recompute
+
+
+def policy_saves(region: JaxprEqn, equation: JaxprEqn) -> bool:
+    """Whether the policy of a user's own region keeps what an equation in it makes, on the device
+    or in host memory."""
+    policy = parameters_of(region).get("policy")
+    if not callable(policy):
+        return False
+    decided = policy(
+        equation.primitive, *(atom.aval for atom in equation.invars), **equation.params
+    )
+    return bool(decided) and decided is not internals.partial_eval.Recompute
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,8 @@ class Operation:
 class Program:
     """Operations in order, and the bytes and types of every value. Values below ``input_count``
     are the function's inputs, which live in any case; ``differentiated`` are those of them that
-    gradients are taken of (None: all)."""
+    gradients are taken of (None: all), ``opened`` is how many regions of the user's own were
+    written in place."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
@@ -62,6 +63,7 @@ class Program:
     outputs: tuple[int, ...]
     types: tuple[str, ...] = ()
     differentiated: frozenset[int] | None = None
+    opened: int = 0
 
     @functools.cached_property
     def input_bytes(self) -> int:
@@ -252,6 +254,7 @@ def read_program(
         outputs,
         tuple(types),
         None if differentiated is None else frozenset(differentiated),
+        flat.opened,
     )
 
 

@@ -7,6 +7,7 @@ from jaxmem.rematerialization.plan import (
     Compiled as Compiled,
     Plan as Plan,
     Predicted as Predicted,
+    Written as Written,
 )
 from jaxmem.rematerialization.plan_text import checked as checked
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
@@ -17,3 +18,4 @@ from jaxmem.rematerialization.search import (
 )
 from jaxmem.rematerialization.traced import TracedFunction as TracedFunction
 from jaxmem.rematerialization.transform import remat as remat
+from jaxmem.rematerialization.written import written as written

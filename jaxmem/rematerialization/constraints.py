@@ -14,11 +14,18 @@ from jaxmem.targets import Target, family_of, known_targets, resolve
 
 class Constraints:
     """What a plan may cost, and on what: a budget in bytes, the planner, and whether residuals may
-    wait in host memory."""
+    wait in host memory; and whether the user's own regions stay."""
 
     def __init__(
-        self, budget: int | None, reserved: int, device: Target | None, name: str, offload: bool
+        self,
+        budget: int | None,
+        reserved: int,
+        device: Target | None,
+        name: str,
+        offload: bool,
+        keeps_regions: bool = False,
     ):
+        self.keeps_regions = keeps_regions
         self.budget, self.reserved, self.device, self.name = budget, reserved, device, name
         self.rates = Rates()
         if device:
@@ -28,8 +35,15 @@ class Constraints:
             self.rates = dataclasses.replace(self.rates, host=link)
 
     @classmethod
-    def parse(cls, budget, reserved, target, planner: str, offload: bool = False) -> "Constraints":
+    def parse(
+        cls, budget, reserved, target, planner: str, offload: bool = False, regions: str = "open"
+    ) -> "Constraints":
         """From what a user writes."""
+        if regions not in ("open", "keep"):
+            raise PlanError(
+                "regions= is 'open' (plan in place of the function's own regions) or 'keep' "
+                f"(beside them); got {regions!r}."
+            )
         if planner not in PLANNERS:
             known = ", ".join(map(repr, PLANNERS))
             raise PlanError(f"There is no planner named {planner!r}; the known ones are {known}.")
@@ -42,6 +56,7 @@ class Constraints:
             chosen.known if chosen else None,
             planner,
             offload,
+            regions == "keep",
         )
 
     def as_run(self, program: Program) -> Program:
@@ -101,6 +116,8 @@ class Constraints:
             time_error=self.device.time_error if self.device else None,
             widens=program.widens,
             inputs=program.types[: program.input_count],
+            opened=program.opened,
+            keeps_regions=self.keeps_regions,
         )
 
     def too_small(self, program: Program, least: Layout, total: int, word: str) -> BudgetError:

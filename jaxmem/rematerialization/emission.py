@@ -38,13 +38,14 @@ class Layout(Protocol):
 LayoutFor = Callable[[Program, Callable[[], Sequence[tuple[str, str]]]], Layout]
 
 
-def planned_function(fun: Callable, layout_for: LayoutFor) -> Callable:
-    """``fun`` as a function that is traced when it is called, and emitted with a layout."""
+def planned_function(fun: Callable, layout_for: LayoutFor, keeps_regions: bool = False) -> Callable:
+    """``fun`` as a function that is traced when it is called, and emitted with a layout in place of
+    its own regions, or beside them."""
 
     @functools.wraps(fun)
     def planned(*args, **kwargs):
         def evaluate(call, leaves):
-            flat = jaxprs.flatten(call, leaves)
+            flat = jaxprs.flatten(call, leaves, not keeps_regions)
             program = read(flat)
             layout = layout_for(program, lambda: input_names(program, fun, args, kwargs))
             return emit(flat, program, layout, leaves)

@@ -84,6 +84,7 @@ def pareto(
     target: str | Target | LocalDevice | None = None,
     reserved: int | str = 0,
     argnums: int | Sequence[int] = 0,
+    regions: str = "open",
     points: int = 12,
     **kwargs: Any,
 ) -> Frontier:
@@ -92,7 +93,7 @@ def pareto(
     Bytes are projected; `plan` with a target compiles one of them.
 
     Args:
-        fun, *args, **kwargs, planner, target, reserved, argnums: as for `plan`.
+        fun, *args, **kwargs, planner, target, reserved, argnums, regions: as for `plan`.
         points: how many budgets to plan for.
 
     Raises:
@@ -110,14 +111,14 @@ def pareto(
     """
     check_function(fun, "jaxmem.pareto")
     check_call(fun, args, kwargs, "jaxmem.pareto")
-    constraints = Constraints.parse(None, reserved, target, planner)
-    traced = TracedFunction(fun, args, kwargs, argnums)
+    constraints = Constraints.parse(None, reserved, target, planner, regions=regions)
+    traced = TracedFunction(fun, args, kwargs, argnums, open_regions=regions == "open")
     traced.check_loss("jaxmem.pareto", scalar=False)
     program = traced.program
     found = constraints.planner(program)
     high, low = found.plain.peak, found.smallest().peak
     layouts = {found.plain, found.smallest()}
-    for share in range(1, points - 1):
+    for share in reversed(range(1, points - 1)):  # a solution serves smaller budgets too
         layout = found.cheapest_within(int(low + (high - low) * (share / (points - 1)) ** 2))
         if layout:
             layouts.add(layout)

@@ -45,6 +45,16 @@ class Predicted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """What a function costs with the user's own regions, by jaxmem's own arithmetic: projected
+    bytes as in `Predicted`, and what the regions recompute."""
+
+    bytes: int
+    recompute_flops: int
+    recompute_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Compiled:
     """What XLA's compiler says of a plan, for the target: device bytes, FLOPs (matmuls and
     convolutions) and bytes read and written of the whole of ``value_and_grad(fun)``.
@@ -76,6 +86,9 @@ class Plan:
         widens: whether the target has no bfloat16 units and the program has matmuls or convolutions
             in bfloat16: computed in float32, from copies.
         inputs: dtypes and shapes of the arrays that the program takes.
+        opened: how many regions of the user's own the plan takes the place of; those stay where it
+            ``keeps_regions``.
+        written: what those cost; None: there are none.
     """
 
     planner: str
@@ -93,6 +106,9 @@ class Plan:
     time_error: float | None = None
     widens: bool = False
     inputs: tuple[str, ...] = ()
+    opened: int = 0
+    keeps_regions: bool = False
+    written: Written | None = None
 
     @property
     def plain_bytes(self) -> int:
@@ -115,6 +131,11 @@ class Plan:
         return bool(self.regions or self.loops)
 
     @property
+    def changes(self) -> bool:
+        """Whether the planned function is another program than the function."""
+        return bool(self.recomputes or self.widens or self.opened)
+
+    @property
     def compiler_options(self) -> dict[str, Any]:
         """What ``jax.jit(..., compiler_options=)`` needs to compile the program that was planned:
         XLA's own rematerialization pass off and, where bfloat16 is widened to float32, its rounding
@@ -124,7 +145,7 @@ class Plan:
 
     def apply(self, fun: Callable) -> Callable:
         """``fun`` with the plan's regions: `jaxmem.remat` with ``plan=``."""
-        return planned_function(fun, self.layout_for)
+        return planned_function(fun, self.layout_for, self.keeps_regions)
 
     def layout_for(
         self, program: Program, inputs: Callable[[], Sequence[tuple[str, str]]]
@@ -225,6 +246,7 @@ class Plan:
             fields["loops"] = tuple(map(_loop, fields["loops"]))
             fields["predicted"] = Predicted(**fields["predicted"])
             fields["compiled"] = fields["compiled"] and Compiled(**fields["compiled"])
+            fields["written"] = fields["written"] and Written(**fields["written"])
             fields["inputs"] = tuple(fields["inputs"])
             fields["rows"] = tuple(Row(**row) for row in fields["rows"])
             fields["choices"] = tuple(Choice(**choice) for choice in fields["choices"])

@@ -1,5 +1,6 @@
 """The plan of a function, within a budget that the compiler confirms."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.traced import TracedFunction, check_function
+from jaxmem.rematerialization.written import written
 from jaxmem.targets import LocalDevice, Target, resolve
 
 
@@ -21,6 +23,7 @@ def plan(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     offload: bool = False,
+    regions: str = "open",
     compilations: int = 5,
     **kwargs: Any,
 ) -> Plan:
@@ -44,6 +47,10 @@ def plan(
         argnums, has_aux: as for `jax.value_and_grad`.
         offload: whether residuals of a `scan` may wait for the backward pass in host memory, where
             that takes less predicted time than to recompute them. (Elsewhere XLA drops it.)
+        regions: what becomes of those that ``fun`` has already (`jax.checkpoint`, ``nn.remat``,
+            ``nnx.remat``; in the bodies of scans too). They change nothing of what is computed, so
+            ``"open"`` plans in their place, and the plan prints what they cost (``plan.written``);
+            ``"keep"`` leaves them whole, and plans beside them.
         compilations: how many at most; 0: none.
 
     Returns:
@@ -69,9 +76,11 @@ def plan(
     """
     check_function(fun, "jaxmem.plan")
     check_call(fun, args, kwargs, "jaxmem.plan")
-    constraints = Constraints.parse(budget, reserved, target, planner, offload)
-    traced = TracedFunction(fun, args, kwargs, argnums, has_aux)
+    constraints = Constraints.parse(budget, reserved, target, planner, offload, regions)
+    traced = TracedFunction(fun, args, kwargs, argnums, has_aux, regions == "open")
     traced.check_loss("jaxmem.plan", scalar=target is not None and compilations > 0)
     if target is None or not compilations:
-        return constraints.plan(traced.program)
-    return CompiledPlans(traced, constraints, resolve(target)).plan(compilations)
+        found = constraints.plan(traced.program)
+    else:
+        found = CompiledPlans(traced, constraints, resolve(target)).plan(compilations)
+    return dataclasses.replace(found, written=written(traced, constraints))

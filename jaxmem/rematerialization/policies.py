@@ -71,7 +71,7 @@ def remat_policy(
         check_function(fun, "jaxmem.remat_policy")
         check_call(fun, args, kwargs, "jaxmem.remat_policy")
         constraints = Constraints.parse(budget, reserved, target, "dp")
-        return _within(TracedFunction(fun, args, kwargs, argnums, open_regions=True), constraints)
+        return _within(TracedFunction(fun, args, kwargs, argnums), constraints)
 
     def policy(primitive, /, *avals, **parameters) -> bool:
         if primitive.name not in CONTRACTIONS:

@@ -16,7 +16,8 @@ from jaxmem.program import Program, read_program
 
 
 class TracedFunction:
-    """A function, its arguments, and the program that it is."""
+    """A function, its arguments, and the program that it is; the user's own regions are written in
+    place, unless ``open_regions`` is false."""
 
     def __init__(
         self,
@@ -25,13 +26,14 @@ class TracedFunction:
         kwargs: dict,
         argnums: int | Sequence[int],
         has_aux: bool = False,
-        open_regions: bool = False,
+        open_regions: bool = True,
     ):
         self.has_aux = has_aux
         with array_call(fun, args, kwargs) as call:
             self.leaves, self.value = call.leaves, call.value
             with noted(name_of(fun), fun, args, kwargs):
-                self.flat = jaxprs.flatten(call.fun, call.leaves, open_regions)
+                self.closed, self.out_tree = jaxprs.traced_jaxpr(call.fun, call.leaves)
+        self.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree, open_regions)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
         wanted = _differentiated(argnums, args)
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]

@@ -26,6 +26,7 @@ def remat(
     target: str | Target | LocalDevice | None = None,
     reserved: int | str = 0,
     offload: bool = False,
+    regions: str = "open",
     plan: Plan | None = None,
 ) -> Callable:
     """``fun`` with regions of rematerialization placed by a planner.
@@ -36,8 +37,9 @@ def remat(
     by hand, and the regions need not follow the functions or modules of the source.
 
     Works under `jit`, `grad`, `vmap` and `scan`, with closures over traced values, and with
-    functions that hold `scan` (planned too), `cond`, custom derivatives or regions of their own
-    (these stay whole). Leaves of the arguments that are not arrays are constants, so that there is
+    functions that hold `scan` (planned too), `cond` or custom derivatives (these stay whole), and
+    in place of regions that ``fun`` has already (``regions="keep"`` leaves them whole). Leaves of
+    the arguments that are not arrays are constants, so that there is
     no ``static_argnums``. What the function changes in nnx modules that it is given is kept, as by
     `flax.nnx.remat`.
 
@@ -46,9 +48,9 @@ def remat(
             linen module class, or an nnx module or module class, which comes back as one with its
             ``__call__`` planned and the same parameters (an nnx module shares its variables with
             the one that comes back). Without it, a decorator is returned.
-        budget, planner, target, reserved, offload: as for `jaxmem.plan`. Nothing is compiled here:
-            the budget is met by projected bytes. To have the compiler's, make the plan first with
-            `jaxmem.plan` and pass it as ``plan``.
+        budget, planner, target, reserved, offload, regions: as for `jaxmem.plan`. Nothing is
+            compiled here: the budget is met by projected bytes. To have the compiler's, make the
+            plan first with `jaxmem.plan` and pass it as ``plan``.
         plan: a plan made before, instead of planning at each new shape.
 
     Raises:
@@ -66,7 +68,7 @@ def remat(
     >>> jax.grad(loss)(jnp.eye(3), jnp.ones((2, 3))).shape
     (3, 3)
     """
-    constraints = Constraints.parse(budget, reserved, target, planner, offload)
+    constraints = Constraints.parse(budget, reserved, target, planner, offload, regions)
     decorator: Callable = functools.partial(
         remat,
         budget=budget,
@@ -74,6 +76,7 @@ def remat(
         target=target,
         reserved=reserved,
         offload=offload,
+        regions=regions,
         plan=plan,
     )
     if fun is None:
@@ -93,4 +96,4 @@ def remat(
                 raise BudgetError(f"{error} {_ALL_GRADIENTS}", error.lowest) from None
         return plans[program.fingerprint]
 
-    return planned_function(fun, layout_for)
+    return planned_function(fun, layout_for, regions == "keep")

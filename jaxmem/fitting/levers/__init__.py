@@ -19,4 +19,8 @@ def allowed() -> dict[str, str]:
 
 def kept() -> dict[str, str]:
     """What does not, and is searched unless it is to be kept."""
-    return {**names_of(LEVERS, lambda lever: lever.kept), "residuals": "recompute residuals"}
+    return {
+        **names_of(LEVERS, lambda lever: lever.kept),
+        "residuals": "recompute residuals",
+        "regions": "plan in place of the loss's own regions",
+    }

@@ -1,0 +1,235 @@
+"""The user's own regions are opened: planned in place of, in scans too, with the same numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxmem
+from jaxmem import jaxprs
+
+LAYERS, ROWS, WIDTH = 12, 8192, 512
+MIB = 2**20
+
+
+def block(x, w):
+    y = checkpoint_name(jnp.sin(x @ w), "hidden")
+    return x + jnp.tanh(y @ w), jnp.mean(x)
+
+
+def scanned(region, ws, x):
+    """Layers in a scan whose body is a region, in a call."""
+    y, means = jax.lax.scan(jax.jit(region(block)), x, ws)
+    return jnp.mean(y**2) + jnp.sum(means)
+
+
+def unrolled(region, ws, x):
+    for w in ws:
+        x, mean = region(block)(x, w)
+        x = x + mean
+    return jnp.mean(x**2)
+
+
+POLICIES = jax.checkpoint_policies
+REGIONS = {
+    "everything again": jax.checkpoint,
+    "dots": functools.partial(jax.checkpoint, policy=POLICIES.dots_saveable),
+    "names": functools.partial(jax.checkpoint, policy=POLICIES.save_only_these_names("hidden")),
+    "to the host": functools.partial(
+        jax.checkpoint,
+        policy=POLICIES.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["hidden"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ),
+    "regions in regions": lambda f: jax.checkpoint(jax.checkpoint(f)),
+    "planned already": jaxmem.remat,
+}
+SHAPES = (
+    jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32),
+    jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),
+)
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+@pytest.mark.parametrize("fun", [scanned, unrolled])
+def test_plans_are_those_of_the_function_without_its_regions(fun, kind):
+    written = functools.partial(fun, REGIONS[kind])
+    without = functools.partial(fun, lambda f: f)
+    plain = jaxmem.plan(without, *SHAPES)
+    budget = (plain.plain_bytes + plain.projected_bytes) // 2
+    for regions in ("open", "keep") if kind == "everything again" else ("open",):
+        plan = jaxmem.plan(written, *SHAPES, budget=budget, regions=regions)
+        other = jaxmem.plan(without if regions == "open" else written, *SHAPES, budget=budget)
+        assert plan.projected_bytes <= budget
+        if kind not in ("planned already",):  # whose barriers stay
+            assert (plan.projected_bytes == other.projected_bytes) == (regions == "open")
+        assert plan.opened == (regions == "open") * plan.opened
+    assert plan.plain_bytes >= 0.99 * plain.plain_bytes or regions == "keep"
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+@pytest.mark.parametrize("fun", [scanned, unrolled])
+@pytest.mark.parametrize("planner", ["dp", "dots", "sqrt"])
+def test_gradients_are_the_same(fun, kind, planner):
+    if kind == "to the host":
+        pytest.skip("the CPU has no other memory")
+    keys = jax.random.split(jax.random.key(0))
+    ws = 0.3 * jax.random.normal(keys[0], (4, 8, 8), jnp.float64)
+    x = jax.random.normal(keys[1], (6, 8), jnp.float64)
+    written = functools.partial(fun, REGIONS[kind])
+    expected = jax.value_and_grad(written, (0, 1))(ws, x)
+    for regions in ("open", "keep"):
+        planned = jaxmem.remat(written, planner=planner, regions=regions)
+        for transform in (lambda f: f, jax.jit):
+            actual = transform(jax.value_and_grad(planned, (0, 1)))(ws, x)
+            jax.tree.map(
+                functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12),
+                actual,
+                expected,
+            )
+
+
+def test_a_plan_says_what_the_regions_cost():
+    """24 layers under `jax.checkpoint` were one plan at every budget."""
+    written = functools.partial(scanned, jax.checkpoint)
+    plan = jaxmem.plan(written, *SHAPES, budget="2GiB", target="h200")
+    assert plan.opened == 1 and not plan.keeps_regions
+    assert plan.written.recompute_flops == LAYERS * 2 * 2 * ROWS * WIDTH * WIDTH
+    assert plan.predicted.recompute_flops == 0
+    report = jaxmem.memory(jax.value_and_grad(written), *SHAPES, target="h200")
+    assert abs(plan.written.bytes - report.device) <= 0.1 * report.device
+    assert plan.written.bytes < plan.plain_bytes / 2
+    text = str(plan)
+    size = jaxmem.format_bytes(plan.written.bytes)
+    assert f"as written, with 1 regions of its own: projected {size}, recomputes 103.1 GF" in text
+    saved = jaxmem.plan(functools.partial(scanned, REGIONS["dots"]), *SHAPES).written
+    assert saved.recompute_flops == 0 and saved.bytes > 2 * plan.written.bytes
+    assert jaxmem.plan(functools.partial(scanned, lambda f: f), *SHAPES).written is None
+    again = type(plan).from_json(plan.to_json())
+    assert again == plan
+
+
+def test_the_planned_program_is_the_one_that_was_compiled():
+    written = functools.partial(unrolled, jax.checkpoint)
+    plan = jaxmem.plan(written, *SHAPES, budget="250MiB", target="h200")
+    report = jaxmem.memory(
+        jax.value_and_grad(plan.apply(written)),
+        *SHAPES,
+        target="h200",
+        compiler_options=plan.compiler_options,
+    )
+    assert report.device == plan.compiled_bytes <= 250 * MIB
+
+
+def test_a_scan_in_a_scan_keeps_its_own():
+    """No plan decides there: opened, it would only keep more."""
+
+    def outer(x, ws):
+        return jax.lax.scan(jax.checkpoint(block), x, ws)[0], None
+
+    def loss(ws, x):
+        return jnp.mean(jax.lax.scan(jax.checkpoint(outer), x, ws)[0] ** 2)
+
+    flat = jaxprs.flatten(loss, [jnp.ones((2, 3, 4, 4)), jnp.ones((5, 4))], True)
+    assert flat.opened == 1
+    (scan,) = [step for step in flat.steps if step.primitive == "scan"]
+    text = str(scan.equation.params["jaxpr"])
+    assert text.count("scan[") == 1 and text.count("checkpoint") + text.count("remat") > 0
+
+
+def test_linen_and_nnx_layers_in_a_scan():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(16, param_dtype=jnp.float64)(jnp.tanh(x)), None
+
+    layers = nn.scan(
+        nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=5
+    )()
+    x = jnp.ones((4, 16))
+    params = layers.init(jax.random.key(0), x, None)
+
+    def loss(params):
+        return jnp.mean(layers.apply(params, x, None)[0] ** 2)
+
+    plan = jaxmem.plan(loss, params)
+    assert plan.opened == 1 and plan.recomputes
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-12),
+        jax.grad(plan.apply(loss))(params),
+        jax.grad(loss)(params),
+    )
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key):
+        return nnx.Linear(16, 16, param_dtype=jnp.float64, rngs=nnx.Rngs(key))
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    @nnx.remat
+    def apply(x, layer):
+        return x + jnp.tanh(layer(x))
+
+    stack = make(jax.random.split(jax.random.key(0), 5))
+
+    def of_model(stack):
+        return jnp.mean(apply(x, stack) ** 2)
+
+    plan = jaxmem.plan(of_model, stack)
+    assert plan.opened == 1 and plan.recomputes
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-12),
+        nnx.grad(plan.apply(of_model))(stack),
+        nnx.grad(of_model)(stack),
+    )
+
+
+def test_fit_gets_a_step_faster_that_has_memory_to_spare(capsys):
+    params, x = SHAPES
+
+    def loss(params, batch):
+        return scanned(jax.checkpoint, params, batch)
+
+    fit = functools.partial(jaxmem.fit, loss, optax.sgd(0.1), params, x, target="h200")
+    step = fit(budget="2GiB")
+    said = capsys.readouterr().out.splitlines()[1]
+    written = step.fitting.written
+    assert said == (
+        "the loss's own regions recompute "
+        f"{written.recompute_seconds / 3 / step.fitting.chosen.plan.predicted.seconds:.1%} of a "
+        f"step, with {jaxmem.format_bytes(2**31 - written.bytes)} of the budget unused (projected "
+        f"{jaxmem.format_bytes(written.bytes)}); within the budget 0.0% is enough. They are "
+        "opened; keep='regions' keeps them"
+    )
+    kept = fit(budget="2GiB", keep="regions")
+    assert kept.fitting.written is None
+    assert "not searched: regions: it is to be kept" in str(kept.fitting)
+    assert kept.fitting.chosen.compiled < step.fitting.chosen.compiled / 2
+
+    def flops(step):
+        state = step.abstract(params)
+        return jaxmem.memory(step, state, x, target="h200", timeline=False).work.flops
+
+    assert flops(kept) - flops(step) == written.recompute_flops
+    assert fit(budget="120MiB").fitting.chosen.compiled <= 120 * MIB
+
+
+def test_regions_is_open_or_keep():
+    expected = (
+        r"regions= is 'open' \(plan in place of the function's own regions\) or 'keep' \(beside "
+        r"them\); got 'both'"
+    )
+    for call in (
+        lambda: jaxmem.plan(lambda x: x.sum(), jnp.ones(3), regions="both"),
+        lambda: jaxmem.remat(lambda x: x.sum(), regions="both"),
+        lambda: jaxmem.pareto(lambda x: x.sum(), jnp.ones(3), regions="both"),
+    ):
+        with pytest.raises(jaxmem.PlanError, match=expected):
+            call()
