@@ -38,6 +38,7 @@ class _Event:
     makes: list[int]
     backward: bool
     inside: int = 0  # bytes beside what it uses and makes
+    apart: bool = False  # whether it writes over nothing that it uses
 
 
 def simulate(program: Program, regions: Sequence[Region]) -> Cost:
@@ -116,6 +117,7 @@ class _Layout:
         self.events: list[_Event] = []
         self.passes: list[tuple[Region, list[_Event]]] = []
         self.sizes: list[int] = []
+        self.shifted: set[int] = set()  # values whose cotangents are not written over them
 
     def instance(self, value: int, free: bool = False) -> int:
         self.sizes.append(0 if free else self.program.sizes[value])
@@ -172,6 +174,10 @@ class _Layout:
             rounded = self.instance(kernel.results[0])
             self.events.append(_Event(number, incoming, [rounded], True))
             incoming = [rounded]
+        for value in self.shifted.intersection(kernel.results):
+            whole = self.instance(value)
+            self.events.append(_Event(number, incoming, [whole], True, apart=True))
+            incoming = [whole]
         count = self.program.input_count
         fresh = []
         sizes = self.program.sizes
@@ -182,6 +188,8 @@ class _Layout:
             if kernel.fused and sizes[value] > _REDUCED * written >= 0 and value >= count:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
+                if value in kernel.shifted:
+                    self.shifted.add(value)
             else:
                 fresh.append(self.instance(value, free=value < count and not self.gradients))
                 if value < count:  # a gradient adds up in place
@@ -226,7 +234,8 @@ class _Layout:
             freed = sum(self.sizes[instance] for instance in ends[index])
             kernel = self.kernels[event.kernel]
             # XLA writes the result of an elementwise kernel over an operand that dies there.
-            here = max(before, alive - freed) if kernel.fused else alive
+            over = kernel.fused and not event.apart
+            here = max(before, alive - freed) if over else alive
             here += event.inside
             if here > peak:
                 peak, at = here, event.kernel

@@ -22,6 +22,8 @@ _VIEWS = frozenset(
     bitcast_convert_type copy copy_p expand_dims name optimization_barrier reshape squeeze
     """.split()
 )
+# What reads other elements than it writes: its derivative cannot be written over what it read.
+_SHIFTS = frozenset("concatenate dynamic_slice pad rev slice".split())
 _REDUCTIONS = frozenset(
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split()
 )
@@ -43,6 +45,7 @@ class Kernel:
         workspace: those that it takes itself beside sources and results.
         widened: whether it is computed in float32, from copies, and its result rounded.
         residuals: the one of its results that only its own derivative reads (a scan's), or None.
+        shifted: the sources that it reads from other places than it writes to (a slice's, say).
     """
 
     operations: tuple[int, ...]
@@ -57,6 +60,7 @@ class Kernel:
     workspace: int
     widened: bool
     residuals: int | None
+    shifted: frozenset[int] = frozenset()
 
 
 def read_kernels(program) -> tuple[Kernel, ...]:
@@ -86,6 +90,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                     pending.append(maker[value])
         # What the derivatives read: a stored value itself, of others what they are made of.
         made_of: dict[int, frozenset[int]] = {}
+        shifted: frozenset[int] = frozenset()
         ordered = tuple(sorted(cluster))
         for number in ordered:
             member = program.operations[number]
@@ -96,6 +101,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 reads |= frozenset().union(*(made_of.get(v, {v}) for v in member.inputs[1:]))
             elif member.derivative_reads == "result":
                 reads |= set(results) if number == index else under
+            if member.name in _SHIFTS:
+                shifted |= under
             made_of.update(dict.fromkeys(member.outputs, under))
         if operation.residuals is not None:
             reads.add(operation.residuals)
@@ -132,6 +139,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 workspace,
                 operation.widened,
                 operation.residuals,
+                shifted,
             )
         )
     return tuple(kernels)

@@ -30,6 +30,8 @@ _MARGIN = 1.003  # between what is expected of a plan and its budget
 # Projected bytes of a plan over those of the one that is compiled beside it, for where it does not
 # fit: first plans of ResNet50 and GPT-2 at half of the bytes compile to 0.99 to 1.05 of projected.
 _BESIDE = 1.04
+# Two plans whose projected bytes differ by less say nothing of how compiled ones grow. Chosen.
+_APART = 0.01
 
 
 class CompiledPlans:
@@ -91,16 +93,39 @@ class CompiledPlans:
                 (goal for one, goal in tried.items() if goal > fits and not search.fits(one)),
                 default=float("inf"),
             )
-            ratio = search.outcomes[layout].ratio
+            corrected = self.corrected(layout, budget)
             if not search.fits(layout):
-                goal = self.aim(budget, budget / ratio / _MARGIN, fails)
+                goal = self.aim(budget, corrected / _MARGIN, fails)
             else:
                 if layout == planner.plain:
                     return
                 # Another plan may well compile to less of what is projected than this one.
-                goal = max(budget / ratio, fits * _MORE)
+                goal = max(corrected, fits * _MORE)
             if not fits < goal < fails:
                 goal = (fits + fails) / 2 if fits else 0.97 * fails
+
+    def corrected(self, layout: Layout, budget: int) -> float:
+        """Projected bytes of which the budget is expected to be compiled, after a layout was. What
+        a projection leaves out may be a share of the bytes or so many bytes: where another layout
+        was compiled that peaks at the same place, the line through both tells."""
+        outcome, search = self.search.outcomes[layout], self.search
+        along = budget / outcome.ratio
+        if outcome.compiled is None:
+            return along
+        apart = [
+            (other.projected, other.compiled)
+            for other in search.outcomes.values()
+            if other.compiled is not None
+            and other.place == outcome.place
+            and abs(other.projected / outcome.projected - 1) > _APART
+        ]
+        if not apart:
+            return along
+        projected, compiled = min(apart, key=lambda other: abs(other[0] - outcome.projected))
+        slope = (outcome.compiled - compiled) / (outcome.projected - projected)
+        low, high = sorted([outcome.ratio, 1 / self.target.count])
+        slope = min(max(slope, low), high)
+        return outcome.projected + (budget - outcome.compiled) / slope
 
     def gains(self, layout: Layout) -> bool:
         """Whether it costs less than the best one so far, by what a compilation is worth."""
