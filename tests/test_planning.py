@@ -294,13 +294,15 @@ def test_planning_time_grows_near_linearly():
     assert calls[1] < 15 * calls[0], calls
 
 
-def test_one_liners_need_module_paths():
-    assert list(one_liners(chain([1] * 4), RATES)) == ["everything_saveable"]
+def test_one_liners_need_blocks():
+    """Stretches that repeat, or that one module path made."""
+    assert list(one_liners(chain([1, 2, 3, 4]), RATES)) == ["everything_saveable"]
+    assert "nothing_saveable on each of 3 blocks" in one_liners(chain([1] * 4), RATES)
     operations = [
         dataclasses.replace(op, path=f"Net/Block_{index // 3}/Dense_{index % 3}")
         for index, op in enumerate(chain([100] * 12).operations)
     ]
     program = dataclasses.replace(chain([100] * 12), operations=tuple(operations))
     found = {name: layout.peak for name, layout in one_liners(program, RATES).items()}
-    assert len(found) == 3
-    assert found["nothing_saveable on every block"] < found["everything_saveable"]
+    assert len(found) == 4
+    assert found["nothing_saveable on each of 4 blocks"] < found["everything_saveable"]

@@ -7,6 +7,7 @@ program.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 from jaxmem.planning.blocks import Blocks
@@ -14,6 +15,7 @@ from jaxmem.planning.chain import Solution
 from jaxmem.planning.loops import LoopOption, loop_options
 from jaxmem.planning.rates import Rates
 from jaxmem.planning.regions import Loop, Region, place_of
+from jaxmem.planning.rows import Spans, policies, row, tilings
 from jaxmem.planning.simulate import simulate
 from jaxmem.program import Kernel, Program
 
@@ -47,6 +49,8 @@ _WORTH = 0.95  # of the last peak: worth one more round. Chosen: 0.9 and 0.975 c
 # Times the least peak: as good, for a lower price. Chosen: 1.01 recomputes 10 points more for 0.4 %
 # less of the plain bytes, 1.04 recomputes 6 less for 2 % more.
 _NEAR = 1.02
+# Blocks more than a straight line between all of them and none says that a budget asks for. Chosen.
+_BLOCKS_MORE = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class DP:
     @functools.cached_property
     def _smallest(self) -> Layout:
         found = [self.plain, *(variant.smallest() for variant in self.variants)]
+        found += [variant.row(*one) for variant in self.variants for one in variant.rows]
         lowest = min(layout.peak for layout in found)
         return min(
             (layout for layout in found if layout.peak <= _NEAR * lowest),
@@ -219,7 +224,39 @@ class Variant:
                 high = middle
         for memory in memories[low + 1 : low + 1 + _BEYOND]:
             has_room(memory)
+        price = min((layout.price for layout in fits), default=math.inf)
+        fits += self.rows_within(budget, price)
         return min(fits, key=lambda layout: (layout.price, layout.peak), default=None)
+
+    @functools.cached_property
+    def rows(self) -> list[tuple[Spans, frozenset[int]]]:
+        """One region on each block, as an author would place them: blocks, and what is saved."""
+        saved = policies(self.program).values()
+        return [(s, v) for s in tilings(self.program, self.prices) for v in dict.fromkeys(saved)]
+
+    def row(self, spans: Spans, saved: frozenset[int]) -> Layout:
+        return self.layout(row(self.program, spans, saved))
+
+    def rows_within(self, budget: int, price: float) -> list[Layout]:
+        """Rows of regions that fit and cost less than a price, each on as many blocks from the
+        first on as the budget asks for."""
+        found, plain = [], self.layout(())
+        for spans, saved in self.rows:
+            whole = self.row(spans, saved)
+            if whole.peak > budget:
+                continue
+            found.append(whole)
+            count = len(spans)
+            share = (plain.peak - budget) / max(plain.peak - whole.peak, 1)
+            least = max(math.ceil(share * count), 1)
+            for number in range(least, min(least + _BLOCKS_MORE, count)):
+                if whole.price * number / count >= price:
+                    break
+                part = self.row(spans[:number], saved)
+                if part.peak <= budget:
+                    found.append(part)
+                    break
+        return [layout for layout in found if layout.price < price]
 
     def proposed(self, solution: Solution, memory: int) -> Layout | None:
         """What the chain's plan for a memory really is; None: nested too deep."""

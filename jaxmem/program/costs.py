@@ -2,6 +2,8 @@
 
 import math
 
+from jax.extend.core import Literal
+
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
 from jaxmem.jaxprs.residuals import has_linear_rule
 from jaxmem.program.derivatives import DERIVATIVES
@@ -29,9 +31,11 @@ _LINEAR = frozenset(
     reduce_window_sum reshape rev slice split squeeze stop_gradient sub transpose
     """.split()
 )
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
+# The derivative of these reads, for one operand, the other.
+_BILINEAR = frozenset({"mul", *CONTRACTIONS})
 # The derivative of these reads their result alone.
 _BY_RESULT = frozenset("cbrt exp exp2 logistic rsqrt sqrt tanh".split())
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 _DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -66,12 +70,28 @@ def contraction_flops(name: str, operands, result, parameters) -> int:
 
 
 def derivative_reads(equation) -> str:
-    """What the operation's derivative reads: ``"nothing"``, its ``"result"``, its ``"operands"``,
-    or those of them that are ``"indices"``: all but the first."""
+    """What the operation's derivative reads: ``"nothing"``, its ``"result"``, its ``"operands"``;
+    all of them but the first (``"indices"``), that one alone (``"predicate"``), or for each that
+    has a cotangent the other (``"other"``)."""
     name = operation_of(equation)
     if name in ("gather", "dynamic_slice"):
         return "indices"
+    if name == "select_n":
+        return "predicate"
+    literal = [isinstance(operand, Literal) for operand in equation.invars]
+    if (name == "mul" and any(literal)) or (name == "div" and literal[1]):
+        return "nothing"
+    if name in _BILINEAR:
+        return "other"
     return "nothing" if name in _LINEAR else "result" if name in _BY_RESULT else "operands"
+
+
+def is_batched(equation) -> bool:
+    """Whether it is a matmul with batch dimensions."""
+    if operation_of(equation) != "dot_general":
+        return False
+    _, (batch, _) = equation.params["dimension_numbers"]
+    return bool(batch)
 
 
 def flops(equation) -> int:

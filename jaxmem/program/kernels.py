@@ -95,12 +95,11 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         for number in ordered:
             member = program.operations[number]
             under = frozenset().union(*(made_of.get(v, frozenset([v])) for v in member.inputs))
-            if member.derivative_reads == "operands":
-                reads |= under
-            elif member.derivative_reads == "indices":
-                reads |= frozenset().union(*(made_of.get(v, {v}) for v in member.inputs[1:]))
-            elif member.derivative_reads == "result":
+            if member.derivative_reads == "result":
                 reads |= set(results) if number == index else under
+            else:
+                read = _read_by_derivative(member, program.active)
+                reads |= frozenset().union(*(made_of.get(v, {v}) for v in read))
             if member.name in _SHIFTS:
                 shifted |= under
             made_of.update(dict.fromkeys(member.outputs, under))
@@ -143,6 +142,23 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             )
         )
     return tuple(kernels)
+
+
+def _read_by_derivative(operation, active: list[bool]) -> tuple[int, ...]:
+    """The operands that an operation's derivative reads, as JAX keeps them: of a product with what
+    has no cotangent (frozen parameters, a mask), that alone."""
+    inputs = operation.inputs
+    how = operation.derivative_reads
+    if how == "nothing":
+        return ()
+    if how == "indices":
+        return inputs[1:]
+    if how == "predicate":
+        return inputs[:1]
+    if how == "other" and len(inputs) == 2:
+        one, other = inputs
+        return (other,) * active[one] + (one,) * active[other]
+    return inputs
 
 
 def _copy(program, value: int) -> int:

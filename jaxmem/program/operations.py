@@ -10,7 +10,7 @@ from jaxmem.jaxprs.equations import is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
 from jaxmem.jaxprs.nested import called_jaxpr, loop_of
 from jaxmem.jaxprs.residuals import scan_residuals
-from jaxmem.program.costs import CONTRACTIONS, derivative_reads, flops, is_fused
+from jaxmem.program.costs import CONTRACTIONS, derivative_reads, flops, is_batched, is_fused
 from jaxmem.program.kernels import Kernel, read_kernels
 
 
@@ -18,8 +18,10 @@ from jaxmem.program.kernels import Kernel, read_kernels
 class Operation:
     """One operation: the values it reads and makes (by number), its FLOPs, whether XLA fuses it
     with its neighbours, what its derivative reads (``"nothing"``, its ``"result"``, its
-    ``"operands"`` or its ``"indices"``: the operands after the first), and where it came from: the
-    module path (``ResNet/Block_3/Conv_1``) and the user's source line.
+    ``"operands"``, of those ``"indices"`` all but the first, the ``"predicate"`` that one alone,
+    and for each that has a cotangent the ``"other"``), and where it came from: the module path
+    (``ResNet/Block_3/Conv_1``) and the user's source line. A matmul is ``batched`` if it has batch
+    dimensions, as attention's scores have.
 
     A `scan` also has ``body``, what it repeats ``length`` times, and makes one value more than it
     returns: its ``residuals``, what every iteration keeps for the backward pass; ``carry`` are
@@ -43,6 +45,7 @@ class Operation:
     residuals: int | None = None
     inside: int = 0
     widened: bool = False
+    batched: bool = False
 
     @property
     def is_region(self) -> bool:
@@ -244,6 +247,7 @@ def read_program(
                 _carry(step, body),
                 outputs[-1] if residuals is not None else None,
                 inside,
+                batched=is_batched(step.equation),
             )
         )
     outputs = tuple(value for value in flat.outputs if isinstance(value, int))

@@ -5,7 +5,7 @@ import dataclasses
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import device_budget, format_bytes, parse_budget
 from jaxmem.ground.errors import BudgetError, PlanError
-from jaxmem.planning import PLANNERS, Layout, Planner, Rates, lowest
+from jaxmem.planning import PLANNERS, Layout, Planner, Rates, lowest, one_liners
 from jaxmem.program import Program
 from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.plan import Plan, Predicted
@@ -120,6 +120,16 @@ class Constraints:
             keeps_regions=self.keeps_regions,
         )
 
+    def _one_liner(self, program: Program) -> str:
+        """What regions on every block would take, in words."""
+        total = self.budget_for(program).total
+        found = one_liners(self.as_run(program), self.rates)
+        found.pop("everything_saveable")
+        if not found:
+            return ""
+        name = min(found, key=lambda name: found[name].peak)
+        return f" {name} takes {format_bytes(total(found[name].peak))} (projected)."
+
     def too_small(self, program: Program, least: Layout, total: int, word: str) -> BudgetError:
         """The error of a budget that nothing fits, when the least takes ``total`` bytes."""
         return BudgetError(
@@ -127,7 +137,7 @@ class Constraints:
             f"{format_bytes(self.reserved)} of it reserved; the lowest one that does is "
             f"{format_bytes(total)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
-            f"{lowest(program, least)}. Raise the budget, shrink the batch, or accumulate "
-            "gradients over microbatches.",
+            f"{lowest(program, least)}.{self._one_liner(program)} Raise the budget, shrink the "
+            "batch, or accumulate gradients over microbatches.",
             total,
         )

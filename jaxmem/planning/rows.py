@@ -1,0 +1,148 @@
+"""One region on each block of a model, as its author would place them: what a plan must not lose
+to.
+
+Blocks are stretches of kernels that repeat, whatever the modules are called, and stretches that one
+module path made. Chen et al. (2016) recompute such a row of segments; the policies of
+`jax.checkpoint` say what each of them saves.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence, Set
+
+import numpy as np
+
+from jaxmem.planning.regions import Region
+from jaxmem.program import Operation, Program
+
+Spans = tuple[tuple[int, int], ...]
+
+# Of the price of all kernels: what a row of blocks has to cover to be worth a try. Chosen.
+_COVERED = 0.25
+# Kernels: above this, only periods up to so many are looked for (quadratic time). Chosen.
+_PERIODS = 2000
+
+
+def tilings(program: Program, prices: Sequence[float]) -> list[Spans]:
+    """Ways to see a program as a row of blocks: kernels from and to, in order."""
+    found = [_by_repeats(program, prices), _by_path(program)]
+    least = _COVERED * sum(prices)
+    return [
+        spans
+        for spans in dict.fromkeys(found)
+        if len(spans) > 1 and sum(sum(prices[a:b]) for a, b in spans) >= least
+    ]
+
+
+def row(program: Program, spans: Spans, saved: Set[int]) -> tuple[Region, ...]:
+    """One region on each block, which saves of it what ``saved`` says."""
+    regions = []
+    for start, stop in spans:
+        made = {
+            value
+            for kernel in program.kernels[start:stop]
+            for value in kernel.results
+            if value != kernel.residuals
+        }
+        regions.append(Region(start, stop, tuple(sorted(made & saved))))
+    return tuple(regions)
+
+
+def policies(program: Program) -> dict[str, frozenset[int]]:
+    """What policies of `jax.checkpoint_policies` save, convolutions among the matmuls."""
+
+    def saved(wanted: Callable[[Operation], bool]) -> frozenset[int]:
+        return frozenset(
+            value
+            for kernel in program.kernels
+            if kernel.flops and kernel.residuals is None
+            if wanted(program.operations[kernel.operations[-1]])
+            for value in kernel.results
+        )
+
+    return {
+        "nothing_saveable": frozenset(),
+        "dots_with_no_batch_dims_saveable": saved(lambda operation: not operation.batched),
+        "dots_saveable": saved(lambda _: True),
+    }
+
+
+def _by_path(program: Program) -> Spans:
+    """Stretches whose module path starts with the same two parts (``ResNet/Block_3``)."""
+    kernels = program.kernels
+
+    def block(number: int) -> str:
+        path = program.operations[kernels[number].operations[-1]].path.split("/")
+        return "/".join(path[:2]) if len(path) > 2 else ""
+
+    groups = ((name, list(group)) for name, group in itertools.groupby(range(len(kernels)), block))
+    return tuple((numbers[0], numbers[-1] + 1) for name, numbers in groups if name)
+
+
+def _by_repeats(program: Program, prices: Sequence[float]) -> Spans:
+    """Stretches that are the same again and again, the dearest row of them first, then those in
+    what is left of the program before and after it."""
+    kinds: dict[tuple, int] = {}
+    signature = np.array(
+        [kinds.setdefault(_kind(program, at), len(kinds)) for at in range(len(program.kernels))]
+    )
+    crossing = _crossing(program)
+    price = np.concatenate([[0.0], np.cumsum(prices)])
+
+    def within(start: int, stop: int) -> Iterator[tuple[int, int]]:
+        if price[stop] - price[start] < _COVERED / 2 * price[-1]:
+            return
+        found = _longest(signature[start:stop], price[start : stop + 1])
+        if found is None:
+            return
+        first, period, count = found
+        first += start
+        # Where to begin: where the fewest bytes cross from one block to the next.
+        room = range(min(period, stop - first - count * period + 1)) or range(1)
+        begin = first + min(room, key=lambda at: (crossing[first + at], at))
+        inner = (
+            begin + min(range(period), key=lambda at: (crossing[begin + at + period], at))
+            if count > 2
+            else begin
+        )
+        blocks = count if inner + count * period <= stop else count - 1
+        yield from within(start, inner)
+        for at in range(blocks):
+            yield inner + at * period, inner + (at + 1) * period
+        yield from within(inner + blocks * period, stop)
+
+    return tuple(within(0, len(program.kernels)))
+
+
+def _kind(program: Program, number: int) -> tuple:
+    """What two kernels have in common that do the same."""
+    kernel, sizes = program.kernels[number], program.sizes
+    names = tuple(program.operations[index].name for index in kernel.operations)
+    return names, tuple(sizes[v] for v in kernel.results), tuple(sizes[v] for v in kernel.sources)
+
+
+def _longest(signature: np.ndarray, price: np.ndarray) -> tuple[int, int, int] | None:
+    """The dearest stretch that consists of one period again and again: where it starts, the
+    period, and how often; None: nothing repeats."""
+    count, best, found = len(signature), 0.0, None
+    for period in range(1, min(count // 2, _PERIODS) + 1):
+        same = np.concatenate([[False], signature[:-period] == signature[period:], [False]])
+        edges = np.flatnonzero(same[1:] != same[:-1])
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            times = (stop - start) // period + 1
+            if times < 2:
+                continue
+            covered = price[start + times * period] - price[start]
+            if covered > 1.02 * best:  # a shorter period that covers as much is the block
+                best, found = covered, (int(start), period, int(times))
+    return found
+
+
+def _crossing(program: Program) -> list[int]:
+    """For each place between two kernels the bytes of the values that are made before it and read
+    after it."""
+    change = [0] * (len(program.kernels) + 2)
+    for kernel in program.kernels:
+        for value in kernel.results:
+            change[program.made[value]] += program.sizes[value]
+            change[min(program.last_used[value], len(change) - 1)] -= program.sizes[value]
+    return list(itertools.accumulate(change))

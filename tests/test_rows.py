@@ -1,0 +1,155 @@
+"""One region on each block: what it costs is known to the FLOP, and no plan loses to it."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem
+from jaxmem.planning import one_liners
+from jaxmem.planning.rows import policies, row, tilings
+from jaxmem.program import Program
+from jaxmem.rematerialization import Constraints, TracedFunction
+
+LAYERS, BATCH, LENGTH, WIDTH, HEADS, WORDS = 6, 8, 512, 256, 4, 8192
+
+
+def normalized(x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def dropout(key, x):
+    return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0.0)
+
+
+def block(weights, x, key):
+    """A transformer's, with dropout where most libraries have it, and without module paths."""
+    qkv, out, up, down = weights
+    keys = jax.random.split(key, 3)
+    parts = (normalized(x) @ qkv).reshape(BATCH, LENGTH, 3, HEADS, -1)
+    q, k, v = jnp.moveaxis(parts, 2, 0)
+    scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8.0)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", dropout(keys[0], scores), v)
+    x = x + dropout(keys[1], mixed.reshape(x.shape) @ out)
+    return x + dropout(keys[2], jax.nn.gelu(normalized(x) @ up) @ down)
+
+
+def loss(region, params, tokens, key):
+    """Its targets are its tokens, shifted by one."""
+    layers, embedding = params
+    x = embedding[tokens]
+    for number, weights in enumerate(layers):
+        x = region(block)(weights, x, jax.random.fold_in(key, number))
+    scores = jax.nn.log_softmax((normalized(x) @ embedding.T)[:, :-1])
+    return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], -1))
+
+
+def arguments():
+    sizes = [(WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
+    layer = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+    params = [layer] * LAYERS, jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return params, jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32), key
+
+
+@functools.cache
+def program() -> tuple[Program, Constraints]:
+    traced = TracedFunction(functools.partial(loss, lambda f: f), arguments(), {}, 0)
+    return traced.program, Constraints.parse(None, 0, "h200", "dp")
+
+
+@functools.cache
+def planner():
+    return program()[1].planner(program()[0])
+
+
+def test_blocks_are_found_by_what_repeats():
+    (spans,) = tilings(planner().variants[0].program, planner().variants[0].prices)
+    assert len(spans) == LAYERS
+    assert len({stop - start for start, stop in spans}) == 1
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("name", ["nothing_saveable", "dots_with_no_batch_dims_saveable"])
+def test_what_a_one_liner_costs_is_what_it_compiles_to(name):
+    """FLOPs to the last, since what a derivative reads is what JAX keeps; bytes within 10 %."""
+    policy = getattr(jax.checkpoint_policies, name)
+    region = functools.partial(jax.checkpoint, policy=policy)
+    options = {"target": "h200", "timeline": False}
+    plain, written = (
+        jaxmem.memory(jax.value_and_grad(functools.partial(loss, of)), *arguments(), **options)
+        for of in (lambda f: f, region)
+    )
+    found = one_liners(program()[0], program()[1].rates)
+    layout = found[f"{name} on each of {LAYERS} blocks"]
+    assert layout.flops == written.work.flops - plain.work.flops > 0
+    total = program()[1].budget_for(program()[0]).total(layout.peak)
+    assert total == pytest.approx(written.device, rel=0.1)
+    found = jaxmem.plan(functools.partial(loss, region), *arguments(), compilations=0)
+    assert found.written.recompute_flops == layout.flops
+
+
+def test_no_plan_loses_to_a_one_liner():
+    variant = planner().variants[0]
+    (spans,) = tilings(variant.program, variant.prices)
+    for saved in policies(variant.program).values():
+        for count in (LAYERS, LAYERS // 2):
+            theirs = variant.layout(row(variant.program, spans[:count], saved))
+            ours = planner().cheapest_within(theirs.peak)
+            assert ours.price <= theirs.price and ours.peak <= theirs.peak
+
+
+def test_a_budget_error_names_the_one_liner():
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        jaxmem.plan(functools.partial(loss, lambda f: f), *arguments(), budget="50MiB")
+    assert f"nothing_saveable on each of {LAYERS} blocks takes " in str(caught.value)
+
+
+def reads(fun, *shapes, argnums=0):
+    """For each kernel of a program what its derivative reads, by the shapes."""
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    program = TracedFunction(fun, tuple(args), {}, argnums).program
+    return [sorted(program.types[value] for value in kernel.reads) for kernel in program.kernels]
+
+
+def test_a_derivative_reads_what_jax_keeps():
+    def frozen(w, x):  # x has no cotangent
+        return jnp.sum(jnp.sin(x @ w) @ w.T)
+
+    _, second, *_ = reads(frozen, (4, 4), (3, 4))
+    assert "float32[3, 4]" in second
+    first, *_ = reads(lambda x, w: jnp.sum((x @ w) @ w), (3, 4), (4, 4))
+    assert first == ["float32[4, 4]"]  # of frozen weights nothing but the weights
+    for scaled in (lambda y: y * 2.0, lambda y: y / 2.0, lambda y: jnp.where(y.sum() > 0, y, 0.0)):
+        last = reads(lambda w, x, scaled=scaled: jnp.sum(scaled(x @ w)), (4, 4), (3, 4))[-1]
+        assert "float32[3, 4]" not in last
+    for scaled in (lambda y: y * y, lambda y: 2.0 / y, lambda y: y**3):
+        last = reads(lambda w, x, scaled=scaled: jnp.sum(scaled(x @ w)), (4, 4), (3, 4))[-1]
+        assert "float32[3, 4]" in last
+
+
+def test_the_cotangent_of_what_is_sliced_has_memory_of_its_own():
+    """XLA writes a cotangent over scores that it reads at the same places only."""
+
+    def of_scores(shift, w, x):
+        scores = x @ w
+        scores = scores[:, :-1] if shift else scores
+        return jnp.mean(jax.nn.logsumexp(scores, -1) ** 2)
+
+    args = [jax.ShapeDtypeStruct(size, jnp.float32) for size in [(64, WORDS), (BATCH, LENGTH, 64)]]
+    plain, shifted = (
+        jaxmem.plan(functools.partial(of_scores, shift), *args).plain_bytes for shift in (0, 1)
+    )
+    assert shifted - plain == pytest.approx(4 * BATCH * LENGTH * WORDS, rel=0.01)
+
+
+def test_a_loss_of_shifted_tokens_is_projected():
+    fun = functools.partial(loss, lambda f: f)
+    plan = jaxmem.plan(fun, *arguments(), compilations=0)
+    planned = jax.value_and_grad(plan.apply(fun))
+    options = plan.compiler_options
+    report = jaxmem.memory(planned, *arguments(), target="h200", compiler_options=options)
+    assert plan.recomputes and plan.projected_bytes == pytest.approx(report.device, rel=0.1)
