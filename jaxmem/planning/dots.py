@@ -52,6 +52,10 @@ class Dots:
 
     smallest_at_one_forward = smallest
 
+    def rows(self) -> list[Layout]:
+        """None."""
+        return []
+
     def _leaves(self) -> list[list[tuple[int, int]]]:
         """First and last kernels; a row of them ends at each scan."""
         scans = {*self.variant.program.scans}

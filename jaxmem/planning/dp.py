@@ -107,12 +107,16 @@ class DP:
     @functools.cached_property
     def _smallest(self) -> Layout:
         found = [self.plain, *(variant.smallest() for variant in self.variants)]
-        found += [variant.row(*one) for variant in self.variants for one in variant.rows]
+        found += self.rows()
         lowest = min(layout.peak for layout in found)
         return min(
             (layout for layout in found if layout.peak <= _NEAR * lowest),
             key=lambda layout: layout.price,
         )
+
+    def rows(self) -> list[Layout]:
+        """One region on each block, for each policy: what a plan must not lose to."""
+        return [variant.row(*one) for variant in self.variants for one in variant.rows]
 
     def smallest_at_one_forward(self) -> Layout:
         """The least projected peak for at most one more forward pass: below that, memory is bought

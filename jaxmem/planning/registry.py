@@ -24,6 +24,9 @@ class Planner(Protocol):
     def smallest_at_one_forward(self) -> Layout:
         """The least projected bytes for at most one more forward pass."""
 
+    def rows(self) -> list[Layout]:
+        """What else to compile where nothing that is projected to fit does."""
+
 
 PLANNERS: dict[str, Callable[[Program, Rates], Planner]] = {"dp": DP, "dots": Dots, "sqrt": Sqrt}
 

@@ -18,7 +18,9 @@ Spans = tuple[tuple[int, int], ...]
 
 # Of the price of all kernels: what a row of blocks has to cover to be worth a try. Chosen.
 _COVERED = 0.25
-# Kernels: above this, only periods up to so many are looked for (quadratic time). Chosen.
+# Of the price of a block in the dearest row: what blocks of other rows have to cost. Chosen.
+_ALIKE = 0.2
+# Operations: above this, only periods up to so many are looked for (quadratic time). Chosen.
 _PERIODS = 2000
 
 
@@ -79,60 +81,60 @@ def _by_path(program: Program) -> Spans:
 
 
 def _by_repeats(program: Program, prices: Sequence[float]) -> Spans:
-    """Stretches that are the same again and again, the dearest row of them first, then those in
-    what is left of the program before and after it."""
+    """Stretches whose operations are the same again and again, the dearest row of them first, then
+    those in what is left of the program before and after it."""
     kinds: dict[tuple, int] = {}
-    signature = np.array(
-        [kinds.setdefault(_kind(program, at), len(kinds)) for at in range(len(program.kernels))]
-    )
-    crossing = _crossing(program)
-    price = np.concatenate([[0.0], np.cumsum(prices)])
+    kind = [kinds.setdefault(_kind(program, one), len(kinds)) for one in program.operations]
+    signature = np.array(kind)
+    # By operation: the price of the kernel that it completes, and how many kernels are complete.
+    price, done = np.zeros(len(kind) + 1), np.zeros(len(kind) + 1, np.int64)
+    for kernel, of_kernel in zip(program.kernels, prices, strict=True):
+        price[kernel.operations[-1] + 1] += of_kernel
+        done[kernel.operations[-1] + 1] += 1
+    price, done = np.cumsum(price), np.cumsum(done)
+    crossing = np.array(_crossing(program))[done]
 
-    def within(start: int, stop: int) -> Iterator[tuple[int, int]]:
-        if price[stop] - price[start] < _COVERED / 2 * price[-1]:
-            return
-        found = _longest(signature[start:stop], price[start : stop + 1])
+    def within(start: int, stop: int, least: float) -> Iterator[tuple[int, int]]:
+        found = _longest(signature[start:stop], price[start : stop + 1], least)
         if found is None:
             return
         first, period, count = found
         first += start
-        # Where to begin: where the fewest bytes cross from one block to the next.
-        room = range(min(period, stop - first - count * period + 1)) or range(1)
-        begin = first + min(room, key=lambda at: (crossing[first + at], at))
-        inner = (
-            begin + min(range(period), key=lambda at: (crossing[begin + at + period], at))
-            if count > 2
-            else begin
-        )
-        blocks = count if inner + count * period <= stop else count - 1
-        yield from within(start, inner)
-        for at in range(blocks):
-            yield inner + at * period, inner + (at + 1) * period
-        yield from within(inner + blocks * period, stop)
+        # Where to cut: where the fewest bytes cross from one block to the next.
+        room = stop - first - count * period
+        first += min(range(period), key=lambda at: (crossing[first + at], at > room, at))
+        count -= first + count * period > stop
+        each = (price[first + count * period] - price[first]) / max(count, 1)
+        yield from within(start, first, _ALIKE * each)
+        for at in range(count):
+            yield first + at * period, first + (at + 1) * period
+        yield from within(first + count * period, stop, _ALIKE * each)
 
-    return tuple(within(0, len(program.kernels)))
+    cuts = [(int(done[a]), int(done[b])) for a, b in within(0, len(kind), 0.0)]
+    return tuple((start, stop) for start, stop in cuts if start < stop)
 
 
-def _kind(program: Program, number: int) -> tuple:
-    """What two kernels have in common that do the same."""
-    kernel, sizes = program.kernels[number], program.sizes
-    names = tuple(program.operations[index].name for index in kernel.operations)
-    return names, tuple(sizes[v] for v in kernel.results), tuple(sizes[v] for v in kernel.sources)
+def _kind(program: Program, operation: Operation) -> tuple:
+    """What two operations have in common that do the same."""
+    sizes = program.sizes
+    made = (sizes[value] for value in operation.outputs)
+    return (operation.name, *made, -1, *(sizes[value] for value in operation.inputs))
 
 
-def _longest(signature: np.ndarray, price: np.ndarray) -> tuple[int, int, int] | None:
-    """The dearest stretch that consists of one period again and again: where it starts, the
-    period, and how often; None: nothing repeats."""
-    count, best, found = len(signature), 0.0, None
-    for period in range(1, min(count // 2, _PERIODS) + 1):
+def _longest(signature: np.ndarray, price: np.ndarray, least: float) -> tuple[int, int, int] | None:
+    """The dearest stretch that consists of one period again and again, of a price of at least so
+    much each: where it starts, the period, and how often; None: nothing repeats."""
+    best, found = 0.0, None
+    for period in range(1, min(len(signature) // 2, _PERIODS) + 1):
         same = np.concatenate([[False], signature[:-period] == signature[period:], [False]])
         edges = np.flatnonzero(same[1:] != same[:-1])
-        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        starts, stops = edges[::2], edges[1::2]
+        long = stops - starts >= period
+        for start, stop in zip(starts[long], stops[long], strict=True):
             times = (stop - start) // period + 1
-            if times < 2:
-                continue
             covered = price[start + times * period] - price[start]
-            if covered > 1.02 * best:  # a shorter period that covers as much is the block
+            # A shorter period that covers as much is the block.
+            if covered > 1.02 * best and covered >= least * times:
                 best, found = covered, (int(start), period, int(times))
     return found
 

@@ -53,6 +53,10 @@ class Sqrt:
         """The least projected peak."""
         return self._smallest
 
+    def rows(self) -> list[Layout]:
+        """None: every plan is a row of regions."""
+        return []
+
     @functools.cached_property
     def _smallest(self) -> Layout:
         ends = self.chain.least_recompute(self.chain.least_peak()) or []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -85,7 +86,9 @@ class CompiledPlans:
                 goals |= dict.fromkeys(beside, lower)
                 yield [layout, *beside]
             elif layout == planner.smallest() and not best:
-                yield from self.slightly_above(budget)
+                yield from self.rows(budget)
+                if not search.best:
+                    yield from self.slightly_above(budget)
                 return
             tried = {one: goal for one, goal in goals.items() if one in search.outcomes}
             fits = max((goal for one, goal in tried.items() if search.fits(one)), default=0.0)
@@ -164,6 +167,25 @@ class CompiledPlans:
         if layout is None or layout in self.search.outcomes:
             return low
         return middle if self.expected(layout) <= budget / _MARGIN else low
+
+    def rows(self, budget: int) -> Iterator[Sequence[Layout]]:
+        """One region on each block, by one policy after the other, where nothing else fits: XLA may
+        make far less of what is inside a block than is projected, as it does of an
+        `associative_scan`. The fewest bytes first, then what is expected to fit for less."""
+        rows = sorted(self.planner.rows(), key=lambda layout: layout.peak)
+        total = self.constraints.budget_for(self.traced.program).total
+        ratio = math.inf
+        while rows:
+            layout = rows.pop(0)
+            if layout in self.search.outcomes:
+                continue
+            yield [layout]
+            ratio = min(ratio, self.search.outcomes[layout].ratio)
+            rows = [
+                other
+                for other in sorted(rows, key=lambda layout: layout.price)
+                if self.gains(other) and total(other.peak) * ratio <= budget
+            ]
 
     def slightly_above(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Plans that are projected not to fit, by little, until one does."""
