@@ -6,7 +6,6 @@ groups in one region, so that what is between two of them, a block's output say,
 """
 
 from jaxmem.planning.dp import Layout, Variant
-from jaxmem.planning.loops import loop_options
 from jaxmem.planning.rates import Rates
 from jaxmem.planning.regions import Region
 from jaxmem.program import Program
@@ -23,8 +22,7 @@ class Dots:
     stay as they are."""
 
     def __init__(self, program: Program, rates: Rates):
-        plain = [loop_options(program, scan, rates)[0] for scan in program.scans]
-        self.variant = Variant(program, rates, plain)
+        self.variant = Variant.plain(program, rates)
         self.plain = self.variant.layout(())
         self.kernels = self.variant.program.kernels
         sizes = program.sizes

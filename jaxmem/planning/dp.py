@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
-from jaxmem.planning.loops import LoopOption, loop_options
+from jaxmem.planning.loops import LoopOption, loop_options, plain_option
 from jaxmem.planning.rates import Rates
 from jaxmem.planning.regions import Loop, Region, place_of
 from jaxmem.planning.rows import Spans, policies, row, tilings
@@ -149,6 +149,11 @@ class Variant:
         self._blocks: Blocks | None = None
         self._solved: tuple[int, Solution] | None = None
         self._layouts: dict[tuple[Region, ...], Layout] = {}
+
+    @classmethod
+    def plain(cls, program: Program, rates: Rates) -> "Variant":
+        """The program with its scans as JAX differentiates them."""
+        return cls(program, rates, [plain_option(program, scan) for scan in program.scans])
 
     def _each(self, rate: Callable[[Kernel], float]) -> list[float]:
         found = [rate(kernel) for kernel in self.program.kernels]

@@ -50,7 +50,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     operation = program.operation_of(kernel)
     body = operation.body
     assert body is not None
-    plain = _plain(body, program.residual_bytes(kernel))
+    plain = plain_option(program, kernel)
     found: list[LoopOption] = []
     if any(inner.is_region for inner in body.operations):
         return [plain]  # the user has placed regions: theirs it is
@@ -112,10 +112,12 @@ def _offloaded(
     )
 
 
-def _plain(body: Program, residuals: int) -> LoopOption:
+def plain_option(program: Program, kernel: int) -> LoopOption:
     """A scan as JAX differentiates it, and stacks what its derivative reads."""
+    body = program.operation_of(kernel).body
+    assert body is not None
     cost = simulate_block(body, 0, len(body.kernels), frozenset())
-    return LoopOption(None, residuals, cost.peak, (cost.at,))
+    return LoopOption(None, program.residual_bytes(kernel), cost.peak, (cost.at,))
 
 
 def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:

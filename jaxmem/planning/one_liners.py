@@ -1,7 +1,6 @@
 """What the usual policies cost: `jax.checkpoint` on every block of the model."""
 
 from jaxmem.planning.dp import Layout, Variant
-from jaxmem.planning.loops import loop_options
 from jaxmem.planning.rates import Rates
 from jaxmem.planning.rows import policies, row, tilings
 from jaxmem.program import Program
@@ -12,8 +11,7 @@ def one_liners(program: Program, rates: Rates) -> dict[str, Layout]:
     blocks in the way in which that takes the fewest bytes; a program without blocks has none.
     Derivatives are JAX's own."""
     program = program.as_written
-    plain = [loop_options(program, scan, rates)[0] for scan in program.scans]
-    variant = Variant(program, rates, plain)
+    variant = Variant.plain(program, rates)
     found = {"everything_saveable": variant.layout(())}
     rows = tilings(variant.program, variant.prices)
     for name, saved in policies(variant.program).items():

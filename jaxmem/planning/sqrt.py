@@ -13,7 +13,6 @@ import itertools
 import numpy as np
 
 from jaxmem.planning.dp import Layout, Variant
-from jaxmem.planning.loops import loop_options
 from jaxmem.planning.rates import Rates
 from jaxmem.planning.regions import Region
 from jaxmem.program import Program
@@ -28,8 +27,7 @@ class Sqrt:
     """Rows of regions for one program. Scans stay as they are."""
 
     def __init__(self, program: Program, rates: Rates):
-        plain = [loop_options(program, scan, rates)[0] for scan in program.scans]
-        self.variant = Variant(program, rates, plain)
+        self.variant = Variant.plain(program, rates)
         self.chain = _Chain(self.variant.program)
         self.plain = self.variant.layout(())
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxmem import jaxprs
-from jaxmem.planning import Rates, simulate_block
+from jaxmem.planning import Rates, Variant, simulate_block
 from jaxmem.program import Program, read_program
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Written
@@ -17,9 +17,9 @@ def written(traced: TracedFunction, constraints: Constraints) -> Written | None:
     flat = jaxprs.flatten_jaxpr(traced.closed, traced.out_tree)
     program = read_program(flat, traced.program.differentiated)
     again = list(_again(flat, program, constraints.rates))
-    total = constraints.budget_for(program).total
+    budget, program = constraints.budget_for(program), constraints.as_run(program)
     return Written(
-        total(constraints.planner(program).plain.peak),
+        budget.total(Variant.plain(program, constraints.rates).layout(()).peak),
         sum(flops for flops, _ in again),
         sum(seconds for _, seconds in again),
     )
