@@ -22,6 +22,8 @@ def add_plan(commands) -> None:
     parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the least memory)")
     parser.add_argument("--reserved", default="0", help="of it, for the optimizer's state, say")
     parser.add_argument("--planner", default="dp", help="dp, dots or sqrt (default: dp)")
+    about = "what becomes of regions that the loss has already (default: open)"
+    parser.add_argument("--regions", default="open", choices=["open", "keep"], help=about)
     about = "let residuals of scans wait in host memory"
     parser.add_argument("--offload", action="store_true", help=about)
     parser.add_argument("--plot", metavar="FILE", help="draw the frontier as .png, .svg or .pdf")
@@ -35,7 +37,11 @@ def _plan(options) -> int:
         raise JaxmemError("--html shows what was compiled: name a target to compile for.")
     loss, args = load(options.loss, "loss")
     reserved = 0 if options.reserved == "0" else options.reserved
-    common: dict[str, Any] = {"planner": options.planner, "target": options.target}
+    common: dict[str, Any] = {
+        "planner": options.planner,
+        "target": options.target,
+        "regions": options.regions,
+    }
     with progress(f"planning {options.loss}"):
         has_aux = isinstance(eval_shape(loss, *args), tuple)
         found = plan(
