@@ -112,7 +112,7 @@ def loop_of_regions(a, b):
     def block(state, row):
         inner = jax.checkpoint(body_back, policy=jax.checkpoint_policies.dots_saveable)
         (state, _), _ = jax.jit(inner)((state, b), None)
-        return jnp.sin(state) @ b + row, jnp.cos(state[0])
+        return jnp.sin(state) @ b + row[None], jnp.cos(state[0])
 
     out, stacked = jax.lax.scan(block, a, b)
     return out + stacked
