@@ -281,6 +281,20 @@ def test_what_is_held_ends_when_another_comes_or_its_worker_dies(ask, tmp_path):
     assert not os.path.exists(folder)  # with the worker that was dead
 
 
+def test_what_cannot_begin_leaves_nothing_held(ask, tmp_path):
+    """A full disk, say, when the next one comes; then the first is asked for again."""
+    ask(then="goes on", hold=True)
+    (worker,) = workers.Worker.idle
+    os.rename(worker.folder, worker.folder + "-away")
+    reply, _ = ask(then="ends")
+    assert reply["error"].startswith("FileNotFoundError: ")
+    os.rename(worker.folder + "-away", worker.folder)
+    assert gone(forks(tmp_path)[0])
+    for _ in range(2):
+        assert ask(then="goes on", full=True)[0]["stats"] == {"argument": 7}
+    assert workers.Worker.idle == [worker]
+
+
 def test_of_several_workers_the_one_is_asked_that_holds_it(ask, monkeypatch, tmp_path):
     monkeypatch.setattr(workers, "cores", lambda: 2)
     slow = Job(lambda: ask(then="goes on", slowly=0.2, hold=True))

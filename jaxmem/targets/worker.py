@@ -66,13 +66,14 @@ def main() -> None:
         try:
             if held is None or not about["full"] or held.request != about["request"]:
                 if held is not None:
-                    held.end()
+                    ended, held = held, None
+                    ended.end()
                 held = _Fork(compile, about["request"])
             reply = held.answer(functions["DUMPED"], about["full"], about["hold"])
-            if not held.stopped:
-                held = None
         except OSError as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
+        if held is not None and not held.stopped:
+            held = None
         pickle.dump(reply, replies)
         replies.flush()
     if held is not None:
