@@ -490,6 +490,34 @@ def calls(rng):
     return f"map({text})", lambda x: lax.map(lambda row: inner(row[None])[0], x)
 
 
+def tables(rng):
+    """Arrays that a jitted function closes over: operands that are no values of the program."""
+    kind, jitted = rng.choice(sorted(TABLES)), rng.random() < 0.7
+
+    def apply(x):
+        number = np.cos(np.arange(x.size)).reshape(x.shape)
+        return TABLES[kind](x, jnp.asarray(number, x.dtype)).astype(x.dtype)
+
+    return f"table[{kind}, jit {jitted}]", jax.jit(apply) if jitted else apply
+
+
+TABLES = {
+    "times": lambda x, t: x * t,
+    "over": lambda x, t: x / (t + 2),
+    "divides": lambda x, t: (t + 2) / (x**2 + 2),
+    "chooses": lambda x, t: jnp.where(t > 0, x, 0),
+    "chosen": lambda x, t: jnp.where(x > 0, t, x),
+    "sum of two": lambda x, t: x + jnp.sum(jnp.concatenate([t, t])),
+    "joined": lambda x, t: jnp.concatenate([t, x])[: x.shape[0]] + x,
+    "picked": lambda x, t: x + t[(x.reshape(-1)[0] > 0).astype(int)][None],
+    "picked by itself": lambda x, t: x + jnp.sum(t[jnp.argsort(t, 0).reshape(-1)[:2]]),
+    "written": lambda x, t: x + t.at[0].set(x[0]),
+    "matmul": lambda x, t: x + (x @ jnp.swapaxes(t, -1, -2)) @ t if x.ndim > 1 else x + t,
+    "largest": lambda x, t: jnp.maximum(x, t),
+    "scan": lambda x, t: lax.scan(lambda c, row: (c * row[None], None), x, t[:3])[0],
+}
+
+
 def vmapped(rng):
     text, inner = chain(rng, 1, smooth=True)
     collective = rng.randrange(4)
@@ -647,7 +675,7 @@ FAMILIES = [  # (weight, maps, deep): deep ones nest
     (1, [sorting], False), (2, [pool_same], False), (1.5, [picking], False),
     (1.2, [scattering], False), (0.6, [dynamic], False), (0.4, [names], False),
     (0.8, [noise], False), (3, [rules], False), (0.5, [regions], True), (0.4, [nested_plan], True),
-    (0.7, [calls], True), (0.4, [vmapped], True), (1.0, [loops], True), (0.6, [branches], True),
+    (0.5, [tables], False), (0.7, [calls], True), (0.4, [vmapped], True), (1.0, [loops], True), (0.6, [branches], True),
     (0.3, [sharded], True),
 ]  # fmt: skip
 

@@ -4,6 +4,10 @@ import functools
 import gzip
 import os
 import pathlib
+import signal
+import sys
+import tempfile
+import threading
 import time
 
 import jax
@@ -14,6 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from jaxmem.ground.errors import CompileError
+from jaxmem.reports import begin
 from jaxmem.targets import Job, workers
 from jaxmem.targets.cuda import compiler
 from tests.faults import gone
@@ -184,6 +189,10 @@ def compile(prepared, *, options, order, slowly, then, begun):
         os.system("sleep 60")
     if then == "goes on":
         time.sleep(1)
+    if then == "writes again":
+        time.sleep(0.1)
+        os.makedirs(folder, exist_ok=True)
+        write(f"{folder}/2-late.txt", "of code", 0)
     return Executable()
 """
 
@@ -298,11 +307,11 @@ def test_what_cannot_begin_leaves_nothing_held(ask, tmp_path):
 def test_of_several_workers_the_one_is_asked_that_holds_it(ask, monkeypatch, tmp_path):
     monkeypatch.setattr(workers, "cores", lambda: 2)
     slow = Job(lambda: ask(then="goes on", slowly=0.2, hold=True))
-    ask(slowly=0.2, hold=True)
+    ask(then="goes on", slowly=0.1, hold=True)
     slow.result()
     assert len(workers.Worker.idle) == 2
     ask(then="goes on", slowly=0.2, full=True)
-    ask(slowly=0.2, full=True)
+    ask(then="goes on", slowly=0.1, full=True)
     assert len(forks(tmp_path)) == 2
 
 
@@ -314,6 +323,59 @@ def test_a_job_that_nobody_waits_for_ends(ask, tmp_path):
     with pytest.raises(CompileError, match="XLA died"):
         job.result()
     assert ends(forks(tmp_path)[0]) and workers.Worker.idle == []
+
+
+def test_an_interrupt_ends_what_it_waits_for(ask, monkeypatch, tmp_path):
+    compiling = begin(jax.jit(jnp.sin), jnp.ones(3), target=jaxmem.target("h200"))
+    sleep = lambda *_, **how: ask(then="sleeps", full=True)  # noqa: E731
+    monkeypatch.setattr(type(compiling.family), "compile", sleep)
+    compiling.start()
+
+    def interrupt():
+        while not (tmp_path / "begun").exists() or not forks(tmp_path):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        compiling.report()
+    assert ends(forks(tmp_path)[0]) and compiling.job is None
+
+
+@pytest.fixture
+def temporary(monkeypatch, tmp_path):
+    """An empty folder for temporary ones."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_a_worker_that_ends_leaves_no_folder(ask, temporary):
+    ask(then="goes on", hold=True)
+    (worker,) = workers.Worker.idle
+    assert [str(path) for path in temporary.iterdir()] == [worker.folder]
+    worker.process.stdin.close()  # as at the end of the idle time: the loop ends
+    worker.process.wait()
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["terminate", "kill"])
+def test_a_fork_that_is_woken_to_end_leaves_no_folder(ask, temporary, tmp_path, how):
+    ask(then="writes again", hold=True)
+    (worker,) = workers.Worker.idle
+    if how == "kill":
+        worker.process.kill()
+    worker.close()
+    assert ends(forks(tmp_path)[0])
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_worker_that_cannot_start_leaves_no_folder(ask, temporary, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "no such program")
+    with pytest.raises(CompileError, match="needs a process of its own and a temporary folder"):
+        ask()
+    assert list(temporary.iterdir()) == []
 
 
 def test_what_runs_for_a_compilation_ends_with_it(ask):

@@ -428,6 +428,41 @@ def test_a_rule_that_refuses_to_be_traced():
         np.testing.assert_allclose(planned(w, x), jax.grad(loss)(w, x), rtol=1e-10)
 
 
+ROWS = jnp.linspace(-1.0, 1.0, 24).reshape(6, 4)
+NUMBERS = jnp.array([2, 0, 1])
+OF_ARRAYS = {
+    "picked by numbers": lambda x: x + ROWS[NUMBERS].sum(),
+    "picked": lambda x: x + ROWS[(x[:, 0] > 0).astype(int)],
+    "picks": lambda x: x + x[NUMBERS].sum(),
+    "concatenated": lambda x: x + jnp.concatenate([ROWS, ROWS]).sum(),
+    "joined": lambda x: x + jnp.concatenate([x, ROWS]).sum(),
+    "multiplied": lambda x: x * ROWS[:1] + x @ ROWS[:4],
+    "divides": lambda x: (ROWS[:1] + 3) / (x + 3) + x / (ROWS[:1] + 3),
+    "chosen": lambda x: jnp.where(ROWS[:1] > 0, x, jnp.where(x > 0, ROWS[:1], x)),
+    "sliced": lambda x: x + jax.lax.dynamic_slice(ROWS, ((x[0, 0] > 0).astype(int), 0), (1, 4)),
+    "written to": lambda x: x + ROWS.at[:1].set(x[:1]).sum(),
+    "sorted": lambda x: x + jnp.sort(ROWS, 0)[:1],
+    "looped over": lambda x: jax.lax.scan(lambda c, t: (c * t[None], None), x, ROWS)[0],
+}
+
+
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_arrays_that_a_jitted_function_closes_over(name, call):
+    """They are literals where calls are written in place: operands that are no values."""
+    called = call(OF_ARRAYS[name])
+
+    def loss(w, x):
+        return jnp.sum(jax.jit(called)(jnp.tanh(jax.jit(called)(x @ w) @ w)) ** 2)
+
+    w, x = jnp.eye(4) + 0.1, jnp.linspace(0.0, 1.0, 12).reshape(3, 4)
+    expected = jax.grad(loss)(w, x)
+    for planner in PLANNERS:
+        for regions in ("open", "keep"):
+            actual = jax.grad(jaxmem.remat(loss, planner=planner, regions=regions))(w, x)
+            np.testing.assert_allclose(actual, expected, rtol=1e-10)
+
+
 def test_a_scan_over_a_rule_that_closes_over_an_array():
     table = jnp.arange(64.0).reshape(16, 4) / 64
     rule = jax.custom_vjp(lambda x: x * table)

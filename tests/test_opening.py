@@ -204,9 +204,9 @@ def test_fit_gets_a_step_faster_that_has_memory_to_spare(capsys):
     assert said == (
         "the loss's own regions recompute "
         f"{written.recompute_seconds / 3 / step.fitting.chosen.plan.predicted.seconds:.1%} of a "
-        f"step, with {jaxmem.format_bytes(2**31 - written.bytes)} of the budget unused (projected "
-        f"{jaxmem.format_bytes(written.bytes)}); within the budget 0.0% is enough. They are "
-        "opened; keep='regions' keeps them"
+        f"step (projected {jaxmem.format_bytes(written.bytes)}, "
+        f"{jaxmem.format_bytes(2**31 - written.bytes)} of the budget unused); the chosen step "
+        "recomputes 0.0%. They are opened; keep='regions' keeps them"
     )
     kept = fit(budget="2GiB", keep="regions")
     assert kept.fitting.written is None
@@ -218,7 +218,13 @@ def test_fit_gets_a_step_faster_that_has_memory_to_spare(capsys):
         return jaxmem.memory(step, state, x, target="h200", timeline=False).work.flops
 
     assert flops(kept) - flops(step) == written.recompute_flops
-    assert fit(budget="120MiB").fitting.chosen.compiled <= 120 * MIB
+    capsys.readouterr()
+    small = fit(budget="120MiB").fitting
+    said = capsys.readouterr().out.splitlines()[1]
+    assert small.chosen.compiled <= 120 * MIB and small.chosen.levers.microbatches > 1
+    over = jaxmem.format_bytes(written.bytes - 120 * MIB)
+    assert f"{over} over the budget); the chosen step, {small.chosen.levers}, recomputes" in said
+    assert f"regions recompute {written.recompute_share:.1%} of a step" in said
 
 
 def test_regions_is_open_or_keep():

@@ -160,6 +160,26 @@ def test_a_derivative_reads_what_jax_keeps():
         assert "float32[3, 4]" in last
 
 
+TABLE = jnp.linspace(-1.0, 2.0, 12, dtype=jnp.float32).reshape(3, 4)
+WITH_A_TABLE = {
+    "product": lambda y: y * TABLE,
+    "product from the left": lambda y: TABLE * y,
+    "quotient": lambda y: y / TABLE,
+    "matmul": lambda y: y @ TABLE.T,
+    "choice": lambda y: jnp.where(TABLE > 0, y, 0.0),
+    "sum": lambda y: y + TABLE,
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_TABLE)
+def test_an_array_that_a_jitted_function_closes_over_is_no_value(name):
+    """It is a literal of the program: what else is read stands at other places."""
+    with_a_table = WITH_A_TABLE[name]
+    for wrapped in (jax.jit(with_a_table), with_a_table):
+        last = reads(lambda w, x, wrapped=wrapped: jnp.sum(wrapped(x @ w)), (4, 4), (3, 4))[-1]
+        assert not last or (last == ["float32[3, 4]"] and wrapped is with_a_table)  # the table
+
+
 def test_the_cotangent_of_what_is_sliced_has_memory_of_its_own():
     """XLA writes a cotangent over scores that it reads at the same places only."""
 

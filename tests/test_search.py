@@ -85,9 +85,26 @@ def test_an_error_or_an_interrupt_stops_what_was_begun():
     assert stopped == ["a"]
 
 
+@pytest.mark.parametrize(("first", "outcomes"), [(90, ["a"]), (120, ["a", "b", "c"])])
+def test_an_error_at_the_start_of_the_second_counts_where_it_is_wanted(first, outcomes):
+    def start(name):
+        if name == "b":
+            raise jaxmem.JaxmemError("cannot be lowered")
+        size = {"a": first, "c": 80}[name]
+        return Begun(name, lambda: Outcome("", size, 100, size, name), lambda: None)
+
+    search = Search(100, 6)
+    search.run([["a", "b"], ["c"]] if first > 100 else [["a", "b"]], start)
+    assert list(search.outcomes) == outcomes and search.best == outcomes[-1]
+    if first > 100:
+        assert "cannot be lowered" in search.outcomes["b"].said
+    with pytest.raises(jaxmem.JaxmemError, match="cannot be lowered"):
+        Search(100, 6).run([["b", "a"]], start)
+
+
 def test_progress_says_what_is_compiled_how_many_and_how_long(caplog):
     searched([["a", "b"], ["c"]], {"a": 120, "b": 90, "c": 101}, {"a": 0.6, "c": 0.6})
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == "jaxmem: compiling 1 and 2 of at most 6: a; b"
-    assert said[1] == "jaxmem: compiled 1 of at most 6; at most 3 s more"
+    assert said[1] == "jaxmem: compiled 1 of at most 6; up to about 3 s more"
     assert said[3] == "jaxmem: compiling 3 of at most 6: c"

@@ -97,14 +97,13 @@ class Fitting:
         written, chosen = self.written, self.chosen
         if written is None or chosen is None or chosen.plan is None:
             return
-        forward = max(3 * chosen.plan.predicted.seconds, 1e-30)  # a program may do nothing
-        slices = max(chosen.levers.microbatches, 1)
-        share = written.recompute_seconds / (slices * forward)
-        unused = format_bytes(max(self.budget - written.bytes, 0))
+        left = self.budget - written.bytes
+        size = f"projected {format_bytes(written.bytes)}, {format_bytes(abs(left))}"
+        levers = f", {chosen.levers}," if chosen.levers.used() else ""
         yield (
-            f"the loss's own regions recompute {share:.1%} of a step, with {unused} of the budget "
-            f"unused (projected {format_bytes(written.bytes)}); within the budget "
-            f"{chosen.plan.predicted.recompute_share:.1%} is enough. They are opened; "
+            f"the loss's own regions recompute {written.recompute_share:.1%} of a step ({size} "
+            f"{'of the budget unused' if left >= 0 else 'over the budget'}); the chosen step"
+            f"{levers} recomputes {chosen.plan.predicted.recompute_share:.1%}. They are opened; "
             "keep='regions' keeps them"
         )
 

@@ -2,9 +2,8 @@
 
 import math
 
-from jax.extend.core import Literal
-
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
+from jaxmem.jaxprs.flat import Step
 from jaxmem.jaxprs.residuals import has_linear_rule
 from jaxmem.program.derivatives import DERIVATIVES
 
@@ -69,20 +68,21 @@ def contraction_flops(name: str, operands, result, parameters) -> int:
     return 2 * math.prod(result.shape) * taps
 
 
-def derivative_reads(equation) -> str:
-    """What the operation's derivative reads: ``"nothing"``, its ``"result"``, its ``"operands"``;
-    all of them but the first (``"indices"``), that one alone (``"predicate"``), or for each that
-    has a cotangent the other (``"other"``)."""
-    name = operation_of(equation)
+def derivative_reads(step: Step) -> str:
+    """What the operation's derivative reads of the values of a program: ``"nothing"``, its
+    ``"result"``, its ``"operands"``; all of them but the first (``"indices"``), that one alone
+    (``"predicate"``), the second and, where that has a cotangent, the first (``"divisor"``), or for
+    each that has a cotangent the other (``"other"``). Literals are operands, and no values."""
+    name = step.primitive
+    literal = [not isinstance(operand, int) for operand in step.inputs]
     if name in ("gather", "dynamic_slice"):
-        return "indices"
+        return "nothing" if literal[0] else "indices"
     if name == "select_n":
-        return "predicate"
-    literal = [isinstance(operand, Literal) for operand in equation.invars]
-    if (name == "mul" and any(literal)) or (name == "div" and literal[1]):
-        return "nothing"
+        return "nothing" if literal[0] else "predicate"
+    if name == "div":
+        return "nothing" if literal[1] else "operands" if literal[0] else "divisor"
     if name in _BILINEAR:
-        return "other"
+        return "nothing" if any(literal) else "other"
     return "nothing" if name in _LINEAR else "result" if name in _BY_RESULT else "operands"
 
 

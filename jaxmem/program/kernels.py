@@ -155,7 +155,9 @@ def _read_by_derivative(operation, active: list[bool]) -> tuple[int, ...]:
         return inputs[1:]
     if how == "predicate":
         return inputs[:1]
-    if how == "other" and len(inputs) == 2:
+    if how == "divisor":
+        return inputs[1:] + inputs[:1] * active[inputs[1]]
+    if how == "other":
         one, other = inputs
         return (other,) * active[one] + (one,) * active[other]
     return inputs
@@ -193,7 +195,7 @@ def _stored(program) -> list[bool]:
         sources = frozenset().union(*({v} if stored[v] else under[v] for v in inputs))
         parts = [frozenset([v]) if stored[v] else for_each[v] for v in inputs]
         if operation.name == "concatenate":
-            element = max(parts, key=len)
+            element = max(parts, key=len, default=frozenset())
         else:
             element = frozenset().union(*parts)
         chain = 1 + sum(length[value] for value in inputs if not stored[value])
@@ -230,7 +232,7 @@ def _reduces(operation) -> bool:
 def _takes_few(operation, sizes) -> bool:
     """Whether it scatters in its derivative, and takes few elements of its operand: those alone are
     computed for it."""
-    if operation.name != "gather" or operation.fused:
+    if operation.name != "gather" or operation.fused or operation.derivative_reads == "nothing":
         return False
     return sizes[operation.outputs[0]] * _SMALL < sizes[operation.inputs[0]]
 

@@ -18,10 +18,9 @@ from jaxmem.program.kernels import Kernel, read_kernels
 class Operation:
     """One operation: the values it reads and makes (by number), its FLOPs, whether XLA fuses it
     with its neighbours, what its derivative reads (``"nothing"``, its ``"result"``, its
-    ``"operands"``, of those ``"indices"`` all but the first, the ``"predicate"`` that one alone,
-    and for each that has a cotangent the ``"other"``), and where it came from: the module path
-    (``ResNet/Block_3/Conv_1``) and the user's source line. A matmul is ``batched`` if it has batch
-    dimensions, as attention's scores have.
+    ``"operands"``, or some of those: see `derivative_reads`), and where it came from: the module
+    path (``ResNet/Block_3/Conv_1``) and the user's source line. A matmul is ``batched`` if it has
+    batch dimensions, as attention's scores have.
 
     A `scan` also has ``body``, what it repeats ``length`` times, and makes one value more than it
     returns: its ``residuals``, what every iteration keeps for the backward pass; ``carry`` are
@@ -239,7 +238,7 @@ def read_program(
                 outputs,
                 flops(step.equation),
                 is_fused(step.equation),
-                derivative_reads(step.equation),
+                derivative_reads(step),
                 str(step.name_stack),
                 step.line,
                 body,

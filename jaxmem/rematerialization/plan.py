@@ -47,11 +47,17 @@ class Predicted:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
     """What a function costs with the user's own regions, by jaxmem's own arithmetic: projected
-    bytes as in `Predicted`, and what the regions recompute."""
+    bytes and seconds of a forward pass as in `Predicted`, and what the regions recompute."""
 
     bytes: int
     recompute_flops: int
     recompute_seconds: float
+    seconds: float
+
+    @property
+    def recompute_share(self) -> float:
+        """Seconds of recomputation, of those of a plain step: three times a forward pass."""
+        return self.recompute_seconds / max(3 * self.seconds, 1e-30)  # a program may do nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

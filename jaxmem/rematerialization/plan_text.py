@@ -21,12 +21,11 @@ def table(plan: Any) -> str:
         f"{format_bytes(plan.plain_bytes)}",
     ]
     if plan.written:
-        forward = 3 * predicted.seconds
         lines.append(
             f"  as written, with {plan.opened} regions of its own: projected "
             f"{format_bytes(plan.written.bytes)}, recomputes "
-            f"{plan.written.recompute_flops / 1e9:.4g} GFLOP"
-            + (f" ({plan.written.recompute_seconds / forward:.1%} of a step)" if forward else "")
+            f"{plan.written.recompute_flops / 1e9:.4g} GFLOP "
+            f"({plan.written.recompute_share:.1%} of a step)"
         )
     if plan.compiled:
         work = ""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -85,13 +86,14 @@ class Search(Generic[Proposal]):
         for proposals in rounds:
             began = time.monotonic()
             with contextlib.ExitStack() as stack:
-                begun = []
+                begun: list[tuple[Proposal, Begun]] = []
                 for proposal in proposals[: max(self.left - 1, 1)]:
-                    begun.append((proposal, start(proposal)))
-                    stack.callback(begun[-1][1].stop)
+                    one = _beside(start, proposal) if begun else start(proposal)
+                    begun.append((proposal, one))
+                    stack.callback(one.stop)
                 first, last = len(self.outcomes) + 1, len(self.outcomes) + len(begun)
                 numbers = f"{first} and {last}" if last > first else first
-                said = "; ".join(one.said for _, one in begun)
+                said = "; ".join(one.said for _, one in begun if one.said)
                 tell(f"jaxmem: compiling {numbers} of at most {self.compilations}: {said}")
                 for at, (proposal, one) in enumerate(begun):
                     try:
@@ -113,7 +115,8 @@ class Search(Generic[Proposal]):
             self.ratios.pop(outcome.place, None)  # so that it comes last
             more = self.over if outcome.compiled > self.allowed else 1.0
             self.ratios[outcome.place] = outcome.ratio * more
-        rest = f"; at most {self.left * seconds:.0f} s more" if self.left else ""
+        more = round(self.left * seconds)
+        rest = f"; up to about {more} s more" if more else ""
         number = f"{len(self.outcomes)} of at most {self.compilations}"
         tell(f"jaxmem: compiled {number}{outcome.said}{rest}")
 
@@ -146,3 +149,15 @@ class Search(Generic[Proposal]):
             if outcome.compiled is not None
         }
         return min(known, key=known.__getitem__, default=None)
+
+
+def _beside(start: Callable[[Proposal], Begun], proposal: Proposal) -> Begun:
+    """Begins what may not be wanted: what is wrong with it is raised when somebody waits for it."""
+    try:
+        return start(proposal)
+    except Exception as error:
+        return Begun("", functools.partial(_raise, error), lambda: None)
+
+
+def _raise(error: Exception) -> Outcome:
+    raise error

@@ -73,9 +73,11 @@ class _Absent(Compiling):
             self.job = None
 
     def report(self, compile: str = "buffers", timeout: float = 3600) -> MemoryReport:
-        job, self.job = self.job, None
-        if job is not None and compile == "buffers":
-            compiled = job.result()
+        if self.job is not None and compile == "buffers":
+            try:
+                compiled = self.job.result()
+            finally:
+                self.stop()  # an interrupt comes before it has ended
         else:
             compiled = self._compile(timeout, full=compile == "full")
         hlo = compiled.text("hlo")

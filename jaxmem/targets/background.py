@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 class Killable(Protocol):
     """A process that somebody waits for."""
 
-    def kill(self) -> None: ...
+    def terminate(self) -> None: ...
 
 
 class Job(threading.Thread, Generic[Value]):
@@ -24,6 +24,8 @@ class Job(threading.Thread, Generic[Value]):
     def __init__(self, call: Callable[[], Value]):
         super().__init__(daemon=True)
         self.call, self.stopped = call, False
+        # Not `join`: in Python 3.11 a thread counts as ended once that was interrupted.
+        self.ended = threading.Event()
         self.process: Killable | None = None
         self.value: Any = None
         self.error: BaseException | None = None
@@ -34,10 +36,12 @@ class Job(threading.Thread, Generic[Value]):
             self.value = self.call()
         except BaseException as error:  # the one who waits is told
             self.error = error
+        finally:
+            self.ended.set()
 
     def result(self) -> Value:
         """What the call returned, or raises what it raised."""
-        self.join()
+        self.ended.wait()
         if self.error is not None:
             raise self.error
         return self.value
@@ -45,8 +49,8 @@ class Job(threading.Thread, Generic[Value]):
     def stop(self) -> None:
         """Ends the process; what the call raises then, nobody hears."""
         self.stopped = True
-        if self.process is not None and self.is_alive():
-            self.process.kill()
+        if self.process is not None and not self.ended.is_set():
+            self.process.terminate()
 
 
 def current_job() -> Job | None:

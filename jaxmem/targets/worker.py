@@ -47,6 +47,7 @@ _folder = ""  # for what forks write
 
 def main() -> None:
     global _folder
+    signal.signal(signal.SIGTERM, lambda *_: _end())
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever XLA prints must not land between replies
     family, parent, _folder, *arguments = sys.argv[1:]
@@ -76,8 +77,7 @@ def main() -> None:
             held = None
         pickle.dump(reply, replies)
         replies.flush()
-    if held is not None:
-        held.end()
+    _end()
 
 
 def _end_with(parent: int) -> None:
@@ -88,6 +88,11 @@ def _end_with(parent: int) -> None:
     """
     while os.getppid() == parent:
         time.sleep(0.5)
+    _end()
+
+
+def _end() -> None:
+    """Ends this process and what it started, and leaves nothing on disk."""
     for fork in list(_Fork.living):
         _kill(fork.child)
     shutil.rmtree(_folder, ignore_errors=True)
@@ -137,11 +142,13 @@ class _Fork:
             paths = None if full else _whole(dump, dumped, self.child)
             if paths and hold:
                 os.killpg(self.child, signal.SIGSTOP)
+            elif paths:
+                _kill(self.child)
+            how = os.WNOHANG if not paths else os.WUNTRACED if hold else 0
+            pid, status, usage = os.wait4(self.child, how)
+            if pid and os.WIFSTOPPED(status):
                 self.stopped, resident = True, _resident(self.child)
                 break
-            if paths:
-                _kill(self.child)
-            pid, status, usage = os.wait4(self.child, 0 if paths else os.WNOHANG)
             if pid:
                 self.living.remove(self)
                 code, resident = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
@@ -210,6 +217,7 @@ def _kill(child: int) -> None:
 
 def _compile_and_exit(compile, worker: int, dump: str, reply: pathlib.Path, request: dict):
     """The fork: compiles in a process group of its own, and leaves a reply if it gets so far."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)
     _wake_with_the_worker()
     os.environ["TMPDIR"] = str(reply.parent)  # what ptxas leaves there goes with it
@@ -222,6 +230,8 @@ def _compile_and_exit(compile, worker: int, dump: str, reply: pathlib.Path, requ
         said: dict = {"stats": {name.removesuffix(suffix): getattr(stats, name) for name in names}}
     except Exception as error:
         said = {"error": f"{type(error).__name__}: {error}"}
+    if os.getppid() != worker:
+        _end()
     reply.write_text(json.dumps(said))
     os._exit(0)
 

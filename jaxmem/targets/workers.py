@@ -20,6 +20,7 @@ from jaxmem.targets.background import current_job
 
 _PROGRAM = pathlib.Path(__file__).with_name("worker.py")
 _IDLE = 50  # seconds: the worker itself ends after 60
+_ENDING = 5  # seconds that a worker is given to end what it runs: it takes milliseconds
 # Bytes of a compilation, until one was measured: a ResNet50 step takes 0.42 GB until its buffers
 # are assigned, a 24-layer GPT 0.45 GB, and both 0.75 GB in all (jax 0.10.2).
 _FIRST_RESIDENT = 2**30
@@ -101,14 +102,19 @@ class Worker:
         environment["PATH"] = os.pathsep.join([*command.path, path])
         # A fork beside a thread that sleeps, of which Python warns, is what a worker does.
         start = [sys.executable, "-P", "-W", "ignore::DeprecationWarning", str(_PROGRAM)]
-        self.process = subprocess.Popen(
-            [*start, str(command.family), str(os.getpid()), self.folder, *command.arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the user's process, which ends its workers
-        )
+        try:
+            self.process = subprocess.Popen(
+                [*start, str(command.family), str(os.getpid()), self.folder, *command.arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the user's process, which ends its workers
+            )
+        except BaseException:
+            self.log.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
     @classmethod
     def borrow(cls, command: Command, held: Mapping[str, Any] | None = None) -> "Worker":
@@ -152,7 +158,7 @@ class Worker:
         if job is not None:
             job.process = self.process
             if job.stopped:
-                stop()
+                self.process.terminate()
         timer = threading.Timer(timeout, stop)
         timer.start()
         try:
@@ -197,8 +203,12 @@ class Worker:
 
     def close(self) -> None:
         """Ends it; what it runs ends with it."""
-        self.process.kill()
-        self.process.wait()
+        self.process.terminate()
+        try:
+            self.process.wait(_ENDING)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.log):
             if stream is not None:
                 with contextlib.suppress(OSError):
