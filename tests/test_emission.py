@@ -463,6 +463,24 @@ def test_arrays_that_a_jitted_function_closes_over(name, call):
             np.testing.assert_allclose(actual, expected, rtol=1e-10)
 
 
+def test_a_plan_holds_where_arrays_of_numpy_are_closed_over():
+    """They were tracers where the function was traced in another trace, and another program."""
+    table = np.cos(np.arange(16.0)).reshape(4, 4)
+
+    def loss(w, x):
+        y = jnp.tanh(x @ w) + jnp.asarray(table)[(x[0, 0] > 0).astype(int)][None]
+        y = jax.lax.cond(jnp.sum(y) > 0, lambda a: jnp.sin(a) * jnp.asarray(table), jnp.cos, y)
+        step = lambda c, _: (jnp.maximum(c @ w, jnp.asarray(table)), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(step, y, length=2)[0])
+
+    w, x = jnp.eye(4) + 0.1, jnp.ones((4, 4))
+    expected = jax.grad(loss)(w, x)
+    for planner in PLANNERS:
+        planned = jax.grad(jaxmem.plan(loss, w, x, planner=planner).apply(loss))
+        for called in (planned, jax.jit(planned), jax.jit(jax.jit(planned))):
+            np.testing.assert_allclose(called(w, x), expected, rtol=1e-10)
+
+
 def test_a_scan_over_a_rule_that_closes_over_an_array():
     table = jnp.arange(64.0).reshape(16, 4) / 64
     rule = jax.custom_vjp(lambda x: x * table)

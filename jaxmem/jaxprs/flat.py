@@ -197,8 +197,12 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
 
 
 def _as_jax(value) -> Any:
-    """A constant of a jaxpr as a JAX array: custom rules may index it with a tracer."""
-    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+    """A constant of a jaxpr as a JAX array: custom rules may index it with a tracer. An array of
+    NumPy becomes no tracer of a trace around: the program is the same one in any of them."""
+    if isinstance(value, jax.Array):
+        return value
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(value)
 
 
 def side_effects(step: Step) -> list[str]:
