@@ -1,14 +1,21 @@
 """Planner time against program size, and against an exact solver.
 
-CPU seconds of this process; nothing is compiled. "trace" is the tracing of the loss to a program,
-"plan" the dp planner's search for a plan at half of the plain peak. The exact solver writes out
+CPU seconds of a process for each program; nothing is compiled. "JAX traces" is `jax.make_jaxpr` of
+the loss, "trace" its tracing to a program, "plan" the dp planner's search for a plan at half of the
+plain peak, "no budget" the one for the fewest bytes at one more forward pass; "memory" is the most
+that the process had. The exact solver writes out
 every tree of regions over a chain of blocks, with every level of saved values, and keeps the best
 time of each peak (tests/test_chain.py); the dp's chain is the planner's own recursion on the same
 numbers, and "equal" counts the budgets at which both have the same least time.
 """
 
+import functools
 import importlib.util
+import json
 import pathlib
+import resource
+import subprocess
+import sys
 import time
 
 import jax
@@ -37,11 +44,27 @@ def chain(layers):
     return loss, (weights, jax.ShapeDtypeStruct((8192, 512), jnp.float32))
 
 
+def many(layers):
+    """Ten operations a layer, with a skip round each."""
+
+    def loss(weights, x):
+        for at in range(layers):
+            y = x @ weights[at % len(weights)]
+            gate = y * jax.nn.sigmoid(y)
+            x = x + 0.5 * jnp.tanh(gate + jnp.sin(x) * jnp.cos(y))
+        return jnp.sum(x**2)
+
+    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 50
+    return loss, (weights, jax.ShapeDtypeStruct((4096, 256), jnp.float32))
+
+
 PROGRAMS = {
     **{f"{layers} layers of tanh(x w)": (chain, layers) for layers in (8, 32, 128, 512)},
     "U-Net": (unet, 16, 256),
     "ViT-B/16": (lambda: classifier(ViT(), 64, 224),),
     "ResNet50": (resnet50, 200),
+    "ResNet152": (functools.partial(resnet50, sizes=(3, 8, 36, 3)), 200),
+    "20,000 operations": (many, 2000),
     "GPT-2 medium, scan": (gpt2_medium, "scan"),
     "GPT-2 medium, unrolled": (gpt2_medium, "unrolled"),
 }
@@ -57,25 +80,41 @@ def planned(name) -> dict:
     make, *given = PROGRAMS[name]
     loss, args = make(*given)
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
-    loss, args = make(*given)  # not traced before
+    loss, args = make(*given)  # not traced before, here and below
+    by_jax, _ = taken(lambda: jax.make_jaxpr(loss)(*args))
+    loss, args = make(*given)
 
     def trace():
         program = TracedFunction(loss, args, {}, 0, has_aux).program
         return program, len(program.kernels)
 
     traced, (program, kernels) = taken(trace)
-    plain = Constraints.parse(2**62, 0, "h200", "dp").plan(program).plain_bytes
+    plain = Constraints.parse(2**62, 0, None, "dp").plan(program).plain_bytes
     allowed = Constraints.parse(plain // 2, 0, "h200", "dp")
     seconds, plan = taken(lambda: allowed.plan(program))
-    more = plan.predicted.recompute_share
+    free = Constraints.parse(None, 0, "h200", "dp")
+    free_seconds, least = taken(lambda: free.plan(program))
+    results = [
+        f"{one.projected_bytes / plain:.1%} of the plain peak, "
+        f"{one.predicted.recompute_share:+.1%} time"
+        for one in (plan, least)
+    ]
     return {
         "program": name,
         "kernels or blocks": kernels,
+        "JAX traces": f"{by_jax:.2f} s",
         "trace": f"{traced:.2f} s",
         "plan": f"{seconds:.2f} s",
+        "no budget": f"{free_seconds:.2f} s",
+        "memory": f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MiB",
         "exact": "",
-        "result": f"{plan.projected_bytes / plain:.1%} of the plain peak, {more:+.1%} time",
+        "result": "; ".join(results),
     }
+
+
+def in_its_own_process(name) -> dict:
+    command = [sys.executable, "-m", "benchmarks.speed.planner_time", name]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def exact(count: int, chains: int = 10) -> dict:
@@ -111,8 +150,11 @@ def exact(count: int, chains: int = 10) -> dict:
     return {
         "program": f"{chains} random chains of {count} blocks, 2 levels",
         "kernels or blocks": count,
+        "JAX traces": "",
         "trace": "",
         "plan": f"{own:.2f} s",
+        "no budget": "",
+        "memory": "",
         "exact": f"{other:.2f} s",
         "result": f"equal at {equal} of {budgets} budgets",
     }
@@ -121,7 +163,7 @@ def exact(count: int, chains: int = 10) -> dict:
 def main():
     rows = []
     for name in PROGRAMS:
-        rows.append(planned(name))
+        rows.append(in_its_own_process(name))
         print(rows[-1], flush=True)
     for count in (8, 16, 24, 32):
         rows.append(exact(count))
@@ -132,4 +174,4 @@ def main():
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    main()
+    print(json.dumps(planned(sys.argv[1]))) if sys.argv[1:] else main()

@@ -63,31 +63,36 @@ class Solution:
         levels = np.arange(self.levels)[:, None]
         stays = np.minimum(chain.stays, pad)
         keeps = np.minimum(chain.keeps, pad)
+        left: list[np.ndarray] = []  # by number of blocks, the prices where so much less is left
+        regions: list[np.ndarray] = []  # those of a region of so many blocks, and of running them
         for length in range(self.count + 1):
             start = np.arange(self.count - length + 1)
             table = np.full((self.levels, len(start), pad + len(memory)), np.inf, np.float32)
             self.tables.append(table)
+            left.append(self._left(table))
             if not length:
                 table[:, :, pad:] = 0
+                regions.append(table[:, :, pad:])
                 continue
             run = chain.again if length == 1 else chain.through
             used = stays[:, start] * (length > 1)
-            best = self._left(length - 1)[levels, start + 1, used]
+            best = left[length - 1][levels, start + 1, used]
             best += run[:, start, None]
             best[chain.inside[:, start, None] > memory] = np.inf
             for split in range(1, length):
                 used = keeps[:, start, start + split]
-                price = self._left(length - split)[levels, start + split, used]
-                price += self.tables[split][:, : len(start), pad:]
-                price += chain.ahead[:, start, start + split, None]
+                price = left[length - split][levels, start + split, used]
+                price += regions[split][:, : len(start)]
                 np.minimum(best, price, out=best)
             table[:, :, pad:] = best
+            ahead = chain.ahead[:, start, start + length, None].astype(np.float32)
+            regions.append(best + ahead)
 
-    def _left(self, length: int) -> np.ndarray:
-        """[level, start, used]: the prices of so many blocks, by memory, where so much less is
-        left; a view."""
+    def _left(self, table: np.ndarray) -> np.ndarray:
+        """[level, start, used]: the prices of a table, by memory, where so much less is left; a
+        view."""
         windows = np.lib.stride_tricks.sliding_window_view
-        return windows(self.tables[length], self.slots + 1, -1)[:, :, ::-1]
+        return windows(table, self.slots + 1, -1)[:, :, ::-1]
 
     def _top(self) -> None:
         """[start, pad + memory]: the whole chain from a block on, whose forward pass is the first:
@@ -96,26 +101,22 @@ class Solution:
         self.top[self.count, self.pad :] = 0
         for start in reversed(range(self.count)):
             best = np.full(self.slots + 1, np.inf, dtype=np.float32)
-            for cost, *_ in self._choices(start):
+            for cost, *_ in self._choices(start, np.arange(self.slots + 1)):
                 np.minimum(best, cost, out=best)
             self.top[start, self.pad :] = best
 
-    def _choices(self, start: int):
-        """Ways to go on at the top level: (price by memory, end, level or None, memory used)."""
-        chain, memory = self.chain, np.arange(self.slots + 1)
-
-        def rest(stop: int, used: int) -> np.ndarray:
-            at = self.pad - min(used, self.pad)
-            return self.top[stop, at : at + self.slots + 1]
-
+    def _choices(self, start: int, memory):
+        """Ways to go on at the top level within a memory, or each of several: (price, end, level or
+        None, memory used)."""
+        chain, top, at = self.chain, self.top, self.pad + memory
         last = start + 1 == self.count
         used = 0 if last else int(chain.stays[0, start])
-        kept = np.where(chain.inside[0, start] <= memory, rest(start + 1, used), np.inf)
-        yield kept, start + 1, None, used
+        kept = top[start + 1, at - min(used, self.pad)]
+        yield np.where(chain.inside[0, start] <= memory, kept, np.inf), start + 1, None, used
         for stop in range(start + 1, self.count):
-            for level in range(self.levels):
-                used = int(chain.keeps[level, start, stop])
-                cost = rest(stop, used) + self.tables[stop - start][level, start, self.pad :]
+            table = self.tables[stop - start]
+            for level, used in enumerate(chain.keeps[:, start, stop].tolist()):
+                cost = top[stop, at - min(used, self.pad)] + table[level, start, at]
                 yield cost, stop, level, used
 
     def price(self, memory: int) -> float:
@@ -141,7 +142,7 @@ class Solution:
         found, start = [], 0
         while start < self.count:
             _, stop, level, used = min(
-                self._choices(start), key=lambda choice: (choice[0][memory], choice[1])
+                self._choices(start, memory), key=lambda choice: (choice[0], choice[1])
             )
             if level is not None:
                 inner = self.inner(level, start, stop, memory)

@@ -5,6 +5,7 @@ transient, decides. Scans come with a menu (`_loops`), and every place in it is 
 program.
 """
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -35,9 +36,6 @@ _BEYOND = 6
 # A solution serves budgets down to this share of its memory. Chosen: half recomputes 5 points more,
 # 0.99 plans 1.2 times as long.
 _ROOM = 0.7
-# Of the memories from the least to the plain one. Chosen: within 0.4 % of them; half as many are
-# within 6 %, with 3.6 points less recomputation; twice changes nothing.
-_HALVINGS = 8
 # Each round of the search for the least peak solves the chain for this share of the last. Chosen:
 # half and twice of the distance from 1 miss the plan of _SLOTS.
 _LOWER = 0.9
@@ -121,19 +119,13 @@ class DP:
     def smallest_at_one_forward(self) -> Layout:
         """The least projected peak for at most one more forward pass: below that, memory is bought
         with recomputation that grows faster and faster."""
-        low, high = self.smallest(), self.plain
         forward = sum(self.variants[0].seconds)
-        if low.seconds <= forward:
-            return low
-        below = low.peak
-        for _ in range(_HALVINGS):
-            middle = (below + high.peak) // 2
-            layout = self.cheapest_within(middle)
-            if layout and layout.seconds <= forward:
-                high = layout
-            else:
-                below = middle
-        return high
+        found = [self.plain, *self.rows()]
+        found += [variant.smallest_in(forward) for variant in self.variants]
+        return min(
+            (layout for layout in found if layout.seconds <= forward),
+            key=lambda layout: (layout.peak, layout.price),
+        )
 
 
 class Variant:
@@ -271,6 +263,30 @@ class Variant:
         """What the chain's plan for a memory really is; None: nested too deep."""
         regions = self.blocks.regions(solution.stretches(memory))
         return self.layout(regions) if _depth(regions) <= _DEPTH else None
+
+    def smallest_in(self, seconds: float) -> Layout:
+        """The least projected peak that is found to take so much more time at most."""
+        best = self.layout(())
+        while True:
+            _, solution = self.solution(best.peak)
+            memories = solution.steps()
+            found: list[Layout] = [best]
+
+            def in_time(memory: int, found=found, solution=solution) -> bool:
+                """Tries a memory; whether it takes no more time than that."""
+                layout = self.proposed(solution, memory)
+                if layout and layout.seconds <= seconds:
+                    found.append(layout)
+                return layout is not None and layout.seconds <= seconds
+
+            at = bisect.bisect_left(memories, True, key=in_time)
+            for memory in memories[max(at - _BEYOND, 0) : at]:
+                in_time(memory)
+            lower = min(found, key=lambda layout: layout.peak)
+            if lower.peak >= _WORTH * best.peak:
+                close = self.cheapest_within(lower.peak)
+                return close if close and close.seconds <= seconds else lower
+            best = lower
 
     def smallest(self) -> Layout:
         best = self.layout(())
