@@ -36,6 +36,7 @@ from jaxmem.jaxprs.flat import (
     side_effects as side_effects,
     traced_jaxpr as traced_jaxpr,
 )
+from jaxmem.jaxprs.joint import Joint as Joint, joint as joint
 from jaxmem.jaxprs.lowering import (
     argument_names as argument_names,
     compiler_options as compiler_options,

@@ -48,6 +48,7 @@ class Loop:
     condition_consts: slice
     carry: slice
     options: dict[str, Any]
+    operands: int  # of the body
 
 
 def loop_of(equation: JaxprEqn) -> Loop:
@@ -60,11 +61,13 @@ def loop_of(equation: JaxprEqn) -> Loop:
             consts, carry = given["num_consts"], given["num_carry"]
         options = {name: given[name] for name in ("length", "reverse", "unroll")}
         parts = slice(0, consts), slice(0, 0), slice(consts, consts + carry)
-        return Loop(flatten_jaxpr(given["jaxpr"]), None, *parts, options)
+        count = len(equation.invars)
+        return Loop(flatten_jaxpr(given["jaxpr"]), None, *parts, options, count)
     first, consts = given["cond_nconsts"], given["body_nconsts"]
-    parts = slice(first, first + consts), slice(0, first), slice(first + consts, None)
+    count = len(equation.invars)
+    parts = slice(first, first + consts), slice(0, first), slice(first + consts, count)
     condition = flatten_jaxpr(given["cond_jaxpr"])
-    return Loop(flatten_jaxpr(given["body_jaxpr"]), condition, *parts, {})
+    return Loop(flatten_jaxpr(given["body_jaxpr"]), condition, *parts, {}, count - first)
 
 
 def branches_of(equation: JaxprEqn) -> list[FlatJaxpr] | None:

@@ -1,6 +1,5 @@
 """What JAX keeps for a derivative, and whether a rule is linear."""
 
-import collections
 import dataclasses
 import functools
 import weakref
@@ -21,30 +20,22 @@ _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "tr
 
 def scan_residuals(equation: JaxprEqn, constant: Sequence[bool]) -> list[Any]:
     """Abstract values that each iteration of a scan keeps for its derivative: what JAX saves of
-    the body, but for slices and constants, which are there anyway. Operands that are ``constant``
-    are not differentiated: a `jax.custom_vjp` refuses that of arrays that it closes over."""
+    the body, but for slices and constants, and what is made of constants alone: those are there
+    anyway, or once. Operands that are ``constant`` are not differentiated: a `jax.custom_vjp`
+    refuses that of arrays that it closes over."""
     closed = equation.params["jaxpr"]
     avals = closed.in_avals  # themselves: inside `jax.shard_map` they vary over axes of the mesh
-    body = jaxpr_as_fun(closed)
     real = [
         at for at, aval in enumerate(avals)
         if jnp.issubdtype(aval.dtype, jnp.inexact) and not constant[at]
     ]  # fmt: skip
-
-    def residuals(*operands):
-        of_real = of_some(real, body, operands)
-        return jax.vjp(of_real, *(operands[at] for at in real))[1]
-
-    carry = loop_of(equation).carry
-    others = avals[: carry.start] + avals[carry.stop :]
-    available = collections.Counter((aval.shape, aval.dtype) for aval in others)
-    kept = []
-    for leaf in jax.tree.leaves(jax.eval_shape(residuals, *avals)):
-        if available[leaf.shape, leaf.dtype]:
-            available[leaf.shape, leaf.dtype] -= 1
-        else:
-            kept.append(leaf)
-    return kept
+    loop = loop_of(equation)
+    carry, constants = (range(len(avals))[part] for part in (loop.carry, loop.body_consts))
+    return [
+        kept.aval
+        for kept in saved_residuals(jaxpr_as_fun(closed), avals, real)
+        if (kept.argument in carry if kept.equation is None else kept.made_of - {*constants})
+    ]
 
 
 # Primitives of JAX whose transpose is the user's own function.
@@ -98,11 +89,12 @@ _BARRIERS = ("together", "back_together", "after", "optimization_barrier")
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
     """A value that a vjp keeps: the number of the argument that it is, or the equation that made
-    it; neither: a constant."""
+    it, of what arguments; neither: a constant."""
 
     aval: Any
     argument: int | None = None
     equation: JaxprEqn | None = None
+    made_of: frozenset[int] = frozenset()
 
     @property
     def operation(self) -> str:
@@ -120,10 +112,22 @@ class Kept:
         return [(frame.file_name, frame.function_name, frame.line_num) for frame in frames]
 
 
-def saved_residuals(fun: Callable, leaves: Sequence[Any]) -> list[Kept]:
-    """What the forward pass of ``fun(*leaves)`` keeps for its backward pass, each value once."""
-    closed, shapes = jax.make_jaxpr(lambda *xs: jax.vjp(fun, *xs), return_shape=True)(*leaves)
+def saved_residuals(
+    fun: Callable, leaves: Sequence[Any], differentiated: Sequence[int] | None = None
+) -> list[Kept]:
+    """What the forward pass of ``fun(*leaves)`` keeps for its backward pass, each value once, by
+    all arguments or those that stand at some places."""
+    at = range(len(leaves)) if differentiated is None else differentiated
+
+    def forward(*xs):
+        return jax.vjp(of_some(at, fun, xs), *(xs[place] for place in at))
+
+    closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*leaves)
     jaxpr = getattr(closed, "jaxpr", closed)
+    made_of = {variable: frozenset([number]) for number, variable in enumerate(jaxpr.invars)}
+    for equation in jaxpr.eqns:
+        read = (made_of.get(x, frozenset()) for x in equation.invars if not isinstance(x, Literal))
+        made_of |= dict.fromkeys(equation.outvars, frozenset().union(*read))
     count = jax.tree.structure(shapes[1]).num_leaves
     made = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     found: dict[Any, Kept] = {}
@@ -138,7 +142,8 @@ def saved_residuals(fun: Callable, leaves: Sequence[Any]) -> list[Kept]:
         if isinstance(variable, Literal):
             continue
         number = jaxpr.invars.index(variable) if variable in jaxpr.invars else None
-        found[variable] = Kept(variable.aval, number, equation)
+        sources = made_of.get(variable, frozenset())
+        found[variable] = Kept(variable.aval, number, equation, sources)
     return list(found.values())
 
 

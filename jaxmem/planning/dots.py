@@ -46,7 +46,7 @@ class Dots:
         leaves = self._leaves()
         found = [self.variant.layout(self._nested(leaves, group)) for group in _GROUPS]
         once = (layout for layout in found if not layout.flops)
-        return min(self.plain, *once, key=lambda layout: layout.peak)
+        return min([self.plain, *once], key=lambda layout: layout.peak)
 
     smallest_at_one_forward = smallest
 
@@ -55,12 +55,13 @@ class Dots:
         return []
 
     def _leaves(self) -> list[list[tuple[int, int]]]:
-        """First and last kernels; a row of them ends at each scan."""
+        """First and last kernels; a row of them ends at each scan, and at what would have to run
+        its matmuls again for residuals of its own (a conditional, a rule of the user's)."""
         scans = {*self.variant.program.scans}
         rows: list[list[tuple[int, int]]] = [[]]
         start = 0
         for index, kernel in enumerate(self.kernels):
-            if index in scans:
+            if index in scans or (kernel.flops and kernel.residuals is not None):
                 rows.append([])
                 start = index + 1
             elif kernel.flops:

@@ -267,6 +267,9 @@ class Variant:
     def smallest_in(self, seconds: float) -> Layout:
         """The least projected peak that is found to take so much more time at most."""
         best = self.layout(())
+        price = (
+            seconds * sum(self.prices) / (sum(self.seconds) or 1)
+        )  # of that much time, by and large
         while True:
             _, solution = self.solution(best.peak)
             memories = solution.steps()
@@ -275,9 +278,11 @@ class Variant:
             def in_time(memory: int, found=found, solution=solution) -> bool:
                 """Tries a memory; whether it takes no more time than that."""
                 layout = self.proposed(solution, memory)
-                if layout and layout.seconds <= seconds:
+                if layout is None:
+                    return solution.price(memory) <= price
+                if layout.seconds <= seconds:
                     found.append(layout)
-                return layout is not None and layout.seconds <= seconds
+                return layout.seconds <= seconds
 
             at = bisect.bisect_left(memories, True, key=in_time)
             for memory in memories[max(at - _BEYOND, 0) : at]:

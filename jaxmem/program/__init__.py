@@ -5,9 +5,8 @@ from jaxmem.program.costs import (
     contraction_flops as contraction_flops,
 )
 from jaxmem.program.kernels import Kernel as Kernel, read_kernels as read_kernels
-from jaxmem.program.operations import (
-    Operation as Operation,
-    Program as Program,
+from jaxmem.program.operations import Operation as Operation, Program as Program
+from jaxmem.program.reading import (
     read_program as read_program,
     size_of as size_of,
     type_of as type_of,

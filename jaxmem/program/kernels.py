@@ -117,7 +117,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         moved = sum(program.sizes[value] for value in (*(sources - again), *results))
         first = operation.inputs[:1] if program.types else ()
         dtype = program.types[first[0]].partition("[")[0] if first else ""
-        workspace = 0
+        workspace = operation.workspace
         if operation.widened:
             dtype = "float32"
             left, right, made = (_copy(program, v) for v in (*operation.inputs, *results))
@@ -147,6 +147,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
 def _read_by_derivative(operation, active: list[bool]) -> tuple[int, ...]:
     """The operands that an operation's derivative reads, as JAX keeps them: of a product with what
     has no cotangent (frozen parameters, a mask), that alone."""
+    if operation.reads is not None:
+        return tuple(operation.reads)
     inputs = operation.inputs
     how = operation.derivative_reads
     if how == "nothing":

@@ -3,14 +3,9 @@
 import dataclasses
 import functools
 import hashlib
-import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
-from jaxmem.jaxprs.equations import is_region
-from jaxmem.jaxprs.flat import FlatJaxpr, Step
-from jaxmem.jaxprs.nested import called_jaxpr, loop_of
-from jaxmem.jaxprs.residuals import scan_residuals
-from jaxmem.program.costs import CONTRACTIONS, derivative_reads, flops, is_batched, is_fused
+from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.kernels import Kernel, read_kernels
 
 
@@ -22,11 +17,13 @@ class Operation:
     path (``ResNet/Block_3/Conv_1``) and the user's source line. A matmul is ``batched`` if it has
     batch dimensions, as attention's scores have.
 
-    A `scan` also has ``body``, what it repeats ``length`` times, and makes one value more than it
-    returns: its ``residuals``, what every iteration keeps for the backward pass; ``carry`` are
-    the inputs of the body that one iteration hands to the next. A user's own
-    `jax.checkpoint` has the ``body`` that its derivative runs again. ``inside`` are bytes that the
-    derivative takes beside its operands and results. A ``widened`` one is computed in float32, from
+    A `scan` also has ``body``, what it repeats ``length`` times; ``carry`` are the inputs of the
+    body that one iteration hands to the next. A user's own `jax.checkpoint` has the ``body`` that
+    its derivative runs again. A scan, and what is opaque (a conditional, a rule of the user's own),
+    makes one value more than it returns: its ``residuals``, what it keeps for the backward pass
+    beside operands and results. ``reads`` are those of them that its derivative reads, where that
+    is known exactly. ``inside`` are bytes that the derivative takes beside all of that,
+    ``workspace`` those that the operation takes. A ``widened`` one is computed in float32, from
     copies of what it reads.
     """
 
@@ -43,6 +40,8 @@ class Operation:
     carry: tuple[int, ...] = ()
     residuals: int | None = None
     inside: int = 0
+    workspace: int = 0
+    reads: frozenset[int] | None = None
     widened: bool = False
     batched: bool = False
 
@@ -207,100 +206,3 @@ class Program:
             sizes[operation.residuals] = residuals
             operations[index] = dataclasses.replace(operation, inside=inside)
         return dataclasses.replace(self, operations=tuple(operations), sizes=tuple(sizes))
-
-
-def read_program(
-    flat: FlatJaxpr, differentiated: Set[int] | None = None, fixed: Set[int] = frozenset()
-) -> Program:
-    """The operations of a flat jaxpr as plain data.
-
-    ``differentiated`` are the inputs that gradients are taken of; None: all. Of ``fixed`` inputs
-    and of arrays closed over none ever are.
-    """
-    fixed = {*fixed, *flat.arrays_closed_over}
-    sizes = [size_of(aval) for aval in flat.avals]
-    types = [type_of(aval) for aval in flat.avals]
-    operations = []
-    for step in flat.steps:
-        constant = [not isinstance(one, int) or one in fixed for one in step.inputs]
-        if all(constant):
-            fixed.update(step.outputs)
-        body, residuals, inside = _body(step, constant)
-        outputs = step.outputs
-        if residuals is not None:
-            outputs = (*outputs, len(sizes))
-            sizes.append(residuals)
-            types.append("residuals[]")
-        operations.append(
-            Operation(
-                step.primitive,
-                tuple(step.uses),
-                outputs,
-                flops(step.equation),
-                is_fused(step.equation),
-                derivative_reads(step),
-                str(step.name_stack),
-                step.line,
-                body,
-                step.equation.params["length"] if step.primitive == "scan" else 1,
-                _carry(step, body),
-                outputs[-1] if residuals is not None else None,
-                inside,
-                batched=is_batched(step.equation),
-            )
-        )
-    outputs = tuple(value for value in flat.outputs if isinstance(value, int))
-    return Program(
-        tuple(operations),
-        tuple(sizes),
-        flat.input_count,
-        outputs,
-        tuple(types),
-        None if differentiated is None else frozenset(differentiated),
-        flat.opened,
-    )
-
-
-def _body(step: Step, constant: list[bool]) -> tuple[Program | None, int | None, int]:
-    """What a scan or a user's region repeats, the bytes of residuals that it keeps (of a scan),
-    and the bytes that its derivative takes inside. Some operands are ``constant``."""
-    if step.primitive == "scan":
-        loop = loop_of(step.equation)
-        constant = list(constant)
-        constant[loop.carry] = [False] * len(constant[loop.carry])  # the next ones may not be
-        body = read_program(loop.body, fixed=_inputs(loop.body, constant))
-        made = sum(body.sizes[value] for kernel in body.kernels for value in kernel.results)
-        kept = sum(map(size_of, scan_residuals(step.equation, constant)))
-        return body, kept * step.equation.params["length"], made
-    if is_region(step.equation):
-        called = called_jaxpr(step.equation)
-        body = read_program(called, fixed=_inputs(called, constant))
-        made = sum(body.sizes[value] for kernel in body.kernels for value in kernel.results)
-        return body, None, made
-    return None, None, 0
-
-
-def _inputs(body: FlatJaxpr, chosen: list[bool]) -> set[int]:
-    """The inputs of a body that some operands of its equation become."""
-    first = body.input_count - len(chosen)  # the body's own constants come first
-    return {first + at for at, one in enumerate(chosen) if one}
-
-
-def _carry(step: Step, body: Program | None) -> tuple[int, ...]:
-    if body is None or step.primitive != "scan":
-        return ()
-    first = body.input_count - len(step.equation.invars)  # the body's own constants come first
-    carry = loop_of(step.equation).carry
-    return tuple(range(first + carry.start, first + carry.stop))
-
-
-def type_of(aval) -> str:
-    """Dtype and shape of an abstract value as text."""
-    return f"{getattr(aval, 'dtype', '')}{list(getattr(aval, 'shape', ()))}"
-
-
-def size_of(aval) -> int:
-    """Bytes of an abstract value."""
-    if not hasattr(aval, "shape"):
-        return 0  # a token
-    return math.prod(aval.shape) * aval.dtype.itemsize

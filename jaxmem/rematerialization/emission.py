@@ -173,7 +173,7 @@ class _Emission:
                     values[value] = self.in_turn(value, named)
                 elif value != kernel.residuals:
                     values[value] = inside[value]
-            if kernel.residuals is not None:
+            if last.primitive == "scan" and kernel.residuals is not None:
                 self.part(number + 1, values)
                 fused.clear()  # what follows is made from the parted values
 

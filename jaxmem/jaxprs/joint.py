@@ -1,0 +1,127 @@
+"""An operation and its derivative as one flat program."""
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxmem.jaxprs.flat import FlatJaxpr, Step, evaluate, flatten_jaxpr
+from jaxmem.jaxprs.nested import branches_of
+from jaxmem.jaxprs.operands import of_some
+
+
+@dataclasses.dataclass(frozen=True)
+class Joint:
+    """What runs forward, and then backward, as JAX differentiates it.
+
+    Attributes:
+        flat: its inputs are the operands, then the cotangents of the results that have some (after
+            constants); its outputs are the results, then the gradients.
+        boundary: how many of its steps run forward.
+        operands: the values that the operands are, in their order.
+        results: the values that the results are, in their order.
+    """
+
+    flat: FlatJaxpr
+    boundary: int
+    operands: tuple[int, ...]
+    results: tuple[int | Literal, ...]
+
+
+def joint(step: Step, differentiated: Sequence[int]) -> Joint:
+    """A step with its derivative by the operands that stand at some places. A rule of the user's
+    own may raise anything."""
+    operands = [variable.aval for variable in step.equation.invars]
+    results = [variable.aval for variable in step.equation.outvars]
+    moving = [at for at, aval in enumerate(results) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+    def whole(operands, cotangents):
+        def run(*operands):
+            found = evaluate(step, operands)
+            return [found[at] for at in moving], found
+
+        chosen = [operands[at] for at in differentiated]
+        of_chosen = of_some(differentiated, run, operands)
+        _, back, found = jax.vjp(of_chosen, *chosen, has_aux=True)
+        return found, back(list(jax.lax.optimization_barrier(tuple(cotangents))))
+
+    flat = flatten_jaxpr(jax.make_jaxpr(whole)(operands, [results[at] for at in moving]))
+    first = flat.input_count - len(moving)
+    cotangents = tuple(range(first, flat.input_count))
+    boundary, barrier = next(
+        (at, one) for at, one in enumerate(flat.steps) if one.inputs == cotangents
+    )
+    forward, backward = flat.steps[:boundary], flat.steps[boundary + 1 :]
+    same = dict(zip(barrier.outputs, cotangents, strict=True))
+    flat = _merged(dataclasses.replace(flat, steps=(*forward, *backward)), same)
+    made = {value for one in forward for value in one.outputs}
+    return Joint(
+        flat,
+        sum(made.issuperset(one.outputs) for one in flat.steps),
+        tuple(range(first - len(operands), first)),
+        flat.outputs[: len(results)],
+    )
+
+
+def _merged(flat: FlatJaxpr, same: Mapping[int, int]) -> FlatJaxpr:
+    """A program in which nothing is computed twice from the same values, as XLA has it; ``same``
+    are values that are others. What has passed a barrier, such as `jax.checkpoint` has, is not the
+    same."""
+    first = dict(same)
+    seen: dict[Hashable, tuple[int, ...]] = {}
+    steps = []
+    for step in flat.steps:
+        inputs = tuple(first.get(x, x) if isinstance(x, int) else x for x in step.inputs)
+        made = seen.setdefault(_key(step, inputs), step.outputs)
+        if made is not step.outputs:
+            first.update(zip(step.outputs, made, strict=True))
+            continue
+        passed = _passed_on(step, inputs)
+        first.update(passed)
+        outputs = tuple(value for value in step.outputs if value not in passed)
+        steps.append(dataclasses.replace(step, inputs=inputs, outputs=outputs))
+    outputs = tuple(first.get(x, x) if isinstance(x, int) else x for x in flat.outputs)
+    return dataclasses.replace(flat, steps=tuple(steps), outputs=outputs)
+
+
+def _passed_on(step: Step, inputs: Sequence[int | Literal]) -> dict[int, int]:
+    """The results of a conditional that are operands whichever branch is taken, and which."""
+    if step.primitive != "cond" or not (branches := branches_of(step.equation)):
+        return {}
+    operands = inputs[1:]
+    found = {}
+    for at, result in enumerate(step.outputs):
+        passed = {
+            branch.outputs[at] - branch.input_count if isinstance(branch.outputs[at], int) else 0
+            for branch in branches
+        }
+        (number, *others) = passed
+        if not others and -len(operands) <= number < 0 and isinstance(operands[number], int):
+            found[result] = operands[number]
+    return found
+
+
+def _key(step: Step, inputs: Sequence[int | Literal]) -> Hashable:
+    """What two steps have in common that compute the same; nothing, where they do more."""
+    if step.equation.effects or step.primitive == "optimization_barrier":
+        return step.outputs
+    parameters = step.equation.params.items()
+    return (
+        step.primitive,
+        tuple((name, _same(value)) for name, value in parameters),
+        tuple(x if isinstance(x, int) else (str(x.aval), _same(x.val)) for x in inputs),
+    )
+
+
+def _same(value: Any) -> Hashable:
+    """Equal for parameters that are the same; arrays and programs are if they are one object."""
+    if getattr(value, "ndim", 1) == 0:
+        return repr(value)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
