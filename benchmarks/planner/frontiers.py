@@ -31,10 +31,11 @@ from benchmarks._models import (
 )
 from benchmarks._record import record_parts
 from benchmarks.planner.planner_gpt import problem as gpt2_medium
+from jaxmem.targets.cuda.family import Cuda
 
 GIB = 2**30
 TARGET = "h200"
-OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}  # as in Plan.compiler_options
+OPTIONS = dict(Cuda.compiler_options)  # as in Plan.compiler_options
 SHARES = (0.8, 0.6, 0.4)
 COMPILATIONS = 3  # for each plan; what is compiled is kept on disk, so a second run is quick
 known = jax.checkpoint_policies

@@ -12,12 +12,13 @@ import optax
 import jaxmem
 from benchmarks._models import example
 from benchmarks._record import record
+from jaxmem.targets.cuda.family import Cuda
 
 MODEL = example("resnet50")
 
 GIB = 2**30
 BUDGETS = [10.25, 8.4, 7.5, 6.65, 5.35, 5.0, 4.0]
-OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}  # as in Plan.compiler_options
+OPTIONS = dict(Cuda.compiler_options)  # as in Plan.compiler_options
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 
 

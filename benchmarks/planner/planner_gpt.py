@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import jaxmem
 from benchmarks._gpt import GPT
 from benchmarks._record import record
+from jaxmem.targets.cuda.family import Cuda
 
 GIB = 2**30
-OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}  # as in Plan.compiler_options
+OPTIONS = dict(Cuda.compiler_options)  # as in Plan.compiler_options
 POLICIES = {
     "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
     "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jaxmem
 from benchmarks._models import GIB, DenseNet, EfficientNet, ViT, classifier, unet
 from benchmarks._record import record
+from jaxmem.targets.cuda.family import Cuda
 
 CASES = {
     "U-Net": lambda: unet(16, 256),
@@ -22,7 +23,7 @@ CASES = {
     "ViT-B/16": lambda: classifier(ViT(), 64, 224),
     "ViT-B/16, bf16": lambda: classifier(ViT(dtype=jnp.bfloat16), 64, 224),
 }
-OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}  # as in Plan.compiler_options
+OPTIONS = dict(Cuda.compiler_options)  # as in Plan.compiler_options
 
 
 def main():

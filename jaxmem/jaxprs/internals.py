@@ -15,6 +15,7 @@ NAMES = {
     "_optimization_barrier_lowering_rule": ("jax._src.lax.lax", "barriers in planned functions"),
     "NamedAxisEffect": ("jax._src.core", "collectives in planned functions"),
     "PassManager": ("jaxlib.mlir.passmanager", "compiling without a timeline"),
+    "_ragged_dot_general_impl": ("jax._src.lax.lax", "bytes of jax.lax.ragged_dot"),
     "ad": ("jax._src.interpreters", "derivatives of planned functions"),
     "batching": ("jax._src.interpreters", "planned functions under jax.vmap"),
     "callback": ("jax._src", "reports of steps that call into Python"),

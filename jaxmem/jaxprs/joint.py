@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxmem.jaxprs.expansion import expanded
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, evaluate, flatten_jaxpr
 from jaxmem.jaxprs.nested import branches_of
 from jaxmem.jaxprs.operands import of_some
@@ -48,7 +49,8 @@ def joint(step: Step, differentiated: Sequence[int]) -> Joint:
         _, back, found = jax.vjp(of_chosen, *chosen, has_aux=True)
         return found, back(list(jax.lax.optimization_barrier(tuple(cotangents))))
 
-    flat = flatten_jaxpr(jax.make_jaxpr(whole)(operands, [results[at] for at in moving]))
+    traced = jax.make_jaxpr(whole)(operands, [results[at] for at in moving])
+    flat = expanded(flatten_jaxpr(traced))
     first = flat.input_count - len(moving)
     cotangents = tuple(range(first, flat.input_count))
     boundary, barrier = next(

@@ -18,11 +18,14 @@ from jaxmem.jaxprs.operands import of_some
 _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "transpose"})
 
 
-def scan_residuals(equation: JaxprEqn, constant: Sequence[bool]) -> list[Any]:
+def scan_residuals(
+    equation: JaxprEqn, constant: Sequence[bool], wanted: Sequence[bool]
+) -> list[Any]:
     """Abstract values that each iteration of a scan keeps for its derivative: what JAX saves of
-    the body, but for slices and constants, and what is made of constants alone: those are there
-    anyway, or once. Operands that are ``constant`` are not differentiated: a `jax.custom_vjp`
-    refuses that of arrays that it closes over."""
+    the body, but for slices and constants, what is made of constants alone, and what the scan
+    stacks as a result that is ``wanted``: those are there anyway, or once. Operands that are
+    ``constant`` are not differentiated: a `jax.custom_vjp` refuses that of arrays that it closes
+    over."""
     closed = equation.params["jaxpr"]
     avals = closed.in_avals  # themselves: inside `jax.shard_map` they vary over axes of the mesh
     real = [
@@ -31,10 +34,12 @@ def scan_residuals(equation: JaxprEqn, constant: Sequence[bool]) -> list[Any]:
     ]  # fmt: skip
     loop = loop_of(equation)
     carry, constants = (range(len(avals))[part] for part in (loop.carry, loop.body_consts))
+    stacked = {at for at, one in enumerate(wanted) if one and at >= len(carry)}
     return [
         kept.aval
         for kept in saved_residuals(jaxpr_as_fun(closed), avals, real)
-        if (kept.argument in carry if kept.equation is None else kept.made_of - {*constants})
+        if kept.argument in carry
+        or (kept.equation and kept.made_of - {*constants} and kept.result not in stacked)
     ]
 
 
@@ -89,12 +94,14 @@ _BARRIERS = ("together", "back_together", "after", "optimization_barrier")
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
     """A value that a vjp keeps: the number of the argument that it is, or the equation that made
-    it, of what arguments; neither: a constant."""
+    it, of what arguments; neither: a constant. ``result``: the number of the last result that it
+    is, or -1."""
 
     aval: Any
     argument: int | None = None
     equation: JaxprEqn | None = None
     made_of: frozenset[int] = frozenset()
+    result: int = -1
 
     @property
     def operation(self) -> str:
@@ -131,7 +138,8 @@ def saved_residuals(
     count = jax.tree.structure(shapes[1]).num_leaves
     made = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     found: dict[Any, Kept] = {}
-    for variable in jaxpr.outvars[len(jaxpr.outvars) - count :]:
+    results = jaxpr.outvars[: len(jaxpr.outvars) - count]
+    for variable in jaxpr.outvars[len(results) :]:
         equation = None
         while not isinstance(variable, Literal):
             equation = made.get(variable)
@@ -143,7 +151,8 @@ def saved_residuals(
             continue
         number = jaxpr.invars.index(variable) if variable in jaxpr.invars else None
         sources = made_of.get(variable, frozenset())
-        found[variable] = Kept(variable.aval, number, equation, sources)
+        result = max((at for at, one in enumerate(results) if one is variable), default=-1)
+        found[variable] = Kept(variable.aval, number, equation, sources, result)
     return list(found.values())
 
 

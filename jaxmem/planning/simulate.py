@@ -118,6 +118,8 @@ class _Layout:
         self.passes: list[tuple[Region, list[_Event]]] = []
         self.sizes: list[int] = []
         self.shifted: set[int] = set()  # values whose cotangents are not written over them
+        self.spread: set[int] = set()  # those whose cotangents are spread out where they are read
+        self.scans = set(program.scans)
 
     def instance(self, value: int, free: bool = False) -> int:
         self.sizes.append(0 if free else self.program.sizes[value])
@@ -174,7 +176,9 @@ class _Layout:
             rounded = self.instance(kernel.results[0])
             self.events.append(_Event(number, incoming, [rounded], True))
             incoming = [rounded]
-        for value in self.shifted.intersection(kernel.results):
+        # A loop reads slices of it: it is written first.
+        apart = self.shifted | self.spread if number in self.scans else self.shifted
+        for value in apart.intersection(kernel.results):
             whole = self.instance(value)
             self.events.append(_Event(number, incoming, [whole], True, apart=True))
             incoming = [whole]
@@ -188,6 +192,7 @@ class _Layout:
             if kernel.fused and sizes[value] > _REDUCED * written >= 0 and value >= count:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
+                self.spread.add(value)
                 if value in kernel.shifted:
                     self.shifted.add(value)
             else:

@@ -3,6 +3,7 @@
 import math
 
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
+from jaxmem.jaxprs.expansion import EXPANDED, expansion
 from jaxmem.jaxprs.flat import Step
 from jaxmem.jaxprs.residuals import has_linear_rule
 from jaxmem.program.derivatives import DERIVATIVES
@@ -15,10 +16,10 @@ _FUSED = frozenset(
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
     broadcast_in_dim cbrt ceil clamp concatenate convert_element_type copy copy_p cos cosh
     device_put digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
-    integer_pow iota is_finite le lgamma log log1p logistic lt max min mul name ne neg
-    nextafter not optimization_barrier or population_count pow real reduce_and reduce_max
-    reduce_min reduce_or reduce_prod reduce_sum rem reshape rev round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh slice split
+    integer_pow iota is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg
+    nextafter not one_minus_square optimization_barrier or population_count pow real reduce_and
+    reduce_max reduce_min reduce_or reduce_prod reduce_sum rem reshape rev round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split
     sqrt square squeeze stop_gradient sub tan tanh transpose xor
     """.split()
 )
@@ -104,6 +105,8 @@ def flops(equation) -> int:
     if name in CONTRACTIONS:
         avals = [variable.aval for variable in equation.invars]
         return contraction_flops(name, avals, equation.outvars[0].aval, equation.params)
+    if name in EXPANDED:
+        return sum(map(flops, expansion(equation).jaxpr.eqns))
     bodies = [sum(map(flops, jaxpr.eqns)) for jaxpr in _forward(equation)]
     if name == "cond":
         return max(bodies, default=0)

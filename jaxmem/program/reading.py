@@ -18,7 +18,8 @@ from jaxmem.program.operations import Operation, Program
 # What has a program inside that nothing is planned in.
 _OPAQUE = frozenset(
     """
-    cond custom_jvp_call custom_linear_solve custom_vjp_call custom_vjp_call_jaxpr shard_map while
+    cond custom_jvp_call custom_linear_solve custom_vjp_call custom_vjp_call_jaxpr
+    ragged_dot_general shard_map while
     """.split()
 )
 
@@ -35,11 +36,13 @@ def read_program(
     sizes = [size_of(aval) for aval in flat.avals]
     types = [type_of(aval) for aval in flat.avals]
     operations = []
+    read = {value for step in flat.steps for value in step.uses}
+    read |= {value for value in flat.outputs if isinstance(value, int)}
     for step in flat.steps:
         constant = [not isinstance(one, int) or one in fixed for one in step.inputs]
         if all(constant):
             fixed.update(step.outputs)
-        held = _held(step, constant)
+        held = _held(step, constant, read)
         outputs = step.outputs
         if held.residuals is not None:
             outputs = (*outputs, len(sizes))
@@ -88,10 +91,11 @@ class _Held:
     reads: frozenset[int] | None = None
 
 
-def _held(step: Step, constant: list[bool]) -> _Held:
-    """What a step holds whose operands are ``constant`` or not."""
+def _held(step: Step, constant: list[bool], read: Set[int]) -> _Held:
+    """What a step holds whose operands are ``constant`` or not, and whose results are ``read`` or
+    not."""
     if step.primitive == "scan":
-        return _of_scan(step, constant)
+        return _of_scan(step, constant, [value in read for value in step.outputs])
     if is_region(step.equation):
         called = called_jaxpr(step.equation)
         body = read_program(called, fixed=_inputs(called, constant))
@@ -106,7 +110,7 @@ def _held(step: Step, constant: list[bool]) -> _Held:
     return _Held()
 
 
-def _of_scan(step: Step, constant: list[bool]) -> _Held:
+def _of_scan(step: Step, constant: list[bool], wanted: list[bool]) -> _Held:
     loop = loop_of(step.equation)
     if all(constant):
         body = read_program(loop.body, fixed=set(range(loop.body.input_count)))
@@ -114,7 +118,7 @@ def _of_scan(step: Step, constant: list[bool]) -> _Held:
     constant = list(constant)
     constant[loop.carry] = [False] * len(constant[loop.carry])  # the next ones may not be
     body = read_program(loop.body, fixed=_inputs(loop.body, constant))
-    kept = sum(map(size_of, scan_residuals(step.equation, constant)))
+    kept = sum(map(size_of, scan_residuals(step.equation, constant, wanted)))
     return _Held(body, kept * step.equation.params["length"], _made(body))
 
 

@@ -223,8 +223,7 @@ class CompiledPlans:
         total, pass_bytes = report.device + reserved, None
         family = family_of(self.target.known)
         if total > family.pass_acts * self.target.memory_bytes:
-            options, off = chosen.compiler_options, family.compiler_options
-            with_pass = {name: options[name] for name in options.keys() - off.keys()}
+            with_pass = {**chosen.compiler_options, **family.pass_options}
             pass_bytes = self.begin(chosen, with_pass).report().device + reserved
         compiled = Compiled(total, report.work.flops, report.moved, pass_bytes)
         self.plans[layout] = dataclasses.replace(chosen, compiled=compiled)

@@ -144,8 +144,9 @@ class Plan:
     @property
     def compiler_options(self) -> dict[str, Any]:
         """What ``jax.jit(..., compiler_options=)`` needs to compile the program that was planned:
-        XLA's own rematerialization pass off and, where bfloat16 is widened to float32, its rounding
-        on (XLA leaves it out, and keeps float32 where the program has bfloat16)."""
+        XLA's own rematerialization pass off, and the one that makes what several scans begin with
+        all at once; where bfloat16 is widened to float32, its rounding on (XLA leaves it out, and
+        keeps float32 where the program has bfloat16)."""
         family = FAMILIES[self.family] if self.family else family_of(None)
         return {**family.compiler_options, **(family.widening_options if self.widens else {})}
 

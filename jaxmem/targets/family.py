@@ -20,7 +20,9 @@ class Family(abc.ABC):
         example: a target to name in messages, and to plan for where none is named.
         multiple: of which a batch is best one.
         compiler_options: XLA flags of every step that jaxmem planned: XLA has a rematerialization
-            pass of its own, which pays recompute that no plan shows, and is off.
+            pass of its own, which pays recompute that no plan shows, and is off, as is what makes
+            values long before they are read.
+        pass_options: those with XLA's own rematerialization pass on.
         pass_acts: above what share of a device's memory that pass would act.
         widening_options: XLA flags of a step that computes in float32 what is bfloat16.
     """
@@ -31,6 +33,7 @@ class Family(abc.ABC):
     example: str
     multiple: int
     compiler_options: Mapping[str, Any]
+    pass_options: Mapping[str, Any]
     pass_acts: float
     widening_options: Mapping[str, Any]
 
