@@ -48,7 +48,7 @@ def test_random_programs(chunk):
         jax.clear_caches()  # thousands of programs would fill the memory
     report(failures)
     # Enough was compared: a generator whose programs cannot be differentiated proves nothing.
-    assert made >= CHUNK, f"seeds {start} to {start + CHUNK}: {made} checks, {unusable}"
+    assert made >= 0.8 * CHUNK, f"seeds {start} to {start + CHUNK}: {made} checks, {unusable}"
 
 
 @pytest.mark.skipif(ONE is None, reason="JAXMEM_SEED is not set")

@@ -24,12 +24,14 @@ class Joint:
         boundary: how many of its steps run forward.
         operands: the values that the operands are, in their order.
         results: the values that the results are, in their order.
+        cotangents: the inputs that are cotangents.
     """
 
     flat: FlatJaxpr
     boundary: int
     operands: tuple[int, ...]
     results: tuple[int | Literal, ...]
+    cotangents: tuple[int, ...]
 
 
 def joint(step: Step, differentiated: Sequence[int]) -> Joint:
@@ -65,6 +67,7 @@ def joint(step: Step, differentiated: Sequence[int]) -> Joint:
         sum(made.issuperset(one.outputs) for one in flat.steps),
         tuple(range(first - len(operands), first)),
         flat.outputs[: len(results)],
+        cotangents,
     )
 
 

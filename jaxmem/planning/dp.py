@@ -94,23 +94,24 @@ class DP:
             layout = variant.cheapest_within(budget)
             if layout and (best is None or layout.price < best.price):
                 best = layout
-        if not best and self.smallest().peak <= budget:
-            return self.smallest()
+        if best is None:
+            fitting = (layout for layout in self._small if layout.peak <= budget)
+            best = min(fitting, key=lambda layout: layout.price, default=None)
         return best
 
     def smallest(self) -> Layout:
         """The least projected peak; of several about as low, the lowest price."""
-        return self._smallest
-
-    @functools.cached_property
-    def _smallest(self) -> Layout:
-        found = [self.plain, *(variant.smallest() for variant in self.variants)]
-        found += self.rows()
-        lowest = min(layout.peak for layout in found)
+        lowest = min(layout.peak for layout in self._small)
         return min(
-            (layout for layout in found if layout.peak <= _NEAR * lowest),
+            (layout for layout in self._small if layout.peak <= _NEAR * lowest),
             key=lambda layout: layout.price,
         )
+
+    @functools.cached_property
+    def _small(self) -> list[Layout]:
+        """What may have the least peak."""
+        found = [self.plain, self.smallest_at_one_forward(), *self.rows()]
+        return [*found, *(variant.smallest() for variant in self.variants)]
 
     def rows(self) -> list[Layout]:
         """One region on each block, for each policy: what a plan must not lose to."""

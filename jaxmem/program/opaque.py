@@ -28,10 +28,10 @@ class Halves:
 
 
 def halves(
-    program: Any, boundary: int, operands: Set[int], results: Set[int], gradients: Set[int]
+    program: Any, boundary: int, cotangents: Set[int], results: Set[int], gradients: Set[int]
 ) -> Halves:
     """The bytes of a program (`Program`) of which ``boundary`` operations run forward and the
-    others backward. Its inputs are ``operands`` and cotangents; its outputs are ``results`` and
+    others backward. Its inputs are operands and ``cotangents``; its outputs are ``results`` and
     gradients, of which ``gradients`` are counted elsewhere."""
     first = [kernel for kernel in program.kernels if kernel.operations[-1] < boundary]
     second = program.kernels[len(first) :]
@@ -43,7 +43,7 @@ def halves(
     def size(values: Set[int]) -> int:
         return sum(program.sizes[value] for value in values)
 
-    cotangents = inputs - operands
+    operands = inputs - cotangents
     forward = peak(program, first, inputs, last=kept | results)
     backward = peak(program, second, operands | results, kept | cotangents, outputs - results)
     return Halves(

@@ -138,7 +138,7 @@ def _of_opaque(step: Step, real: list[int]) -> _Held | None:
     found = halves(
         _forward(joint.flat),
         joint.boundary,
-        set(joint.operands),
+        set(joint.cotangents),
         results,
         set(gradients.values()),
     )
