@@ -215,15 +215,16 @@ def experts(weights, x, sizes):
     return jnp.mean(x**2)
 
 
+def of_experts(groups):
+    weights = shaped(*[(groups, WIDTH, WIDTH)] * LAYERS)
+    return weights, *shaped((ROWS, WIDTH)), jax.ShapeDtypeStruct((groups,), jnp.int32)
+
+
 def test_a_ragged_matmul_is_what_jax_makes_of_it():
     """A copy of the rows for each group, kept for the backward pass: 2.4 times what was projected;
     and the FLOPs of all of them, which were none."""
     groups = 8
-    args = (
-        shaped(*[(groups, WIDTH, WIDTH)] * LAYERS),
-        *shaped((ROWS, WIDTH)),
-        jax.ShapeDtypeStruct((groups,), jnp.int32),
-    )
+    args = of_experts(groups)
     plan = jaxmem.plan(experts, *args, compilations=0)
     assert plan.predicted.flops == LAYERS * groups * 2 * ROWS * WIDTH * WIDTH
     for fun, size in ((experts, plan.plain_bytes), (plan.apply(experts), plan.projected_bytes)):
