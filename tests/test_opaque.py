@@ -261,7 +261,25 @@ def test_scans_one_after_the_other_take_what_one_takes():
         timeline=False,
         compiler_options=plan.compiler_options,
     )
-    assert report.device == pytest.approx(plan.projected_bytes, rel=0.1)
+    stack = 6 * VALUE  # of zeros, which the others are copied from
+    assert 0.9 * plan.projected_bytes < report.device < plan.projected_bytes + 1.1 * stack
+
+
+RECURRENT = [name for name in PROGRAMS if name.startswith(("recurrent", "LSTM"))]
+
+
+@pytest.mark.parametrize("name", ["in the open", "straight-through", *RECURRENT])
+def test_what_is_recomputed_is_what_was_said(name):
+    """A saved `tanh` was to spare the matmul before it: its derivative reads it without its name,
+    so JAX computed both again. What is saved is the matmul's result."""
+    make, what, options = PROGRAMS[name]
+    loss, args = make(what, **options)
+    plan = jaxmem.plan(loss, *args, compilations=0)
+    plain, planned = (
+        jaxmem.memory(jax.value_and_grad(fun), *args, target="h200", timeline=False).work.flops
+        for fun in (loss, plan.apply(loss))
+    )
+    assert plan.predicted.recompute_flops == planned - plain > 0
 
 
 def kernels(fun, *args):

@@ -47,7 +47,7 @@ class Blocks:
         self.made = program.made
         self.last = program.last_used
         self.values = [value for kernel in kernels for value in kernel.results]
-        nameless = {kernel.residuals for kernel in kernels}
+        spared = {value for kernel in kernels for value in kernel.spared}
         self.cuts = _cuts(program)
         largest = max((program.sizes[value] for value in self.values), default=0)
         self.density = {}
@@ -56,8 +56,8 @@ class Blocks:
                 size = program.sizes[value]
                 tiny = size <= largest * _TINY
                 self.density[value] = np.inf if tiny else price / size
-                if value in nameless:  # it is inside of a scan: nothing that a region can save
-                    self.density[value] = -np.inf
+                if value == kernel.residuals or not (tiny or value in spared):
+                    self.density[value] = -np.inf  # nothing that a region can save, or gains by
         ranks = (
             frozenset(v for v in self.values if self.density[v] >= least)
             for least in self._thresholds(levels)

@@ -124,9 +124,9 @@ def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:
     """Nothing, and those sets of results that no other set betters in both bytes and price spared:
     a body has few of them that matter, and each counts as often as it repeats."""
     dear = [
-        (sum(body.sizes[v] for v in kernel.results), prices[index], frozenset(kernel.results))
+        (sum(body.sizes[v] for v in kernel.spared), prices[index], frozenset(kernel.spared))
         for index, kernel in enumerate(body.kernels)
-        if kernel.residuals is None
+        if kernel.residuals is None and kernel.spared
     ]
     # Ranks that the thresholds have are not all: what fits beside them may be smaller.
     front: list[tuple[int, float, frozenset[int]]] = [(0, 0.0, frozenset())]

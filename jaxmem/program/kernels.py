@@ -37,7 +37,7 @@ class Kernel:
         operations: numbers of the operations it computes, the last of which completes it.
         results: values that it writes.
         sources: values in memory that it reads, inputs of the program among them.
-        reads: those of all values in memory that its derivative reads.
+        reads: those of all values in memory that its derivative reads, its results among them.
         flops: of its matmuls and convolutions, whose operands have ``dtype``.
         moved: bytes read and written.
         fused: whether it is made of operations that XLA fuses, none of them dear.
@@ -61,6 +61,13 @@ class Kernel:
     widened: bool
     residuals: int | None
     shifted: frozenset[int] = frozenset()
+
+    @property
+    def spared(self) -> tuple[int, ...]:
+        """The results that need not be made again where they were saved. A policy saves a value by
+        its name, which it gets when it is there: what made it has a derivative that reads it
+        without (that of `tanh`, say)."""
+        return tuple(v for v in self.results if v != self.residuals and v not in self.reads)
 
 
 def read_kernels(program) -> tuple[Kernel, ...]:
