@@ -181,7 +181,6 @@ def constants() -> list[Constant]:
         *of("planning.dp", "_HEADROOM", margin=True),
         *of("planning.dp", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
         *of("planning.dp", "_BEYOND", "_REACH", "_STRIDE"),
-        *of("planning.dp", "_HALVINGS"),
         *of("planning.dp", "_ROOM", most=0.99),
         *of("planning.dp", "_LOWER", "_WORTH", "_NEAR", margin=True),
         *of(
