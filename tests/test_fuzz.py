@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings, strate
 
 import jaxmem
 from jaxmem import jaxprs
+from jaxmem.loops import Schedule
 from jaxmem.planning import Loop, Region
 from jaxmem.program import Program, read_program
 from jaxmem.rematerialization.plan import Plan, Predicted
@@ -255,10 +256,16 @@ def cases(draw):
         operation = program.operations[program.kernels[number].operations[-1]]
         body = operation.body
         values = [v for kernel in body.kernels for v in kernel.results if v != kernel.residuals]
-        segments = draw(st.sampled_from([0, 1, 2, 4]))
-        if segments:
-            inner = draw_regions(draw, body, 0, len(body.kernels), 2)
-            loops.append(Loop(number, segments, some(draw, values), inner))
+        blocks = draw(st.sampled_from([0, 1, 2, 3, 4]))
+        if blocks:
+            whole = draw(st.booleans())
+            saved = () if whole else some(draw, values)
+            inner = () if whole else draw_regions(draw, body, 0, len(body.kernels), 2)
+            size = (operation.length - 1) // max(blocks - 1, 1)
+            states = draw(st.integers(1, blocks))
+            schedule = Schedule(operation.length, blocks, size, states) if size else None
+            schedule = None if blocks == 1 else schedule
+            loops.append(Loop(number, saved, inner, (), schedule, whole))
     plan = Plan(
         "random", program.fingerprint, regions, tuple(loops), Predicted(0, 0, program.flops, 0)
     )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxmem.planning import PLANNERS, Loop, Rates, Region, one_liners, simulate
-from jaxmem.planning.dp import DP, _depth
-from jaxmem.planning.loops import loop_options
+from jaxmem.planning.dp import DP, _depth, together
+from jaxmem.planning.loops import LoopOption, loop_options
 from jaxmem.planning.sqrt import Sqrt, _Chain
 from jaxmem.program import Operation, Program
 
@@ -242,11 +242,36 @@ def test_the_menu_of_a_scan():
     assert (menu[0].loop, menu[0].flops, menu[0].residuals) == (None, 0, 48 * 10**6)
     assert [option.price for option in menu] == sorted(option.price for option in menu)
     least = min(menu, key=lambda option: option.residuals)
-    assert least.loop.segments == 4
-    assert least.residuals == (4 + 4) * 10**6  # the carries of four scans, and those of one of them
+    assert least.residuals == 2 * 10**6  # a state, and what one iteration keeps
+    assert least.flops >= least.loop.schedule.evaluations * 2 * 10**9
     # A body that is recomputed needs its first matmul again, not the last.
-    whole = next(o for o in menu if o.loop and o.loop.segments == 1 and not o.loop.saved)
-    assert whole.flops == 16 * 10**9
+    inside = next(o for o in menu if o.loop and not o.loop.schedule and not o.loop.saved)
+    assert inside.flops == 16 * 10**9
+
+
+def test_a_schedule_has_the_room_that_is_left():
+    program = loop_program(length=100)
+    planner = DP(program, RATES)
+    plain = planner.plain.peak
+    prices = []
+    for percent in range(90, 5, -5):
+        budget = plain * percent // 100
+        layout = planner.cheapest_within(budget)
+        assert layout.peak <= budget
+        prices.append(layout.price)
+    assert prices == sorted(prices)
+
+
+def test_several_scans_share_a_budget_by_what_a_byte_costs():
+    """Each has a menu of its own; they are not tied by their places in it."""
+
+    def option(residuals, price):
+        return LoopOption(None, residuals, 0, (), price=price)
+
+    dear = [option(1000, 0), option(500, 100), option(100, 900)]
+    cheap = [option(1000, 0), option(900, 30), option(300, 1), option(200, 2)]
+    found = [[one.residuals for one in options] for options in together([dear, cheap])]
+    assert found == [[1000, 1000], [1000, 300], [1000, 200], [500, 200], [100, 200]]
 
 
 def test_a_budget_chooses_from_the_menu():
@@ -254,7 +279,7 @@ def test_a_budget_chooses_from_the_menu():
     assert planner.cheapest_within(planner.plain.peak).loops == ()
     half = planner.cheapest_within(planner.plain.peak // 2)
     assert half.loops and half.peak <= planner.plain.peak // 2
-    assert planner.smallest().loops[0].segments > 1
+    assert planner.smallest().loops[0].schedule
     assert isinstance(half.loops[0], Loop)
 
 

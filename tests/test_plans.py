@@ -14,6 +14,7 @@ import pytest
 
 import jaxmem
 from jaxmem import jaxprs
+from jaxmem.loops import Schedule
 from jaxmem.planning import Rates
 from jaxmem.planning.dp import Variant
 from jaxmem.planning.loops import loop_options
@@ -293,9 +294,10 @@ def test_a_scan_is_planned_from_inside():
         jaxmem.plan(scanned, *STACK, budget="100MiB")
 
 
-@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("schedule", [None, Schedule(8, 4, 2, 2), Schedule(8, 3, 3, 3)])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_loops_equal_the_plain_scan(segments, reverse):
+def test_loops_equal_the_plain_scan(whole, schedule, reverse):
     def fun(weights, x):
         def layer(carry, w):
             x, count = carry
@@ -310,7 +312,8 @@ def test_loops_equal_the_plain_scan(segments, reverse):
     plan = jaxmem.plan(fun, *args, has_aux=True)
     assert plan.loops
     (loop,) = plan.loops
-    plan = dataclasses.replace(plan, loops=(dataclasses.replace(loop, segments=segments),))
+    loop = dataclasses.replace(loop, schedule=schedule, whole=whole)
+    plan = dataclasses.replace(plan, loops=(loop,))
     assert jaxmem.Plan.from_json(plan.to_json()) == plan
     expected = jax.value_and_grad(fun, (0, 1), has_aux=True)(*args)
     got = jax.jit(jax.value_and_grad(plan.apply(fun), (0, 1), has_aux=True))(*args)
@@ -325,16 +328,14 @@ def test_residuals_of_a_scan_wait_in_host_memory(monkeypatch):
 
         return jnp.sum(jax.lax.scan(body, x, weights)[0] ** 2)
 
-    weights, x = (jax.ShapeDtypeStruct(s, "float32") for s in [(16, 256, 256), (16384, 256)])
+    # With work enough for copies to run beside, and to cost less than running it twice more.
+    weights, x = (jax.ShapeDtypeStruct(s, "float32") for s in [(16, 1024, 1024), (4096, 1024)])
     carries = 16 * x.size * 4
     usual = jaxmem.plan(loss, weights, x, target="h200")
-    budget = usual.compiled_bytes - carries // 2
+    budget = usual.compiled_bytes - 4 * carries // 5
     plan = jaxmem.plan(loss, weights, x, budget=budget, target="h200", offload=True)
-    assert (
-        plan.predicted.host_bytes == carries
-        and plan.compiled_bytes < usual.compiled_bytes - carries // 2
-    )
-    assert plan.predicted.recompute_flops == usual.predicted.recompute_flops
+    assert plan.predicted.host_bytes == carries and plan.compiled_bytes <= budget
+    assert plan.predicted.recompute_flops <= plan.predicted.flops
     assert "256.00 MiB to the host" in str(plan) and "in host memory 256.00 MiB" in str(plan)
     assert jaxmem.Plan.from_json(plan.to_json()) == plan
     report = jaxmem.memory(jax.jit(jax.grad(plan.apply(loss))), weights, x, target="h200")

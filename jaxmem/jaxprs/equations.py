@@ -27,7 +27,12 @@ _HIGH = {"RematTraced": "checkpoint", "CheckpointName": "name"}
 
 def line_of(equation: JaxprEqn) -> str:
     """``file.py:line (function)`` of the innermost frame of the user's own code."""
-    frames = list(internals.source_info_util.user_frames(equation.source_info.traceback))
+    return _line(equation.source_info.traceback)
+
+
+@functools.lru_cache(maxsize=2**14)  # layers that a loop of Python makes have the same tracebacks
+def _line(traceback) -> str:
+    frames = list(internals.source_info_util.user_frames(traceback))
     own = (frame for frame in frames if not _is_library(frame.file_name))
     frame = next(own, frames[0] if frames else None)
     if frame is None:
@@ -43,8 +48,10 @@ def _is_library(file: str) -> bool:
 
 def operation_of(equation: JaxprEqn) -> str:
     """The name of what an equation does."""
-    high = equation.params.get("_prim")
-    return _HIGH.get(type(high).__name__, "") or equation.primitive.name
+    name = equation.primitive.name
+    if name != "call_hi_primitive":
+        return name
+    return _HIGH.get(type(equation.params["_prim"]).__name__, name)
 
 
 def is_region(equation: JaxprEqn) -> bool:

@@ -72,9 +72,10 @@ def shortest(sharding: Sharding) -> Sharding:
 
 
 def varying(value: jax.Array, *others: Any) -> jax.Array:
-    """The value, varying over the mesh axes of `jax.shard_map` that any of the others varies
-    over: the carry of a loop does not begin to vary in it."""
-    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(others)))
+    """The value, varying over the mesh axes of `jax.shard_map` that any of the others (arrays or
+    abstract values) varies over: the carry of a loop does not begin to vary in it."""
+    leaves = (x if hasattr(x, "mat") else jax.typeof(x) for x in jax.tree.leaves(others))
+    axes = frozenset().union(*(leaf.mat.varying for leaf in leaves))
     axes -= jax.typeof(value).mat.varying
     return jax.lax.pcast(value, tuple(sorted(axes)), to="varying") if axes else value
 

@@ -20,12 +20,12 @@ _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "tr
 
 def scan_residuals(
     equation: JaxprEqn, constant: Sequence[bool], wanted: Sequence[bool]
-) -> list[Any]:
+) -> tuple[list[Any], list[Any]]:
     """Abstract values that each iteration of a scan keeps for its derivative: what JAX saves of
-    the body, but for slices and constants, what is made of constants alone, and what the scan
-    stacks as a result that is ``wanted``: those are there anyway, or once. Operands that are
-    ``constant`` are not differentiated: a `jax.custom_vjp` refuses that of arrays that it closes
-    over."""
+    the body, but for slices and constants, and what is made of constants alone, which are there
+    anyway, or once; and those of them that the scan stacks as a result that is ``wanted``. Operands
+    that are ``constant`` are not differentiated: a `jax.custom_vjp` refuses that of arrays that it
+    closes over."""
     closed = equation.params["jaxpr"]
     avals = closed.in_avals  # themselves: inside `jax.shard_map` they vary over axes of the mesh
     real = [
@@ -35,12 +35,14 @@ def scan_residuals(
     loop = loop_of(equation)
     carry, constants = (range(len(avals))[part] for part in (loop.carry, loop.body_consts))
     stacked = {at for at, one in enumerate(wanted) if one and at >= len(carry)}
-    return [
-        kept.aval
-        for kept in saved_residuals(jaxpr_as_fun(closed), avals, real)
-        if kept.argument in carry
-        or (kept.equation and kept.made_of - {*constants} and kept.result not in stacked)
-    ]
+    kept: list[Any] = []
+    results: list[Any] = []
+    for one in saved_residuals(jaxpr_as_fun(closed), avals, real):
+        if one.argument in carry:
+            kept.append(one.aval)
+        elif one.equation and one.made_of - {*constants}:
+            (results if one.result in stacked else kept).append(one.aval)
+    return kept, results
 
 
 # Primitives of JAX whose transpose is the user's own function.

@@ -8,17 +8,19 @@ program.
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
+
+import numpy as np
 
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
 from jaxmem.planning.loops import LoopOption, loop_options, plain_option
-from jaxmem.planning.rates import Rates
+from jaxmem.planning.rates import Rates, of_each
 from jaxmem.planning.regions import Loop, Region, place_of
 from jaxmem.planning.rows import Spans, policies, row, tilings
 from jaxmem.planning.simulate import simulate
-from jaxmem.program import Kernel, Program
+from jaxmem.program import Program
 
 # Half and twice, here and below: benchmarks/planner/sensitivity.py. "Points" are of the step's
 # time, the largest change over its programs and budgets; at one of those another grid of slots
@@ -49,6 +51,7 @@ _WORTH = 0.95  # of the last peak: worth one more round. Chosen: 0.9 and 0.975 c
 _NEAR = 1.02
 # Blocks more than a straight line between all of them and none says that a budget asks for. Chosen.
 _BLOCKS_MORE = 3
+_TOGETHER = 200  # ways to run several scans. Chosen, as `loops._OPTIONS`.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,12 +78,8 @@ class DP:
 
     def __init__(self, program: Program, rates: Rates):
         menus = [loop_options(program, scan, rates) for scan in program.scans]
-        most = max(map(len, menus), default=1)
-        self.variants = []
-        for place in range(most):
-            share = place / max(most - 1, 1)
-            options = [menu[round(share * (len(menu) - 1))] for menu in menus]
-            self.variants.append(Variant(program, rates, options))
+        self.program, self.rates = program, rates
+        self.variants = [Variant(program, rates, options) for options in together(menus)]
         self.plain = self.variants[0].layout(())
 
     def cheapest_within(self, budget: int) -> Layout | None:
@@ -88,16 +87,34 @@ class DP:
         if self.plain.peak <= budget:
             return self.plain
         best: Layout | None = None
+        chosen = self.variants[0]
         for variant in sorted(self.variants, key=lambda variant: variant.loops_price):
             if best and best.price <= variant.loops_price:
                 break
+            if variant.least > budget:
+                continue
             layout = variant.cheapest_within(budget)
             if layout and (best is None or layout.price < best.price):
-                best = layout
+                best, chosen = layout, variant
         if best is None:
             fitting = (layout for layout in self._small if layout.peak <= budget)
-            best = min(fitting, key=lambda layout: layout.price, default=None)
-        return best
+            return min(fitting, key=lambda layout: layout.price, default=None)
+        return self._filled(chosen, best, budget)
+
+    def _filled(self, variant: "Variant", layout: Layout, budget: int) -> Layout:
+        """The layout with its loops' schedules for the bytes that it leaves."""
+        for at in range(len(variant.options)):
+            option = variant.options[at]
+            room = option.residuals + option.inside + budget - layout.peak
+            other = option.with_room(room)
+            if other is None or other.price >= option.price:
+                continue
+            options = [*variant.options[:at], other, *variant.options[at + 1 :]]
+            filled = Variant(self.program, self.rates, options)
+            found = filled.layout(layout.regions)
+            if found.peak <= budget and found.price < layout.price:
+                variant, layout = filled, found
+        return layout
 
     def smallest(self) -> Layout:
         """The least projected peak; of several about as low, the lowest price."""
@@ -129,6 +146,34 @@ class DP:
         )
 
 
+def together(menus: list[list[LoopOption]]) -> list[list[LoopOption]]:
+    """Ways to run all scans, from the lowest price to the fewest bytes: one menu as it is; of
+    several the next entry always of that where a byte less costs the least."""
+    if len(menus) == 1:
+        return [[option] for option in menus[0]]
+    steps = []
+    for number, menu in enumerate(menus):
+        hull = [menu[0]]
+        for option in menu[1:]:
+            while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
+                hull.pop()
+            if option.bytes < hull[-1].bytes:
+                hull.append(option)
+        for before, after in itertools.pairwise(hull):
+            steps.append((_slope(before, after), number, after))
+    found = [[menu[0] for menu in menus]]
+    for _, number, option in sorted(steps, key=lambda step: step[:2]):
+        found.append([*found[-1][:number], option, *found[-1][number + 1 :]])
+    if len(found) > _TOGETHER:
+        found = [found[int(at)] for at in np.linspace(0, len(found) - 1, _TOGETHER)]
+    return found
+
+
+def _slope(before: LoopOption, option: LoopOption) -> float:
+    """The price of each byte that an option takes less."""
+    return (option.price - before.price) / (before.bytes - option.bytes)
+
+
 class Variant:
     """A program whose scans are decided."""
 
@@ -137,8 +182,11 @@ class Variant:
         self.program = program.with_loops({n: (o.residuals, o.inside) for n, o in decided})
         self.options = options
         self.loops_price = sum(option.price for option in options)
-        self.seconds = self._each(rates.seconds)
-        self.prices = self._each(rates.price)
+        # At the scan that takes the most, some of it in the memory of gradients that are to come.
+        lent = program.boundary_bytes - program.input_bytes
+        self.least = max((option.bytes for option in options), default=0) - lent
+        self.seconds = of_each(self.program, rates.seconds)
+        self.prices = of_each(self.program, rates.price)
         self._blocks: Blocks | None = None
         self._solved: tuple[int, Solution] | None = None
         self._layouts: dict[tuple[Region, ...], Layout] = {}
@@ -147,14 +195,6 @@ class Variant:
     def plain(cls, program: Program, rates: Rates) -> "Variant":
         """The program with its scans as JAX differentiates them."""
         return cls(program, rates, [plain_option(program, scan) for scan in program.scans])
-
-    def _each(self, rate: Callable[[Kernel], float]) -> list[float]:
-        found = [rate(kernel) for kernel in self.program.kernels]
-        for scan in self.program.scans:
-            loop = self.program.operation_of(scan)
-            assert loop.body is not None
-            found[scan] = loop.length * sum(map(rate, loop.body.kernels))
-        return found
 
     @property
     def blocks(self) -> Blocks:

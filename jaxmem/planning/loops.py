@@ -1,16 +1,18 @@
 """What a scan may save and recompute of its body: a short menu, from most memory to least.
 
 What the forward loop keeps for the backward one is stacked, so a value saved costs its bytes times
-the length, and what is inside one iteration costs them once.
+the length, and what is inside one iteration costs them once. With a schedule (`jaxmem.loops`) the
+states of some iterations are kept, and those between are run again.
 """
 
 import dataclasses
 
 import numpy as np
 
+from jaxmem.loops import Schedule, cheapest
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
-from jaxmem.planning.rates import DEAR, Rates
+from jaxmem.planning.rates import DEAR, Rates, of_each
 from jaxmem.planning.regions import Loop, place_of
 from jaxmem.planning.simulate import simulate_block
 from jaxmem.program import Operation, Program
@@ -25,13 +27,17 @@ _OPTIONS = 200
 # Of the time of a body: how much of it copies to and from the host may run beside. Chosen, until
 # benchmarks/gpu_offload.py has run; a quarter and all of it change no plan of that scan.
 _OVERLAP = 0.5
+# The bytes of schedules in a menu are so many times apart. Chosen: a plan asks for the schedule of
+# the bytes that are left to it anyway (`LoopOption.with_room`).
+_STEP = 1.2
+_BODIES = 12  # ways to run a body that have schedules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopOption:
     """One way to run a scan: bytes of its residuals, on the device and on the host, and inside its
     derivative, the place where those peak, and what its backward pass runs again in all
-    iterations, with its price (`Rates.price`)."""
+    iterations, with its price (`Rates.price`); ``body`` are the figures of one iteration."""
 
     loop: Loop | None
     residuals: int
@@ -42,6 +48,77 @@ class LoopOption:
     seconds: float = 0.0
     price: float = 0.0
     host: int = 0
+    body: "_Body | None" = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on the device in its derivative."""
+        return self.residuals + self.inside
+
+    def with_room(self, room: int) -> "LoopOption | None":
+        """The same body by the schedule with the fewest evaluations that takes so many bytes."""
+        return self.body.scheduled(room) if self.body else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Body:
+    """A way to run the iterations of a scan: what one of them keeps (``step`` bytes, ``carried``
+    among it: what it needs of the carry, which has ``state`` bytes) and has inside, what its
+    derivative runs again, and what the iteration itself costs."""
+
+    loop: Loop
+    carried: tuple[int, ...]
+    length: int
+    state: int
+    step: int
+    inside: int
+    place: tuple[int, ...]
+    again: tuple[float, float, float, float]  # FLOPs, bytes moved, seconds, price
+    forward: tuple[float, float, float, float]
+
+    @property
+    def bytes(self) -> int:
+        return self.length * self.step + self.inside
+
+    def option(self, schedule: Schedule | None = None) -> LoopOption:
+        """The iterations one after the other, or by a schedule."""
+        runs, inside, residuals = 0, self.inside, self.length * self.step
+        if schedule:
+            runs = schedule.evaluations
+            residuals = schedule.states * self.state
+            inside += self.state  # the one that the loop is at
+            if not schedule.single:  # else the step's residuals are inside, or that state
+                residuals += schedule.tail * self.step
+                inside += max(schedule.block - schedule.tail, 0) * self.step
+        flops, moved, seconds, price = (
+            self.length * again + runs * forward
+            for again, forward in zip(self.again, self.forward, strict=True)
+        )
+        loop = dataclasses.replace(self.loop, schedule=schedule)
+        return LoopOption(
+            loop, residuals, inside, self.place, int(flops), int(moved), seconds, price, body=self
+        )
+
+    def scheduled(self, room: int) -> LoopOption | None:
+        """By a schedule whose residuals, and what is inside, take at most so many bytes."""
+        left = room - self.inside - self.state
+        states = min(left // max(self.state, 1), self.length)
+        found = []
+        schedule = cheapest(self.length, self.state, self.step, left)
+        if schedule and schedule.blocks > 1:
+            found.append(schedule)
+        if states >= 1 and self.length > 1:
+            found.append(Schedule(self.length, self.length, 1, states))
+        best = min(found, key=lambda schedule: schedule.evaluations, default=None)
+        return self.option(best) if best else None
+
+    def menu(self) -> list[LoopOption]:
+        """Schedules from the most bytes to the least."""
+        found, room = [], float(self.bytes)
+        while option := self.scheduled(int(room)):
+            found.append(option)
+            room = min(room / _STEP, option.bytes - 1)
+        return found
 
 
 def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption]:
@@ -51,42 +128,69 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     body = operation.body
     assert body is not None
     plain = plain_option(program, kernel)
-    found: list[LoopOption] = []
     if any(inner.is_region for inner in body.operations):
         return [plain]  # the user has placed regions: theirs it is
-    seconds = [rates.seconds(inner) for inner in body.kernels]
-    prices = [rates.price(inner) for inner in body.kernels]
+    seconds, prices = of_each(body, rates.seconds), of_each(body, rates.price)
     blocks = Blocks(body, prices, _LEVELS, _sets(body, prices), gradients=True)
     slot = max(plain.inside // _SLOTS + 1, 1)
     solution = Solution(blocks.chain(slot), 2 * _SLOTS)
-    carry = sum(body.sizes[value] for value in operation.carry)
+
+    def costs(runs) -> tuple[float, float, float, float]:
+        return (
+            sum(body.kernels[k].flops * n for k, n in runs),
+            sum(body.kernels[k].moved * n for k, n in runs),
+            sum(seconds[k] * n for k, n in runs),
+            sum(prices[k] * n for k, n in runs),
+        )
+
+    forward = costs([(number, 1) for number in range(len(body.kernels))])
+    state = sum(body.sizes[value] for value in operation.carry)
+    bodies: list[_Body] = []
     for level, saved in enumerate(blocks.levels):
         for memory in _memories(solution, level):
             regions = blocks.regions(solution.inner(level, 0, solution.count, memory))
             cost = simulate_block(body, 0, len(body.kernels), saved, regions)
-            stacked = carry + sum(body.sizes[value] for value in cost.read)
-            runs = list(cost.runs.items())
-            for segments in _segments(operation.length):
-                # A loop over loops runs its body once more, and keeps the carries between them.
-                more = range(len(body.kernels)) if segments > 1 else ()
-                again = [*runs, *((k, 1) for k in more)]
-                each = operation.length // segments
-                loop = Loop(kernel, segments, tuple(sorted(cost.read)), regions)
-                option = LoopOption(
-                    loop,
-                    each * stacked + segments * carry * (segments > 1),
+            carried = tuple(sorted(cost.read.intersection(operation.carry)))
+            read = tuple(sorted(cost.read.intersection(saved)))
+            step = sum(body.sizes[value] for value in (*carried, *read))
+            bodies.append(
+                _Body(
+                    Loop(kernel, read, regions),
+                    carried,
+                    operation.length,
+                    state,
+                    step,
                     cost.peak,
                     place_of(regions, cost.at),
-                    operation.length * sum(body.kernels[k].flops * n for k, n in again),
-                    operation.length * sum(body.kernels[k].moved * n for k, n in again),
-                    operation.length * sum(seconds[k] * n for k, n in again),
-                    operation.length * sum(prices[k] * n for k, n in again),
+                    costs(cost.runs.items()),
+                    forward,
                 )
-                found.append(option)
-                if rates.host and segments == 1:
-                    for offloaded in (operation.carry, (*operation.carry, *loop.saved)):
-                        found.append(_offloaded(option, offloaded, operation, sum(seconds), rates))
+            )
+    found = [one.option() for one in bodies]
+    if rates.host:
+        for one in bodies:
+            for values in {one.carried, (*one.carried, *one.loop.saved)} - {()}:
+                found.append(_offloaded(one.option(), values, operation, forward[2], rates))
+    each = plain.residuals // max(operation.length, 1) + operation.results
+    whole = Loop(kernel, whole=True)
+    none = (0, 0, 0, 0)
+    bodies.append(
+        _Body(whole, (), operation.length, state, each, plain.inside, plain.place, none, forward)
+    )
+    for one in _undominated(bodies):
+        found += one.menu()
     return [plain, *_pareto(found)]
+
+
+def _undominated(bodies: list[_Body]) -> list[_Body]:
+    """The bodies that no other betters in bytes kept, bytes inside and price."""
+    found: list[_Body] = []
+    for one in sorted(bodies, key=lambda one: (one.again[3], one.step, one.inside)):
+        if all(one.step < other.step or one.inside < other.inside for other in found):
+            found.append(one)
+    if len(found) > _BODIES:
+        found = [found[int(at)] for at in np.linspace(0, len(found) - 1, _BODIES)]
+    return found
 
 
 def _offloaded(
@@ -109,6 +213,7 @@ def _offloaded(
         seconds=option.seconds + exposed,
         price=option.price + DEAR * exposed,
         host=scan.length * moved,
+        body=None,
     )
 
 
@@ -150,12 +255,6 @@ def _memories(solution: Solution, level: int) -> list[int]:
         return []
     low, high = int(fits[0]), int(np.argmax(prices <= prices[-1]))
     return sorted({low, (low + high) // 2, high})
-
-
-def _segments(length: int) -> list[int]:
-    """How many scans to run one scan as: one, or about the root of its length."""
-    parts = [n for n in range(2, length) if length % n == 0]
-    return [1, *sorted(parts, key=lambda n: abs(n - length**0.5))[:1]]
 
 
 def _pareto(options: list[LoopOption]) -> list[LoopOption]:

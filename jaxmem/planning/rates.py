@@ -1,8 +1,9 @@
 """How long a kernel takes on a GPU."""
 
 import dataclasses
+from collections.abc import Callable
 
-from jaxmem.program import Kernel
+from jaxmem.program import Kernel, Program
 
 # What large matmuls and plain copies reach of the rates that a GPU's maker states: chosen, until
 # benchmarks/gpu.py has run. Plans hardly depend on them: half and twice change the FLOPs that are
@@ -42,6 +43,20 @@ class Rates:
         it; so of plans that are predicted to take about as long, the one of fewer FLOPs."""
         return self.seconds(kernel) + (DEAR - 1) * self._arithmetic(kernel)
 
+    def forward(self, program: Program) -> float:
+        """Seconds of one forward pass, those of its loops' iterations among them."""
+        return sum(of_each(program, self.seconds))
+
     def _arithmetic(self, kernel: Kernel) -> float:
         half = kernel.dtype.startswith(("bfloat16", "float16", "float8"))
         return kernel.flops / (_ARITHMETIC * (self.half if half else self.single))
+
+
+def of_each(program: Program, rate: Callable[[Kernel], float]) -> list[float]:
+    """A rate of each kernel; of a scan, that of all its iterations."""
+    found = [rate(kernel) for kernel in program.kernels]
+    for scan in program.scans:
+        loop = program.operation_of(scan)
+        assert loop.body is not None
+        found[scan] = loop.length * sum(of_each(loop.body, rate))
+    return found

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jaxmem.loops import Schedule
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
@@ -30,12 +32,13 @@ class Loop:
     wait for the backward pass in host memory.
 
     ``kernel`` is its number in the program; values and ``regions`` are by the numbers of the body's
-    own program. With ``segments`` above 1 it runs as a scan over so many scans, and only
-    the carry between them is kept (Chen's sqrt(N) for loops).
+    own program. With a ``schedule`` states are kept for some iterations alone, and the others run
+    again. ``whole`` is a body that is not recomputed: all that its derivative reads is saved.
     """
 
     kernel: int
-    segments: int = 1
     saved: tuple[int, ...] = ()
     regions: tuple[Region, ...] = ()
     offloaded: tuple[int, ...] = ()
+    schedule: Schedule | None = None
+    whole: bool = False

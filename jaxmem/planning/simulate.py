@@ -23,7 +23,7 @@ _REDUCED = 16
 class Cost:
     """Peak bytes beyond the program's inputs, outputs and gradients, the number of the kernel that
     is running there, the kernels that run in forward passes, as often as they do, and those of the
-    values given (saved before) that something reads."""
+    values given (saved before, or inputs) that something reads."""
 
     peak: int
     at: int
@@ -89,6 +89,7 @@ def simulate_block(
     sources = {value for kernel in kernels for value in kernel.sources}
     results = [value for kernel in kernels for value in kernel.results]
     made = {v: layout.instance(v, free=True) for v in sources if made_by[v] <= start}
+    at_hand = list(made.items())
     given = {value: layout.instance(value) for value in results if value in saved}
     alive = [*sources.intersection(made), *results]
     cotangents = {
@@ -102,7 +103,7 @@ def simulate_block(
     cost = layout.sweep(kept, live)
     used = {instance for event in layout.events for instance in event.uses}
     return dataclasses.replace(
-        cost, read=frozenset(value for value, instance in given.items() if instance in used)
+        cost, read=frozenset(v for v, instance in [*given.items(), *at_hand] if instance in used)
     )
 
 

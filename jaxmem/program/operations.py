@@ -21,10 +21,10 @@ class Operation:
     body that one iteration hands to the next. A user's own `jax.checkpoint` has the ``body`` that
     its derivative runs again. A scan, and what is opaque (a conditional, a rule of the user's own),
     makes one value more than it returns: its ``residuals``, what it keeps for the backward pass
-    beside operands and results. ``reads`` are those of them that its derivative reads, where that
-    is known exactly. ``inside`` are bytes that the derivative takes beside all of that,
-    ``workspace`` those that the operation takes. A ``widened`` one is computed in float32, from
-    copies of what it reads.
+    beside operands and results; ``results`` are bytes that each iteration of a scan would keep, and
+    returns. ``reads`` are those of them that its derivative reads, where that is known exactly.
+    ``inside`` are bytes that the derivative takes beside all of that, ``workspace`` those that the
+    operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Operation:
     reads: frozenset[int] | None = None
     widened: bool = False
     batched: bool = False
+    results: int = 0
 
     @property
     def is_region(self) -> bool:

@@ -1,6 +1,7 @@
 """A flat jaxpr read as a program."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Set
 
@@ -65,6 +66,7 @@ def read_program(
                 held.inside,
                 held.workspace,
                 held.reads,
+                results=held.results,
                 batched=is_batched(step.equation),
             )
         )
@@ -89,6 +91,7 @@ class _Held:
     inside: int = 0
     workspace: int = 0
     reads: frozenset[int] | None = None
+    results: int = 0
 
 
 def _held(step: Step, constant: list[bool], read: Set[int]) -> _Held:
@@ -118,8 +121,10 @@ def _of_scan(step: Step, constant: list[bool], wanted: list[bool]) -> _Held:
     constant = list(constant)
     constant[loop.carry] = [False] * len(constant[loop.carry])  # the next ones may not be
     body = read_program(loop.body, fixed=_inputs(loop.body, constant))
-    kept = sum(map(size_of, scan_residuals(step.equation, constant, wanted)))
-    return _Held(body, kept * step.equation.params["length"], _made(body))
+    kept, results = scan_residuals(step.equation, constant, wanted)
+    each = sum(map(size_of, kept))
+    length = step.equation.params["length"]
+    return _Held(body, each * length, _made(body), results=sum(map(size_of, results)))
 
 
 def _of_opaque(step: Step, real: list[int]) -> _Held | None:
@@ -202,7 +207,12 @@ def _carry(step: Step, body: Program | None) -> tuple[int, ...]:
 
 def type_of(aval) -> str:
     """Dtype and shape of an abstract value as text."""
-    return f"{getattr(aval, 'dtype', '')}{list(getattr(aval, 'shape', ()))}"
+    return _type(getattr(aval, "dtype", ""), tuple(getattr(aval, "shape", ())))
+
+
+@functools.cache
+def _type(dtype, shape: tuple) -> str:
+    return f"{dtype}{list(shape)}"
 
 
 def size_of(aval) -> int:

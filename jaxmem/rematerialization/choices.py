@@ -44,20 +44,25 @@ def rows_of(program: Program, layout: Layout):
     for loop in layout.loops:
         operation = program.operation_of(loop.kernel)
         assert operation.body is not None
+        sizes, length, kept = operation.body.sizes, operation.length, operation.length
+        offloaded = sum(sizes[value] for value in loop.offloaded) * length
+        parts = f" ({format_bytes(offloaded)} to the host)" * bool(offloaded)
+        if schedule := loop.schedule:
+            kept = max(schedule.tail, schedule.block)
+            parts = (
+                f" ({schedule.states} states kept, {schedule.evaluations / length:.2f} forward "
+                "passes more)"
+            )
         whole = Region(0, len(operation.body.kernels), loop.saved, loop.regions)
         for row in _region_rows(operation.body, [whole], 0):
-            parts = f" as {loop.segments} scans" * (loop.segments > 1)
-            offloaded = sum(operation.body.sizes[v] for v in loop.offloaded) * operation.length
-            parts += f" ({format_bytes(offloaded)} to the host)" * bool(offloaded)
-            first = f"{operation.length} x scan{parts}: {row.first}" if not row.depth else row.first
-            length = operation.length
+            first = f"{length} x scan{parts}: {row.first}" if not row.depth else row.first
             yield Row(
                 row.depth,
                 first,
                 row.last,
-                row.saved_bytes * length // loop.segments,
-                row.kept_bytes * length // loop.segments,
-                row.flops * length,
+                row.saved_bytes * kept,
+                row.kept_bytes * kept,
+                row.flops * length * (not loop.whole),
             )
 
 
@@ -93,6 +98,8 @@ def choices_of(program: Program, rates: Rates, layout: Layout):
         body = operation.body
         assert body is not None
         saved = {*loop.saved, *loop.offloaded}
+        if loop.whole:
+            saved = {value for kernel in body.kernels for value in kernel.results}
         cost = simulate_block(body, 0, len(body.kernels), saved, loop.regions)
         # Every run of the body is in the backward pass, beside one in the forward pass.
         runs = {number: times + 1 for number, times in cost.runs.items()}

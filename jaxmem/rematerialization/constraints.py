@@ -103,7 +103,7 @@ class Constraints:
                 flops=program.flops,
                 recompute_flops=layout.flops,
                 recompute_moved=layout.moved,
-                seconds=sum(map(self.rates.seconds, program.kernels)),
+                seconds=self.rates.forward(program),
                 recompute_seconds=layout.seconds,
                 host_bytes=layout.host,
             ),

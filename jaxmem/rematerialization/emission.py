@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
+from jaxmem.loops import checkpointed_scan
 from jaxmem.planning import Loop, Region, recomputed
 from jaxmem.program import Program
 from jaxmem.program.derivatives import DERIVATIVES
@@ -257,41 +258,39 @@ class _Emission:
         values.update(zip(keeps, wrapped(*[values[value] for value in reads]), strict=True))
 
     def looped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
-        """A scan whose body is a region; with segments, a scan over such scans."""
+        """A scan whose body is a region, or is run by a schedule."""
         equation = step.equation
         operands = [_array(jaxprs.read(values, operand)) for operand in step.inputs]
         parts = jaxprs.loop_of(equation)
-        constants, carry = operands[parts.body_consts], operands[parts.carry]
-        slices, body = operands[parts.carry.stop :], parts.body
-        program = self.program.operation_of(loop.kernel).body
+        body, program = parts.body, self.program.operation_of(loop.kernel).body
         assert program is not None
-        whole = Region(0, len(program.kernels), loop.saved, loop.regions)
-        emission = _Emission(body, program, {}, [whole])
+        constants = [*body.consts, *operands[parts.body_consts]]
+        carry, slices = operands[parts.carry], operands[parts.carry.stop :]
+        region = Region(0, len(program.kernels), loop.saved, loop.regions)
+        emission = _Emission(body, program, {}, () if loop.whole else [region])
         emission.saved |= frozenset(loop.offloaded)
-        length, reverse = equation.params["length"], equation.params["reverse"]
+        options = equation.params
 
-        def one(carry, slices):
-            inner = dict(enumerate([*body.consts, *constants, *carry, *slices]))
-            # The loop parts the forward pass from the recomputation: nothing to prevent.
-            emission.checkpointed(whole, inner, False, loop.offloaded)
+        def one(constants, carry, slices):
+            inner = dict(enumerate([*constants, *carry, *slices]))
+            if loop.whole:
+                emission.run(0, len(program.kernels), (), inner)
+            else:
+                # The loop parts the forward pass from the recomputation: nothing to prevent.
+                emission.checkpointed(region, inner, False, loop.offloaded)
             results = emission.outputs(inner)
             return results[: len(carry)], results[len(carry) :]
 
-        def several(carry, slices):
-            return jax.lax.scan(
-                one, carry, slices, length // loop.segments, reverse=reverse,
-                unroll=1 if loop.segments > 1 else equation.params["unroll"],
-            )  # fmt: skip
-
         with jaxprs.context(step):
-            if loop.segments == 1:
-                carry, stacked = several(carry, slices)
+            if loop.schedule:
+                carry, stacked = checkpointed_scan(
+                    one, constants, carry, slices, loop.schedule, options["reverse"]
+                )
             else:
-                split = (loop.segments, length // loop.segments)
-                pieces = [x.reshape(*split, *x.shape[1:]) for x in slices]
-                region = jax.checkpoint(several, prevent_cse=False)
-                carry, stacked = jax.lax.scan(region, carry, pieces, loop.segments, reverse=reverse)
-                stacked = [x.reshape(length, *x.shape[2:]) for x in stacked]
+                carry, stacked = jax.lax.scan(
+                    functools.partial(one, constants), carry, slices,
+                    options["length"], options["reverse"], options["unroll"],
+                )  # fmt: skip
         values.update(zip(step.outputs, [*carry, *stacked], strict=True))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import PlanError
+from jaxmem.loops import Schedule
 from jaxmem.planning import Loop, Region
 from jaxmem.program import Program
 from jaxmem.rematerialization import plan_text
@@ -270,8 +271,15 @@ class Plan:
 
 
 def _loop(row: dict[str, Any]) -> Loop:
-    regions, saved = _regions(row["regions"]), tuple(row["saved"])
-    return Loop(row["kernel"], row["segments"], saved, regions, tuple(row["offloaded"]))
+    regions, schedule = _regions(row["regions"]), row["schedule"]
+    return Loop(
+        row["kernel"],
+        tuple(row["saved"]),
+        regions,
+        tuple(row["offloaded"]),
+        schedule and Schedule(**schedule),
+        row["whole"],
+    )
 
 
 def _regions(rows: list[dict[str, Any]]) -> tuple[Region, ...]:

@@ -22,7 +22,7 @@ def written(traced: TracedFunction, constraints: Constraints) -> Written | None:
         budget.total(Variant.plain(program, constraints.rates).layout(()).peak),
         sum(flops for flops, _ in again),
         sum(seconds for _, seconds in again),
-        sum(map(constraints.rates.seconds, constraints.as_run(traced.program).kernels)),
+        constraints.rates.forward(constraints.as_run(traced.program)),
     )
 
 

@@ -1,0 +1,262 @@
+"""Scans whose states are made again: values, derivatives, evaluations and bytes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import jaxmem
+from jaxmem.loops import Schedule, cheapest, checkpointed_scan
+
+W = jax.random.normal(jax.random.key(0), (4, 4))
+H = jnp.ones((3, 4))
+
+
+def slices(length):
+    return jax.random.normal(jax.random.key(1), (length, 3, 4))
+
+
+def step(constants, carry, slices):
+    """With integers that are carried and returned, and constants that are read twice."""
+    (w,), (h, n), (x,) = constants, carry, slices
+    h = jnp.tanh(h @ w + x) * jnp.cos(n * 0.1) + h @ w.T
+    return [h, n + 1], [jnp.sum(h * x), n]
+
+
+def loss_of(schedule, reverse=False):
+    def loss(w, h, xs):
+        carry = [h, jnp.int32(0)]
+        if schedule is None:
+            (h, n), (y, m) = jax.lax.scan(
+                lambda carry, x: step([w], carry, [x]), carry, xs, reverse=reverse
+            )
+        else:
+            (h, n), (y, m) = checkpointed_scan(step, [w], carry, [xs], schedule, reverse)
+        return jnp.sum(h**2) + jnp.sum(jnp.sin(y)) * n + jnp.sum(m * y)
+
+    return loss
+
+
+def equal(got, expected, tolerance=1e-11):
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    for one, other in pairs:
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(1, 1, 1, 1),
+        Schedule(2, 2, 1, 1),
+        Schedule(7, 1, 7, 1),
+        Schedule(7, 2, 3, 1),
+        Schedule(7, 2, 2, 2),
+        Schedule(7, 7, 1, 1),
+        Schedule(13, 13, 1, 3),
+        Schedule(13, 6, 2, 3),
+        Schedule(13, 5, 3, 5),
+    ],
+    ids=str,
+)
+def test_values_and_gradients_are_those_of_the_scan(schedule, reverse):
+    args = W, H, slices(schedule.length)
+    expected = jax.jit(jax.value_and_grad(loss_of(None, reverse), (0, 1, 2)))(*args)
+    equal(jax.jit(jax.value_and_grad(loss_of(schedule, reverse), (0, 1, 2)))(*args), expected)
+
+
+TRANSFORMS = {
+    "jvp": lambda f, w, h, xs: jax.jvp(f, (w, h, xs), (w, h, xs)),
+    "linearize": lambda f, w, h, xs: jax.linearize(f, w, h, xs)[1](w, h, xs),
+    "of one argument": lambda f, w, h, xs: jax.grad(f, 1)(w, h, xs),
+    "hessian": lambda f, w, h, xs: jax.hessian(lambda h: f(w, h, xs))(h),
+    "reverse over reverse": lambda f, w, h, xs: jax.grad(
+        lambda w: jnp.sum(jnp.sin(jax.grad(f)(w, h, xs)))
+    )(w),
+    "reverse over forward": lambda f, w, h, xs: jax.jacrev(jax.jacfwd(lambda h: f(w, h, xs)))(h),
+    "vmap of grad": lambda f, w, h, xs: jax.vmap(jax.grad(f, (0, 1, 2)), (None, 0, 1))(
+        w, jnp.stack([h, 2 * h]), jnp.stack([xs, xs / 2], 1)
+    ),
+    "grad of vmap": lambda f, w, h, xs: jax.grad(
+        lambda *args: jnp.sum(jax.vmap(f, (None, 0, None))(*args)), (0, 1, 2)
+    )(w, jnp.stack([h, 2 * h]), xs),
+    "in a region": lambda f, *args: jax.grad(jax.checkpoint(f), (0, 1, 2))(*args),
+    "in a scan": lambda f, w, h, xs: jax.grad(
+        lambda w: jax.lax.scan(lambda c, x: (c + f(w, h, x), None), 0.0, jnp.stack([xs, xs]))[0]
+    )(w),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("transform", list(TRANSFORMS.values()), ids=list(TRANSFORMS))
+def test_transformations(transform, jitted):
+    xs = slices(7)
+
+    def made(schedule):
+        def run(*args):
+            return transform(loss_of(schedule), *args)
+
+        return (jax.jit(run) if jitted else run)(W, H, xs)
+
+    equal(made(Schedule(7, 3, 2, 2)), made(None), 1e-10)
+
+
+def test_random_keys_are_carried():
+    def step(_, carry, slices):
+        key, x = carry
+        key, sub = jax.random.split(key)
+        return [key, x * (1 + jax.random.normal(sub, x.shape))], [key]
+
+    def loss(x, schedule):
+        carry = [jax.random.key(3), x]
+        if schedule:
+            (_, x), (keys,) = checkpointed_scan(step, [], carry, [], schedule)
+        else:
+            (_, x), (keys,) = jax.lax.scan(lambda c, _: step([], c, []), carry, length=9)
+        return jnp.sum(x**2), jax.random.key_data(keys)
+
+    got = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)(H, Schedule(9, 4, 2, 2))
+    equal(got, jax.grad(loss, has_aux=True)(H, None))
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 16, 61])
+def test_steps_run_as_often_as_the_schedule_says(length):
+    ran = []
+
+    def count(h):
+        ran.append(1)
+        return np.ones((), h.dtype)
+
+    def counted(constants, carry, slices):
+        one = jax.pure_callback(
+            count, jax.ShapeDtypeStruct((), H.dtype), jax.lax.stop_gradient(carry[0])
+        )
+        carry = [jnp.sin(carry[0]) * jax.lax.stop_gradient(one)]
+        return carry, []
+
+    for room in {2, 3, 5, 9, 20, length} - {1}:
+        schedule = cheapest(length, 1, 1, room)
+
+        def loss(h, schedule=schedule):
+            return jnp.sum(checkpointed_scan(counted, [], [h], [], schedule)[0][0])
+
+        ran.clear()
+        jax.block_until_ready(jax.jit(jax.grad(loss))(H))
+        assert len(ran) == length + schedule.evaluations, schedule
+
+
+def test_under_shard_map_and_on_a_mesh():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    spec = PartitionSpec("data"), PartitionSpec(None, "data")
+
+    def of(schedule):
+        def part(w, h, xs):
+            return jax.lax.psum(loss_of(schedule)(w, h, xs), "data")
+
+        return jax.grad(
+            jax.shard_map(
+                part, mesh=mesh, in_specs=(PartitionSpec(), *spec), out_specs=PartitionSpec()
+            ),
+            (0, 1, 2),
+        )
+
+    args = W, H, slices(7)
+    equal(jax.jit(of(Schedule(7, 3, 2, 2)))(*args), jax.jit(of(None))(*args))
+
+
+# ---- jaxmem.scan
+
+
+def rnn(scan, **options):
+    def loss(w, h, xs):
+        def body(h, x):
+            h = jnp.tanh(h @ w + x)
+            return h, jnp.sum(h)
+
+        h, y = scan(body, h, xs, **options)
+        return jnp.sum(h * y.mean())
+
+    return loss
+
+
+@pytest.mark.parametrize("budget", [None, "1KiB", "2KiB", "4KiB", "1MiB"])
+def test_a_scan_with_a_budget(budget):
+    args = W, H, slices(61)
+    expected = jax.value_and_grad(rnn(jax.lax.scan), (0, 1, 2))(*args)
+    got = jax.jit(jax.value_and_grad(rnn(jaxmem.scan, budget=budget), (0, 1, 2)))(*args)
+    equal(got, expected)
+
+
+def test_a_tree_of_carries_no_slices_and_no_iterations():
+    def loss(scan, length, **options):
+        def run(x):
+            def body(carry, _):
+                return {"x": jnp.sin(carry["x"]), "n": carry["n"] + 1}, None
+
+            carry, none = scan(body, {"x": x, "n": 0}, None, length, **options)
+            assert none is None
+            return jnp.sum(carry["x"]) * carry["n"]
+
+        return jax.value_and_grad(run)
+
+    for length in (0, 1, 20):
+        equal(loss(jaxmem.scan, length, budget="2KiB")(H), loss(jax.lax.scan, length)(H), 1e-12)
+
+
+def test_a_budget_below_one_state_is_told():
+    with pytest.raises(
+        jaxmem.BudgetError,
+        match=r"No schedule of this scan \(61 iterations of .*body\) fits the budget of 1.00 KiB; "
+        r"the lowest one that does is .* with one state kept",
+    ) as found:
+        jax.grad(rnn(jaxmem.scan, budget=1024))(jnp.eye(64), jnp.ones((8, 64)), slices_of(64))
+    assert found.value.lowest > 1024
+    jax.grad(rnn(jaxmem.scan, budget=found.value.lowest))(
+        jnp.eye(64), jnp.ones((8, 64)), slices_of(64)
+    )
+
+
+def slices_of(width):
+    return jax.random.normal(jax.random.key(1), (61, 8, width))
+
+
+# ---- compiled for a GPU
+
+
+def wave(length, size, scan=jax.lax.scan, **options):
+    """The 2-D wave equation by finite differences, with its medium differentiated."""
+
+    def loss(medium, source):
+        def body(carry, value):
+            u, before = carry
+            around = sum(jnp.roll(u, by, axis) for by in (1, -1) for axis in (0, 1))
+            new = 2 * u - before + medium * (around - 4 * u)
+            return (new.at[size // 2, size // 2].add(value), u), new[10]
+
+        zeros = jnp.zeros((size, size), jnp.float32)
+        _, seen = scan(body, (zeros, zeros), source, **options)
+        return jnp.sum(seen**2)
+
+    shapes = [(size, size), (length,)]
+    return loss, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("states", [6, 12, 34, 64, 400])
+def test_compiled_bytes_are_those_projected(states):
+    """1,009 steps, a prime number, at every budget."""
+    loss, args = wave(1009, 512)
+    state = 2 * 4 * 512**2
+    plan = jaxmem.plan(loss, *args, budget=(states + 5) * state, target="rtx-4090", compilations=2)
+    assert plan.loops[0].schedule
+    assert 0.95 < plan.compiled_bytes / plan.projected_bytes < 1.05
+    assert plan.compiled_bytes > 0.9 * plan.budget
+
+
+def test_a_scan_takes_the_bytes_that_it_is_given():
+    for budget in (2**24, 2**26):
+        loss, args = wave(1009, 512, jaxmem.scan, budget=budget)
+        report = jaxmem.memory(jax.grad(loss), *args, target="rtx-4090")
+        # Beside it: the wave that is seen, its cotangent, and zeros to start from.
+        assert 0.9 * budget < report.temp < budget + 2 * 4 * 1009 * 512 + 3 * 4 * 512**2
