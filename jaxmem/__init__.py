@@ -43,7 +43,7 @@ from jaxmem.levers.precision.loss_scale import (
 from jaxmem.levers.precision.policy import Precision as Precision, precision as precision
 from jaxmem.levers.sharding import Sharding as Sharding, shard as shard
 from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto
-from jaxmem.rematerialization.loop_budgets import scan as scan
+from jaxmem.rematerialization.loop_budgets import scan as scan, while_loop as while_loop
 from jaxmem.rematerialization.plan import Plan as Plan
 from jaxmem.rematerialization.plans import plan as plan
 from jaxmem.rematerialization.policies import remat_policy as remat_policy

@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxmem
-from jaxmem.loops import Schedule, cheapest, checkpointed_scan
+from jaxmem.loops import Schedule, cheapest, checkpointed_scan, checkpointed_while
+from jaxmem.loops.schedules import advances
 
 W = jax.random.normal(jax.random.key(0), (4, 4))
 H = jnp.ones((3, 4))
@@ -260,3 +261,112 @@ def test_a_scan_takes_the_bytes_that_it_is_given():
         report = jaxmem.memory(jax.grad(loss), *args, target="rtx-4090")
         # Beside it: the wave that is seen, its cotangent, and zeros to start from.
         assert 0.9 * budget < report.temp < budget + 2 * 4 * 1009 * 512 + 3 * 4 * 512**2
+
+
+# ---- jaxmem.while_loop
+
+
+def walked(w, h, count, **options):
+    def body(carry):
+        h, at = carry
+        return jnp.tanh(h @ w) + 0.3 * jnp.sin(h) * jnp.cos(at), at + 1
+
+    return jnp.sum(jaxmem.while_loop(lambda carry: carry[1] < count, body, (h, 0), **options)[0])
+
+
+def unrolled(w, h, count):
+    for at in range(count):
+        h = jnp.tanh(h @ w) + 0.3 * jnp.sin(h) * jnp.cos(at)
+    return jnp.sum(h)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": "1KiB"}, {"max_steps": 60}], ids=str)
+def test_while_loops_equal_unrolled_ones(options):
+    """Also where they do not run, and one program for all counts."""
+    made = jax.jit(jax.value_and_grad(lambda w, h, n: walked(w, h, n, **options), (0, 1)))
+    for count in (0, 1, 2, 3, 8, 40):
+        equal(made(W, H, count), jax.value_and_grad(unrolled, (0, 1))(W, H, count), 1e-10)
+
+
+def test_a_while_loop_ends_where_it_is_told():
+    made = jax.value_and_grad(lambda w, h: walked(w, h, 50, max_steps=5), (0, 1))(W, H)
+    equal(made, jax.value_and_grad(unrolled, (0, 1))(W, H, 5), 1e-10)
+
+
+def test_counts_differ_across_vmap():
+    counts, hs = jnp.array([0, 1, 9]), jnp.stack([H, 2 * H, H / 2])
+    made = jax.jit(jax.vmap(jax.grad(lambda h, n: walked(W, h, n, budget="1KiB")), (0, 0)))(
+        hs, counts
+    )
+    for one, h, count in zip(made, hs, counts, strict=True):
+        equal(one, jax.grad(unrolled, 1)(W, h, int(count)), 1e-10)
+
+
+def test_forward_mode_of_a_while_loop():
+    tangents = jax.jvp(lambda w: walked(w, H, 7), (W,), (W,))
+    equal(tangents, jax.jvp(lambda w: unrolled(w, H, 7), (W,), (W,)), 1e-10)
+
+
+@pytest.mark.parametrize("states", [1, 2, 3, 8, 20])
+def test_while_loops_run_steps_about_as_often_as_the_best_schedule(states):
+    """Of a loop whose length is known; the last step is run again too."""
+    ran = []
+
+    def count(h):
+        ran.append(1)
+        return np.ones((), h.dtype)
+
+    def step(constants, carry, slices):
+        one = jax.pure_callback(
+            count, jax.ShapeDtypeStruct((), H.dtype), jax.lax.stop_gradient(carry[0])
+        )
+        return [jnp.sin(carry[0]) * jax.lax.stop_gradient(one), carry[1] + 1], []
+
+    def loss(h, steps):
+        return jnp.sum(
+            checkpointed_while(
+                lambda constants, carry: carry[1] < constants[0],
+                step, ([steps], []), [h, jnp.int32(0)], states,
+            )[0]
+        )  # fmt: skip
+
+    made = jax.jit(jax.grad(loss))
+    for steps in (1, 2, 10, 45):
+        ran.clear()
+        jax.block_until_ready(made(H, jnp.int32(steps)))
+        best = steps + advances(steps, min(states, steps)) + 1
+        assert steps <= len(ran) <= 1.25 * best + 3, (steps, best, len(ran))
+
+
+def test_a_while_loop_takes_the_bytes_that_it_is_given():
+    size = 512
+
+    def loss(medium, source, steps, **options):
+        def body(carry):
+            u, before, at = carry
+            around = sum(jnp.roll(u, by, axis) for by in (1, -1) for axis in (0, 1))
+            new = 2 * u - before + medium * (around - 4 * u)
+            return new.at[size // 2, size // 2].add(source), u, at + 1
+
+        zeros = jnp.zeros((size, size), jnp.float32)
+        u, *_ = jaxmem.while_loop(
+            lambda carry: carry[2] < steps, body, (zeros, zeros, jnp.int32(0)), **options
+        )
+        return jnp.sum(u**2)
+
+    shapes = [((size, size), "float32"), ((), "float32"), ((), "int32")]
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    for budget in (2**25, 2**27):
+        step = jax.grad(lambda *args, budget=budget: loss(*args, budget=budget))
+        report = jaxmem.memory(step, *args, target="rtx-4090")
+        assert 0.85 * budget < report.temp < 1.05 * budget
+
+
+def test_a_while_loop_says_what_it_needs():
+    with pytest.raises(
+        jaxmem.BudgetError,
+        match=r"This while loop of body cannot be differentiated within 1.00 KiB; the lowest "
+        r"budget that does is .* with one state kept",
+    ) as found:
+        walked(jnp.eye(64), jnp.ones((8, 64)), 5, budget="1KiB")
+    jax.grad(walked)(jnp.eye(64), jnp.ones((8, 64)), 5, budget=found.value.lowest)

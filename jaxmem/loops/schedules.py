@@ -44,6 +44,15 @@ def advances(blocks: int, states: int) -> int:
     return most * blocks - reachable(states + 1, most - 1)
 
 
+def table(states: int, repeats: int) -> np.ndarray:
+    """`reachable` by states up to so many, and repeats below so many, as int32."""
+    rows = [
+        [min(reachable(states, count), _MOST) for count in range(repeats)]
+        for states in range(states + 1)
+    ]
+    return np.asarray(rows, np.int32)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
     """A loop of ``length`` steps in ``blocks``: all but the last are of ``block`` steps. So many
@@ -83,12 +92,7 @@ class Schedule:
     def reachable(self) -> np.ndarray:
         """`reachable` as a table of int32, by states and repeats; what is larger than any loop is
         `_MOST`."""
-        width = self.repeats + 2 if self.states > 1 else 1
-        rows = [
-            [min(reachable(states, count), _MOST) for count in range(width)]
-            for states in range(self.states + 1)
-        ]
-        return np.asarray(rows, np.int32)
+        return table(self.states, self.repeats + 2 if self.states > 1 else 1)
 
 
 def cheapest(length: int, state: int, step: int, room: int) -> Schedule | None:
