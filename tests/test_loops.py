@@ -302,6 +302,21 @@ def test_counts_differ_across_vmap():
         equal(one, jax.grad(unrolled, 1)(W, h, int(count)), 1e-10)
 
 
+def test_a_condition_has_no_derivative():
+    """Though it reads what is differentiated."""
+
+    def loss(x, run):
+        if run:
+            return run(lambda y: y < 8 * x, lambda y: y * y + x, x)
+        y = x
+        while y < 8 * x:
+            y = y * y + x
+        return y
+
+    got = jax.jit(jax.grad(lambda x: loss(x, jaxmem.while_loop)))(2.0)
+    equal(got, jax.grad(lambda x: loss(x, None))(2.0))
+
+
 def test_forward_mode_of_a_while_loop():
     tangents = jax.jvp(lambda w: walked(w, H, 7), (W,), (W,))
     equal(tangents, jax.jvp(lambda w: unrolled(w, H, 7), (W,), (W,)), 1e-10)

@@ -6,16 +6,18 @@ that is kept to the block, keeps other states on the way where there is room, an
 residuals.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem.jaxprs.placement import of_shape
-from jaxmem.loops.derivatives import with_backward
+from jaxmem.loops.derivatives import Passes, with_backward
 from jaxmem.loops.schedules import Schedule
-from jaxmem.loops.states import Arrays, Walk, blank, stack
+from jaxmem.loops.states import Arrays, Walk, blank, read, stack, written
 from jaxmem.loops.tapes import Step, Tape
 
 
@@ -30,68 +32,122 @@ def checkpointed_scan(
     """The last carry and the stacked results of ``step``, run ``schedule.length`` times, as
     `jax.lax.scan` has them."""
     operands = [jnp.asarray(value) for value in (*constants, *carry, *slices)]
-    avals = list(map(jax.typeof, operands))
-    first, second = len(constants), len(constants) + len(carry)
-    one_each = [of_shape(aval, aval.shape[1:]) for aval in avals[second:]]
-    tape = Tape.of(step, avals[:first], avals[first:second], one_each)
-    length, block, blocks = schedule.length, schedule.block, schedule.blocks
-    walk = Walk(step, tape, schedule.states, schedule.reachable, block, length, reverse)
-    tail_start = (blocks - 1) * block
+    scan = _Scan(step, schedule, reverse, len(constants), len(constants) + len(carry))
+    results = with_backward(scan.plain, scan.passes)(*operands)
+    return list(results[: len(carry)]), list(results[len(carry) :])
 
-    def parts(values: Sequence[Any]) -> tuple[Arrays, Arrays, Arrays]:
-        return list(values[:first]), list(values[first:second]), list(values[second:])
 
-    def plain(*operands):
-        constants, carry, slices = parts(operands)
-        carry, results = jax.lax.scan(
-            lambda carry, slices: step(constants, carry, slices), carry, slices, length, reverse
+@dataclasses.dataclass(frozen=True)
+class _Scan:
+    step: Step
+    schedule: Schedule
+    reverse: bool
+    first: int  # operands are constants up to here
+    second: int  # the carry up to here, then slices
+
+    def parts(self, values: Sequence[Any]) -> tuple[Arrays, Arrays, Arrays]:
+        return (
+            list(values[: self.first]),
+            list(values[self.first : self.second]),
+            list(values[self.second :]),
         )
+
+    def plain(self, *operands):
+        constants, carry, slices = self.parts(operands)
+        carry, results = jax.lax.scan(
+            lambda carry, slices: self.step(constants, carry, slices),
+            carry, slices, self.schedule.length, self.reverse,
+        )  # fmt: skip
         return tuple(carry + results)
 
-    def forward(operands):
-        constants, carry, slices = parts(operands)
-        one = [value[0] for value in slices]
-        _, made = step(constants, carry, one)  # its shapes; XLA leaves out the rest
-        results = [stack(blank(value), length) for value in made]
-        states = walk.start(carry)
-        if blocks > 1:
-            states, results = walk.reach(blocks - 1, states, constants, slices, results)
-        carry, results, kept = walk.taped(
-            states.state, schedule.tail, tail_start, constants, slices, results
-        )
-        constant = tape.constant(constants, carry, one)
-        return (*carry, *results), (states.places, states.kept, kept, constant)
+    def passes(self, wanted: Set[int]) -> Passes:
+        return functools.partial(self.forward, wanted), functools.partial(self.backward, wanted)
 
-    def backward(operands, residuals, cotangents, wanted) -> Arrays:
-        constants, carry, slices = parts(operands)
+    def walk(self, operands, wanted) -> Walk:
+        constants, carry, slices = self.parts(list(map(jax.typeof, operands)))
+        slices = [of_shape(aval, aval.shape[1:]) for aval in slices]
+        tape = Tape.of(self.step, constants, carry, slices, wanted)
+        schedule = self.schedule
+        return Walk(
+            self.step,
+            tape,
+            schedule.states,
+            schedule.reachable,
+            schedule.block,
+            schedule.length,
+            self.reverse,
+        )
+
+    @property
+    def tail_start(self) -> int:
+        return (self.schedule.blocks - 1) * self.schedule.block
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is room for the state before each block: XLA then knows how often every
+        loop runs."""
+        return self.schedule.states >= self.schedule.blocks - 1
+
+    def forward(self, wanted, operands):
+        """Results, and what is kept: states, and the last block's residuals."""
+        constants, carry, slices = self.parts(operands)
+        schedule, walk = self.schedule, self.walk(operands, wanted)
+        one = [value[0] for value in slices]
+        _, made = self.step(constants, carry, one)  # its shapes; XLA leaves out the rest
+        results = [stack(blank(value), schedule.length) for value in made]
+        states = walk.start(carry)
+        others = schedule.blocks - 1
+        if self.keeps_all:
+
+            def on(at, loop):
+                state, results, kept = loop
+                kept = written(kept, state, at)
+                return *walk.run_on(state, at, 1, constants, slices, results), kept
+
+            loop = (carry, results, states.kept)
+            state, results, kept = jax.lax.fori_loop(0, others, on, loop) if others else loop
+            states = states._replace(state=state, kept=kept)
+        else:
+            states, results = walk.reach(others, states, constants, slices, results)
+        carry, results, tail = walk.taped(
+            states.state, schedule.tail, self.tail_start, constants, slices, results
+        )
+        constant = walk.tape.constant(constants, carry, one)
+        return (*carry, *results), (states.places, states.kept, tail, constant)
+
+    def backward(self, wanted, operands, residuals, cotangents) -> Arrays:
+        """The cotangents of the operands."""
+        constants, carry, slices = self.parts(operands)
         places, kept, tail, constant = residuals
-        bars = [cotangents.get(place) for place in range(len(tape.results))]
+        schedule, walk = self.schedule, self.walk(operands, wanted)
+        bars = [cotangents.get(place) for place in range(len(walk.tape.results))]
         results_bar = bars[len(carry) :]
         zeros = [blank(x) if place in wanted else None for place, x in enumerate(operands)]
-        sums, _, slices_bar = parts(zeros)
+        sums, _, slices_bar = self.parts(zeros)
         bars = walk.untaped(
             (bars[: len(carry)], sums, slices_bar),
-            tail, schedule.tail, tail_start, constant, slices, results_bar,
+            tail, schedule.tail, self.tail_start, constant, slices, results_bar,
         )  # fmt: skip
 
         def one(count, loop):
             places, kept, bars = loop
-            target = blocks - 2 - count
-            states = walk.back(target, places, kept)
-            states, _ = walk.reach(target, states, constants, slices, None)
-            start = target * block
-            _, _, more = walk.taped(states.state, block, start, constants, slices, None)
-            bars = walk.untaped(bars, more, block, start, constant, slices, results_bar)
-            return states.places, states.kept, bars
+            target = schedule.blocks - 2 - count
+            if self.keeps_all:
+                state = read(kept, target)
+            else:
+                states = walk.back(target, places, kept)
+                states, _ = walk.reach(target, states, constants, slices, None)
+                state, _, places, kept = states
+            start = target * schedule.block
+            _, _, more = walk.taped(state, schedule.block, start, constants, slices, None)
+            bars = walk.untaped(bars, more, schedule.block, start, constant, slices, results_bar)
+            return places, kept, bars
 
         loop = (places, kept, bars)
-        if blocks == 2:
+        if schedule.blocks == 2:
             # XLA has no loop to run once, and would make the block's residuals at any time.
             loop = one(0, jax.lax.optimization_barrier(loop))
-        elif blocks > 2:
-            loop = jax.lax.fori_loop(0, blocks - 1, one, loop)
+        elif schedule.blocks > 2:
+            loop = jax.lax.fori_loop(0, schedule.blocks - 1, one, loop)
         carry_bar, sums, slices_bar = loop[-1]
         return [*sums, *carry_bar, *slices_bar]
-
-    results = with_backward(plain, forward, backward, tape.moving)(*operands)
-    return list(results[: len(carry)]), list(results[len(carry) :])

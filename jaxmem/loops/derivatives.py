@@ -1,7 +1,8 @@
 """A function with a derivative that is written by hand, as JAX wants it."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +11,19 @@ from jaxmem.jaxprs.operands import of_some
 from jaxmem.loops.linear import Linear
 from jaxmem.loops.tapes import no_cotangent
 
+Passes = tuple[Callable[..., Any], Callable[..., Any]]
 
-def with_backward(
-    plain: Callable, forward: Callable, backward: Callable, moving: Sequence[bool]
-) -> Callable:
+
+def with_backward(plain: Callable, passes: Callable[[frozenset[int]], Passes]) -> Callable:
     """``plain(*operands)``, a tuple of arrays, whose derivative in reverse mode is another.
 
+    ``passes(wanted)`` are two functions for the places of operands whose cotangents are asked for:
     ``forward(operands)`` returns the same results and a tree of residuals, and
-    ``backward(operands, residuals, cotangents, wanted)`` the cotangents of the operands, any of
-    those that are not ``wanted``; ``cotangents`` are those of the results, by their places.
-    Forward mode, and what differentiates the derivative again, goes by ``plain``. Operands that are
-    ``moving`` have cotangents.
+    ``backward(operands, residuals, cotangents)`` the cotangents of all operands, any of those that
+    are not ``wanted``; ``cotangents`` are those of the results, by their places. Forward mode, and
+    what differentiates the derivative again, goes by ``plain``.
     """
+    passes = functools.cache(passes)
 
     @jax.custom_jvp
     def function(*operands):
@@ -29,26 +31,30 @@ def with_backward(
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def of_function(operands, tangents):
-        results, residuals = kept(*operands)
-        return results, tangents_of(operands, tangents, results, residuals)
+        wanted = _moving(operands, tangents)
+        results, residuals = kept(wanted)(*operands)
+        return results, tangents_of(operands, tangents, results, residuals, wanted, wanted)
 
-    @jax.custom_jvp
-    def kept(*operands):
-        return forward(operands)
+    @functools.cache
+    def kept(wanted):
+        @jax.custom_jvp
+        def kept_of(*operands):
+            forward, _ = passes(wanted)
+            return forward(operands)
 
-    @functools.partial(kept.defjvp, symbolic_zeros=True)
-    def of_kept(operands, tangents):
-        results, residuals = kept(*operands)
-        moved = tangents_of(operands, tangents, results, residuals)
-        return (results, residuals), (moved, jax.tree.map(_no_tangent, residuals))
+        @functools.partial(kept_of.defjvp, symbolic_zeros=True)
+        def of_kept(operands, tangents):
+            moved = _moving(operands, tangents)
+            results, residuals = kept(wanted | moved)(*operands)
+            made = tangents_of(operands, tangents, results, residuals, moved, wanted | moved)
+            _, residuals = kept_of(*operands)
+            return (results, residuals), (made, jax.tree.map(_no_tangent, residuals))
 
-    def tangents_of(operands, tangents, results, residuals) -> tuple:
-        """The tangents of the results, by those of the operands that have one."""
-        zero = jax.custom_derivatives.SymbolicZero
-        at = [
-            place for place, tangent in enumerate(tangents)
-            if moving[place] and type(tangent) is not zero
-        ]  # fmt: skip
+        return kept_of
+
+    def tangents_of(operands, tangents, results, residuals, moving, kept_for) -> tuple:
+        """The tangents of the results, by those of the operands that are ``moving``."""
+        at = sorted(moving)
         real = [place for place, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.inexact)]
         leaves, tree = jax.tree.flatten(residuals)
         count = len(operands)
@@ -69,7 +75,8 @@ def with_backward(
         def backwards(values, moved):
             residuals = jax.tree.unflatten(tree, values[count:])
             cotangents = dict(zip(real, moved, strict=True))
-            made = backward(values[:count], residuals, cotangents, set(at))
+            _, backward = passes(kept_for)
+            made = backward(values[:count], residuals, cotangents)
             return [made[place] for place in at]
 
         rule = Linear(
@@ -86,6 +93,15 @@ def with_backward(
         )
 
     return function
+
+
+def _moving(operands, tangents) -> frozenset[int]:
+    """The places of operands that have a tangent."""
+    zero = jax.custom_derivatives.SymbolicZero
+    return frozenset(
+        place for place, (value, tangent) in enumerate(zip(operands, tangents, strict=True))
+        if jnp.issubdtype(value.dtype, jnp.inexact) and type(tangent) is not zero
+    )  # fmt: skip
 
 
 def _no_tangent(value):

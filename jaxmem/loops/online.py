@@ -8,14 +8,16 @@ gives way, and the next is a level above it. However long the loop runs, no step
 more often than by the best schedule of as many states for a loop whose length is known.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.loops.derivatives import with_backward
+from jaxmem.loops.derivatives import Passes, with_backward
 from jaxmem.loops.schedules import table
 from jaxmem.loops.states import Arrays, Walk, blank, written
 from jaxmem.loops.tapes import Step, Tape
@@ -38,77 +40,99 @@ def checkpointed_while(
     first."""
     operands = [jnp.asarray(value) for part in (*constants, carry) for value in part]
     first = len(constants[0])
-    second = first + len(constants[1])
-    avals = list(map(jax.typeof, operands))
-    tape = Tape.of(step, avals[first:second], avals[second:], [])
-    walk = Walk(step, tape, states, table(states, _REPEATS))
+    loop = _While(condition, step, states, most, first, first + len(constants[1]))
+    return list(with_backward(loop.plain, loop.passes)(*operands))
 
-    def parts(values: Sequence[Any]) -> tuple[Arrays, Arrays, Arrays]:
-        return list(values[:first]), list(values[first:second]), list(values[second:])
 
-    def goes_on(of_condition, state, count):
-        holds = condition(of_condition, state)
-        return holds if most is None else holds & (count < most)
+@dataclasses.dataclass(frozen=True)
+class _While:
+    condition: Callable
+    step: Step
+    states: int
+    most: int | None
+    first: int  # operands are the condition's constants up to here
+    second: int  # the step's up to here, then the carry
 
-    def plain(*operands):
-        of_condition, constants, carry = parts(operands)
+    def parts(self, values: Sequence[Any]) -> tuple[Arrays, Arrays, Arrays]:
+        return (
+            list(values[: self.first]),
+            list(values[self.first : self.second]),
+            list(values[self.second :]),
+        )
+
+    def goes_on(self, constants, state, count):
+        holds = self.condition(constants, state)
+        return holds if self.most is None else holds & (count < self.most)
+
+    def plain(self, *operands):
+        of_condition, constants, carry = self.parts(operands)
 
         def one(loop):
             state, count = loop
-            return step(constants, state, [])[0], count + 1
+            return self.step(constants, state, [])[0], count + 1
 
         state, _ = jax.lax.while_loop(
-            lambda loop: goes_on(of_condition, *loop), one, (carry, jnp.int32(0))
+            lambda loop: self.goes_on(of_condition, *loop), one, (carry, jnp.int32(0))
         )
         return tuple(state)
 
-    def forward(operands):
-        of_condition, constants, carry = parts(operands)
+    def passes(self, wanted: Set[int]) -> Passes:
+        return functools.partial(self.forward, wanted), functools.partial(self.backward, wanted)
+
+    def walk(self, operands, wanted) -> Walk:
+        _, constants, carry = self.parts(list(map(jax.typeof, operands)))
+        tape = Tape.of(self.step, constants, carry, [], {place - self.first for place in wanted})
+        return Walk(self.step, tape, self.states, table(self.states, _REPEATS))
+
+    def forward(self, wanted, operands):
+        """Results, and what is kept: how many steps there were, and states."""
+        of_condition, constants, carry = self.parts(operands)
+        walk = self.walk(operands, wanted)
         start = walk.start(carry)
 
         def one(loop):
             state, count, places, levels, kept = loop
-            if states > 1:
-                slot, level = _slot(places, levels, count)
+            if self.states > 1:
+                slot, level = _slot(places, levels)
                 level = jnp.where(count > 0, level, _FIRST)
                 slot = jnp.where(count > 0, slot, 0)
                 places, levels = places.at[slot].set(count), levels.at[slot].set(level)
                 kept = written(kept, state, slot)
-            return step(constants, state, [])[0], count + 1, places, levels, kept
+            return self.step(constants, state, [])[0], count + 1, places, levels, kept
 
-        levels = jnp.zeros(states, jnp.int32).at[0].set(_FIRST)
-        loop = (carry, jnp.int32(0), start.places, levels, start.kept)
+        levels = jnp.zeros(self.states, jnp.int32).at[0].set(_FIRST)
         state, count, places, _, kept = jax.lax.while_loop(
-            lambda loop: goes_on(of_condition, *loop[:2]), one, loop
+            lambda loop: self.goes_on(of_condition, *loop[:2]),
+            one,
+            (carry, jnp.int32(0), start.places, levels, start.kept),
         )
-        constant = tape.constant(constants, carry, [])
+        constant = walk.tape.constant(constants, carry, [])
         return tuple(state), (count, places, kept, constant)
 
-    def backward(operands, residuals, cotangents, wanted) -> Arrays:
-        of_condition, constants, carry = parts(operands)
+    def backward(self, wanted, operands, residuals, cotangents) -> Arrays:
+        """The cotangents of the operands."""
+        _, constants, carry = self.parts(operands)
         count, places, kept, constant = residuals
+        walk = self.walk(operands, wanted)
         bars = [cotangents.get(place) for place in range(len(carry))]
-        sums = [blank(x) if first + place in wanted else None for place, x in enumerate(constants)]
+        zeros = [blank(x) if place in wanted else None for place, x in enumerate(operands)]
+        none, sums, _ = self.parts(zeros)  # a condition has no derivative
 
         def one(done, loop):
             places, kept, bars = loop
             target = count - 1 - done
             found, _ = walk.reach(target, walk.back(target, places, kept), constants, [], None)
-            _, _, step_tape = walk.taped(found.state, 1, target, constants, [], None)
-            bars = walk.untaped(bars, step_tape, 1, target, constant, [], [])
+            _, _, tape = walk.taped(found.state, 1, target, constants, [], None)
+            bars = walk.untaped(bars, tape, 1, target, constant, [], [])
             return found.places, found.kept, bars
 
-        *_, (carry_bar, sums, _) = jax.lax.fori_loop(
-            0, count, one, (places, kept, (bars, sums, []))
-        )
-        return [*[None] * len(of_condition), *sums, *carry_bar]
-
-    moving = [False] * first + list(tape.moving)
-    return list(with_backward(plain, forward, backward, moving)(*operands))
+        start: tuple = (places, kept, (bars, sums, []))
+        *_, (carry_bar, sums, _) = jax.lax.fori_loop(0, count, one, start)
+        return [*none, *sums, *carry_bar]
 
 
-def _slot(places, levels, count):
-    """Where the state before step ``count`` is kept, and its level."""
+def _slot(places, levels):
+    """Where the next state is kept, and its level."""
     used = places >= 0
     later = (places[None, :] > places[:, None]) & used[None, :]
     spared = used & jnp.any(later & (levels[None, :] > levels[:, None]), axis=1)

@@ -122,7 +122,8 @@ def cheapest(length: int, state: int, step: int, room: int) -> Schedule | None:
     cost = block * _advances(others.ravel() + 1, np.tile(states, len(counts))).reshape(block.shape)
     row, column = np.unravel_index(np.argmin(cost), cost.shape)
     blocks = int(others[row, column]) + 1
-    return Schedule(length, blocks, int(block[row, column]), min(int(states[column]), blocks))
+    states_kept = min(int(states[column]), blocks - 1)  # the last block is where it is
+    return Schedule(length, blocks, int(block[row, column]), states_kept)
 
 
 def _advances(blocks: np.ndarray, states: np.ndarray) -> np.ndarray:

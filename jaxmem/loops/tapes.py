@@ -1,7 +1,7 @@
 """One step of a loop as a tape: what its derivative needs of it, told apart by where it is from."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -31,11 +31,18 @@ class Tape:
     moving: tuple[bool, ...]  # whether each operand has a cotangent
 
     @classmethod
-    def of(cls, step: Step, constants: Sequence, carry: Sequence, slices: Sequence) -> "Tape":
-        """The tape of a step, by its operands' abstract values."""
+    def of(
+        cls, step: Step, constants: Sequence, carry: Sequence, slices: Sequence, wanted: Set[int]
+    ) -> "Tape":
+        """The tape of a step, by its operands' abstract values, for cotangents of the carry and of
+        what stands at the places that are ``wanted``: a `jax.custom_vjp` refuses to be
+        differentiated by arrays that it closes over."""
         avals = [*constants, *carry, *slices]
-        moving = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
         first, second = len(constants), len(constants) + len(carry)
+        moving = [
+            jnp.issubdtype(aval.dtype, jnp.inexact) and (place in wanted or first <= place < second)
+            for place, aval in enumerate(avals)
+        ]
         shapes = None
 
         def forward(*operands):

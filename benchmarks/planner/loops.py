@@ -1,0 +1,273 @@
+"""Long loops within bytes: how often their steps run again, and what XLA makes of it.
+
+A 2-D wave equation (2,048 x 2,048 float32, 7,343 steps, for an RTX 4090) within the bytes of so
+many states, an RNN (4,096 steps, width 1,024, batch 64) and a neural ODE (Tsit5 with fixed steps,
+500 of them, width 512, batch 4,096, written in plain JAX; both for an H100) at every tenth of what
+they take beside arguments and gradients. "Passes" are runs of all steps beside the forward pass
+itself; "best" are the fewest that any number of blocks, of states and of steps in a block has
+within the same bytes, with the body that the plan chose. "Repeats" are of the step that is run
+again most often, and "binomial" what revolve needs with as many states of that size.
+
+Beside Equinox's `while_loop(kind="checkpointed")`, which diffrax's `RecursiveCheckpointAdjoint` is
+made of: steps run in all for as many states, counted by a callback on the CPU (1,000 steps), and
+bytes that are compiled for the wave.
+"""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmem
+from benchmarks._record import record, table
+from jaxmem.loops import Schedule, checkpointed_scan, checkpointed_while, repeats
+from jaxmem.planning import Rates, loop_options
+from jaxmem.rematerialization.traced import TracedFunction
+
+SIZE, STEPS = 2048, 7343
+STATE = 2 * 4 * SIZE**2
+
+
+def propagated(medium, carry, value):
+    u, before = carry
+    around = sum(jnp.roll(u, by, axis) for by in (1, -1) for axis in (0, 1))
+    new = 2 * u - before + medium * (around - 4 * u)
+    return (new.at[SIZE // 2, SIZE // 2].add(value), u), new[10]
+
+
+def wave(run=jax.lax.scan, **options):
+    def loss(medium, source):
+        zeros = jnp.zeros((SIZE, SIZE), jnp.float32)
+        _, seen = run(
+            lambda carry, value: propagated(medium, carry, value),
+            (zeros, zeros), source, **options,
+        )  # fmt: skip
+        return jnp.sum(seen**2)
+
+    return loss, [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(SIZE, SIZE), (STEPS,)]]
+
+
+def rnn():
+    def loss(w, u, xs):
+        def body(h, x):
+            h = jnp.tanh(h @ w + x @ u)
+            return h, None
+
+        return jnp.sum(jax.lax.scan(body, jnp.zeros((64, 1024), jnp.float32), xs)[0] ** 2)
+
+    shapes = [(1024, 1024), (1024, 1024), (4096, 64, 1024)]
+    return loss, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+# Tsitouras (2011), "Runge-Kutta pairs of order 5(4)".
+TSIT5 = [
+    [0.161],
+    [-0.008480655492356989, 0.335480655492357],
+    [2.8971530571054935, -6.359448489975075, 4.3622954328695815],
+    [5.325864828439257, -11.748883564062828, 7.4955393428898365, -0.09249506636175525],
+    [5.86145544294642, -12.92096931784711, 8.159367898576159, -0.071584973281401,
+     -0.028269050394068383],
+]  # fmt: skip
+WEIGHTS = [0.09646076681806523, 0.01, 0.4798896504144996, 1.379008574103742, -3.290069515436081,
+           2.324710524099774]  # fmt: skip
+
+
+def ode():
+    def loss(parameters, y):
+        def field(y):
+            first, second = parameters
+            return jnp.tanh(y @ first) @ second
+
+        def body(y, _):
+            slopes = [field(y)]
+            for row in TSIT5:
+                at = sum(a * slope for a, slope in zip(row, slopes, strict=True))
+                slopes.append(field(y + 0.01 * at))
+            return y + 0.01 * sum(b * k for b, k in zip(WEIGHTS, slopes, strict=True)), None
+
+        return jnp.sum(jax.lax.scan(body, y, None, 500)[0] ** 2)
+
+    shapes = [(512, 512), (4096, 512)]
+    one, y = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    return loss, [(one, one), y]
+
+
+def fewest(schedule: Schedule, state: int, step: int) -> int:
+    """Evaluations of the best schedule with as many bytes, by trying all states and some blocks."""
+    room, length, best = schedule.bytes(state, step), schedule.length, schedule.evaluations
+    for states in range(1, min((room - step) // state, length) + 1):
+        most = min((room - states * state) // step, length - 1)
+        others = {-(-(length - most) // size) for size in range(max(most - 12, 1), most + 1)}
+        others |= {-(-(length - most) // most) + more for more in range(12)}
+        for count in others:
+            block = -(-(length - most) // count)
+            found = Schedule(length, count + 1, block, min(states, count + 1))
+            if found.tail >= 1:
+                best = min(best, found.evaluations)
+    return best
+
+
+def body_of(loop, loss, args):
+    """Bytes of a state, and of what a step keeps, of the body that a plan has chosen."""
+    program = TracedFunction(loss, args, {}, 0).program
+    for option in loop_options(program, loop.kernel, Rates()):
+        if option.body and dataclasses.replace(option.body.loop, schedule=loop.schedule) == loop:
+            return option.body.state, option.body.step
+    return None
+
+
+def row(name, loss, args, target, within, budget, states=None) -> dict:
+    began = time.process_time()
+    jaxmem.plan(loss, *args, budget=budget, compilations=0)
+    seconds = time.process_time() - began
+    plan = jaxmem.plan(loss, *args, budget=budget, target=target, compilations=3)
+    (loop,) = plan.loops
+    schedule, best = loop.schedule, ""
+    if schedule and (kept := body_of(loop, loss, args)):
+        best = f"{fewest(schedule, *kept) / schedule.length:.3f}"
+    return {
+        "loop": name,
+        "within": within,
+        "states": schedule.states if schedule else "",
+        "steps in a block": schedule.block if schedule else "",
+        "repeats": schedule.repeats if schedule else 0,
+        "binomial": repeats(STEPS, states) if states else "",
+        "passes": f"{schedule.evaluations / schedule.length:.3f}" if schedule else "0",
+        "best": best,
+        "recomputed": f"{plan.predicted.recompute_share:.1%}",
+        "budget": jaxmem.format_bytes(plan.budget),
+        "projected": jaxmem.format_bytes(plan.projected_bytes),
+        "compiled": jaxmem.format_bytes(plan.compiled_bytes),
+        "off": f"{plan.compiled_bytes / plan.projected_bytes - 1:+.1%}",
+        "planned in": f"{seconds:.2f} s",
+    }
+
+
+def within_states():
+    """The wave within the bytes of so many states, beside what one step takes."""
+    loss, args = wave()
+    try:
+        jaxmem.plan(loss, *args, budget="1MiB", compilations=0)
+    except jaxmem.BudgetError as error:
+        lowest = error.lowest
+    for states in (64, 34, 12):
+        budget = lowest + (states - 1) * STATE
+        yield row("wave", loss, args, "rtx-4090", f"{states} states", budget, states)
+
+
+def within_tenths(name, loss, args):
+    plain = jaxmem.plan(loss, *args, compilations=0).plain_bytes
+    given = TracedFunction(loss, args, {}, 0).program.boundary_bytes  # arguments and gradients
+    for tenth in range(9, 0, -1):
+        budget = given + (plain - given) * tenth // 10
+        yield row(name, loss, args, "h100", f"{tenth} tenths", budget)
+
+
+def others():
+    """Steps run in all, and compiled bytes of the wave, beside Equinox's loop."""
+    try:
+        from equinox.internal import while_loop as equinox_loop
+    except ImportError:
+        return
+    for states in (64, 34, 12):
+        yield {
+            "states": states,
+            "steps of 1,000: scan": runs(scanned(states)),
+            "while_loop": runs(online(states)),
+            "Equinox": runs(by_equinox(equinox_loop, states)),
+            "wave: scan": waved(states, None),
+            "wave: Equinox": waved(states, equinox_loop),
+        }
+
+
+def counted():
+    ran = []
+
+    def count(x):
+        ran.append(1)
+        return np.ones((), x.dtype)
+
+    def step(x):
+        still = jax.lax.stop_gradient(x)
+        one = jax.pure_callback(count, jax.ShapeDtypeStruct((), x.dtype), still)
+        return jnp.sin(x) * jax.lax.stop_gradient(one)
+
+    return ran, step
+
+
+def runs(make) -> int:
+    ran, step = counted()
+    jax.block_until_ready(jax.jit(jax.grad(make(step)))(jnp.float32(0.5)))
+    return len(ran)
+
+
+COUNTED = 1000
+
+
+def scanned(states):
+    schedule = Schedule(COUNTED, COUNTED, 1, states)
+    return lambda step: (
+        lambda x: checkpointed_scan(
+            lambda constants, carry, slices: ([step(carry[0])], []), [], [x], [], schedule
+        )[0][0]
+    )
+
+
+def online(states):
+    return lambda step: lambda x: checkpointed_while(
+        lambda constants, carry: carry[1] < COUNTED,
+        lambda constants, carry, slices: ([step(carry[0]), carry[1] + 1], []),
+        ([], []), [x, jnp.int32(0)], states,
+    )[0]  # fmt: skip
+
+
+def by_equinox(loop, states):
+    return lambda step: lambda x: loop(
+        lambda carry: carry[1] < COUNTED,
+        lambda carry: (step(carry[0]), carry[1] + 1),
+        (x, jnp.int32(0)), kind="checkpointed", checkpoints=states, max_steps=COUNTED,
+    )[0]  # fmt: skip
+
+
+def waved(states, loop) -> str:
+    def loss(medium, source):
+        zeros = jnp.zeros((SIZE, SIZE), jnp.float32)
+        if loop:
+
+            def body(carry):
+                *state, at = carry
+                return *propagated(medium, state, source[at])[0], at + 1
+
+            u, *_ = loop(
+                lambda carry: carry[2] < STEPS, body, (zeros, zeros, jnp.int32(0)),
+                kind="checkpointed", checkpoints=states, max_steps=STEPS,
+            )  # fmt: skip
+        else:
+
+            def step(constants, carry, slices):
+                return list(propagated(constants[0], carry, slices[0])[0]), []
+
+            schedule = Schedule(STEPS, STEPS, 1, states)
+            (u, _), _ = checkpointed_scan(step, [medium], [zeros, zeros], [source], schedule)
+        return jnp.sum(u**2)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(SIZE, SIZE), (STEPS,)]]
+    return jaxmem.format_bytes(
+        jaxmem.memory(jax.grad(loss), *shapes, target="rtx-4090", timeline=False).device
+    )
+
+
+def main():
+    rows = [*within_states(), *within_tenths("RNN", *rnn()), *within_tenths("ODE", *ode())]
+    beside = list(others())
+    note = __doc__.partition("\n\n")[2]
+    if beside:
+        note += f"\n\n{table(beside)}"
+    record("Long loops within bytes", rows, note)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()
