@@ -117,9 +117,9 @@ def test_residuals_of_a_scan_wait_in_host_memory_where_that_is_needed(monkeypatc
         jaxmem.fit(loss, ADAM, weights, x, keep=("batch", "placement"), **common)
 
     monkeypatch.setattr(jaxmem.MemoryReport, "host", 0)
+    fitting = jaxmem.fit(loss, ADAM, weights, x, keep="batch", **common).fitting
     why = "not searched: residuals in host memory: XLA keeps on the device what was to wait"
-    with pytest.raises(jaxmem.BudgetError, match=why):
-        jaxmem.fit(loss, ADAM, weights, x, keep="batch", **common)
+    assert why in str(fitting) and not fitting.chosen.plan.predicted.host_bytes
 
 
 def test_the_chosen_step_trains_as_the_plain_one():

@@ -23,7 +23,8 @@ import numpy as np
 import jaxmem
 from benchmarks._record import record, table
 from jaxmem.loops import Schedule, checkpointed_scan, checkpointed_while, repeats
-from jaxmem.planning import Rates, loop_options
+from jaxmem.planning import loop_options
+from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction
 
 SIZE, STEPS = 2048, 7343
@@ -109,10 +110,11 @@ def fewest(schedule: Schedule, state: int, step: int) -> int:
     return best
 
 
-def body_of(loop, loss, args):
+def body_of(loop, loss, args, target):
     """Bytes of a state, and of what a step keeps, of the body that a plan has chosen."""
     program = TracedFunction(loss, args, {}, 0).program
-    for option in loop_options(program, loop.kernel, Rates()):
+    rates = Constraints.parse(None, 0, target, "dp").rates
+    for option in loop_options(program, loop.kernel, rates):
         if option.body and dataclasses.replace(option.body.loop, schedule=loop.schedule) == loop:
             return option.body.state, option.body.step
     return None
@@ -125,7 +127,7 @@ def row(name, loss, args, target, within, budget, states=None) -> dict:
     plan = jaxmem.plan(loss, *args, budget=budget, target=target, compilations=3)
     (loop,) = plan.loops
     schedule, best = loop.schedule, ""
-    if schedule and (kept := body_of(loop, loss, args)):
+    if schedule and (kept := body_of(loop, loss, args, target)):
         best = f"{fewest(schedule, *kept) / schedule.length:.3f}"
     return {
         "loop": name,
@@ -137,6 +139,7 @@ def row(name, loss, args, target, within, budget, states=None) -> dict:
         "passes": f"{schedule.evaluations / schedule.length:.3f}" if schedule else "0",
         "best": best,
         "recomputed": f"{plan.predicted.recompute_share:.1%}",
+        "plain": jaxmem.format_bytes(plan.plain_bytes),
         "budget": jaxmem.format_bytes(plan.budget),
         "projected": jaxmem.format_bytes(plan.projected_bytes),
         "compiled": jaxmem.format_bytes(plan.compiled_bytes),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxmem.jaxprs.placement import of_shape
 from jaxmem.loops.derivatives import Passes, with_backward
 from jaxmem.loops.schedules import Schedule
-from jaxmem.loops.states import Arrays, Walk, blank, read, stack, written
+from jaxmem.loops.states import Arrays, Walk, blank, carried, read, stack, written
 from jaxmem.loops.tapes import Step, Tape
 
 
@@ -120,12 +120,13 @@ class _Scan:
         constants, carry, slices = self.parts(operands)
         places, kept, tail, constant = residuals
         schedule, walk = self.schedule, self.walk(operands, wanted)
-        bars = [cotangents.get(place) for place in range(len(walk.tape.results))]
-        results_bar = bars[len(carry) :]
+        made = range(len(carry), len(walk.tape.results))
+        carry_bar = carried(cotangents, carry)
+        results_bar = [cotangents.get(place) for place in made]
         zeros = [blank(x) if place in wanted else None for place, x in enumerate(operands)]
         sums, _, slices_bar = self.parts(zeros)
         bars = walk.untaped(
-            (bars[: len(carry)], sums, slices_bar),
+            (carry_bar, sums, slices_bar),
             tail, schedule.tail, self.tail_start, constant, slices, results_bar,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxmem.jaxprs.operands import of_some
 from jaxmem.loops.linear import Linear
-from jaxmem.loops.tapes import no_cotangent
+from jaxmem.loops.tapes import no_cotangent, zeros
 
 Passes = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -20,8 +20,8 @@ def with_backward(plain: Callable, passes: Callable[[frozenset[int]], Passes]) -
     ``passes(wanted)`` are two functions for the places of operands whose cotangents are asked for:
     ``forward(operands)`` returns the same results and a tree of residuals, and
     ``backward(operands, residuals, cotangents)`` the cotangents of all operands, any of those that
-    are not ``wanted``; ``cotangents`` are those of the results, by their places. Forward mode, and
-    what differentiates the derivative again, goes by ``plain``.
+    are not ``wanted``; ``cotangents`` are those of the results that have one, by their places.
+    Forward mode, and what differentiates the derivative again, goes by ``plain``.
     """
     passes = functools.cache(passes)
 
@@ -70,11 +70,14 @@ def with_backward(plain: Callable, passes: Callable[[frozenset[int]], Passes]) -
             return jax.jvp(chosen(values), [values[place] for place in at], list(moved))[1]
 
         def backwards_again(values, moved):
-            return list(jax.vjp(chosen(values), *(values[place] for place in at))[1](list(moved)))
+            shapes = (jax.typeof(results[place]) for place in real)
+            moved = [zeros(x) if y is None else y for x, y in zip(shapes, moved, strict=True)]
+            return list(jax.vjp(chosen(values), *(values[place] for place in at))[1](moved))
 
         def backwards(values, moved):
             residuals = jax.tree.unflatten(tree, values[count:])
-            cotangents = dict(zip(real, moved, strict=True))
+            pairs = zip(real, moved, strict=True)
+            cotangents = {place: one for place, one in pairs if one is not None}
             _, backward = passes(kept_for)
             made = backward(values[:count], residuals, cotangents)
             return [made[place] for place in at]

@@ -19,9 +19,10 @@ Function = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """A function of residuals and operands that is linear in the operands, and its transpose, each
-    as it is run and as JAX may differentiate it again (``plain``): a loop that makes its states
-    again has no derivative in reverse mode. ``operands`` and ``results`` are abstract values."""
+    """A function of residuals and operands that is linear in the operands, and its transpose, which
+    may be given None for a cotangent that is zero; each as it is run, and as JAX may differentiate
+    it again (``plain``): a loop that makes its states again has no derivative in reverse mode.
+    ``operands`` and ``results`` are abstract values."""
 
     run: Function
     plain: Function
@@ -32,6 +33,34 @@ class Linear:
 
     def __call__(self, residuals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         return _linear().bind(*residuals, *operands, rule=self, count=len(residuals))
+
+    def of_some(self, at: Sequence[int]) -> "Linear":
+        """The function of the operands that stand at some places; the others, zeros, are None."""
+
+        def chosen(function: Function) -> Function:
+            def of_chosen(residuals, operands):
+                filled = [None] * len(self.operands)
+                for place, value in zip(at, operands, strict=True):
+                    filled[place] = value
+                return function(residuals, filled)
+
+            return of_chosen
+
+        def choosing(function: Function) -> Function:
+            def chosen_of(residuals, cotangents):
+                made = function(residuals, cotangents)
+                return [made[place] for place in at]
+
+            return chosen_of
+
+        return Linear(
+            chosen(self.run),
+            chosen(self.plain),
+            choosing(self.transposed),
+            choosing(self.plain_transposed),
+            tuple(self.operands[place] for place in at),
+            self.results,
+        )
 
     @property
     def transpose(self) -> "Linear":
@@ -84,8 +113,9 @@ def _jvp(values, tangents, *, rule: Linear, count: int):
 
 
 def _transpose(cotangents, *values, rule: Linear, count: int):
-    zeros = internals.ad.instantiate_zeros
-    made = rule.transpose(values[:count], list(map(zeros, cotangents)))
+    zero = internals.ad.Zero
+    at = [place for place, one in enumerate(cotangents) if type(one) is not zero]
+    made = rule.transpose.of_some(at)(values[:count], [cotangents[place] for place in at])
     undefined = internals.ad.is_undefined_primal
     # An operand that is known is a zero that has been written out: it has no cotangent.
     known = [not undefined(one) for one in values[count:]]

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxmem.loops.derivatives import Passes, with_backward
 from jaxmem.loops.schedules import table
-from jaxmem.loops.states import Arrays, Walk, blank, written
+from jaxmem.loops.states import Arrays, Walk, blank, carried, written
 from jaxmem.loops.tapes import Step, Tape
 
 _FIRST = np.iinfo(np.int32).max  # the level of the first state, which is always kept
@@ -114,7 +114,7 @@ class _While:
         _, constants, carry = self.parts(operands)
         count, places, kept, constant = residuals
         walk = self.walk(operands, wanted)
-        bars = [cotangents.get(place) for place in range(len(carry))]
+        bars = carried(cotangents, carry)
         zeros = [blank(x) if place in wanted else None for place, x in enumerate(operands)]
         none, sums, _ = self.parts(zeros)  # a condition has no derivative
 

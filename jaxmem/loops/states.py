@@ -6,6 +6,7 @@ few steps, however many there are.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -169,6 +170,15 @@ def blank(value):
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return value
     return varying(jnp.zeros_like(value), value)
+
+
+def carried(cotangents: Mapping[int, Any], carry: Arrays) -> Arrays:
+    """The cotangents of the last carry, the first of the results: zeros where nothing reads it, and
+    None of what has none."""
+    return [
+        cotangents.get(place, blank(x)) if jnp.issubdtype(x.dtype, jnp.inexact) else None
+        for place, x in enumerate(carry)
+    ]
 
 
 def _filled(aval, count: int, fill: int):

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
+from jaxmem.jaxprs.placement import varying
+
 # Of constants, carry and slices, a list each, to the next carry and the results, a list each.
 Step = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
 
@@ -111,15 +113,22 @@ class Tape:
 
     def back(self, constant, kept, slices, cotangents) -> tuple[list, list, list]:
         """The cotangents of constants, carry and slices, from those of the next carry and of the
-        results; None of what has none."""
+        results (None: it has none); None of what has none."""
         there = {"constant": constant, "slice": slices, "stacked": kept}
         residuals = [there[kind][number] for kind, number in self.sources]
         derivative = jax.tree.unflatten(self.tree, residuals)
         pairs = zip(cotangents, self.results, strict=True)
-        (made,) = derivative([no_cotangent(aval) if bar is None else bar for bar, aval in pairs])
+        (made,) = derivative([zeros(aval) if bar is None else bar for bar, aval in pairs])
         left = iter(made)
         found = [next(left) if one else None for one in self.moving]
         return found[: self.first], found[self.first : self.second], found[self.second :]
+
+
+def zeros(aval) -> Any:
+    """The cotangent of what nothing reads, by its abstract value."""
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return no_cotangent(aval)
+    return varying(jnp.zeros(aval.shape, aval.dtype), aval)
 
 
 def no_cotangent(value) -> np.ndarray:
