@@ -8,9 +8,10 @@ import importlib
 
 from jaxmem import optim as optim
 from jaxmem.fitting import (
-    BatchSize as BatchSize,
     Fitting as Fitting,
+    Largest as Largest,
     fit as fit,
+    largest as largest,
     max_batch_size as max_batch_size,
 )
 from jaxmem.ground.bytes import format_bytes as format_bytes

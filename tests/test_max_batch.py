@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import cli
-from jaxmem.fitting import largest
+from jaxmem.fitting import capacity
 
 MIB = 2**20
 STEP = jaxmem.train_step(
@@ -92,7 +92,7 @@ def test_whatever_the_bytes_do_the_answer_fits(monkeypatch, name, of_batch):
         def __init__(self, batch):
             self.device = of_batch(batch)
 
-    monkeypatch.setattr(largest, "memory", lambda step, x, **_: Report(x.shape[0]))
+    monkeypatch.setattr(capacity, "memory", lambda step, x, **_: Report(x.shape[0]))
     shapes = lambda n: (jax.ShapeDtypeStruct((n, 1), jnp.int8),)  # noqa: E731
     answer = jaxmem.max_batch_size(STEP, shapes, budget=60_000, target="h200")
     best = max(n for n in range(8, 60_000, 8) if of_batch(n) <= 60_000)
@@ -136,3 +136,66 @@ def test_command_line(capsys, tmp_path):
     assert "must return (step, args)" in capsys.readouterr().err
     assert cli.main([*common, "1MiB", "tests.programs:mlp"]) == 1
     assert "mlp is called with the batch size and must return" in capsys.readouterr().err
+
+
+# ---- any other number
+
+
+@pytest.mark.parametrize(
+    ("name", "of_number", "near"),
+    [
+        ("a line", lambda n: 1000 + 70 * n, 1.0),
+        ("a square", lambda n: 1000 + n * n, 0.97),
+        ("a cube", lambda n: 1000 + n**3, 0.9),
+        ("a root", lambda n: 100 * n**0.5, 0.5),
+        ("steps", lambda n: 1000 + 5000 * (n // 64), 0.9),
+    ],
+)
+def test_any_number_that_fits(monkeypatch, name, of_number, near):
+    """Bytes by a formula in place of the compiler's; the arguments say nothing of them."""
+
+    class Report:
+        def __init__(self, number):
+            self.device = of_number(number)
+
+    monkeypatch.setattr(capacity, "memory", lambda step, x, **_: Report(step(None)))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    answer = jaxmem.largest(
+        lambda n: ((lambda _: n), (x,)), budget=60_000, target="h200", most=100_000
+    )
+    best = max(n for n in range(1, 100_001) if of_number(n) <= 60_000)
+    assert len(answer.compiled) <= 7 and of_number(answer.size) <= 60_000
+    assert answer.too_large is None or of_number(answer.too_large) > 60_000
+    assert answer.size >= near * best, (answer.size, best)
+
+
+def test_the_states_that_a_loop_keeps(capsys):
+    """Compiled; and never more than the number that was to be tried."""
+
+    def make(states):
+        def loss(w, x):
+            def step(x, _):
+                return jnp.tanh(x @ w), None
+
+            return jnp.sum(jaxmem.scan(step, x, length=500, budget=(states + 4) * 2**20)[0])
+
+        shapes = (256, 256), (1024, 256)
+        return jax.grad(loss), [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    answer = jaxmem.largest(make, budget="48MiB", target="h200", compilations=5)
+    assert 30 <= int(answer) <= 46 and answer.report.device <= 48 * MIB
+    assert str(answer).startswith(f"largest number: {answer.size} (a multiple of 1) on h200")
+    assert "compiled number 1 for h200, 1 of at most 5" in capsys.readouterr().err
+    few = jaxmem.largest(make, budget="48MiB", target="h200", most=2)
+    assert int(few) == 2 and few.reason == "It is the largest number that was to be tried."
+
+
+def test_wrong_makers_are_told():
+    for make, text in (
+        (8, r"jaxmem.largest takes make, a function of an integer that returns \(step, args\)"),
+        (lambda n: STEP, r"make\(1\) must return \(step, args\), a function and the tuple of its"),
+    ):
+        with pytest.raises(jaxmem.JaxmemError, match=text):
+            jaxmem.largest(make, budget="1GiB", target="h200")
+    with pytest.raises(jaxmem.JaxmemError, match=r"most= takes an int of 1 or more; got 0\."):
+        jaxmem.largest(lambda n: (STEP, make_args(n)), budget="1GiB", target="h200", most=0)

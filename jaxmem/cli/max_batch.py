@@ -5,7 +5,7 @@ import json
 from jaxmem.cli.loading import STEP_OF_BATCH, load_function, step_of
 from jaxmem.cli.options import add_command, add_files, add_target, check_files
 from jaxmem.cli.output import MISSED, write_files
-from jaxmem.fitting.largest import max_batch_size
+from jaxmem.fitting.capacity import max_batch_size
 from jaxmem.targets import target
 
 

@@ -1,7 +1,11 @@
 """All levers chosen together, for the least predicted time whose compiled bytes fit."""
 
 from jaxmem.fitting.advice import advise as advise
-from jaxmem.fitting.largest import BatchSize as BatchSize, max_batch_size as max_batch_size
+from jaxmem.fitting.capacity import (
+    Largest as Largest,
+    largest as largest,
+    max_batch_size as max_batch_size,
+)
 from jaxmem.fitting.levers import (
     LEVERS as LEVERS,
     Lever as Lever,

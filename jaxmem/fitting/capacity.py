@@ -1,0 +1,349 @@
+"""The largest number for which a step fits, by compilation alone: a batch, or any other."""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem.ground.bytes import device_budget, format_bytes
+from jaxmem.ground.checks import check_callable, is_count
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.reports import MemoryReport, memory
+from jaxmem.targets import LocalDevice, Target, family_of, resolve
+
+# Times the largest that fits: how far to go on where the arguments do not grow. Chosen: bytes that
+# grow with the square are passed by so much that what is compiled stays small.
+_FURTHER = 8
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Largest:
+    """The answer of `largest` and of `max_batch_size`: ``int(answer)`` is the number.
+
+    Attributes:
+        size: the largest number found; 0: not even the smallest one fits.
+        too_large: the smallest larger one that was compiled and does not fit; None: none was.
+        multiple: of which every number tried is one.
+        budget: bytes allowed.
+        compiled: device bytes of each number compiled, the largest first.
+        report: of the number found, or of the smallest one if nothing fits.
+        what: what the number is of, in a word.
+        most: the largest number that was to be tried; None: any.
+    """
+
+    size: int
+    too_large: int | None
+    multiple: int
+    budget: int
+    compiled: dict[int, int]
+    report: MemoryReport = dataclasses.field(compare=False)
+    what: str = "number"
+    most: int | None = None
+
+    def __int__(self):
+        return self.size
+
+    __index__ = __int__
+
+    @property
+    def exact(self) -> bool:
+        """Whether the next multiple was compiled too, and does not fit."""
+        return self.too_large == self.size + self.multiple
+
+    @property
+    def reason(self) -> str:
+        """Why no larger batch is the answer, in a sentence."""
+        allowed = f"the budget of {format_bytes(self.budget)}"
+        if not self.size:
+            held = format_bytes(self.report.argument)
+            return (
+                f"Nothing fits: a {self.what} of {self.multiple} takes "
+                f"{format_bytes(self.report.device)}, more than {allowed}, of which {held} are "
+                f"arguments{_holders(self.report)}. jaxmem.fit searches what makes it fit."
+            )
+        if self.most and self.size + self.multiple > self.most:
+            return f"It is the largest {self.what} that was to be tried."
+        if self.too_large is None:
+            return f"No larger {self.what} was compiled; there may be one within {allowed}."
+        next_one = "the next multiple" if self.exact else "the next one compiled"
+        return (
+            f"{self.too_large}, {next_one}, takes {format_bytes(self.compiled[self.too_large])}, "
+            f"more than {allowed}."
+        )
+
+    def __str__(self):
+        share = self.report.device / self.budget
+        lines = [
+            f"largest {self.what}: {self.size} (a multiple of {self.multiple}) on "
+            f"{self.report.target}",
+            f"{self.what:>10}{'compiled':>14}{'of budget':>12}",
+        ]
+        for size, count in self.compiled.items():
+            lines.append(f"{size:>10}{format_bytes(count):>14}{count / self.budget:>12.1%}")
+        lines.append(self.reason)
+        if self.size and share < 0.9 and self.exact:
+            lines.append("XLA's bytes jump between the two: it lays out the larger one otherwise.")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def largest(
+    make: Callable[[int], tuple[Callable, tuple]],
+    *,
+    budget: int | str | None = None,
+    target: str | Target | LocalDevice | None = None,
+    multiple: int = 1,
+    most: int | None = None,
+    compilations: int = 7,
+) -> Largest:
+    """The largest integer for which a step fits, by compiling: nothing runs.
+
+    It may be any number that a step depends on: a batch, the length of a sequence, how many
+    particles there are, the chunk of a `jax.lax.map`, the states that a loop keeps. Bytes need not
+    be a line, nor rise everywhere: the answer was compiled and fits, and ``too_large``, if there is
+    one, was compiled and does not.
+
+    Args:
+        make: ``make(n)`` returns ``(step, args)``: a function, a jitted one or a `TrainStep`, and
+            the tuple of its arguments, best as `jax.ShapeDtypeStruct`.
+        budget: device bytes for the whole step, an int or text; None: what is usable on the target,
+            which counts too where the budget is more (`JaxmemWarning`).
+        target: the GPU to compile for, present or not; None: the attached device.
+        multiple: of which the number is to be one, its smallest value too.
+        most: the largest number to try; None: any.
+        compilations: how many at most.
+
+    Raises:
+        JaxmemError: ``make`` returns something else, or the target is not known; or what `memory`
+            raises.
+        BudgetError: the budget does not parse.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> def make(chunk):
+    ...     def step(x):
+    ...         return jax.lax.map(lambda y: jnp.sin(y) @ jnp.cos(y).T, x, batch_size=chunk)
+    ...     return step, (jax.ShapeDtypeStruct((64, 128, 128), jnp.float32),)
+    >>> answer = jaxmem.largest(make, budget="20MiB", target="local", most=64)
+    >>> 1 <= int(answer) <= 64, answer.report.device <= 20 * 2**20
+    (True, True)
+    """
+    if not callable(make):
+        raise JaxmemError(
+            "jaxmem.largest takes make, a function of an integer that returns (step, args); got "
+            f"{make!r}."
+        )
+
+    def made(number: int) -> tuple[Callable, tuple]:
+        found = make(number)
+        pair = isinstance(found, tuple | list) and len(found) == 2
+        if not pair or not callable(found[0]) or not isinstance(found[1], tuple | list):
+            raise JaxmemError(
+                f"make({number}) must return (step, args), a function and the tuple of its "
+                f"arguments; it returned a value of type {type(found).__name__}."
+            )
+        return found[0], tuple(found[1])
+
+    return _found(made, budget, resolve(target), multiple, most, compilations, "number")
+
+
+def max_batch_size(
+    step: Callable,
+    make_args: Callable[[int], tuple],
+    *,
+    budget: int | str | None = None,
+    target: str | Target | LocalDevice | None = None,
+    multiple: int | None = None,
+    compilations: int = 6,
+) -> Largest:
+    """The largest batch whose step fits, by compiling: nothing runs, nothing runs out of memory.
+
+    The smallest batch is compiled, and the one that its bytes beside those of the state point to;
+    from then on each next one is where the line through the two nearest ones meets the budget.
+    Bytes are not quite a line, nor do they always rise with the batch (XLA chooses layouts,
+    fusions and, near the end of a device's memory, its own rematerialization by size). So what
+    holds is this: the answer was compiled and fits, and ``too_large``, if there is one, was
+    compiled and does not; with ``exact`` it is the next multiple.
+
+    Args:
+        step: a function, a jitted one, or a `TrainStep`.
+        make_args: ``make_args(batch)``: the tuple of the step's arguments at a batch size, best
+            as `jax.ShapeDtypeStruct` (with real arrays the largest batch is allocated).
+        budget: device bytes for the whole step, an int or text; None: what is usable on the target,
+            which counts too where the budget is more (`JaxmemWarning`).
+        target: the GPU to compile for, present or not; None: the attached device.
+        multiple: of which the batch is to be one, its smallest value too; None: of 8 and of the
+            number of GPUs of the target.
+        compilations: how many at most.
+
+    Raises:
+        JaxmemError: ``make_args`` returns no tuple or the same shapes for every batch, the target
+            is not known; or what `memory` raises.
+        BudgetError: the budget does not parse.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> def step(w, x):
+    ...     return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+    >>> def make_args(batch):
+    ...     return jnp.ones((64, 64)), jax.ShapeDtypeStruct((batch, 64), jnp.float32)
+    >>> answer = jaxmem.max_batch_size(step, make_args, budget="1MiB", target="local")
+    >>> int(answer) % 8, answer.report.device <= 2**20
+    (0, True)
+    """
+    check_callable(step, "jaxmem.max_batch_size")
+    chosen = resolve(target)
+    if multiple is None:
+        multiple = math.lcm(family_of(chosen.known).multiple, chosen.count)
+    if not callable(make_args):
+        raise JaxmemError(
+            "jaxmem.max_batch_size takes make_args, a function of the batch size that returns the "
+            f"step's arguments; got {make_args!r}."
+        )
+
+    def made(batch: int) -> tuple[Callable, tuple]:
+        args = make_args(batch)
+        if not isinstance(args, tuple | list):
+            raise JaxmemError(
+                f"make_args({batch}) must return the tuple of the step's arguments; it returned a "
+                f"value of type {type(args).__name__}."
+            )
+        return step, tuple(args)
+
+    if is_count(multiple, 1) and _line(made, multiple)[1] <= 0:
+        raise JaxmemError(
+            f"make_args returns arguments of the same sizes for batches of {multiple} and "
+            f"{2 * multiple}: no batch can be too large. Give the batch's arrays the size that it "
+            "is called with."
+        )
+    return _found(made, budget, chosen, multiple, None, compilations, "batch")
+
+
+Made = Callable[[int], tuple[Callable, tuple]]
+
+
+def _found(made: Made, budget, target, multiple, most, compilations, what: str) -> Largest:
+    if budget is None and not target.usable_bytes:
+        raise JaxmemError(f"The memory of {target} is not known; pass a budget=.")
+    budget = "100%" if budget is None else budget
+    allowed = device_budget(budget, target.usable_bytes, target.name)
+    for name, value, least in (("multiple", multiple, 1), ("compilations", compilations, 2)):
+        if not is_count(value, least):
+            raise JaxmemError(f"{name}= takes an int of {least} or more; got {value!r}.")
+    if most is not None and not is_count(most, multiple):
+        raise JaxmemError(f"most= takes an int of {multiple} or more; got {most!r}.")
+    search = _Search(made, target, allowed, multiple, most, what)
+    search.compile(1, compilations)
+    while len(search.reports) < compilations and (count := search.next()):
+        search.compile(count, compilations)
+    return search.answer()
+
+
+class _Search:
+    """Numbers compiled so far, by how many multiples they are."""
+
+    def __init__(self, made: Made, target, budget: int, multiple: int, most, what: str):
+        self.made, self.target, self.what = made, target, what
+        self.budget, self.multiple, self.most = budget, multiple, most
+        self.reports: dict[int, MemoryReport] = {}
+        fixed, growth = _line(made, multiple)
+        self.grows = growth > 0
+        self.fixed, self.growth = fixed // target.count, max(growth / target.count, 1e-9)
+
+    def compile(self, count: int, most: int) -> None:
+        number = count * self.multiple
+        step, args = self.made(number)
+        report = memory(step, *args, target=self.target)
+        self.reports[count] = report
+        verdict = "fits" if report.device <= self.budget else "does not fit"
+        print(
+            f"jaxmem: compiled {self.what} {number} for {self.target.name}, {len(self.reports)} of "
+            f"at most {most}: {format_bytes(report.device)}, {verdict}",
+            file=sys.stderr,
+        )
+
+    def next(self) -> int | None:
+        """How many multiples to compile next; None: the answer is known."""
+        fits, fails = self._bracket()
+        last = self.most // self.multiple if self.most else None
+        if not fits or fails == fits + 1 or fits == last:
+            return None
+        wanted = max(self._met(fits, fails), fits + 1)
+        return min(wanted, *(end for end in (fails and fails - 1, last) if end), wanted)
+
+    def _met(self, fits: int, fails: int | None) -> int:
+        """Where the bytes known meet the budget."""
+        known = {count: report.device for count, report in self.reports.items()}
+        if len(known) == 1:
+            known[0] = self.fixed if self.grows else 0
+        high = fails or fits
+        low = max(count for count in known if count < high)
+        slope = max((known[high] - known[low]) / (high - low), self.growth)
+        if not fails and len(known) > 2:  # a stretch that happens to be flat points too far
+            slope = max(slope, (known[high] - self.fixed) / high / 2)
+        met = low + (self.budget - known[low]) / slope
+        if not fails and not self.grows:
+            # Of what does not show in the arguments nothing is known beyond what was compiled.
+            met = min(met, _FURTHER * fits)
+        elif fails and len(known) > 2:
+            met = self._bent(known, fits, fails) or met
+        return int(min(met, 2**62))
+
+    def _bent(self, known: dict[int, int], fits: int, fails: int) -> float | None:
+        """Where the parabola through the three nearest meets the budget between two."""
+        third = min(
+            (count for count in known if count not in (fits, fails)),
+            key=lambda count: min(abs(count - fits), abs(count - fails)),
+        )
+        counts = [fits, fails, third]
+        parabola = np.polyfit(counts, [known[count] - self.budget for count in counts], 2)
+        roots = [root.real for root in np.roots(parabola) if abs(root.imag) < 1e-9]
+        return next((root for root in roots if fits < root < fails), None)
+
+    def answer(self) -> Largest:
+        fits, fails = self._bracket()
+        return Largest(
+            fits * self.multiple,
+            fails and fails * self.multiple,
+            self.multiple,
+            self.budget,
+            {
+                count * self.multiple: self.reports[count].device
+                for count in sorted(self.reports, reverse=True)
+            },
+            self.reports[fits or 1],
+            self.what,
+            self.most,
+        )
+
+    def _bracket(self) -> tuple[int, int | None]:
+        """The largest that fits (0: none), and the smallest above it that does not."""
+        fits = max((n for n, r in self.reports.items() if r.device <= self.budget), default=0)
+        fails = [n for n, r in self.reports.items() if r.device > self.budget and n > fits]
+        return fits, min(fails, default=None)
+
+
+def _line(made: Made, multiple: int) -> tuple[int, int]:
+    """Bytes of the arguments: those that do not depend on the number, and what one more multiple
+    adds."""
+    one, two = (
+        sum(
+            math.prod(jnp.shape(leaf)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(made(times * multiple)[1])
+            if hasattr(leaf, "dtype")
+        )
+        for times in (1, 2)
+    )
+    return 2 * one - two, two - one
+
+
+def _holders(report: MemoryReport) -> str:
+    """What is largest at the peak, in words."""
+    if not report.has_timeline:
+        return ""
+    top = list(report.by_source.items())[:3]
+    named = ", ".join(f"{format_bytes(size)} by {line}" for line, size in top)
+    return f"; at the peak {named}"
