@@ -35,6 +35,7 @@ EXAMPLES = {
     "characters": "--steps 20 --batch 4 --length 16 --accumulate 2 --save-every 2",
     "unet": "--steps 12 --side 16 --batch 4 --save-every 1",
     "equinox": "--steps 40 --depth 2 --width 16 --save-every 4",
+    "wave": "--steps 12 --side 32 --length 60 --save-every 1",
     "fsdp": "--steps 12 --cpu-devices 2 --save-every 1",
 }
 

@@ -34,6 +34,19 @@ def test_unet_for_a_gpu_that_is_absent():
     assert "  chosen: the least predicted time that fits\n" in text
 
 
+def test_a_wave_finds_a_medium(tmp_path):
+    picture = tmp_path / "found.png"
+    text = run("wave/train.py", "--steps", 40, "--picture", picture)
+    before, after = map(float, re.search(r"speed: (\S+) before, (\S+) after", text).groups())
+    assert after < 0.5 * before and picture.stat().st_size > 10_000
+
+
+def test_a_wave_for_a_gpu_that_is_absent():
+    """The budget is for the states of the wave; seismograms and the medium are beside it."""
+    text = run("wave/train.py", "--plan", "rtx-4090", "--budget", "2GiB")
+    assert 1.9 < float(re.search(r"temp +(\S+) GiB", text)[1]) < 2.3
+
+
 def test_characters_in_half_precision_with_every_option():
     """The GPT, which is the model in Flax nnx as well."""
     small = ["--batch", 4, "--length", 16, "--steps", 6, "--print-every", 1]
