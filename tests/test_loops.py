@@ -59,6 +59,8 @@ def equal(got, expected, tolerance=1e-11):
         Schedule(13, 13, 1, 3),
         Schedule(13, 6, 2, 3),
         Schedule(13, 5, 3, 5),
+        Schedule(13, 5, 3, 4, host=True),
+        Schedule(7, 2, 3, 1, host=True),
     ],
     ids=str,
 )
@@ -253,6 +255,28 @@ def test_compiled_bytes_are_those_projected(states):
     assert plan.loops[0].schedule
     assert 0.95 < plan.compiled_bytes / plan.projected_bytes < 1.05
     assert plan.compiled_bytes > 0.9 * plan.budget
+
+
+def test_states_wait_in_host_memory():
+    """In 64 states' bytes on the device no step runs more than once more."""
+    loss, args = wave(7343, 2048)
+    state = 2 * 4 * 2048**2
+    budget = 64 * state
+    plan = jaxmem.plan(loss, *args, budget=budget, target="rtx-4090", offload=True, compilations=2)
+    schedule = plan.loops[0].schedule
+    assert schedule.host and schedule.evaluations < schedule.length
+    assert plan.predicted.host_bytes == schedule.states * state
+    assert "states kept in host memory, 0.9" in str(plan)
+    assert jaxmem.Plan.from_json(plan.to_json()) == plan
+    report = jaxmem.memory(
+        jax.grad(plan.apply(loss)), *args, target="rtx-4090", compiler_options=plan.compiler_options
+    )
+    assert report.host == plan.predicted.host_bytes
+    assert 0.9 < report.device / plan.projected_bytes < 1.02
+    # There and back, the two fields of a state apart.
+    assert report.transfers.count == 4
+    alone = jaxmem.plan(loss, *args, budget=budget, target="rtx-4090", compilations=0)
+    assert alone.predicted.recompute_seconds > plan.predicted.recompute_seconds
 
 
 def test_a_scan_takes_the_bytes_that_it_is_given():

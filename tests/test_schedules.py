@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxmem.loops import Schedule, cheapest
+from jaxmem.loops import Schedule, cheapest, on_host
 from jaxmem.loops.schedules import advances, reachable, repeats
 
 
@@ -83,6 +83,18 @@ def test_binomial_bounds():
     wave = {states: cheapest(7343, 2, 1, 2 * states) for states in (64, 34, 12)}
     assert [wave[states].repeats for states in (64, 34, 12)] == [2, 3, 5]
     assert [round(one.evaluations / 7343, 2) for one in wave.values()] == [1.7, 2.02, 4.18]
+
+
+@pytest.mark.parametrize("length", [2, 17, 61, 7343])
+def test_states_on_the_host_leave_the_device_to_residuals(length):
+    for state, step in ((1, 1), (5, 1), (1, 3)):
+        assert on_host(length, state, step, 2 * state + step - 1) is None
+        for room in range(2 * state + step, 2 * state + length * step, max(length // 30, 1)):
+            found = on_host(length, state, step, room)
+            assert found.host and found.states == found.blocks - 1 and found.tail >= 1
+            assert max(found.tail, found.block) * step + 2 * state <= room
+            assert found.evaluations == length - found.tail
+        assert on_host(length, state, step, 2 * state + length * step) is None
 
 
 def test_more_bytes_never_take_more_evaluations():

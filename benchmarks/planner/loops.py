@@ -120,14 +120,14 @@ def body_of(loop, loss, args, target):
     return None
 
 
-def row(name, loss, args, target, within, budget, states=None) -> dict:
+def row(name, loss, args, target, within, budget, states=None, offload=False) -> dict:
     began = time.process_time()
-    jaxmem.plan(loss, *args, budget=budget, compilations=0)
+    jaxmem.plan(loss, *args, budget=budget, offload=offload, compilations=0)
     seconds = time.process_time() - began
-    plan = jaxmem.plan(loss, *args, budget=budget, target=target, compilations=3)
+    plan = jaxmem.plan(loss, *args, budget=budget, target=target, offload=offload, compilations=3)
     (loop,) = plan.loops
     schedule, best = loop.schedule, ""
-    if schedule and (kept := body_of(loop, loss, args, target)):
+    if schedule and not offload and (kept := body_of(loop, loss, args, target)):
         best = f"{fewest(schedule, *kept) / schedule.length:.3f}"
     return {
         "loop": name,
@@ -143,6 +143,7 @@ def row(name, loss, args, target, within, budget, states=None) -> dict:
         "budget": jaxmem.format_bytes(plan.budget),
         "projected": jaxmem.format_bytes(plan.projected_bytes),
         "compiled": jaxmem.format_bytes(plan.compiled_bytes),
+        "host": jaxmem.format_bytes(plan.predicted.host_bytes) if offload else "",
         "off": f"{plan.compiled_bytes / plan.projected_bytes - 1:+.1%}",
         "planned in": f"{seconds:.2f} s",
     }
@@ -158,6 +159,8 @@ def within_states():
     for states in (64, 34, 12):
         budget = lowest + (states - 1) * STATE
         yield row("wave", loss, args, "rtx-4090", f"{states} states", budget, states)
+    within = "2 GiB, states on the host"
+    yield row("wave", loss, args, "rtx-4090", within, 2 * 2**30, offload=True)
 
 
 def within_tenths(name, loss, args):

@@ -3,7 +3,9 @@
 from jaxmem.loops.checkpointed import checkpointed_scan as checkpointed_scan
 from jaxmem.loops.online import checkpointed_while as checkpointed_while
 from jaxmem.loops.schedules import (
+    IN_FLIGHT as IN_FLIGHT,
     Schedule as Schedule,
     cheapest as cheapest,
+    on_host as on_host,
     repeats as repeats,
 )

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.jaxprs.placement import of_shape
+from jaxmem.jaxprs.placement import DEVICE, HOST, of_shape
 from jaxmem.loops.derivatives import Passes, with_backward
 from jaxmem.loops.schedules import Schedule
-from jaxmem.loops.states import Arrays, Walk, blank, carried, read, stack, written
+from jaxmem.loops.states import Arrays, Walk, blank, carried, stack
 from jaxmem.loops.tapes import Step, Tape
 
 
@@ -95,25 +95,24 @@ class _Scan:
         one = [value[0] for value in slices]
         _, made = self.step(constants, carry, one)  # its shapes; XLA leaves out the rest
         results = [stack(blank(value), schedule.length) for value in made]
-        states = walk.start(carry)
         others = schedule.blocks - 1
         if self.keeps_all:
 
-            def on(at, loop):
-                state, results, kept = loop
-                kept = written(kept, state, at)
-                return *walk.run_on(state, at, 1, constants, slices, results), kept
+            def on(loop, at):
+                state, results = loop
+                there = self.moved(state, HOST)
+                return walk.run_on(state, at, 1, constants, slices, results), there
 
-            loop = (carry, results, states.kept)
-            state, results, kept = jax.lax.fori_loop(0, others, on, loop) if others else loop
-            states = states._replace(state=state, kept=kept)
+            (state, results), kept = jax.lax.scan(on, (carry, results), jnp.arange(others))
+            places = None
         else:
-            states, results = walk.reach(others, states, constants, slices, results)
+            states, results = walk.reach(others, walk.start(carry), constants, slices, results)
+            state, _, places, kept = states
         carry, results, tail = walk.taped(
-            states.state, schedule.tail, self.tail_start, constants, slices, results
+            state, schedule.tail, self.tail_start, constants, slices, results
         )
         constant = walk.tape.constant(constants, carry, one)
-        return (*carry, *results), (states.places, states.kept, tail, constant)
+        return (*carry, *results), (places, kept, tail, constant)
 
     def backward(self, wanted, operands, residuals, cotangents) -> Arrays:
         """The cotangents of the operands."""
@@ -130,25 +129,36 @@ class _Scan:
             tail, schedule.tail, self.tail_start, constant, slices, results_bar,
         )  # fmt: skip
 
-        def one(count, loop):
+        def block(state, at, bars):
+            start = at * schedule.block
+            _, _, more = walk.taped(state, schedule.block, start, constants, slices, None)
+            return walk.untaped(bars, more, schedule.block, start, constant, slices, results_bar)
+
+        def kept_one(bars, there):
+            at, state = there
+            return block(self.moved(state, DEVICE), at, bars), None
+
+        def found_one(count, loop):
             places, kept, bars = loop
             target = schedule.blocks - 2 - count
-            if self.keeps_all:
-                state = read(kept, target)
-            else:
-                states = walk.back(target, places, kept)
-                states, _ = walk.reach(target, states, constants, slices, None)
-                state, _, places, kept = states
-            start = target * schedule.block
-            _, _, more = walk.taped(state, schedule.block, start, constants, slices, None)
-            bars = walk.untaped(bars, more, schedule.block, start, constant, slices, results_bar)
-            return places, kept, bars
+            states = walk.back(target, places, kept)
+            states, _ = walk.reach(target, states, constants, slices, None)
+            return states.places, states.kept, block(states.state, target, bars)
 
-        loop = (places, kept, bars)
-        if schedule.blocks == 2:
+        others = schedule.blocks - 1
+        if others == 1:
             # XLA has no loop to run once, and would make the block's residuals at any time.
-            loop = one(0, jax.lax.optimization_barrier(loop))
-        elif schedule.blocks > 2:
-            loop = jax.lax.fori_loop(0, schedule.blocks - 1, one, loop)
-        carry_bar, sums, slices_bar = loop[-1]
+            kept, bars = jax.lax.optimization_barrier((kept, bars))
+        if self.keeps_all:
+            there = (jnp.arange(others), kept)
+            bars, _ = jax.lax.scan(kept_one, bars, there, reverse=True)
+        else:
+            *_, bars = jax.lax.fori_loop(0, others, found_one, (places, kept, bars))
+        carry_bar, sums, slices_bar = bars
         return [*sums, *carry_bar, *slices_bar]
+
+    def moved(self, state: Arrays, space) -> Arrays:
+        """A state on its way to where it is kept, or back; numbers stay on the device."""
+        if not self.schedule.host:
+            return state
+        return [jax.device_put(x, space) if x.ndim else x for x in state]

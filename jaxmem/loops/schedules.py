@@ -14,6 +14,7 @@ import numpy as np
 # Numbers of states that are tried, the larger ones some percent apart. Chosen: the fewest
 # evaluations are missed by less than 2 % (tests/test_schedules.py).
 _TRIED = 400
+IN_FLIGHT = 2  # states on their way to host memory or from it, beside the one that the loop is at
 _MOST = 2**30  # binomial coefficients above are as good as this one: they are kept as int32
 
 
@@ -57,12 +58,14 @@ def table(states: int, repeats: int) -> np.ndarray:
 class Schedule:
     """A loop of ``length`` steps in ``blocks``: all but the last are of ``block`` steps. So many
     ``states`` are kept, the first among them; the residuals of the last block are kept from the
-    forward pass, those of the others are made again, a block at a time."""
+    forward pass, those of the others are made again, a block at a time. With ``host`` the state
+    before each of the others is kept, in host memory."""
 
     length: int
     blocks: int
     block: int
     states: int
+    host: bool = False
 
     @property
     def tail(self) -> int:
@@ -100,7 +103,7 @@ def cheapest(length: int, state: int, step: int, room: int) -> Schedule | None:
     ``state`` of them and the residuals of a step ``step``; None: nothing does.
 
     >>> cheapest(7343, 2**20, 2**20, 34 * 2**20)
-    Schedule(length=7343, blocks=612, block=12, states=22)
+    Schedule(length=7343, blocks=612, block=12, states=22, host=False)
     """
     state, step = max(state, 1), max(step, 1)
     if length * step + state <= room:
@@ -124,6 +127,23 @@ def cheapest(length: int, state: int, step: int, room: int) -> Schedule | None:
     blocks = int(others[row, column]) + 1
     states_kept = min(int(states[column]), blocks - 1)  # the last block is where it is
     return Schedule(length, blocks, int(block[row, column]), states_kept)
+
+
+def on_host(length: int, state: int, step: int, room: int) -> Schedule | None:
+    """The schedule with the fewest evaluations, all of whose states wait in host memory, and that
+    takes at most ``room`` bytes on the device, for residuals and for states on their way; None:
+    there is no room for those, or no need of a schedule.
+
+    >>> on_host(7343, 2**25, 2**24, 2**31)
+    Schedule(length=7343, blocks=60, block=123, states=59, host=True)
+    """
+    tail = (room - IN_FLIGHT * state) // max(step, 1)
+    if not 1 <= tail < length:
+        return None
+    others = -(-(length - tail) // tail)
+    block = -(-(length - tail) // others)
+    others = -(-(length - tail) // block)
+    return Schedule(length, others + 1, block, others, True)
 
 
 def _advances(blocks: np.ndarray, states: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxmem.loops import Schedule, cheapest
+from jaxmem.loops import IN_FLIGHT, Schedule, cheapest, on_host
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
 from jaxmem.planning.rates import DEAR, Rates, of_each
@@ -87,7 +87,9 @@ class _Body:
             runs = schedule.evaluations
             residuals = schedule.states * self.state
             inside += self.state  # the one that the loop is at
-            if not schedule.single:  # else the step's residuals are inside, or that state
+            if (
+                schedule.host or not schedule.single
+            ):  # else the step's residuals are inside, or that state
                 residuals += schedule.tail * self.step
                 inside += max(schedule.block - schedule.tail, 0) * self.step
         flops, moved, seconds, price = (
@@ -112,12 +114,36 @@ class _Body:
         best = min(found, key=lambda schedule: schedule.evaluations, default=None)
         return self.option(best) if best else None
 
-    def menu(self) -> list[LoopOption]:
-        """Schedules from the most bytes to the least."""
-        found, room = [], float(self.bytes)
-        while option := self.scheduled(int(room)):
-            found.append(option)
-            room = min(room / _STEP, option.bytes - 1)
+    def on_host(self, room: int, host: float) -> LoopOption | None:
+        """By a schedule whose states wait in host memory, copied at so many bytes a second."""
+        left = room - self.inside - self.state
+        schedule = on_host(self.length, self.state, self.step, left)
+        if schedule is None:
+            return None
+        option = self.option(schedule)
+        # There and back, with nothing beside: XLA does not copy while the loop of a block runs.
+        # A second of it counts as much as one of the steps that it spares.
+        exposed = 2 * schedule.states * self.state / host
+        counts = self.forward[3] / self.forward[2] if self.forward[2] else DEAR
+        return dataclasses.replace(
+            option,
+            residuals=schedule.tail * self.step,
+            inside=option.inside + IN_FLIGHT * self.state,
+            seconds=option.seconds + exposed,
+            price=option.price + counts * exposed,
+            host=schedule.states * self.state,
+            body=None,
+        )
+
+    def menu(self, host: float) -> list[LoopOption]:
+        """Schedules from the most bytes to the least; with a link to the host, of so many bytes a
+        second, those with states there too."""
+        found: list[LoopOption] = []
+        for scheduled in (self.scheduled, *[lambda room: self.on_host(room, host)] * bool(host)):
+            room = float(self.bytes)
+            while option := scheduled(int(room)):
+                found.append(option)
+                room = min(room / _STEP, option.bytes - 1)
         return found
 
 
@@ -178,7 +204,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
         _Body(whole, (), operation.length, state, each, plain.inside, plain.place, none, forward)
     )
     for one in _undominated(bodies):
-        found += one.menu()
+        found += one.menu(rates.host)
     return [plain, *_pareto(found)]
 
 

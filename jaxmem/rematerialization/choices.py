@@ -49,9 +49,10 @@ def rows_of(program: Program, layout: Layout):
         parts = f" ({format_bytes(offloaded)} to the host)" * bool(offloaded)
         if schedule := loop.schedule:
             kept = max(schedule.tail, schedule.block)
+            where = " in host memory" * schedule.host
             parts = (
-                f" ({schedule.states} states kept, {schedule.evaluations / length:.2f} forward "
-                "passes more)"
+                f" ({schedule.states} states kept{where}, {schedule.evaluations / length:.2f} "
+                "forward passes more)"
             )
         whole = Region(0, len(operation.body.kernels), loop.saved, loop.regions)
         for row in _region_rows(operation.body, [whole], 0):
