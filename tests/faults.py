@@ -327,6 +327,7 @@ def damage_results(folder: pathlib.Path, dice: random.Random) -> list[Row]:
 COMPILING = """
     import jax, jax.numpy as jnp, jaxmem
     from jaxmem.targets import workers
+    from jaxmem.targets import compilation
     from jaxmem.targets.cuda import compiler
 
     def loss(w, x):
@@ -334,8 +335,8 @@ COMPILING = """
             x = jnp.tanh(x @ w) + scale * jnp.sin(x)
         return x.sum()
 
-    compiler.read = lambda path: None  # nothing is kept
-    compiler.write = lambda path, compiled: None
+    compilation.read = lambda path: None  # nothing is kept
+    compilation.write = lambda path, compiled: None
     shapes = [jax.ShapeDtypeStruct((256, 256), "float32")] * 2
     compile_long = lambda: jaxmem.memory(jax.grad(loss), *shapes, target="h200")
     compile_short = lambda: jaxmem.memory(jnp.sin, shapes[0], target="h200")

@@ -19,8 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 import jaxmem
 from jaxmem.ground.errors import CompileError
 from jaxmem.reports import begin
-from jaxmem.targets import Job, workers
-from jaxmem.targets.cuda import compiler
+from jaxmem.targets import Job, compilation, workers
 from tests.faults import gone
 
 F32 = jnp.float32
@@ -125,7 +124,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_answer_is_that_of_a_full_compilation(name, monkeypatch, tmp_path):
     paths = iter((tmp_path / "early", tmp_path / "full"))
-    monkeypatch.setattr(compiler, "_result_path", lambda *_: next(paths))
+    monkeypatch.setattr(compilation, "_result_path", lambda *_: next(paths))
     step, args = PROGRAMS[name]
     if name == "state on the host":
         step, args = host_state()

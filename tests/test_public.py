@@ -51,7 +51,8 @@ def test_import_loads_no_library_that_jax_flax_and_optax_have_not():
 def test_the_command_line_lists_targets(capsys):
     assert cli.main(["targets"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 14
+    assert len(lines) == 21
+    assert lines[-1].split()[:3] == ["tpu7x", "94.75", "GiB"]
     assert lines[9].split()[:3] == ["rtx-2080-ti", "10.26", "GiB"]
     assert cli.main(["targets", "--json"]) == 0
     assert '"compute_capability": [\n' in capsys.readouterr().out

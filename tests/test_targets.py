@@ -17,11 +17,11 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import jaxmem
-from jaxmem.targets import cache, known_targets, workers
-from jaxmem.targets.cuda import compiler, install
+from jaxmem.targets import cache, compilation, known_targets, packages, workers
+from jaxmem.targets.cuda import install
 from tests.faults import BUSY, IDLE, run_compiling, seconds_after
 
-NAMES = list(known_targets())
+NAMES = [name for name, one in known_targets().items() if one.family == "cuda"]
 
 
 def step(w, x):
@@ -35,7 +35,7 @@ SHAPES = [jax.ShapeDtypeStruct(s, jnp.float32) for s in [(64, 32), (16, 64)]]
 def fresh_workers(monkeypatch, tmp_path):
     """Neither a worker nor a result of an earlier compilation is used."""
     count = itertools.count()
-    monkeypatch.setattr(compiler, "_result_path", lambda *_: tmp_path / str(next(count)))
+    monkeypatch.setattr(compilation, "_result_path", lambda *_: tmp_path / str(next(count)))
     monkeypatch.setattr(workers.Worker, "idle", [])
     yield
     while workers.Worker.idle:
@@ -175,7 +175,7 @@ def test_without_the_compiler_the_error_gives_the_command(monkeypatch, tmp_path)
     with pytest.raises(jaxmem.JaxmemError) as caught:
         jaxmem.memory(step, *SHAPES, target="h200")
     text = str(caught.value)
-    version = install._jaxlib_version()
+    version = packages.jaxlib_version()
     assert "    python -m jaxmem install-compiler --cuda 13\n" in text
     assert f"python -m pip install --target {tmp_path}/compilers/cuda13-{version}-py" in text
     assert f"jax-cuda13-plugin=={version} 'nvidia-cuda-nvcc>=13,<14'" in text
@@ -191,7 +191,8 @@ def test_v100_asks_for_the_compiler_of_cuda_12(monkeypatch, tmp_path):
 
 def test_an_installation_that_fails_says_why_and_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
-    monkeypatch.setattr(install, "_jaxlib_version", lambda: "0.0.1")
+    monkeypatch.setattr(packages, "jaxlib_version", lambda: "0.0.1")
+    monkeypatch.setattr(install, "jaxlib_version", packages.jaxlib_version)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(jaxmem.JaxmemError, match=r"pip could not install[\s\S]*plugin==0\.0\.1"):
         jaxmem.install_compiler()
@@ -375,7 +376,7 @@ def test_a_shared_cache_that_may_only_be_read(monkeypatch, kept):
 
 def test_a_damaged_result_is_compiled_again(monkeypatch, tmp_path):
     path = tmp_path / "result"
-    monkeypatch.setattr(compiler, "_result_path", lambda *_: path)
+    monkeypatch.setattr(compilation, "_result_path", lambda *_: path)
     first = jaxmem.memory(step, *SHAPES, target="t4")
     whole = path.read_bytes()
     path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
@@ -407,7 +408,7 @@ def test_a_disk_that_is_full_while_installing_is_said_without_pips_traceback(mon
     stale.mkdir(parents=True)
     os.utime(stale, (0, 0))
     code = "import os; os.write(2, b'pip at work\\n'); raise OSError(28, os.strerror(28))"
-    monkeypatch.setattr(install, "_pip", lambda *_: ["-c", code])
+    monkeypatch.setattr(packages.Packages, "pip", lambda *_: ["-c", code])
     with pytest.raises(jaxmem.JaxmemError) as caught:
         jaxmem.install_compiler()
     said = str(caught.value)
@@ -418,7 +419,7 @@ def test_a_disk_that_is_full_while_installing_is_said_without_pips_traceback(mon
 
 
 def test_without_a_temporary_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "_result_path", lambda *_: tmp_path / "result")
+    monkeypatch.setattr(compilation, "_result_path", lambda *_: tmp_path / "result")
     workers.close_idle()  # a worker has its folder for as long as it lives
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(jaxmem.CompileError, match="a temporary folder, and could not have them: "):

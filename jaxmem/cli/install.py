@@ -9,15 +9,23 @@ def add_install(commands) -> None:
     parser = commands.add_parser("install-compiler", help=about, description=about)
     parser.set_defaults(run=_install)
     for family in FAMILIES.values():
-        parser.add_argument(f"--{family.name}", type=int, help=family.versions)
+        parser.add_argument(
+            f"--{family.name}",
+            type=int,
+            nargs="?",
+            const=0,
+            metavar="VERSION",
+            help=family.versions,
+        )
 
 
 def _install(options) -> int:
     chosen = {name: getattr(options, name) for name in FAMILIES}
-    if not any(chosen.values()):
-        chosen = {next(iter(FAMILIES)): None}
-    for name, version in chosen.items():
-        if version is not None or len(chosen) == 1:
-            print(f"XLA's compiler for {name}: installing once for this version of jaxlib")
-            print(f"XLA's compiler for {name} is in {FAMILIES[name].install(version)}", flush=True)
+    wanted = {name: version for name, version in chosen.items() if version is not None}
+    for name, version in (wanted or {next(iter(FAMILIES)): 0}).items():
+        family = FAMILIES[name]
+        terms = f" ({family.licence})" * bool(family.licence)
+        print(f"XLA's compiler for {name}: installing once for this version of jaxlib{terms}")
+        folder = family.install(version or None)
+        print(f"XLA's compiler for {name} is in {folder}", flush=True)
     return 0

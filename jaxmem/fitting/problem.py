@@ -148,14 +148,14 @@ class Problem:
         transform: Callable | None = functools.partial(remat, plan=plan)
         if plan is not None and not plan.changes:
             transform = None
-        planned = family_of(self.device).compiler_options
+        planned = family_of(self.device).planned_options(self.budget)
         step = train_step(
             self.loss_fn,
             optimizer,
             remat=transform,
             reduction=self.reduction,
             loss_scale=self.loss_scale,
-            compiler_options=plan.compiler_options if plan else dict(planned),
+            compiler_options=plan.compiler_options if plan else planned,
             **options,
         )
         step.abstract(self.params, model_state=self.model_state, key=self.key)

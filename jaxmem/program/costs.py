@@ -95,6 +95,13 @@ def is_batched(equation) -> bool:
     return bool(batch)
 
 
+def slides(equation) -> frozenset[int]:
+    """The axes of a convolution's result that its windows slide along."""
+    if operation_of(equation) != "conv_general_dilated":
+        return frozenset()
+    return frozenset(equation.params["dimension_numbers"].out_spec[2:])
+
+
 def flops(equation) -> int:
     """FLOPs of the matmuls and convolutions of one equation (a multiply-add counts 2).
 

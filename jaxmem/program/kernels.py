@@ -8,6 +8,8 @@ none to make again.
 
 import dataclasses
 
+from jaxmem.program.costs import CONTRACTIONS
+
 # A fused value that several kernels read is computed in each of them, unless that takes more than
 # this: then it is written once. Half and twice: benchmarks/planner/sensitivity.py.
 _LARGE_SOURCES = 3  # chosen: 1 recomputes 3 points more, 6 changes no plan
@@ -180,13 +182,19 @@ def _copy(program, value: int) -> int:
 def _stored(program) -> list[bool]:
     """For each value whether it is in memory: inputs, outputs, what a dear operation reads or
     makes, reductions, and what would take too much to compute in each of its readers."""
-    sizes, count = program.sizes, len(program.sizes)
+    sizes, count, rules = program.sizes, len(program.sizes), program.rules
     readers = [0] * count
     wanted = [False] * count
     for operation in program.operations:
         for value in set(operation.inputs):
             readers[value] += 1
-            wanted[value] |= not (operation.fused or _takes_few(operation, sizes))
+            wanted[value] |= not (
+                operation.fused
+                or _takes_few(operation, sizes)
+                or (rules.fuses_operands and operation.name in CONTRACTIONS)
+            )
+        if rules.writes_concatenations and operation.name == "concatenate":
+            wanted[operation.outputs[0]] = True
     for value in program.outputs:
         wanted[value] = True
     # A view is where what it shows is.

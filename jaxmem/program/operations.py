@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.kernels import Kernel, read_kernels
+from jaxmem.targets import Rules
+
+_PLAIN = Rules()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Operation:
     returns. ``reads`` are those of them that its derivative reads, where that is known exactly.
     ``inside`` are bytes that the derivative takes beside all of that, ``workspace`` those that the
     operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
+    ``slides`` are the axes of its result that a convolution slides along.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Operation:
     widened: bool = False
     batched: bool = False
     results: int = 0
+    slides: frozenset[int] = frozenset()
 
     @property
     def is_region(self) -> bool:
@@ -57,7 +62,7 @@ class Program:
     """Operations in order, and the bytes and types of every value. Values below ``input_count``
     are the function's inputs, which live in any case; ``differentiated`` are those of them that
     gradients are taken of (None: all), ``opened`` is how many regions of the user's own were
-    written in place."""
+    written in place. Sizes and kernels are those that a compiler makes by ``rules``."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
@@ -66,6 +71,7 @@ class Program:
     types: tuple[str, ...] = ()
     differentiated: frozenset[int] | None = None
     opened: int = 0
+    rules: Rules = _PLAIN
 
     @functools.cached_property
     def input_bytes(self) -> int:
@@ -182,6 +188,11 @@ class Program:
             operations.append(operation)
         program = dataclasses.replace(self, operations=tuple(operations))
         return program if program.widens else self
+
+    @functools.cached_property
+    def by_rules(self) -> dict[Rules, "Program"]:
+        """The program as compilers make it, by their rules, where that was asked for."""
+        return {}
 
     @functools.cached_property
     def as_written(self) -> "Program":

@@ -199,7 +199,7 @@ class CompiledPlans:
     def start(self, layout: Layout) -> Begun:
         """Begins to compile the plan of a layout."""
         chosen = self.constraints.write(self.traced.program, layout, self.planner)
-        made = self.begin(chosen, chosen.compiler_options)
+        made = self.begin(chosen, self.options(chosen))
         made.start()
         said = f"{format_bytes(chosen.projected_bytes)} projected"
         return Begun(said, functools.partial(self.finish, layout, chosen, made), made.stop)
@@ -223,7 +223,7 @@ class CompiledPlans:
         total, pass_bytes = report.device + reserved, None
         family = family_of(self.target.known)
         if total > family.pass_acts * self.target.memory_bytes:
-            with_pass = {**chosen.compiler_options, **family.pass_options}
+            with_pass = {**self.options(chosen), **family.pass_options}
             pass_bytes = self.begin(chosen, with_pass).report().device + reserved
         compiled = Compiled(total, report.work.flops, report.moved, pass_bytes)
         self.plans[layout] = dataclasses.replace(chosen, compiled=compiled)
@@ -232,6 +232,11 @@ class CompiledPlans:
             f"{format_bytes(chosen.projected_bytes)})"
         )
         return Outcome(said, layout.price, chosen.projected_bytes, total, layout.place)
+
+    def options(self, plan: Plan) -> dict[str, Any]:
+        """XLA flags of a plan, without what is reserved for the rest of the step."""
+        limit = None if plan.budget is None else plan.budget - plan.reserved
+        return family_of(self.target.known).planned_options(limit, plan.widens)
 
     def begin(self, plan: Plan, options: dict[str, Any]) -> Compiling:
         """A plan, traced and lowered."""

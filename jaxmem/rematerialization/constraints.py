@@ -6,7 +6,7 @@ from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import device_budget, format_bytes, parse_budget
 from jaxmem.ground.errors import BudgetError, PlanError
 from jaxmem.planning import PLANNERS, Layout, Planner, Rates, lowest, one_liners
-from jaxmem.program import Program
+from jaxmem.program import Program, compiled_by
 from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.plan import Plan, Predicted
 from jaxmem.targets import Target, family_of, known_targets, resolve
@@ -61,7 +61,7 @@ class Constraints:
 
     def as_run(self, program: Program) -> Program:
         """A program as the device runs it."""
-        return program if self.device is None or self.device.has_bfloat16 else program.widened
+        return compiled_by(program, self.device.rules) if self.device else program
 
     def planner(self, program: Program) -> Planner:
         """The plans that there are for a program."""
@@ -70,7 +70,7 @@ class Constraints:
     def budget_for(self, program: Program, budget: int | None = None) -> Budget:
         """The budget (or another one) of a program, whose arguments and gradients are reserved."""
         allowed = self.budget if budget is None else budget
-        return Budget(allowed, program.boundary_bytes + self.reserved)
+        return Budget(allowed, self.as_run(program).boundary_bytes + self.reserved)
 
     def plan(self, program: Program, planner: Planner | None = None) -> Plan:
         """The plan of a program by projected bytes; ``planner``: its own, made before.
@@ -91,10 +91,11 @@ class Constraints:
 
     def write(self, program: Program, layout: Layout, planner: Planner) -> Plan:
         """A layout as a plan: with the bytes of everything, and in words."""
-        total, program = self.budget_for(program).total, self.as_run(program)
+        total, fingerprint = self.budget_for(program).total, program.fingerprint
+        program = self.as_run(program)
         return Plan(
             self.name,
-            program.fingerprint,
+            fingerprint,
             layout.regions,
             layout.loops,
             Predicted(

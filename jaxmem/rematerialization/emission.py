@@ -15,15 +15,16 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.loops import checkpointed_scan
 from jaxmem.planning import Loop, Region, recomputed
-from jaxmem.program import Program
-from jaxmem.program.derivatives import DERIVATIVES
+from jaxmem.program import Kernel, Program, compiled_by
+from jaxmem.program.derivatives import DERIVATIVES, Derivative
 from jaxmem.rematerialization.traced import input_names, read
+from jaxmem.targets import Rules
 
 _EMISSIONS = itertools.count()
 
 
 class Layout(Protocol):
-    """What is emitted of a plan: regions and loops, and whether bfloat16 is widened to float32."""
+    """What is emitted of a plan: regions and loops, and by what rules the compiler goes."""
 
     @property
     def regions(self) -> tuple[Region, ...]: ...
@@ -32,7 +33,7 @@ class Layout(Protocol):
     def loops(self) -> tuple[Loop, ...]: ...
 
     @property
-    def widens(self) -> bool: ...
+    def rules(self) -> Rules: ...
 
 
 # The layout for a program, given what returns the names and types of the program's inputs.
@@ -62,7 +63,7 @@ def planned_function(fun: Callable, layout_for: LayoutFor, keeps_regions: bool =
 
 def emit(flat: jaxprs.FlatJaxpr, program: Program, layout: Layout, leaves: Sequence[Any]) -> Any:
     """The results of a traced function on ``leaves``, with the regions and loops of a layout."""
-    program = program.widened if layout.widens else program
+    program = compiled_by(program, layout.rules)
     values = dict(enumerate([*flat.consts, *leaves]))
     loops = {loop.kernel: loop for loop in layout.loops}
     emission = _Emission(flat, program, loops, layout.regions)
@@ -162,7 +163,7 @@ class _Emission:
                 inside |= {out: fused[out] for out in step.outputs}
             if number in self.loops:
                 self.looped(self.loops[number], last, inside)
-            elif own := next((one for one in DERIVATIVES if one.matches(last, kernel)), None):
+            elif own := self.derivative(last, kernel):
                 operands = [jaxprs.read(inside, operand) for operand in last.inputs]
                 alone = all(self.readers[value] == 1 for value in last.uses)
                 inside[last.outputs[0]] = own.emit(last, operands, alone)
@@ -177,6 +178,11 @@ class _Emission:
             if last.primitive == "scan" and kernel.residuals is not None:
                 self.part(number + 1, values)
                 fused.clear()  # what follows is made from the parted values
+
+    def derivative(self, step: jaxprs.Step, kernel: Kernel) -> Derivative | None:
+        """The cheaper derivative of the operation that completes a kernel."""
+        suiting = (one for one in DERIVATIVES if one.suits(self.program.rules))
+        return next((one for one in suiting if one.matches(step, kernel)), None)
 
     def in_turn(self, value: int, saved: Any) -> Any:
         """A saved value, for what reads it: in the recomputation of a region around its own, where

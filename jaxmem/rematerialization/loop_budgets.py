@@ -15,7 +15,7 @@ from jaxmem.planning import Loop, LoopOption, Rates, Region, loop_options, simul
 from jaxmem.program import Program, read_program
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.emission import planned_function
-from jaxmem.targets import LocalDevice, Target
+from jaxmem.targets import LocalDevice, Rules, Target
 
 
 def scan(
@@ -86,7 +86,7 @@ def scan(
 class _Layout(NamedTuple):
     loops: tuple[Loop, ...]
     regions: tuple[Region, ...] = ()
-    widens: bool = False
+    rules: Rules = Rules()
 
 
 def _chosen(program: Program, rates: Rates, budget: int | None, name: str) -> LoopOption:

@@ -13,7 +13,7 @@ from jaxmem.program import Program
 from jaxmem.rematerialization import plan_text
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.emission import planned_function
-from jaxmem.targets import FAMILIES, family_of
+from jaxmem.targets import FAMILIES, Family, Rules, family_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,9 +147,18 @@ class Plan:
         """What ``jax.jit(..., compiler_options=)`` needs to compile the program that was planned:
         XLA's own rematerialization pass off, and the one that makes what several scans begin with
         all at once; where bfloat16 is widened to float32, its rounding on (XLA leaves it out, and
-        keeps float32 where the program has bfloat16)."""
-        family = FAMILIES[self.family] if self.family else family_of(None)
-        return {**family.compiler_options, **(family.widening_options if self.widens else {})}
+        keeps float32 where the program has bfloat16); for a TPU, the budget as the limit of what
+        its scheduler spends."""
+        return self._family.planned_options(self.budget, self.widens)
+
+    @property
+    def rules(self) -> Rules:
+        """How the target's compiler fuses and lays out."""
+        return dataclasses.replace(self._family.rules, widens=self.widens)
+
+    @property
+    def _family(self) -> Family:
+        return FAMILIES[self.family] if self.family else family_of(None)
 
     def apply(self, fun: Callable) -> Callable:
         """``fun`` with the plan's regions: `jaxmem.remat` with ``plan=``."""

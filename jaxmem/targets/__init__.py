@@ -13,4 +13,5 @@ from jaxmem.targets.registry import (
     resolve as resolve,
     target as target,
 )
+from jaxmem.targets.rules import Rules as Rules
 from jaxmem.targets.target import LocalDevice as LocalDevice, Target as Target

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmem.targets.cache import Compiled
+from jaxmem.targets.rules import Rules
 from jaxmem.targets.target import Target
 
 
@@ -17,6 +18,7 @@ class Family(abc.ABC):
         name: by which `Target.family` names it.
         platform: what JAX lowers a step for.
         versions: of the compiler, for the command that installs it.
+        licence: what to know of its licence; empty: nothing.
         example: a target to name in messages, and to plan for where none is named.
         multiple: of which a batch is best one.
         compiler_options: XLA flags of every step that jaxmem planned: XLA has a rematerialization
@@ -24,18 +26,32 @@ class Family(abc.ABC):
             values long before they are read.
         pass_options: those with XLA's own rematerialization pass on.
         pass_acts: above what share of a device's memory that pass would act.
+        limit_option: the XLA flag that tells it how many MiB of a device it may use, all of which
+            its scheduler spends; empty: it takes what it needs.
+        rules: how it fuses and lays out.
         widening_options: XLA flags of a step that computes in float32 what is bfloat16.
     """
 
     name: str
     platform: str
     versions: str
+    licence: str = ""
     example: str
     multiple: int
     compiler_options: Mapping[str, Any]
     pass_options: Mapping[str, Any]
     pass_acts: float
     widening_options: Mapping[str, Any]
+    limit_option: str = ""
+    rules: Rules = Rules()
+
+    def planned_options(self, limit: int | None = None, widens: bool = False) -> dict[str, Any]:
+        """XLA flags of a step that jaxmem planned for so many bytes of a device, and that computes
+        in float32 what is bfloat16, or not."""
+        options = {**self.compiler_options, **(self.widening_options if widens else {})}
+        if self.limit_option and limit is not None:
+            options[self.limit_option] = max(limit >> 20, 1)
+        return options
 
     @abc.abstractmethod
     def targets(self) -> dict[str, Target]:

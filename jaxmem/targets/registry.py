@@ -1,6 +1,5 @@
 """The families of targets, and targets by name."""
 
-import dataclasses
 import difflib
 import functools
 import os
@@ -9,8 +8,9 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.cuda.family import Cuda
 from jaxmem.targets.family import Family
 from jaxmem.targets.target import LocalDevice, Target
+from jaxmem.targets.tpu.family import Tpu
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Cuda(),)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (Cuda(), Tpu())}
 
 
 def family_of(chosen: Target | None) -> Family:
@@ -33,22 +33,26 @@ def known_targets() -> dict[str, Target]:
     return {name: one for family in FAMILIES.values() for name, one in family.targets().items()}
 
 
-def target(name: str, *, count: int = 1) -> Target | LocalDevice:
+def target(
+    name: str, *, count: int | None = None, topology: str | None = None
+) -> Target | LocalDevice:
     """The accelerator of that name, to plan and compile for.
 
     Args:
         name: one of `known_targets`, or ``"local"`` for the attached device.
-        count: how many of them run the step together (SPMD over a mesh).
+        count: how many of them run the step together (SPMD over a mesh): 1 if nothing is said.
+        topology: of TPUs the shape of the slice in chips, as in ``"4x8"``, instead of a count.
 
     Raises:
-        JaxmemError: the name is not known (the message lists the known ones).
+        JaxmemError: the name is not known (the message lists the known ones), or there is no such
+            slice.
 
     >>> import jaxmem
     >>> print(jaxmem.target("rtx-2080-ti"))
     rtx-2080-ti: NVIDIA GeForce RTX 2080 Ti, 10.76 GiB (10.26 GiB usable)
     """
     if name == "local":
-        return _local(count)
+        return _local(1 if count is None else count)
     known = known_targets()
     if not isinstance(name, str) or name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
@@ -58,7 +62,15 @@ def target(name: str, *, count: int = 1) -> Target | LocalDevice:
             f"{', '.join(known)}, and 'local' for the attached device. For another one, "
             "dataclasses.replace() the figures of the nearest one."
         )
-    return dataclasses.replace(known[name], count=count)
+    if topology is None:
+        return known[name].of_count(1 if count is None else count)
+    found = known[name].of_topology(topology)
+    if count not in (None, found.count):
+        raise JaxmemError(
+            f"target({name!r}, topology={topology!r}) has {found.count} devices, and count is "
+            f"{count!r}. Pass one of the two."
+        )
+    return found
 
 
 def resolve(spec: "str | Target | LocalDevice | None") -> Target | LocalDevice:
@@ -87,7 +99,7 @@ def _local(count: int) -> LocalDevice:
     if device.platform == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
-        kinds = {one.description: one for one in known_targets().values()}
+        kinds = {one.device_kind: one for one in known_targets().values()}
         known = kinds.get(device.device_kind)
         # Without a limit of its own (the platform allocator has none) all of it is there.
         limit = (device.memory_stats() or {}).get("bytes_limit")

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.rules import Rules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,25 @@ class Target:
                 f"count={self.count!r}. Pass an int of 1 or more."
             )
 
+    def of_count(self, count: int) -> "Target":
+        """So many of them, which run the step together."""
+        return dataclasses.replace(self, count=count)
+
+    def of_topology(self, topology: str) -> "Target":
+        """A slice of that shape.
+
+        Raises:
+            JaxmemError: there is none.
+        """
+        raise JaxmemError(
+            f"{self.description} has no topology; got topology={topology!r}. Pass count= alone."
+        )
+
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls the attached one."""
+        return self.description
+
     @property
     def known(self) -> "Target":
         """The target whose figures are planned with."""
@@ -62,6 +82,11 @@ class Target:
     def has_bfloat16(self) -> bool:
         """Whether it computes in bfloat16; XLA does in float32 what it does not."""
         return True
+
+    @property
+    def rules(self) -> Rules:
+        """How its compiler fuses and lays out."""
+        return Rules(widens=not self.has_bfloat16)
 
     def flops_per_second(self, dtype) -> float:
         """Peak rate of matmuls and convolutions whose operands have ``dtype``."""

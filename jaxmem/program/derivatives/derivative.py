@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxmem import jaxprs
+from jaxmem.targets import Rules
 
 if TYPE_CHECKING:
     from jaxmem.program.kernels import Kernel
@@ -19,6 +20,10 @@ class Derivative(abc.ABC):
         """Whether an operation is fused into what reads it, as it is with this derivative alone:
         then it costs no FLOPs worth counting, and is not in memory."""
         return False
+
+    def suits(self, rules: Rules) -> bool:
+        """Whether it takes less memory by the rules of a compiler."""
+        return True
 
     @abc.abstractmethod
     def matches(self, step: jaxprs.Step, kernel: "Kernel") -> bool:

@@ -22,6 +22,10 @@ _WINDOW = 64
 class Pooling(Derivative):
     """The largest and the smallest elements of windows."""
 
+    def suits(self, rules) -> bool:
+        """Whether its slices are fused: a TPU has ten of them in memory."""
+        return rules.picks_poolings
+
     def matches(self, step, kernel) -> bool:
         """Whether it is a pooling."""
         return step.primitive in POOLINGS

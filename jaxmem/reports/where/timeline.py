@@ -39,7 +39,7 @@ class Timeline:
         self._allocations = [
             one
             for one in assignment.allocations
-            if not one.on_host and one.role in ("argument", "output", "temp")
+            if one.on_device and one.role in ("argument", "output", "temp")
         ]
         self.device = sum(one.size for one in self._allocations)
         self.live = self._live()

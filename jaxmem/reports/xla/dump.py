@@ -28,7 +28,8 @@ _VALUE = re.compile(
 )
 _POINT = re.compile(r"    (\d+):(\S+)$")
 _RANGE = re.compile(r"    (\S+?)\{([\d,]*)\}:(\d+)-(\d+)$")
-_MEMORIES = {"0": False, "5": True}  # by XLA's color: whether it is the host's
+_DEVICE, _HOST = 0, 5  # XLA's colors; any other is a memory on the chip, of a TPU
+_COLORS = range(16)
 _KNOWN = "jax 0.10.2 to 0.12"
 
 
@@ -55,17 +56,23 @@ class Value:
 class Allocation:
     """One stretch of memory that the program gets for all of its run.
 
-    ``role`` is ``"argument"``, ``"output"`` (not an argument's), ``"temp"``, ``"constant"`` or
-    ``"thread-local"``; ``live_out`` says that results are in it (an argument's: it is aliased).
+    ``color`` is XLA's number of the memory that it is in. ``role`` is ``"argument"``,
+    ``"output"`` (not an argument's), ``"temp"``, ``"constant"`` or ``"thread-local"``; ``live_out``
+    says that results are in it (an argument's: it is aliased).
     """
 
     number: int
     size: int
     role: str
-    on_host: bool
+    color: int
     live_out: bool
     parameter: int | None
     values: tuple[Value, ...]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it is in the device's main memory."""
+        return self.color == _DEVICE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +85,18 @@ class Assignment:
     def total(self, role: str, *, on_host: bool = False) -> int:
         """Bytes of the allocations of a role, as `memory_analysis` counts them; ``"alias"`` and
         ``"output"`` count an aliased argument."""
-        chosen = (one for one in self.allocations if one.on_host == on_host)
+        color = _HOST if on_host else _DEVICE
+        chosen = (one for one in self.allocations if one.color == color)
         if role == "alias":
             return sum(one.size for one in chosen if one.live_out and one.role == "argument")
         if role == "output":
             return sum(one.size for one in chosen if one.live_out)
         return sum(one.size for one in chosen if one.role == role)
+
+    @property
+    def on_chip(self) -> int:
+        """Bytes in memories of the chip itself, such as a TPU's VMEM."""
+        return sum(one.size for one in self.allocations if one.color not in (_DEVICE, _HOST))
 
 
 def read_dump(buffers: str, ranges: str, version: str) -> Assignment:
@@ -160,14 +173,15 @@ def _allocation(line: str, values: list[Value], version: str) -> Allocation:
     roles: list[str] = [role for role in known if role in notes]
     if not roles and ("output" in notes or "live-out" in notes):
         roles = ["output"]
-    if len(roles) != 1 or notes.get("color", "0") not in _MEMORIES:
+    color = int(notes.get("color", _DEVICE))
+    if len(roles) != 1 or color not in _COLORS:
         raise _unknown("allocation", line, version)
     parameter = int(notes["argument"]) if "argument" in notes else None
     return Allocation(
         int(head[1]),
         int(head[2]),
         roles[0],
-        _MEMORIES[notes.get("color", "0")],
+        color,
         "live-out" in notes,
         parameter,
         tuple(values),

@@ -7,6 +7,8 @@ import dataclasses
 import math
 import re
 
+import numpy as np
+
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports.xla.hlo import (
     CALLED,
@@ -21,6 +23,8 @@ from jaxmem.reports.xla.hlo import (
     result_bytes,
 )
 
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_FIELD = re.compile(r"(\w+)=(\S+)")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 _FREE = "after-all bitcast constant get-tuple-element iota opt-barrier parameter tuple".split()
@@ -151,8 +155,39 @@ def _convolution_flops(line: str, computation: dict[str, str], kind: str) -> int
         output, kernel = operands[1], result
     else:
         output, kernel = result, operands[1]
+    if kind == "forward":
+        return 2 * _pairs(line, labels, operands[0], kernel, result)
     taps = math.prod(kernel) // max(kernel[labels[2].index("o")], 1)
     return 2 * math.prod(output) * taps
+
+
+def _pairs(
+    line: str, labels: re.Match, lhs: list[int], kernel: list[int], result: list[int]
+) -> int:
+    """Products of a convolution: of each place in the result and each tap that falls on an element
+    of the operand, not into padding or between elements. Of a batched matmul that is written as a
+    convolution, as for TPUs, hardly any tap does."""
+    text = _WINDOW.search(line)
+    window = dict(_FIELD.findall(text[1])) if text else {}
+    spatial = [at for at, label in enumerate(labels[3]) if label.isdecimal()]
+    products = math.prod(result[at] for at in range(len(result)) if at not in spatial)
+    products *= kernel[labels[2].index("i")]
+
+    def of(name: str, axis: int, default: str) -> str:
+        return window[name].split("x")[axis] if name in window else default
+
+    for at in spatial:
+        label = labels[3][at]
+        axis = int(label)
+        low = int(of("pad", axis, "0_0").split("_")[0])
+        stride, apart, between = (
+            int(of(name, axis, "1")) for name in ("stride", "rhs_dilate", "lhs_dilate")
+        )
+        places = np.arange(result[at])[:, None] * stride - low
+        found = places + np.arange(kernel[labels[2].index(label)])[None, :] * apart
+        last = (lhs[labels[1].index(label)] - 1) * between
+        products *= int(np.sum((found >= 0) & (found <= last) & (found % between == 0)))
+    return products
 
 
 def _dimensions(line: str) -> list[int]:

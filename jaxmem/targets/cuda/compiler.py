@@ -1,17 +1,14 @@
-"""Compiling for a GPU that need not be there, with results kept on disk."""
+"""Compiling for a GPU that need not be there."""
 
-import hashlib
-import os
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
-import jaxlib
-
-from jaxmem.ground.errors import CompileError
-from jaxmem.ground.version import __version__
-from jaxmem.targets.cache import Compiled, cache_folder, read, result_path, write
+from jaxmem.targets.cache import Compiled
+from jaxmem.targets.compilation import Request, compile_in_worker
 from jaxmem.targets.cuda.install import Compiler, find_compiler
 from jaxmem.targets.cuda.target import CudaTarget
-from jaxmem.targets.workers import Command, ask
+from jaxmem.targets.workers import Command
 
 _IN_WORKER = pathlib.Path(__file__).with_name("in_worker.py")
 _NO_TILES = "Couldn't find output tile sizes"
@@ -29,17 +26,11 @@ def compile_module(
 ) -> Compiled:
     """Compiles a lowered module for a GPU that need not be there.
 
-    Runs in a worker process; calls from several threads run side by side, one on each core.
-    Results are kept on disk, keyed by module, target, options and versions (XLA's and jaxmem's);
-    one that is damaged is compiled again.
-
     Args:
         module: StableHLO as MLIR bytecode, lowered for platform ``cuda``.
         target: the GPU, and how many of them.
         options: XLA flags by name (values of type bool, int, float or str).
-        timeout: seconds, after which the worker is killed.
-        full: whether to generate the code too, and not to stop where the buffers are assigned.
-        hold: whether that may be asked for next.
+        timeout, full, hold: those of `compile_in_worker`.
 
     Raises:
         CompileError: XLA refused the program, ran out of time, or died; with its last lines.
@@ -56,39 +47,32 @@ def compile_module(
         "count": target.count,
         "flags": flags,
     }
-    path = _result_path(request, compiler, options)
-    kept = read(path)
-    if kept is not None and (kept.stats or not full):
-        return kept
-    reply = ask(worker_command(compiler), request, full, timeout, target.name, hold)
-    if _NO_TILES in reply.get("error", "") and _TRITON not in (options or {}):
-        # Without autotuning XLA takes Triton's first tiling, which odd shapes refuse; on a GPU the
-        # tuner would take cuBLAS then.
-        flags.append((_TRITON, False))
-        reply = ask(worker_command(compiler), request, full, timeout, target.name, hold)
-    if "error" in reply:
-        raise CompileError(
-            f"XLA could not compile the program for {target.name}:\n{reply['error']}"
-        )
-    compiled = Compiled(reply["texts"], reply["stats"])
-    write(path, compiled)
-    return compiled
+
+    def again(reply: Mapping[str, Any]) -> Request | None:
+        """Without autotuning XLA takes Triton's first tiling, which odd shapes refuse; on a GPU the
+        tuner would take cuBLAS then."""
+        if _NO_TILES not in reply.get("error", "") or _TRITON in (options or {}):
+            return None
+        return request | {"flags": [*flags, (_TRITON, False)]}
+
+    return compile_in_worker(
+        worker_command(compiler),
+        request,
+        target.name,
+        key=[
+            request["config"],
+            target.count,
+            sorted((options or {}).items()),
+            [compiler.version, compiler.cuda],
+        ],
+        timeout=timeout,
+        full=full,
+        hold=hold,
+        again=again,
+    )
 
 
 def worker_command(compiler: Compiler) -> Command:
     """How a worker with that compiler is started."""
     path = (str(compiler.toolkit / "bin"),) if compiler.toolkit else ()
     return Command(_IN_WORKER, (str(compiler.plugin), str(compiler.packages)), path)
-
-
-def _result_path(request: dict, compiler: Compiler, options: dict | None) -> pathlib.Path:
-    key = hashlib.sha256(request["module"])
-    rest = [
-        request["config"],
-        request["count"],
-        sorted((options or {}).items()),
-        [compiler.version, compiler.cuda, jaxlib.__version__, os.environ.get("XLA_FLAGS", "")],
-        __version__,
-    ]
-    key.update(repr(rest).encode())
-    return result_path(cache_folder() / "compiled", key.hexdigest()[:40])

@@ -3,14 +3,12 @@
 import functools
 import importlib
 import os
+import pathlib
 import re
+import runpy
 import sys
 
-import numpy as np
 from jaxlib import xla_client
-from jaxlib.mlir import ir
-from jaxlib.mlir._mlir_libs import _jax_mlir_ext
-from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo
 
 _OPTIMISED = "_gpu_after_optimizations"
 DUMPED = {
@@ -18,6 +16,7 @@ DUMPED = {
     "buffer-assignment": f"{_OPTIMISED}-buffer-assignment.txt",
     "live-range": f"{_OPTIMISED}-live-range.txt",
 }
+_spmd = runpy.run_path(str(pathlib.Path(__file__).parent.with_name("spmd.py")))
 
 
 def prepare(plugin: str, packages: str):
@@ -59,30 +58,4 @@ def compile(api, *, module: bytes, config: str, count: int, flags: list, options
         api, "", target_config=config, topology=f"1x1x{count}"
     )
     devices = topology._make_compile_only_devices()[:count]
-    compile_options = xla_client.CompileOptions()
-    build = compile_options.executable_build_options
-    compile_options.num_replicas = build.num_replicas = 1
-    compile_options.num_partitions = build.num_partitions = count
-    assignment = xla_client.DeviceAssignment.create(np.arange(count).reshape(1, count))
-    compile_options.device_assignment = build.device_assignment = assignment
-    build.use_spmd_partitioning = True
-    build.use_shardy_partitioner = True
-    compile_options.env_option_overrides = [*flags, *options]
-    with _context():
-        return devices[0].client.compile(
-            ir.Module.parse(module), xla_client.DeviceList(tuple(devices)), compile_options
-        )
-
-
-def _context() -> ir.Context:
-    """With the dialects that JAX lowers to, as in ``jax._src.interpreters.mlir.make_ir_context``:
-    to import that takes four fifths of the time in which a worker starts."""
-    known = ir.DialectRegistry()
-    _jax_mlir_ext.register_dialects(known)
-    context = ir.Context()
-    context.append_dialect_registry(known)
-    context.load_all_available_dialects()
-    for dialect in (sdy, mpmd, chlo, stablehlo):
-        dialect.register_dialect(context)
-    mhlo.register_mhlo_dialect(context)
-    return context
+    return _spmd["compile"](devices, module, [*flags, *options])

@@ -1,0 +1,56 @@
+"""A program as a family of targets runs it."""
+
+import dataclasses
+import math
+import re
+
+from jaxmem.program.operations import Program
+from jaxmem.targets import Rules
+
+_TYPE = re.compile(r"[^\[\]<>]+\[([\d, ]*)\]")
+# What makes an array of other dimensions, or in another order: it may be laid out anew.
+_ANEW = frozenset("broadcast_in_dim dot_general gather reshape transpose".split())
+
+
+def compiled_by(program: Program, rules: Rules) -> Program:
+    """The program with the bytes of values, and the kernels, that a compiler makes of it."""
+    found = program.by_rules.get(rules)
+    if found is None:
+        found = program.by_rules[rules] = _compiled_by(program, rules)
+    return found
+
+
+def _compiled_by(program: Program, rules: Rules) -> Program:
+    program = program.widened if rules.widens else program
+    if rules == Rules(widens=rules.widens):
+        return program
+    operations = [
+        dataclasses.replace(operation, body=operation.body and compiled_by(operation.body, rules))
+        for operation in program.operations
+    ]
+    sizes = tuple(
+        _bytes(kind, size, apart, rules)
+        for kind, size, apart in zip(program.types, program.sizes, _apart(program), strict=True)
+    )
+    return dataclasses.replace(program, operations=tuple(operations), sizes=sizes, rules=rules)
+
+
+def _bytes(kind: str, size: int, apart: frozenset[int], rules: Rules) -> int:
+    match = _TYPE.fullmatch(kind)
+    if match is None or not size:
+        return size  # residuals, of several arrays
+    shape = [int(length) for length in match[1].split(",") if length.strip()]
+    return rules.bytes_of(shape, size // math.prod(shape), apart)
+
+
+def _apart(program: Program) -> list[frozenset[int]]:
+    """For each value its axes that are never innermost: those that a convolution slides along,
+    of its result, and of what is made of that without moving axes."""
+    apart: list[frozenset[int]] = [frozenset()] * len(program.sizes)
+    for operation in program.operations:
+        found = operation.slides
+        if not found and operation.name not in _ANEW:
+            found = max((apart[value] for value in operation.inputs), key=len, default=frozenset())
+        for value in operation.outputs:
+            apart[value] = found
+    return apart

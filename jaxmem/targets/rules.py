@@ -1,0 +1,49 @@
+"""What a compiler makes of a program, as far as plans go by it."""
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rules:
+    """How XLA of a family of targets fuses, lays out and differentiates.
+
+    Attributes:
+        fuses_operands: whether what makes an operand of a matmul or a convolution out of values in
+            memory, element by element, is computed inside it and never in memory.
+        writes_concatenations: whether these are in memory all the same.
+        tile: rows and columns of 32 bits that the two dimensions of an array which lie innermost
+            are padded to; None: arrays are as long as they are.
+        picks_poolings: whether a derivative of poolings made of slices is fused.
+        widens: whether bfloat16 is computed in float32.
+    """
+
+    fuses_operands: bool = False
+    writes_concatenations: bool = False
+    tile: tuple[int, int] | None = None
+    picks_poolings: bool = True
+    widens: bool = False
+
+    def bytes_of(self, shape: Sequence[int], itemsize: int, apart: Collection[int] = ()) -> int:
+        """Bytes of an array as it is laid out: with the two dimensions innermost that are padded
+        least, none of ``apart`` among them. Rows are padded to no more than the next power of two.
+        """
+        size = math.prod(shape) * itemsize
+        if self.tile is None or not size:
+            return size
+        rows, columns = self.tile
+        inner = [length for axis, length in enumerate(shape) if axis not in apart and length > 1]
+        wide = [_padding(length, columns) for length in inner]
+        tall = [_padding(length, min(rows, 1 << (length - 1).bit_length())) for length in inner]
+        pairs = [
+            across * down
+            for lane, across in enumerate(wide)
+            for row, down in enumerate(tall)
+            if lane != row
+        ]
+        return round(size * min(pairs or wide, default=1.0))
+
+
+def _padding(length: int, tile: int) -> float:
+    return math.ceil(length / tile) * tile / length

@@ -1,0 +1,62 @@
+"""Google's TPUs as a family of targets."""
+
+import contextlib
+import pathlib
+from typing import Any
+
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.cache import Compiled
+from jaxmem.targets.family import Family
+from jaxmem.targets.target import Target
+from jaxmem.targets.tpu.compiler import compile_module, worker_command
+from jaxmem.targets.tpu.install import LICENCE, find_compiler, install_compiler
+from jaxmem.targets.tpu.target import RULES, TpuTarget, known_tpus
+from jaxmem.targets.workers import start_one
+
+
+class Tpu(Family):
+    """XLA's compiler for TPUs."""
+
+    name = platform = "tpu"
+    versions = "the libtpu that this JAX is made for"
+    licence = LICENCE
+    example = "v5e"
+    multiple = 8  # sublanes of a tile
+    # Its own rematerialization has no pass to switch off by name, but a least size.
+    compiler_options = {"xla_tpu_rematerialization_min_size_in_bytes": 2**40}  # noqa: RUF012
+    pass_options = {"xla_tpu_rematerialization_min_size_in_bytes": 10 * 2**20}  # noqa: RUF012
+    pass_acts = 0.95  # xla_jf_rematerialization_percent_shared_memory_limit
+    widening_options = {"xla_allow_excess_precision": False}  # noqa: RUF012
+
+    limit_option = "xla_tpu_max_hbm_size_mib"
+    rules = RULES
+
+    def targets(self) -> dict[str, Target]:
+        """The TPUs of ``targets.csv``."""
+        return known_tpus()
+
+    def compile(
+        self,
+        module: bytes,
+        target: Target,
+        options: dict[str, Any],
+        timeout: float,
+        full: bool = False,
+        hold: bool = False,
+    ) -> Compiled:
+        """Compiles for a TPU that need not be there."""
+        assert isinstance(target, TpuTarget)
+        return compile_module(
+            module, target, options=options, timeout=timeout, full=full, hold=hold
+        )
+
+    def prepare(self, target: Target) -> None:
+        """Starts a worker."""
+        with contextlib.suppress(JaxmemError):  # no compiler: said when it is needed
+            start_one(worker_command(find_compiler()))
+
+    def install(self, version: int | None = None) -> pathlib.Path:
+        """Installs libtpu, of which there is one for each JAX."""
+        if version is not None:
+            raise JaxmemError("There is one libtpu for each version of JAX: --tpu takes no number.")
+        return install_compiler()
