@@ -63,6 +63,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	$(RUN) -m jaxmem install-compiler
+	-$(RUN) -m jaxmem install-compiler --tpu  # without it the tests of TPUs are skipped
 	touch $@
 
 clean:

@@ -12,11 +12,13 @@ import pytest
 
 import jaxmem
 from jaxmem import cli
+from tests.absent_tpu import needs_libtpu
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "results.md"]
 PAGES = [README, *DOCS]
+TPUS = ROOT / "docs" / "guides" / "tpus.md"
 
 
 @pytest.fixture
@@ -28,7 +30,11 @@ def as_users_run_it():
         yield
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=needs_libtpu if page == TPUS else ()) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_every_python_block_runs(page, as_users_run_it, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page)

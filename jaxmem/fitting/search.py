@@ -17,6 +17,7 @@ from jaxmem.ground.errors import CompileError, JaxmemError
 from jaxmem.ground.progress import tell
 from jaxmem.rematerialization import Begun, Outcome, Plan, Search as CompiledSearch
 from jaxmem.reports import Compiling, MemoryReport, begin
+from jaxmem.targets import family_of
 from jaxmem.training import TrainStep
 
 # Chosen, and not measured at half and at twice: each such row would compile training steps. A wrong
@@ -64,7 +65,8 @@ class Search:
                 raise refused or Verdicts(self).too_small()
             step, made = self._made(best)
             try:
-                made.report("full")
+                if family_of(self.problem.device).checks_code:
+                    made.report("full")
             except CompileError as error:
                 refused = error
                 self._reject(best, error)

@@ -16,6 +16,7 @@ from jaxmem.reports.plain_data import describe
 from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.attribution import Origin
+from jaxmem.reports.where.padding import Padded
 from jaxmem.reports.where.peak import Buffer, MemoryMap
 from jaxmem.reports.where.reading import DUMPED, read_map
 from jaxmem.reports.where.timeline import Timeline
@@ -156,6 +157,11 @@ class MemoryReport:
     def peak_operation(self) -> Origin:
         """What runs at the peak: operation, source line, module and phase."""
         return self._map.describe(self.timeline.peak_point)
+
+    @property
+    def padding(self) -> tuple[Padded, ...]:
+        """The arrays at the peak that a TPU pads to whole tiles, the most padding first."""
+        return self._map.padding
 
     @property
     def fragmentation(self) -> int:

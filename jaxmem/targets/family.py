@@ -29,6 +29,7 @@ class Family(abc.ABC):
         limit_option: the XLA flag that tells it how many MiB of a device it may use, all of which
             its scheduler spends; empty: it takes what it needs.
         rules: how it fuses and lays out.
+        checks_code: whether `jaxmem.fit` has code generated for the step that it returns.
         widening_options: XLA flags of a step that computes in float32 what is bfloat16.
     """
 
@@ -44,6 +45,7 @@ class Family(abc.ABC):
     widening_options: Mapping[str, Any]
     limit_option: str = ""
     rules: Rules = Rules()
+    checks_code: bool = True
 
     def planned_options(self, limit: int | None = None, widens: bool = False) -> dict[str, Any]:
         """XLA flags of a step that jaxmem planned for so many bytes of a device, and that computes

@@ -10,6 +10,7 @@ import numpy as np
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.attribution import Attribution, Origin, unknown
 from jaxmem.reports.where.kinds import KINDS
+from jaxmem.reports.where.padding import Padded, padded_arrays
 from jaxmem.reports.where.timeline import Placed, Timeline
 from jaxmem.reports.xla.dump import Allocation, Assignment, Value
 from jaxmem.reports.xla.hlo import SHAPE
@@ -58,6 +59,11 @@ class MemoryMap:
         placed = self.timeline.at(self.timeline.peak_point)
         found = [self._buffer(one) for one in placed]
         return tuple(sorted(found, key=lambda buffer: (-buffer.bytes, buffer.name)))
+
+    @functools.cached_property
+    def padding(self) -> tuple[Padded, ...]:
+        """The arrays at the peak that are padded to tiles, the most padding first."""
+        return padded_arrays(self.timeline.at(self.timeline.peak_point))
 
     def breakdown(self, key: Callable[[Buffer], str]) -> dict[str, int]:
         """Bytes at the peak by a property of the buffers, largest first, then the fragmentation:

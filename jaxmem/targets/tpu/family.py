@@ -30,6 +30,7 @@ class Tpu(Family):
 
     limit_option = "xla_tpu_max_hbm_size_mib"
     rules = RULES
+    checks_code = False  # it takes ten to fifty times as long as the rest
 
     def targets(self) -> dict[str, Target]:
         """The TPUs of ``targets.csv``."""

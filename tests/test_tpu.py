@@ -1,0 +1,322 @@
+"""TPUs that are not in the machine: their slices, what XLA says of a step, and plans for them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+
+import jaxmem
+from jaxmem import cli
+from jaxmem.targets import FAMILIES, known_targets
+from tests.absent_tpu import needs_libtpu
+
+NAMES = [name for name, one in known_targets().items() if one.family == "tpu"]
+RULES = FAMILIES["tpu"].rules
+
+
+def shape(*sizes, dtype="float32", sharding=None):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+
+def tanh_loss(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+TANH = [shape(512, 512)] * 16, shape(16384, 512)
+
+
+def normalised(x):
+    mean, variance = (f(x, (0, 1, 2), keepdims=True) for f in (jnp.mean, jnp.var))
+    return (x - mean) / jnp.sqrt(variance + 1e-3)
+
+
+def network(weights, x, attends=True):
+    """Convolutions, statistics, a pooling, a concatenation, and attention or another layer."""
+    first, second, inner, outer = weights
+
+    def convolved(x, w, stride):
+        return jax.lax.conv_general_dilated(
+            x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    x = convolved(x, first, 1)
+    x = jax.nn.relu(normalised(x))
+    x = jax.lax.reduce_window(x, -np.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+    x = jnp.concatenate([x, convolved(x, second, 1)], -1)
+    tokens = x.reshape(x.shape[0], -1, x.shape[-1])
+    for w in inner:
+        read = tokens @ w
+        if attends:
+            scores = jax.nn.softmax(jnp.einsum("bqc,bkc->bqk", read, tokens))
+            read = jnp.einsum("bqk,bkc->bqc", scores, tokens)
+        tokens = tokens + jax.nn.gelu(read) @ w
+    return jnp.mean((tokens @ outer) ** 2)
+
+
+def network_args(batch, size, channels, make):
+    weights = [
+        make(3, 3, 3, channels),
+        make(3, 3, channels, channels),
+        [make(2 * channels, 2 * channels)] * 2,
+        make(2 * channels, 8),
+    ]
+    return weights, make(batch, size, size, 3)
+
+
+# ---- targets
+
+
+def test_seven_generations_are_known():
+    assert NAMES == ["v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"]
+    assert str(jaxmem.target("v5e")) == "v5e: Google TPU v5e, 16.00 GiB (15.75 GiB usable)"
+    known = [known_targets()[name] for name in NAMES]
+    assert all(one.usable_bytes < one.memory_bytes for one in known)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "topology"),
+    [
+        ("v5e", 1, "1x1"), ("v5e", 8, "2x4"), ("v6e", 256, "16x16"), ("v5p", 4, "2x2x1"),
+        ("v5p", 64, "4x4x4"), ("v4", 512, "8x8x8"), ("v2", 1, "1x1"), ("v2", 2, "1x1"),
+        ("v3", 32, "4x4"), ("tpu7x", 8, "2x2x1"),
+    ],
+)  # fmt: skip
+def test_a_count_is_a_slice(name, count, topology):
+    target = jaxmem.target(name, count=count)
+    assert (target.count, target.topology) == (count, topology)
+    if count > target.cores:
+        assert jaxmem.target(name, topology=topology) == target
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"count": 3}, "No slice of Google TPU v5e that jaxmem makes from a count has 3 devices; "
+         "the nearest have 1, 4, 8. topology= names any other."),
+        ({"topology": "3x4"}, "'3x4' is no topology of Google TPU v5e: its slices have 2 dimension"
+         "s, and are of one chip ('1x1') or of whole hosts of 2x2 chips ('4x8')."),
+        ({"topology": "2x2x1"}, "'2x2x1' is no topology of"),
+        ({"topology": "axb"}, "'axb' is no topology of"),
+        ({"topology": "4x4", "count": 4}, "has 16 devices, and count is 4. Pass one of the two."),
+    ],
+)  # fmt: skip
+def test_what_is_no_slice_is_told(options, text):
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.target("v5e", **options)
+    assert text in str(caught.value)
+
+
+def test_a_gpu_has_no_topology():
+    with pytest.raises(jaxmem.JaxmemError, match=r"has no topology; got topology='2x2'\. Pass cou"):
+        jaxmem.target("h100", topology="2x2")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "itemsize", "apart", "expected"),
+    [
+        ((1000, 3), 4, (), 16384),  # the columns innermost: 4 rows of 1024
+        ((16, 256, 256, 64), 4, (1, 2), 512 * 2**20),  # 64 of 128 lanes
+        ((16, 256, 256, 64), 4, (), 256 * 2**20),
+        ((100, 112, 112, 64), 4, (1, 2), 128 * 112 * 112 * 64 * 4),
+        ((64, 197, 768), 4, (), 64 * 197 * 768 * 4),
+        ((4096, 1024), 2, (), 8 * 2**20),
+        ((1000,), 4, (), 4096),
+        ((), 4, (), 4),
+        ((0, 8), 4, (), 0),
+        ((1, 1), 4, (), 4),
+    ],
+)
+def test_arrays_are_padded_to_tiles(sizes, itemsize, apart, expected):
+    assert RULES.bytes_of(sizes, itemsize, apart) == expected
+    assert FAMILIES["cuda"].rules.bytes_of(sizes, itemsize, apart) == np.prod(sizes) * itemsize
+
+
+# ---- the compiler
+
+
+def test_without_libtpu_the_error_gives_the_command(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        jaxmem.memory(jax.grad(tanh_loss), *TANH, target="v5e")
+    text = str(caught.value)
+    assert text.startswith("Compiling for a TPU that is not in the machine needs libtpu for jaxlib")
+    assert "    python -m jaxmem install-compiler --tpu\n" in text
+    assert f"python -m pip install --target {tmp_path}/compilers/tpu-" in text
+    assert "'libtpu==0.0." in text
+    assert text.endswith("libtpu comes under the Google Cloud Platform terms of service.")
+
+
+@needs_libtpu
+def test_the_command_line_installs_libtpu_once(capsys):
+    assert cli.main(["install-compiler", "--tpu"]) == 0
+    said = capsys.readouterr().out
+    assert "(libtpu comes under the Google Cloud Platform terms of service)\n" in said
+    assert "XLA's compiler for tpu is in " in said
+    assert cli.main(["install-compiler", "--tpu", "3"]) == 1
+    assert "There is one libtpu for each version of JAX: --tpu takes no number." in (
+        capsys.readouterr().err
+    )
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", NAMES)
+def test_every_generation_compiles(name, capfd):
+    report = jaxmem.memory(jax.jit(jax.grad(tanh_loss)), *TANH, target=name)
+    arguments = 16 * 512 * 512 * 4 + 16384 * 512 * 4
+    assert report.argument == arguments
+    assert report.device == report.peak_bytes + report.fragmentation
+    assert sum(report.by_phase.values()) == report.device
+    # Of the activations some are on the chip.
+    assert report.output <= report.device <= arguments + 20 * 16384 * 512 * 4
+    assert report.work.flops == (3 * 16 - 1) * 2 * 16384 * 512 * 512
+    assert (report.host, capfd.readouterr()) == (0, ("", ""))
+
+
+@needs_libtpu
+def test_a_step_that_is_too_large_has_its_bytes_told():
+    report = jaxmem.memory(jax.grad(tanh_loss), TANH[0], shape(2**20, 512), target="v5e")
+    assert report.device > 16 * 2**30
+    assert not report.fits()
+
+
+@needs_libtpu
+def test_flops_are_those_of_the_matmuls_however_they_are_written():
+    """Those of a batch are convolutions with windows that hardly touch anything."""
+
+    def loss(q, k, w, x):
+        scores = jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        y = jax.lax.conv_general_dilated(
+            x, w, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(scores**2) + jnp.sum(jnp.sin(y))
+
+    args = [shape(8, 128, 6, 32)] * 2 + [shape(3, 3, 16, 32), shape(8, 33, 33, 16)]
+    tpu, gpu = (
+        jaxmem.memory(jax.grad(loss, (0, 1, 2, 3)), *args, target=name, timeline=False)
+        for name in ("v5e", "h200")
+    )
+    assert tpu.work.flops == gpu.work.flops
+
+
+@needs_libtpu
+def test_a_slice_has_a_part_of_everything():
+    mesh = AbstractMesh((16,), ("data",))
+    rows = NamedSharding(mesh, P("data"))
+    weights = [shape(512, 512, sharding=rows)] * 16
+    report = jaxmem.memory(
+        jax.jit(jax.grad(tanh_loss)),
+        weights,
+        shape(16384, 512, sharding=rows),
+        target=jaxmem.target("v5e", topology="4x4"),
+    )
+    assert report.argument == (16 * 512 * 512 + 16384 * 512) * 4 // 16
+    assert report.collectives.count
+    with pytest.raises(jaxmem.JaxmemError, match="over 16 devices, and the target is 8"):
+        jaxmem.memory(jax.grad(tanh_loss), weights, TANH[1], target=jaxmem.target("v5e", count=8))
+
+
+@needs_libtpu
+def test_optimizer_state_is_in_host_memory():
+    reports = []
+    for optimizer in (optax.adam(1e-3), jaxmem.offload(optax.adam(1e-3))):
+        step = jaxmem.train_step(lambda w, batch: tanh_loss(w, batch["x"]), optimizer)
+        state = step.abstract(TANH[0])
+        reports.append(step.memory(state, {"x": TANH[1]}, target="v5e"))
+    moments = 2 * 16 * 512 * 512 * 4
+    assert reports[0].host == 0
+    assert reports[1].host == moments
+    assert reports[1].argument == reports[0].argument - moments
+    assert reports[1].transfers.overlapped > 0
+
+
+@needs_libtpu
+def test_pages_and_json(tmp_path):
+    report = jaxmem.memory(jax.grad(tanh_loss), *TANH, target="v6e")
+    report.to_html(tmp_path / "page.html")
+    assert "Google TPU v6e" in (tmp_path / "page.html").read_text()
+    assert '"device"' in report.to_json()
+
+
+@needs_libtpu
+def test_what_does_not_fill_its_tiles_is_listed():
+    report = jaxmem.memory(lambda x: (x, jnp.sin(x)), shape(100000, 3), target="v5e")
+    worst = report.padding[0]
+    assert (worst.shape, worst.bytes % worst.count) == ("f32[100000,3]", 0)
+    assert worst.bytes == worst.count * 100096 * 4 * 4
+    assert worst.padding == worst.count * (100096 * 4 - 100000 * 3) * 4
+    assert str(worst).endswith("axis 0 has 100000 of 100096 lanes, axis 1 has 3 of 4 rows")
+    full = jaxmem.memory(jnp.sin, shape(4096, 1024), target="v5e")
+    assert full.padding == ()
+    assert jaxmem.memory(jnp.sin, shape(1000, 3), target="h200").padding == ()
+
+
+# ---- plans
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e", "v6e"])
+def test_a_plan_fits_its_budget(name):
+    plain = jaxmem.memory(
+        jax.value_and_grad(tanh_loss), TANH[0], shape(262144, 512), target=name, timeline=False
+    )
+    budget = plain.device * 6 // 10
+    plan = jaxmem.plan(tanh_loss, TANH[0], shape(262144, 512), budget=budget, target=name)
+    assert plan.compiled_bytes <= budget
+    assert 0.9 < plan.compiled_bytes / plan.projected_bytes < 1.1
+    assert plan.compiler_options == {
+        "xla_tpu_rematerialization_min_size_in_bytes": 2**40,
+        "xla_tpu_max_hbm_size_mib": budget >> 20,
+    }
+    assert jaxmem.Plan.from_json(plan.to_json()) == plan
+    report = jaxmem.memory(
+        jax.value_and_grad(plan.apply(tanh_loss)), TANH[0], shape(262144, 512),
+        target=name, compiler_options=plan.compiler_options, timeline=False,
+    )  # fmt: skip
+    assert (report.device, report.work.flops) == (plan.compiled_bytes, plan.compiled.flops)
+
+
+@needs_libtpu
+def test_what_a_tpu_keeps_is_projected():
+    """What makes the operands of matmuls and convolutions is not in memory, and tiles are."""
+    loss, args = functools.partial(network, attends=False), network_args(512, 64, 64, shape)
+    options = FAMILIES["tpu"].planned_options()
+    plain = jaxmem.memory(
+        jax.value_and_grad(loss), *args, target="v5e", compiler_options=options, timeline=False
+    ).device
+    projected = jaxmem.plan(loss, *args, target="v5e", compilations=0).plain_bytes
+    assert 0.85 < plain / projected < 1.15
+    plan = jaxmem.plan(loss, *args, budget=plain * 7 // 10, target="v5e")
+    assert plan.compiled_bytes <= plain * 7 // 10
+    assert 0.85 < plan.compiled_bytes / plan.projected_bytes < 1.15
+
+
+@pytest.mark.parametrize("share", [0.7, 0])
+def test_gradients_are_those_of_the_function(share):
+    """What is emitted for a TPU, run on the CPU."""
+    keys = iter(jax.random.split(jax.random.key(0), 16))
+
+    def make(*sizes):
+        return jax.random.normal(next(keys), sizes, jnp.float64) / 4
+
+    args = network_args(3, 8, 4, make)
+    plain = jaxmem.plan(network, *args, target="v5e", compilations=0).plain_bytes
+    budget = int(share * plain)
+    try:
+        planned = jaxmem.remat(network, budget=budget, target="v5e")
+        found = jax.jit(jax.value_and_grad(planned))(*args)
+    except jaxmem.BudgetError as error:
+        planned = jaxmem.remat(network, budget=error.lowest, target="v5e")
+        found = jax.jit(jax.value_and_grad(planned))(*args)
+    expected = jax.jit(jax.value_and_grad(network))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-12), found, expected)
+
+
+def test_a_plan_is_of_one_program_whatever_it_is_planned_for():
+    plans = [jaxmem.plan(tanh_loss, *TANH, target=name, compilations=0) for name in ("v5e", "h200")]
+    assert plans[0].fingerprint == plans[1].fingerprint
