@@ -58,7 +58,11 @@ def padded_arrays(placed: Iterable[Placed]) -> tuple[Padded, ...]:
         counts[0] += 1
         counts[1] += one.bytes
         counts[2] += one.bytes * logical // one.value.size
-    rows = [Padded(shape, *counts, why) for (shape, why), counts in found.items() if why]
+    rows = [
+        Padded(shape, count, taken, logical, why)
+        for (shape, why), (count, taken, logical) in found.items()
+        if why
+    ]
     return tuple(sorted(rows, key=lambda row: (-row.padding, row.shape)))
 
 
