@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -15,9 +14,6 @@ from programs import array, cnn, mlp, report, tanh_layers
 
 import jaxmem
 from jaxmem import cli
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 def deep(w, x):
@@ -95,92 +91,6 @@ def test_the_page_is_one_small_file(tmp_path):
     assert not any(part in text for part in ("http://", "https://", "src=", "@import", "url("))
     with pytest.raises(jaxmem.JaxmemError, match="There is no timeline"):
         jaxmem.memory(jnp.sin, array(8), target="local").to_html(path)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: apt-get install chromium")
-def test_the_page_in_a_browser(tmp_path):
-    api = pytest.importorskip("playwright.sync_api")
-    path = tmp_path / "report.html"
-    found = report(cnn)
-    found.to_html(path)
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1200, "height": 900})
-        errors, requests = [], []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(path.as_uri())
-        assert jaxmem.format_bytes(found.device) in page.inner_text("#tiles")
-
-        # The timeline: hover tells the point, a drag zooms, a double click undoes it.
-        box = page.locator("#time").bounding_box()
-        middle = box["y"] + box["height"] / 2
-        page.mouse.move(box["x"] + 500, middle)
-        assert "of " + str(len(found.timeline.schedule)) in page.inner_text("#tip")
-        page.mouse.down()
-        page.mouse.move(box["x"] + 700, middle)
-        page.mouse.up()
-        assert page.is_visible("#reset")
-        page.dblclick("#time")
-        assert not page.is_visible("#reset")
-
-        # The treemap: a click goes into a module, the path leads out again.
-        before = page.inner_text("#crumbs")
-        page.mouse.move(5, 5)
-        page.locator("#map rect").first.click(position={"x": 8, "y": 6})
-        assert page.inner_text("#crumbs") != before
-        page.locator("#crumbs a").first.click()
-        assert page.inner_text("#crumbs").startswith("step")
-
-        # The table: sorts by a column, filters by words.
-        first = page.locator("#body tr").first
-        largest = jaxmem.format_bytes(found.peak[0].bytes)
-        assert first.locator("td").first.inner_text() == largest
-        page.click("#heads th[data-k=bytes]")
-        assert first.locator("td").first.inner_text() != largest
-        page.fill("#filter", "Conv_1 residuals")
-        modules = page.locator("#body tr td:nth-child(4)").all_inner_texts()
-        assert modules and all("Conv_1" in module for module in modules)
-        browser.close()
-    assert errors == [] and requests == [path.as_uri()]
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: apt-get install chromium")
-def test_the_page_of_a_diff_in_a_browser(tmp_path, plain, planned):
-    api = pytest.importorskip("playwright.sync_api")
-    path = tmp_path / "diff.html"
-    found = jaxmem.diff(plain, planned)
-    found.to_html(path)
-    assert path.stat().st_size < 3_000_000
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1200, "height": 1100})
-        errors, requests = [], []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(path.as_uri())
-        assert page.inner_text("#verdict") == found.verdict
-        assert jaxmem.format_bytes(found.device) in page.inner_text("#tiles")
-        for number, one in enumerate((plain, planned)):
-            box = page.locator(f"#time{number}").bounding_box()
-            middle = box["y"] + box["height"] / 2
-            page.mouse.move(box["x"] + 500, middle)
-            assert "of " + str(len(one.timeline.schedule)) in page.inner_text("#tip")
-            page.mouse.down()
-            page.mouse.move(box["x"] + 700, middle)
-            page.mouse.up()
-            assert page.is_visible(f"#reset{number}") and not page.is_visible(f"#reset{1 - number}")
-            page.click(f"#reset{number}")
-        for name in ("kind", "phase", "line", "module"):
-            page.click(f"#tabs button[data-t={'by_source' if name == 'line' else 'by_' + name}]")
-            assert jaxmem.format_bytes(found.device) in page.inner_text("#count")
-        page.click("#tabs button[data-t=by_kind]")
-        page.fill("#filter", "residuals")
-        row = page.locator("#body tr").all_inner_texts()
-        change = jaxmem.format_bytes(found.changes["by_kind"]["residuals"])
-        assert len(row) == 1 and row[0].startswith(change) and "residuals" in row[0]
-        browser.close()
-    assert errors == [] and requests == [path.as_uri()]
 
 
 def test_a_diff_without_timelines_has_no_page(tmp_path):

@@ -37,7 +37,7 @@ def _diff(options) -> int:
     ]
     found = diff(*both)
     print(found.to_json() if options.json else found)
-    write_files(found, options)
+    write_files(found, options, budget)
     return compared(options.after, found.after["device"], budget)
 
 

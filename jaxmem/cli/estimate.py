@@ -32,5 +32,5 @@ def _estimate(options) -> int:
         print(json.dumps(about, indent=1))
     else:
         print(report_text(report, budget))
-    write_files(report, options)
+    write_files(report, options, budget, name=options.step)
     return compared("the step", report.device, budget)

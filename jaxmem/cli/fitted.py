@@ -53,5 +53,5 @@ def _fit(options) -> int:
     compilations = chosen.pop("compilations")
     fitting = Search(Problem(*parts[:4], **chosen)).run(compilations).fitting
     print(json.dumps(fitting.to_dict(), indent=1) if options.json else fitting)
-    write_files(fitting.report, options)
+    write_files(fitting.report, options, fitting.budget, name=options.problem)
     return 0

@@ -1,6 +1,7 @@
 """What commands print and write, and the exit code of a budget."""
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,10 +36,14 @@ def compile_step(
         return memory(step, *args, target=chosen)
 
 
-def write_files(report: MemoryReport | Diff, options) -> None:
-    for path, write in ((options.html, report.to_html), (options.plot, report.plot)):
-        if path:
-            write_to(path, write)
+def write_files(
+    report: MemoryReport | Diff, options, budget: int | None = None, **title: str
+) -> None:
+    """The files that were asked for, with the budget that the command was held to."""
+    if options.html:
+        write_to(options.html, functools.partial(report.to_html, budget=budget, **title))
+    if options.plot:
+        write_to(options.plot, report.plot)
 
 
 def write_to(path: str, write: Callable[[str], None]) -> None:

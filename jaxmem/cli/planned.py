@@ -1,5 +1,6 @@
 """``jaxmem plan``: what a loss saves and recomputes."""
 
+import functools
 from typing import Any
 
 import jax
@@ -59,9 +60,9 @@ def _plan(options) -> int:
             jax.value_and_grad(found.apply(loss), has_aux=has_aux),
             compiler_options=found.compiler_options,
         )
-        write_to(
-            options.html, compile_step(options.loss, step, args, target(options.target)).to_html
-        )
+        report = compile_step(options.loss, step, args, target(options.target))
+        left = None if found.budget is None else found.budget - found.reserved
+        write_to(options.html, functools.partial(report.to_html, budget=left, name=options.loss))
     if options.plot:
         with progress("planning the frontier"):
             frontier = pareto(loss, *args, reserved=reserved, **common)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.bytes import device_budget, format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports.drawn.text import columns, fit
 from jaxmem.reports.plain_data import describe
@@ -68,16 +68,25 @@ class Diff:
         }
         return json.dumps({**totals, "changes": self.changes, "verdict": self.verdict}, indent=1)
 
-    def to_html(self, path: str | os.PathLike) -> None:
+    def to_html(self, path: str | os.PathLike, *, budget: int | str | None = None) -> None:
         """Writes one self-contained page: both timelines on one scale, and sortable tables of what
         grew and what shrank.
 
+        Args:
+            path: of the file.
+            budget: bytes or text: a line in the timelines, and what the page says of the second
+                step; None: what is usable on its target.
+
         Raises:
+            BudgetError: the budget does not parse.
             JaxmemError: one of the reports has no timeline.
         """
         from jaxmem.reports.drawn.page import diff_page
 
-        text = diff_page(*self._both(), {"changes": self.changes, "verdict": self.verdict})
+        usable, of = self.after.get("usable"), self.after["target"]
+        allowed = None if budget is None else device_budget(budget, usable, of)
+        more = {"changes": self.changes}
+        text = diff_page(*self._both(), more | {"what": self.verdict}, allowed)
         pathlib.Path(path).write_text(text, encoding="utf-8")
 
     def plot(self, path: str | os.PathLike) -> None:

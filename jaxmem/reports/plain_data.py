@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import jaxlib
 
+from jaxmem.reports.drawn.grouping import group_numbers
+
 if TYPE_CHECKING:
     from jaxmem.reports.report import MemoryReport
 
@@ -15,6 +17,7 @@ def describe(report: "MemoryReport") -> dict[str, Any]:
     about: dict[str, Any] = {
         "jaxmem": 1,
         "jax": jaxlib.__version__,
+        "name": report.name,
         "target": str(report.target),
         "usable": report.target.usable_bytes,
         "device": report.device,
@@ -24,6 +27,7 @@ def describe(report: "MemoryReport") -> dict[str, Any]:
     }
     if not report.has_timeline:
         return about
+    origins = report.origins
     return about | {
         "peak": report.peak_bytes,
         "fragmentation": report.fragmentation,
@@ -37,6 +41,8 @@ def describe(report: "MemoryReport") -> dict[str, Any]:
         "timeline": {
             "schedule": list(report.timeline.schedule),
             "phases": list(report.phases),
+            "origins": [dataclasses.asdict(one) for one in dict.fromkeys(origins)],
+            "origin": group_numbers(origins),
             "live": report.timeline.live.tolist(),
             "live_by_kind": {kind: row.tolist() for kind, row in report.live_by_kind.items()},
         },

@@ -50,6 +50,11 @@ class MemoryReport:
     arguments: tuple[Argument | None, ...] = dataclasses.field(repr=False, default=())
 
     @property
+    def name(self) -> str:
+        """The name of the function that was compiled."""
+        return self.hlo.partition(",")[0].removeprefix("HloModule ").removeprefix("jit_")
+
+    @property
     def device(self) -> int:
         """Peak device bytes of the step: argument + output - alias + temp."""
         return self.on_device.total
@@ -194,6 +199,11 @@ class MemoryReport:
         """The phase of what runs at each point of the schedule."""
         return self._map.phases
 
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Line, module and operation of what runs at each point of the schedule."""
+        return self._map.origins
+
     def fits(self, budget: int | str | None = None) -> bool:
         """Whether the device bytes are within a budget; None: what is usable on the target, which
         counts too where the budget is more (`JaxmemWarning`).
@@ -209,6 +219,11 @@ class MemoryReport:
         budget = "100%" if budget is None else budget
         return self.device <= device_budget(budget, usable, self.target.name)
 
+    def _bytes_of(self, budget: int | str | None) -> int | None:
+        if budget is None:
+            return None
+        return device_budget(budget, self.target.usable_bytes, self.target.name)
+
     def __str__(self):
         return report_text(self)
 
@@ -220,16 +235,26 @@ class MemoryReport:
         """All figures as JSON text, which `jaxmem.diff` reads back."""
         return json.dumps(describe(self), indent=1)
 
-    def to_html(self, path: str | os.PathLike) -> None:
-        """Writes one self-contained page: the timeline to hover and zoom, the peak as a treemap by
-        module, and a sortable table of its buffers.
+    def to_html(
+        self, path: str | os.PathLike, *, budget: int | str | None = None, name: str = ""
+    ) -> None:
+        """Writes one self-contained page: whether the step fits, the timeline to hover and zoom,
+        the peak as a treemap by module, and a sortable table of its buffers.
+
+        Args:
+            path: of the file.
+            budget: bytes or text as for `fits`: a line in the timeline, and what the verdict is
+                about; None: what is usable on the target.
+            name: of the step, for the title; otherwise its function's.
 
         Raises:
+            BudgetError: the budget does not parse.
             JaxmemError: the report has no timeline.
         """
         from jaxmem.reports.drawn.page import page
 
-        pathlib.Path(path).write_text(page(describe(self)), encoding="utf-8")
+        text = page(describe(self), self._bytes_of(budget), name)
+        pathlib.Path(path).write_text(text, encoding="utf-8")
 
     def plot(self, path: str | os.PathLike) -> None:
         """Draws the timeline stacked by kind, its peak marked, as a ``.png``, ``.svg`` or

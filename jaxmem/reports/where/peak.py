@@ -82,6 +82,11 @@ class MemoryMap:
         """The phase of the instruction at each point of the schedule."""
         return tuple(map(self._attribution.phase, self.timeline.schedule))
 
+    @functools.cached_property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where the instruction at each point of the schedule comes from."""
+        return tuple(map(self._attribution.describe, self.timeline.schedule))
+
     def describe(self, point: int) -> Origin:
         """Where the instruction at a point of the schedule comes from."""
         return self._attribution.describe(self.timeline.schedule[point])
