@@ -55,6 +55,7 @@ def test_the_output_in_the_readme_is_what_the_code_prints(
     as_users_run_it, tmp_path, monkeypatch, capsys
 ):
     """Its lines, in their order, with any figures: these differ between versions of XLA."""
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
     run(README)
     printed = [" ".join(words(line)) for line in capsys.readouterr().out.splitlines()]

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmem.cli.loading import STEP, load
 from jaxmem.cli.options import add_command, add_files, add_target, budget_of, check_files
-from jaxmem.cli.output import compared, compile_step, write_files
+from jaxmem.cli.output import compared, compile_step, show, write_files
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports import diff, read_report
 from jaxmem.targets import target
@@ -36,7 +36,7 @@ def _diff(options) -> int:
         for name, one in zip(names, given, strict=True)
     ]
     found = diff(*both)
-    print(found.to_json() if options.json else found)
+    show(found.to_json() if options.json else found)
     write_files(found, options, budget)
     return compared(options.after, found.after["device"], budget)
 

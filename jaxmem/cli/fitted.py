@@ -5,7 +5,7 @@ import json
 
 from jaxmem.cli.loading import FIT, described, load_function
 from jaxmem.cli.options import add_command, add_files, check_files
-from jaxmem.cli.output import write_files
+from jaxmem.cli.output import show, write_files
 from jaxmem.fitting.levers import allowed, kept
 from jaxmem.fitting.one_call import fit
 from jaxmem.fitting.problem import Problem
@@ -52,6 +52,6 @@ def _fit(options) -> int:
     chosen = {"compilations": 6, **extra, **given}
     compilations = chosen.pop("compilations")
     fitting = Search(Problem(*parts[:4], **chosen)).run(compilations).fitting
-    print(json.dumps(fitting.to_dict(), indent=1) if options.json else fitting)
+    show(json.dumps(fitting.to_dict(), indent=1) if options.json else fitting)
     write_files(fitting.report, options, fitting.budget, name=options.problem)
     return 0

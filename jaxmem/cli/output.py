@@ -5,9 +5,11 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import rich.console
 import rich.progress
+import rich.text
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
@@ -15,6 +17,19 @@ from jaxmem.reports import Diff, MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target
 
 MISSED = 3
+
+
+def show(printed: Any) -> None:
+    """Prints an object; on a terminal its first line, the answer, is bold, and green or red."""
+    text = str(printed)
+    if not sys.stdout.isatty():
+        print(text, flush=True)
+        return
+    answer, *rest = text.splitlines()
+    colour = "red" if "does not fit" in answer else "green" if "fits" in answer else "default"
+    console = rich.console.Console(highlight=False, soft_wrap=True)
+    console.print(rich.text.Text(answer, f"bold {colour}"))
+    print("\n".join(rest), flush=True)
 
 
 def compared(what: str, device: int, budget: int | None) -> int:

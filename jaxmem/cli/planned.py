@@ -7,7 +7,7 @@ import jax
 
 from jaxmem.cli.loading import LOSS, load
 from jaxmem.cli.options import add_command, check_files
-from jaxmem.cli.output import compile_step, progress, write_to
+from jaxmem.cli.output import compile_step, progress, show, write_to
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.offloading import eval_shape
 from jaxmem.rematerialization.frontier import pareto
@@ -54,7 +54,7 @@ def _plan(options) -> int:
             offload=options.offload,
             **common,
         )
-    print(found.to_json() if options.json else found, flush=True)
+    show(found.to_json() if options.json else found)
     if options.html:
         step = jax.jit(
             jax.value_and_grad(found.apply(loss), has_aux=has_aux),

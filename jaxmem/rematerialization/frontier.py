@@ -1,7 +1,7 @@
 """All plans of a function, from no recomputation to the least memory."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
@@ -12,11 +12,12 @@ from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_text import checked
 from jaxmem.rematerialization.traced import TracedFunction, check_function
+from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.targets import LocalDevice, Target
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Frontier:
+class Frontier(Printed):
     """Plans from no recomputation to the least memory, and what the usual one-liners cost.
 
     Attributes:
@@ -55,26 +56,33 @@ class Frontier:
         axes.legend()
         figure.savefig(path)
 
-    def __str__(self):
-        forward = self.plans[0].predicted.seconds * 3
+    def _parts(self) -> Iterable[Part]:
+        most, least = self.plans[0], self.plans[-1]
+        error = checked(least.time_error)
+        yield (
+            f"{len(self.plans)} plans, from {format_bytes(most.projected_bytes)} to "
+            f"{format_bytes(least.projected_bytes)} (projected), the last "
+            f"{least.predicted.recompute_share:.1%} slower {error}"
+        )
+        forward = most.predicted.seconds * 3
         rows = [
             (f"{plan.planner}, {len(plan.rows)} regions", plan.projected_bytes,
              plan.predicted.recompute_seconds, f"{plan.predicted.recompute_flops / 1e9:.4g}")
             for plan in self.plans
         ]  # fmt: skip
         rows += [(name, total, seconds, "") for name, total, seconds in self.one_liners]
-        width = max(len(row[0]) for row in rows)
-        head = f"{'':{width}}  {'projected':>11}  {'ms more':>19}  {'of a step':>9}"
-        lines = [f"{head}  {'GFLOP again':>11}"]
-        for name, total, seconds, work in sorted(rows, key=lambda row: -row[1]):
-            more = f"{seconds * 1e3:.3g} {checked(self.plans[0].time_error)}"
-            share = f"{seconds / forward:.1%}" if forward else ""
-            lines.append(
-                f"{name:{width}}  {format_bytes(total):>11}  {more:>19}  {share:>9}  {work:>11}"
+        cells = [
+            (
+                format_bytes(total),
+                f"{seconds * 1e3:.3g}",
+                f"{seconds / forward:.1%}" if forward else "",
+                work,
+                name,
             )
-        return "\n".join(lines)
-
-    __repr__ = __str__
+            for name, total, seconds, work in sorted(rows, key=lambda row: -row[1])
+        ]
+        heads = ("projected", f"ms more {error}", "of a step", "GFLOP again", "plan")
+        yield Table(heads, cells, left=(4,), wraps=True)
 
 
 def pareto(

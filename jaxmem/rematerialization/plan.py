@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
@@ -13,6 +13,7 @@ from jaxmem.program import Program
 from jaxmem.rematerialization import plan_text
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.emission import planned_function
+from jaxmem.reports.drawn.tables import Part, Printed
 from jaxmem.targets import FAMILIES, family_of
 
 
@@ -75,7 +76,7 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Printed):
     """A tree of regions for one program, with what each saves, and what it costs.
 
     Attributes:
@@ -264,10 +265,8 @@ class Plan:
                 f"This is not the JSON of a plan ({error}); pass text that Plan.to_json() wrote."
             ) from error
 
-    def __str__(self):
-        return plan_text.table(self)
-
-    __repr__ = __str__
+    def _parts(self) -> Iterable[Part]:
+        return plan_text.plan_parts(self)
 
 
 def _loop(row: dict[str, Any]) -> Loop:

@@ -5,12 +5,12 @@ import json
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxmem.ground.bytes import device_budget, format_bytes
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.reports.drawn.text import columns, fit
+from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.plain_data import describe
 from jaxmem.reports.report import MemoryReport
 
@@ -20,7 +20,7 @@ _ROWS = 8  # of a table in a terminal; the rest is one row
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Diff:
+class Diff(Printed):
     """What changed from one report to another; `diff` makes it.
 
     ``before`` and ``after`` are the reports as plain data. ``changes["by_module"]`` and its sisters
@@ -101,33 +101,48 @@ class Diff:
 
         draw({"before: ": self.before, "after: ": self.after}, path)
 
-    def __str__(self):
-        lines = []
+    def _parts(self) -> Iterable[Part]:
+        yield self.verdict
+        yield ""
         for what in ("target", "jax"):
             first, second = (report.get(what) for report in self._both())
             if first != second:
-                lines += [f"before: {what} {first}", f"after:  {what} {second}"]
-        lines.append(f"{'':16}{'before':>14}{'after':>14}{'change':>14}")
-        for name in ("device", "peak", "fragmentation", "host"):
-            if name in self.before and name in self.after:
-                first, second = self.before[name], self.after[name]
-                lines.append(
-                    f"{name:16}{format_bytes(first):>14}{format_bytes(second):>14}"
-                    f"{_signed(second - first):>14}"
-                )
+                yield f"before: {what} {first}"
+                yield f"after:  {what} {second}"
+        totals = ("device", "peak", "fragmentation", "host")
+        rows = [
+            (name, *(report.get(name, 0) for report in self._both()))
+            for name in totals
+            if name in self.before and name in self.after
+        ]
+        yield _changes("", rows)
         for table, changes in self.changes.items():
-            shown = {name: change for name, change in changes.items() if change}
-            lines += ["", f"by {_TITLES[table]}"] if shown else []
-            for name, change in list(shown.items())[:_ROWS]:
-                sizes = [format_bytes(report[table].get(name, 0)) for report in self._both()]
-                row = f"{_signed(change):>14}  {sizes[0]:>12} -> {sizes[1]:<12}  "
-                lines.append(row + fit(name, columns() - len(row)))
-            if len(shown) > _ROWS:
-                rest = sum(list(shown.values())[_ROWS:])
-                lines.append(f"{_signed(rest):>14}  in {len(shown) - _ROWS} more")
-        return "\n".join([*lines, "", self.verdict])
+            sizes = [
+                (name, *(report[table].get(name, 0) for report in self._both()))
+                for name, change in changes.items()
+                if change
+            ]
+            if len(sizes) > _ROWS + 1:
+                rest = [sum(row[at] for row in sizes[_ROWS:]) for at in (1, 2)]
+                sizes = [*sizes[:_ROWS], (f"({len(sizes) - _ROWS} more)", *rest)]
+            if sizes:
+                yield ""
+                yield _changes(f"by {_TITLES[table]}", sizes)
 
-    __repr__ = __str__
+
+def _changes(title: str, rows: Iterable[tuple[str, int, int]]) -> Table:
+    """Bytes before and after, and by how many they grew; nothing of 0 bytes."""
+    cells = [
+        (
+            format_bytes(one).rjust(12),
+            format_bytes(two).rjust(12),
+            _signed(two - one).rjust(13),
+            name,
+        )
+        for name, one, two in rows
+        if one or two
+    ]
+    return Table(("before", "after", "change", title), cells, left=(3,))
 
 
 def diff(
@@ -139,7 +154,7 @@ def diff(
         before, after: reports, or what `MemoryReport.to_json` wrote of them.
 
     Returns:
-        A `Diff`, which prints what grew and what shrank and ends with a verdict.
+        A `Diff`, which prints a verdict, and what grew and what shrank.
 
     Raises:
         JaxmemError: a text is not a report's.

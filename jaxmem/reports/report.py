@@ -5,13 +5,15 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from jaxmem.ground.bytes import device_budget
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.reports.drawn.report_text import report_text
+from jaxmem.reports.drawn.breakdown import Breakdown
+from jaxmem.reports.drawn.report_text import report_parts
+from jaxmem.reports.drawn.tables import Part, Printed
 from jaxmem.reports.plain_data import describe
 from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument
@@ -25,7 +27,7 @@ from jaxmem.targets import LocalDevice, Target, example
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MemoryReport:
+class MemoryReport(Printed):
     """Bytes of one compiled step on one device of the target, by XLA's buffer assignment.
 
     ``argument``, ``output``, ``alias`` (outputs that reuse a donated argument) and ``temp`` are
@@ -168,26 +170,26 @@ class MemoryReport:
         return self.timeline.fragmentation
 
     @functools.cached_property
-    def by_phase(self) -> dict[str, int]:
+    def by_phase(self) -> Breakdown:
         """Bytes at the peak by the phase that made them: state, batch, forward, loss, backward,
         recompute, update."""
-        return self._map.breakdown(lambda buffer: buffer.phase)
+        return Breakdown(self._map.breakdown(lambda buffer: buffer.phase))
 
     @functools.cached_property
-    def by_kind(self) -> dict[str, int]:
+    def by_kind(self) -> Breakdown:
         """Bytes at the peak by what they are: parameters, gradients, optimizer state, residuals,
         temporaries, workspace, outputs, model state, batch."""
-        return self._map.breakdown(lambda buffer: buffer.kind)
+        return Breakdown(self._map.breakdown(lambda buffer: buffer.kind))
 
     @functools.cached_property
-    def by_module(self) -> dict[str, int]:
+    def by_module(self) -> Breakdown:
         """Bytes at the peak by module path (``ResNet/Block_3/Conv_1``)."""
-        return self._map.breakdown(lambda buffer: buffer.module)
+        return Breakdown(self._map.breakdown(lambda buffer: buffer.module))
 
     @functools.cached_property
-    def by_source(self) -> dict[str, int]:
+    def by_source(self) -> Breakdown:
         """Bytes at the peak by the user's line that made them."""
-        return self._map.breakdown(lambda buffer: buffer.source)
+        return Breakdown(self._map.breakdown(lambda buffer: buffer.source))
 
     @property
     def live_by_kind(self) -> dict[str, np.ndarray]:
@@ -224,10 +226,8 @@ class MemoryReport:
             return None
         return device_budget(budget, self.target.usable_bytes, self.target.name)
 
-    def __str__(self):
-        return report_text(self)
-
-    __repr__ = __str__
+    def _parts(self) -> Iterable[Part]:
+        return report_parts(self)
 
     # ---- as files
 

@@ -25,6 +25,14 @@ def verdict(device: int, budget: int | None, usable: int) -> str:
     return f"does not fit: {size} is {over} more than {whole}"
 
 
+def short_verdict(size: int, budget: int | None) -> str:
+    """The same before other words: ``"fits: 712.00 MiB of 900.00 MiB"``."""
+    if budget is None:
+        return f"takes {format_bytes(size)}"
+    fit = "fits" if size <= budget else "does not fit"
+    return f"{fit}: {format_bytes(size)} of {format_bytes(budget)}"
+
+
 def share(part: float) -> str:
     """A share of a whole in percent."""
     text = f"{part:.0%}"
