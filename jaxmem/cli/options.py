@@ -38,8 +38,11 @@ def check_files(options) -> None:
     if options.plot:
         check_plot(options.plot)
     for path in filter(None, (options.html, options.plot)):
-        folder = pathlib.Path(path).resolve().parent
-        if not folder.is_dir():
-            raise JaxmemError(
-                f"The report cannot be written to {path}: there is no folder {folder}."
-            )
+        check_folder(path)
+
+
+def check_folder(path: str) -> None:
+    """That there is a folder for a file."""
+    folder = pathlib.Path(path).resolve().parent
+    if not folder.is_dir():
+        raise JaxmemError(f"The report cannot be written to {path}: there is no folder {folder}.")

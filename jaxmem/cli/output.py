@@ -61,7 +61,7 @@ def write_files(
         write_to(options.plot, report.plot)
 
 
-def write_to(path: str, write: Callable[[str], None]) -> None:
+def write_to(path: str, write: Callable[[str], Any]) -> None:
     try:
         write(path)
     except OSError as error:

@@ -1,6 +1,8 @@
 """What `fit` considered, as a table."""
 
 import dataclasses
+import os
+import pathlib
 import re
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -37,6 +39,11 @@ class Candidate:
     host: int = 0
     compiled: int | None = None
     verdict: str = ""
+
+    @property
+    def name(self) -> str:
+        """The levers in a few words."""
+        return str(self.levers).removeprefix(AS_IT_IS).lstrip(", ") or "as it is"
 
     @property
     def remat(self) -> str:
@@ -89,12 +96,30 @@ class Fitting(Printed):
         how = "roofline, and the host link with nothing overlapped"
         yield f"times are predicted ({how}) and {known}"
 
+    @property
+    def as_it_is(self) -> Candidate | None:
+        """The step without any lever; None: it was not considered."""
+        plain = [one for one in self.considered if one.plan and not one.plan.recomputes]
+        return min(plain, key=lambda one: len(one.levers.used()), default=None)
+
+    def to_html(self, path: str | os.PathLike, *, name: str = "") -> None:
+        """Writes one self-contained page: bytes against time of all that was considered. A click
+        on a step, or a budget that is dragged, shows its timeline beside that of the step as it
+        is, and what its plan does with the values of each module and line, and why.
+
+        Args:
+            path: of the file.
+            name: of the step, for the title.
+        """
+        from jaxmem.fitting.choice_page import page_of_fitting
+
+        pathlib.Path(path).write_text(page_of_fitting(self, name=name), encoding="utf-8")
+
     def _answer(self) -> str:
         chosen, budget = self.chosen, self.budget
         if chosen is None or chosen.compiled is None:
             return f"nothing is chosen for the budget of {format_bytes(budget)}"
-        plain = [one for one in self.considered if one.plan and not one.plan.recomputes]
-        as_it_is = min(plain, key=lambda one: len(one.levers.used()), default=None)
+        as_it_is = self.as_it_is
         more = ""
         if chosen == as_it_is:
             more = ", the step as it is"
@@ -110,7 +135,7 @@ class Fitting(Printed):
             one = alike[0]
             both = (one.projected, one.compiled)
             sizes = [format_bytes(size) if size is not None else "" for size in both]
-            name = str(one.levers).removeprefix(AS_IT_IS).lstrip(", ") or "as it is"
+            name = one.name
             if len(alike) > 1:
                 name = f"{name} (and {len(alike) - 1} more)"
             rows.append((name, one.remat, *sizes, f"{one.seconds * 1e3:.4g}", one.verdict))

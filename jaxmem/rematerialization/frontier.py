@@ -1,10 +1,12 @@
 """All plans of a function, from no recomputation to the least memory."""
 
 import dataclasses
+import os
+import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.bytes import format_bytes, parse_budget
 from jaxmem.ground.checks import check_call
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.planning import Layout, one_liners
@@ -28,6 +30,27 @@ class Frontier(Printed):
 
     plans: tuple[Plan, ...]
     one_liners: tuple[tuple[str, int, float], ...]
+
+    def to_html(
+        self, path: str | os.PathLike, *, budget: int | str | None = None, name: str = ""
+    ) -> None:
+        """Writes one self-contained page: bytes against time of all plans and one-liners. A click
+        on a plan, or a budget that is dragged, shows its timeline beside that without regions, and
+        what it does with the values of each module and line, and why.
+
+        Args:
+            path: of the file.
+            budget: bytes or text: where the budget stands at first; None: in the middle.
+            name: of the function, for the title.
+
+        Raises:
+            BudgetError: the budget does not parse.
+        """
+        from jaxmem.rematerialization.choice_page import page_of_plans
+
+        allowed = None if budget is None else parse_budget(budget)
+        text = page_of_plans(self.plans, self.one_liners, allowed, name)
+        pathlib.Path(path).write_text(text, encoding="utf-8")
 
     def plot(self, path: str) -> None:
         """Writes a picture of it (PNG, SVG or PDF by the name). Needs ``jaxmem[viz]``."""

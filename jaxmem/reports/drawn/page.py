@@ -34,7 +34,7 @@ def page(about: dict[str, Any], budget: int | None = None, name: str = "") -> st
         **_grouped(_shortened(about["buffers"])),
         **_answer(about, budget, name),
     }
-    return _filled("report.html", _title(shown), shown)
+    return filled("report.html", _title(shown), shown)
 
 
 def diff_page(
@@ -55,7 +55,7 @@ def diff_page(
         check_timeline(about)
         kept = {key: value for key, value in about.items() if key != "buffers"}
         shown[name] = kept | {"timeline": _thinned(about["timeline"])}
-    return _filled("diff.html", f"What changed in {_title(shown)}", shown)
+    return filled("diff.html", f"What changed in {_title(shown)}", shown)
 
 
 def _answer(about: dict[str, Any], budget: int | None, name: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _title(shown: dict[str, Any]) -> str:
     return f"{shown['name']} on {target}: {format_bytes(about['device'])}"
 
 
-def _filled(name: str, title: str, shown: dict[str, Any]) -> str:
+def filled(name: str, title: str, shown: dict[str, Any]) -> str:
     """A page of the folder ``pages`` with its style, its scripts and its data in it."""
     folder = importlib.resources.files("jaxmem.reports.drawn").joinpath("pages")
     parts = {

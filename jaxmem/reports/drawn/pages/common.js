@@ -17,9 +17,9 @@ function round(most, count) {
   return [1, 2, 5, 10].map(n => n * power).find(step => step >= rough * .999);
 }
 // The marks of an axis of bytes, in one unit: [[bytes, text], ...].
-function byteTicks(most, count = 5) {
+function byteTicks(most, count = 5, span = most) {
   const unit = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(most, 1)) / 10))), one = 1024 ** unit;
-  const step = round(most / one, count), found = [];
+  const step = round(span / one, count), found = [];
   for (let k = 0; k * step * one <= most * 1.0001; k++) found.push([k * step * one, +(k * step).toFixed(6) + (k ? " " + UNITS[unit] : "")]);
   return found;
 }
