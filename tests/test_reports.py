@@ -14,6 +14,7 @@ from programs import array, cnn, mlp, report, tanh_layers
 
 import jaxmem
 from jaxmem import cli
+from jaxmem.reports.drawn.plot import unit_of
 
 
 def deep(w, x):
@@ -55,6 +56,29 @@ def planned():
 
 
 # ---- files
+
+
+def test_a_plot_has_the_budget_and_a_unit_that_suits(tmp_path, plain, planned):
+    pytest.importorskip("matplotlib")
+    light, dark = tmp_path / "light.svg", tmp_path / "dark.svg"
+    plain.plot(light, budget="80MiB")
+    text = light.read_text()
+    assert "budget 80.00 MiB" in text and "live device memory (MiB)" in text
+    assert "peak 72.50 MiB, backward: deep, tests/test_reports.py:" in text
+    plain.plot(dark, dark=True)
+    assert "#1f2023" in dark.read_text() and "#1f2023" not in text
+    assert "budget" not in dark.read_text()
+    plain.plot(dark, budget="2GiB")  # far above the scale
+    assert "budget" not in dark.read_text()
+    jaxmem.diff(plain, planned).plot(dark, budget="50MiB", dark=True)
+    assert dark.read_text().count("budget 50.00 MiB") == 2
+    assert [unit_of(size)[0] for size in (5, 2**10, 2**29, 2**31)] == ["bytes", "KiB", "MiB", "GiB"]
+    frontier = jaxmem.pareto(deep, array(256, 256), array(4096, 256))
+    frontier.plot(light, budget="50MiB")
+    text = light.read_text()
+    assert "budget 50.00 MiB" in text and "projected bytes of value_and_grad (MiB)" in text
+    with pytest.raises(jaxmem.JaxmemError, match="A plot is written as"):
+        frontier.plot("a.gif")
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])

@@ -26,6 +26,11 @@ def add_target(parser) -> None:
 def add_files(parser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write it as a page to open in a browser")
     parser.add_argument("--plot", metavar="FILE", help="draw the timeline as .png, .svg or .pdf")
+    add_dark(parser)
+
+
+def add_dark(parser) -> None:
+    parser.add_argument("--dark", action="store_true", help="draw --plot for a dark page")
 
 
 def budget_of(options, usable: int, name: str) -> int | None:

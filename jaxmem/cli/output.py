@@ -58,7 +58,7 @@ def write_files(
     if options.html:
         write_to(options.html, functools.partial(report.to_html, budget=budget, **title))
     if options.plot:
-        write_to(options.plot, report.plot)
+        write_to(options.plot, functools.partial(report.plot, budget=budget, dark=options.dark))
 
 
 def write_to(path: str, write: Callable[[str], Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxmem.cli.loading import LOSS, load
-from jaxmem.cli.options import add_command, check_files
+from jaxmem.cli.options import add_command, add_dark, check_files
 from jaxmem.cli.output import compile_step, progress, show, write_to
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.offloading import eval_shape
@@ -28,6 +28,7 @@ def add_plan(commands) -> None:
     about = "let residuals of scans wait in host memory"
     parser.add_argument("--offload", action="store_true", help=about)
     parser.add_argument("--plot", metavar="FILE", help="draw the frontier as .png, .svg or .pdf")
+    add_dark(parser)
     about = "write the compiled timeline of value and gradient under the plan as a page (--target)"
     parser.add_argument("--html", metavar="FILE", help=about)
 
@@ -66,5 +67,6 @@ def _plan(options) -> int:
     if options.plot:
         with progress("planning the frontier"):
             frontier = pareto(loss, *args, reserved=reserved, **common)
-        write_to(options.plot, frontier.plot)
+        draw = functools.partial(frontier.plot, budget=found.budget, dark=options.dark)
+        write_to(options.plot, draw)
     return 0

@@ -60,6 +60,11 @@ class Diff(Printed):
     def _both(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.before, self.after
 
+    def _allowed(self, budget: int | str | None) -> int | None:
+        if budget is None:
+            return None
+        return device_budget(budget, self.after.get("usable"), self.after["target"])
+
     def to_json(self) -> str:
         """The changes and the verdict as JSON text."""
         totals = {
@@ -83,23 +88,30 @@ class Diff(Printed):
         """
         from jaxmem.reports.drawn.page import diff_page
 
-        usable, of = self.after.get("usable"), self.after["target"]
-        allowed = None if budget is None else device_budget(budget, usable, of)
-        more = {"changes": self.changes}
-        text = diff_page(*self._both(), more | {"what": self.verdict}, allowed)
+        more = {"changes": self.changes, "what": self.verdict}
+        text = diff_page(*self._both(), more, self._allowed(budget))
         pathlib.Path(path).write_text(text, encoding="utf-8")
 
-    def plot(self, path: str | os.PathLike) -> None:
+    def plot(
+        self, path: str | os.PathLike, *, budget: int | str | None = None, dark: bool = False
+    ) -> None:
         """Draws both timelines below each other on one scale, as a ``.png``, ``.svg`` or ``.pdf``
         file. Needs matplotlib (``pip install 'jaxmem[viz]'``).
 
+        Args:
+            path: of the file.
+            budget: bytes or text, drawn as a line.
+            dark: for a dark page.
+
         Raises:
+            BudgetError: the budget does not parse.
             JaxmemError: one of the reports has no timeline, matplotlib is missing, or it does not
                 know the suffix.
         """
         from jaxmem.reports.drawn.plot import draw
 
-        draw({"before: ": self.before, "after: ": self.after}, path)
+        both = {"before: ": self.before, "after: ": self.after}
+        draw(both, path, self._allowed(budget), dark)
 
     def _parts(self) -> Iterable[Part]:
         yield self.verdict

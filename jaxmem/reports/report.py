@@ -256,15 +256,23 @@ class MemoryReport(Printed):
         text = page(describe(self), self._bytes_of(budget), name)
         pathlib.Path(path).write_text(text, encoding="utf-8")
 
-    def plot(self, path: str | os.PathLike) -> None:
+    def plot(
+        self, path: str | os.PathLike, *, budget: int | str | None = None, dark: bool = False
+    ) -> None:
         """Draws the timeline stacked by kind, its peak marked, as a ``.png``, ``.svg`` or
         ``.pdf`` file. Needs matplotlib (``pip install 'jaxmem[viz]'``).
 
+        Args:
+            path: of the file.
+            budget: bytes or text as for `fits`, drawn as a line.
+            dark: for a dark page.
+
         Raises:
+            BudgetError: the budget does not parse.
             JaxmemError: the report has no timeline, matplotlib is missing, or it does not know the
                 suffix.
         """
         from jaxmem.reports.drawn.plot import check_plot, draw
 
         check_plot(path)
-        draw({"": describe(self)}, path)
+        draw({"": describe(self)}, path, self._bytes_of(budget), dark)
