@@ -11,11 +11,17 @@ from typing import Any
 from jaxmem.ground.bytes import device_budget, format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports.drawn.tables import Part, Printed, Table
-from jaxmem.reports.plain_data import describe
+from jaxmem.reports.plain_data import describe, with_values
 from jaxmem.reports.report import MemoryReport
 
-_TABLES = ("by_phase", "by_kind", "by_module", "by_source")
-_TITLES = {"by_phase": "phase", "by_kind": "kind", "by_module": "module", "by_source": "line"}
+_TABLES = ("by_phase", "by_kind", "by_module", "by_source", "by_value")
+_TITLES = {
+    "by_phase": "phase",
+    "by_kind": "kind",
+    "by_module": "module",
+    "by_source": "line",
+    "by_value": "value",
+}
 _ROWS = 8  # of a table in a terminal; the rest is one row
 
 
@@ -176,7 +182,7 @@ def diff(
     >>> jaxmem.diff(small, large).device == large.device - small.device
     True
     """
-    first, second = read_report(before), read_report(after)
+    first, second = (with_values(read_report(one)) for one in (before, after))
     changes = {}
     for table in _TABLES:
         if table in first and table in second:
