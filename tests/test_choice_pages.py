@@ -1,5 +1,6 @@
 """The page of a choice, in a real browser: of a plan, of a frontier, of a fit."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -65,6 +66,12 @@ def test_a_page_is_one_small_file(path, frontier, fitted):
         assert text.startswith("<!doctype html>") and len(text) < 300_000
         assert not any(part in text for part in ("http://", "https://", "src=", "@import", "url("))
         assert "a </script> step" not in text
+
+
+def test_nothing_to_choose_from(path, fitted):
+    empty = dataclasses.replace(fitted, considered=(), chosen=None)
+    with pytest.raises(jaxmem.JaxmemError, match="nothing was considered"):
+        empty.to_html(path)
 
 
 @needs_browser

@@ -439,7 +439,7 @@ def test_programs_that_do_nothing_print(loss, tmp_path):
             assert plan.explain(choice.line)
     frontier = jaxmem.pareto(loss, PARAMS, BATCH)
     frontier.plot(tmp_path / "frontier.svg")
-    assert str(frontier).startswith("1 plans, from ")
+    assert str(frontier).startswith("one plan: ")
     fitting = jaxmem.fit(loss, ADAM, PARAMS, BATCH, **common).fitting
     assert "chosen: " in str(fitting) and fitting.to_dict()["chosen"]["compiled"] > 0
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxmem.ground.errors import JaxmemError
 from jaxmem.rematerialization.plan_text import checked
 from jaxmem.reports.drawn.page import filled
 from jaxmem.targets import known_targets
@@ -68,7 +69,13 @@ def page_of_points(
     time_error: float | None,
     name: str,
 ) -> str:
-    """HTML of steps to choose from; ``plain`` are the seconds of the step as it is."""
+    """HTML of steps to choose from; ``plain`` are the seconds of the step as it is.
+
+    Raises:
+        JaxmemError: there is none.
+    """
+    if not points:
+        raise JaxmemError("There is no step to choose from: nothing was considered.")
     strings: dict[str, int] = {}
     values: dict[tuple, int] = {}
     known = known_targets().get(target)

@@ -108,11 +108,14 @@ class Frontier(Printed):
     def _parts(self) -> Iterable[Part]:
         most, least = self.plans[0], self.plans[-1]
         error = checked(least.time_error)
-        yield (
-            f"{len(self.plans)} plans, from {format_bytes(most.projected_bytes)} to "
-            f"{format_bytes(least.projected_bytes)} (projected), the last "
-            f"{least.predicted.recompute_share:.1%} slower {error}"
-        )
+        if most is least:
+            yield f"one plan: {format_bytes(most.projected_bytes)} (projected)"
+        else:
+            yield (
+                f"{len(self.plans)} plans, from {format_bytes(most.projected_bytes)} to "
+                f"{format_bytes(least.projected_bytes)} (projected), the last "
+                f"{least.predicted.recompute_share:.1%} slower {error}"
+            )
         forward = most.predicted.seconds * 3
         rows = [
             (f"{plan.planner}, {len(plan.rows)} regions", plan.projected_bytes,
