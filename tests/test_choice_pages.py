@@ -217,7 +217,10 @@ def test_explore_writes_a_page_and_gates(monkeypatch, capsys, tmp_path):
     about = json.loads(data)
     assert about["name"] == common[1] and about["budget"] == 25 * 2**20
     hows = [point["how"] for point in about["points"]]
-    assert "compiled" in hows and hows.count("projected") > 10
+    assert "compiled" in hows and hows.count("projected") > 10 and hows.count("one-liner") > 2
+    plain = next(point for point in about["points"] if point["label"] == "as it is")
+    liners = {one["label"]: one for one in about["points"] if one["how"] == "one-liner"}
+    assert liners["everything_saveable"]["bytes"] == plain["bytes"]
     page.unlink()
     assert cli.main([*common, "--budget", "5MiB", "-o", str(page)]) == 3
     assert "Nothing fits the budget of 5.00 MiB" in capsys.readouterr().err

@@ -11,8 +11,14 @@ if TYPE_CHECKING:
     from jaxmem.fitting.table import Candidate, Fitting
 
 
-def page_of_fitting(fitting: "Fitting", more: "Iterable[Candidate]" = (), name: str = "") -> str:
-    """HTML of what a fit considered, and of ``more`` steps that it did not."""
+def page_of_fitting(
+    fitting: "Fitting",
+    more: "Iterable[Candidate]" = (),
+    one_liners: Iterable[tuple[str, int, float]] = (),
+    name: str = "",
+) -> str:
+    """HTML of what a fit considered, of ``more`` steps that it did not, and of the policies of
+    `jax.checkpoint` (name, bytes, seconds)."""
     seen = {(one.levers, one.projected) for one in fitting.considered}
     others = [one for one in more if (one.levers, one.projected) not in seen]
     points = [_point(one) for one in (*fitting.considered, *others) if one.plan]
@@ -20,6 +26,7 @@ def page_of_fitting(fitting: "Fitting", more: "Iterable[Candidate]" = (), name: 
     seconds = plain.seconds if plain else min((point.seconds for point in points), default=0.0)
     # The timeline of the step as it is, is that of the first point.
     points.sort(key=lambda point: plain is None or point.plan is not plain.plan)
+    points += [Point(label, size, time, "one-liner") for label, size, time in one_liners]
     known = fitting.target.known
     error = known.time_error if known else None
     return page_of_points(points, seconds, fitting.budget, fitting.target.name, error, name)
@@ -47,6 +54,7 @@ def _point(one: "Candidate") -> Point:
     size, how = one.projected, "projected"
     if one.compiled is not None:
         size, how = one.compiled, "compiled"
-    again = f", recompute {one.remat}" if one.plan.recomputes else ""
+    parts = [one.name] if one.levers.used() or not one.plan.recomputes else []
+    label = ", ".join(parts + [f"recompute {one.remat}"] * one.plan.recomputes)
     outside = one.projected - one.plan.projected_bytes
-    return Point(f"{one.name}{again}", size, one.seconds, how, one.plan, outside, one.verdict)
+    return Point(label, size, one.seconds, how, one.plan, outside, one.verdict)
