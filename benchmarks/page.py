@@ -150,23 +150,27 @@ def planner(title: str, rows: list[dict]) -> Figure:
     rows = [row for row in rows if {"whole step", "FLOPs"} <= row.keys()]
     figure = titled(title, 7, 4)
     axes = figure.add_subplot()
-    axes.plot(
-        [gib(row["whole step"]) for row in rows],
-        [float(row["FLOPs"].rstrip("x")) for row in rows],
-        "o-",
-    )
+    points = sorted((gib(row["whole step"]), float(row["FLOPs"].rstrip("x"))) for row in rows)
+    axes.step(*zip(*points, strict=True), "o-", where="post")  # nothing lies between two plans
     axes.set(xlabel="GiB, compiled", ylabel="FLOPs of the plain step")
     axes.grid(alpha=0.3)
     return figure
 
 
 def curves(title: str, rows: list[dict], group, line, name, x: str) -> Figure:
-    """FLOPs against bytes, a picture for each ``group(row)``: what ``line(row)`` names is joined,
-    the rest are points by ``name(row)``."""
+    """FLOPs against bytes, a picture for each ``group(row)``: what ``line(row)`` names is joined by
+    steps, since nothing lies between two plans, the rest are points by ``name(row)``. One legend
+    is for all: a name has one colour."""
     groups = list(dict.fromkeys(map(group, rows)))
     across = min(len(groups), 2)
     down = -(-len(groups) // across)
-    figure = titled(title, 3 + 3.5 * across, 3.6 * down)
+    figure = titled(title, 3 + 3.5 * across, 0.8 + 3.4 * down)
+    colors: dict[str, str] = {}
+    shown: dict[str, object] = {}
+
+    def color(label: str) -> str:
+        return colors.setdefault(label, f"C{len(colors) % 10}")
+
     for place, one in enumerate(groups):
         axes = figure.add_subplot(down, across, place + 1)
         joined: dict[str, list] = {}
@@ -175,12 +179,15 @@ def curves(title: str, rows: list[dict], group, line, name, x: str) -> Figure:
             if line(row):
                 joined.setdefault(line(row), []).append(point)
             else:
-                axes.plot(*point, "x", label=name(row).replace("`", ""))
+                label = name(row).replace("`", "")
+                (shown[label],) = axes.plot(*point, "x", color=color(label))
         for label, points in joined.items():
-            axes.plot(*zip(*points, strict=True), "o-", label=label)
+            points = list(zip(*sorted(points), strict=True))
+            (shown[label],) = axes.step(*points, "o-", where="post", color=color(label))
         axes.set(title=one, xlabel="GiB", ylabel="FLOPs of the plain step")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+    places = {"loc": "outside lower center", "ncols": 2, "fontsize": "small", "frameon": False}
+    figure.legend(shown.values(), shown.keys(), **places)
     return figure
 
 

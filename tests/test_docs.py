@@ -2,6 +2,7 @@
 
 import inspect
 import pathlib
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -61,6 +62,7 @@ def test_the_output_in_the_readme_is_what_the_code_prints(
     as_users_run_it, tmp_path, monkeypatch, capsys
 ):
     """Its lines, in their order, with any figures: these differ between versions of XLA."""
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
     run(README)
     printed = [" ".join(words(line)) for line in capsys.readouterr().out.splitlines()]
@@ -137,9 +139,7 @@ def test_every_public_name_is_in_the_reference():
     expected |= {f"ops.{name}" for name in public(jaxmem.ops)}
     assert expected - listed == set()
     for name in listed:
-        value = jaxmem
-        for part in name.split("."):
-            value = getattr(value, part)
+        assert pkgutil.resolve_name(f"jaxmem.{name}") is not None
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_a_plan_says_what_the_regions_cost():
     report = jaxmem.memory(jax.value_and_grad(written), *SHAPES, target="h200")
     assert abs(plan.written.bytes - report.device) <= 0.1 * report.device
     assert plan.written.bytes < plan.plain_bytes / 2
-    text = str(plan)
+    text = " ".join(str(plan).split())
     size = jaxmem.format_bytes(plan.written.bytes)
     assert f"as written, with 1 regions of its own: projected {size}, recomputes 103.1 GF" in text
     saved = jaxmem.plan(functools.partial(scanned, REGIONS["dots"]), *SHAPES).written
@@ -199,15 +199,15 @@ def test_fit_gets_a_step_faster_that_has_memory_to_spare(capsys):
 
     fit = functools.partial(jaxmem.fit, loss, optax.sgd(0.1), params, x, target="h200")
     step = fit(budget="2GiB")
-    said = capsys.readouterr().out.splitlines()[1]
+    said = " ".join(capsys.readouterr().out.split())
     written = step.fitting.written
-    assert said == (
+    assert (
         "the loss's own regions recompute "
         f"{written.recompute_seconds / 3 / step.fitting.chosen.plan.predicted.seconds:.1%} of a "
         f"step (projected {jaxmem.format_bytes(written.bytes)}, "
         f"{jaxmem.format_bytes(2**31 - written.bytes)} of the budget unused); the chosen step "
         "recomputes 0.0%. They are opened; keep='regions' keeps them"
-    )
+    ) in said
     kept = fit(budget="2GiB", keep="regions")
     assert kept.fitting.written is None
     assert "not searched: regions: it is to be kept" in str(kept.fitting)
@@ -220,7 +220,7 @@ def test_fit_gets_a_step_faster_that_has_memory_to_spare(capsys):
     assert flops(kept) - flops(step) == written.recompute_flops
     capsys.readouterr()
     small = fit(budget="120MiB").fitting
-    said = capsys.readouterr().out.splitlines()[1]
+    said = " ".join(capsys.readouterr().out.split())
     assert small.chosen.compiled <= 120 * MIB and small.chosen.levers.microbatches > 1
     over = jaxmem.format_bytes(written.bytes - 120 * MIB)
     assert f"{over} over the budget); the chosen step, {small.chosen.levers}, recomputes" in said

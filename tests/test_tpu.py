@@ -172,6 +172,7 @@ def test_every_generation_compiles(name, capfd):
     assert report.argument == arguments
     assert report.device == report.peak_bytes + report.fragmentation
     assert sum(report.by_phase.values()) == report.device
+    assert report.peak_operation.operation != "parameter"
     # Of the activations some are on the chip.
     assert report.output <= report.device <= arguments + 20 * 16384 * 512 * 4
     assert report.work.flops == (3 * 16 - 1) * 2 * 16384 * 512 * 512
@@ -251,6 +252,7 @@ def test_what_does_not_fill_its_tiles_is_listed():
     assert worst.bytes == worst.count * 100096 * 4 * 4
     assert worst.padding == worst.count * (100096 * 4 - 100000 * 3) * 4
     assert str(worst).endswith("axis 0 has 100000 of 100096 lanes, axis 1 has 3 of 4 rows")
+    assert "padding to tiles: " in str(report) and "axis 0 has 100000" in str(report)
     full = jaxmem.memory(jnp.sin, shape(4096, 1024), target="v5e")
     assert full.padding == ()
     assert jaxmem.memory(jnp.sin, shape(1000, 3), target="h200").padding == ()

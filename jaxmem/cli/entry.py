@@ -3,8 +3,9 @@
 A step is named ``module:function``: a function without arguments, in a module that Python finds
 from the working directory, that returns ``(step, args)``: a function or jitted function, and the
 tuple of its arguments, real or `jax.ShapeDtypeStruct`. For ``max-batch`` it takes the batch size;
-for ``plan`` it returns ``(loss, args)``, and for ``fit`` what `jaxmem.fit` takes, ``(loss_fn,
-optimizer, params, batch)`` and perhaps a dict of its options, over which the command line wins.
+for ``plan`` it returns ``(loss, args)``, and for ``fit`` and ``explore`` what `jaxmem.fit` takes,
+``(loss_fn, optimizer, params, batch)`` and perhaps a dict of its options, over which the command
+line wins.
 
 Exit codes: 0; 1: an error, which is printed; 2: wrong usage; 3: the step does not fit the budget.
 """
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxmem.cli.compare import add_diff
 from jaxmem.cli.estimate import add_estimate
+from jaxmem.cli.explore import add_explore
 from jaxmem.cli.fitted import add_fit
 from jaxmem.cli.install import add_install
 from jaxmem.cli.max_batch import add_max_batch
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="jaxmem", description="Memory tools for JAX and Flax.")
     commands = parser.add_subparsers(metavar="command", required=True)
     for add in (
-        *(add_estimate, add_profile, add_plan, add_fit, add_max_batch, add_diff),
+        *(add_estimate, add_profile, add_plan, add_fit, add_explore, add_max_batch, add_diff),
         *(add_targets, add_install),
     ):
         add(commands)

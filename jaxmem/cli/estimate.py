@@ -4,8 +4,9 @@ import json
 
 from jaxmem.cli.loading import STEP, load
 from jaxmem.cli.options import add_command, add_files, add_target, budget_of, check_files
-from jaxmem.cli.output import compared, compile_step, write_files
-from jaxmem.reports.drawn.report_text import report_text
+from jaxmem.cli.output import compared, compile_step, show, write_files
+from jaxmem.reports.drawn.report_text import report_parts
+from jaxmem.reports.drawn.tables import as_text
 from jaxmem.targets import target
 
 
@@ -31,6 +32,6 @@ def _estimate(options) -> int:
             about |= {"budget": budget, "fits": report.device <= budget}
         print(json.dumps(about, indent=1))
     else:
-        print(report_text(report, budget))
-    write_files(report, options)
+        show(as_text(report_parts(report, budget)))
+    write_files(report, options, budget, name=options.step)
     return compared("the step", report.device, budget)

@@ -5,7 +5,7 @@ import json
 
 from jaxmem.cli.loading import FIT, described, load_function
 from jaxmem.cli.options import add_command, add_files, check_files
-from jaxmem.cli.output import write_files
+from jaxmem.cli.output import show, write_files
 from jaxmem.fitting.levers import allowed, kept
 from jaxmem.fitting.one_call import fit
 from jaxmem.fitting.problem import Problem
@@ -16,6 +16,12 @@ from jaxmem.ground.errors import JaxmemError
 def add_fit(commands) -> None:
     about = "choose the levers that make a step fit; exit code 3 if nothing does"
     parser = add_command(commands, "fit", _fit, about)
+    add_problem(parser)
+    add_files(parser)
+
+
+def add_problem(parser) -> None:
+    """What `search_of` reads."""
     parser.add_argument("problem", help=f"{FIT}; options given here win")
     parser.add_argument("--target", help="a target's name (default: local)")
     parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the target's)")
@@ -27,11 +33,19 @@ def add_fit(commands) -> None:
         about = f"{about}, by name (may be repeated): {what}"
         parser.add_argument(f"--{name}", action="append", default=[], metavar="NAME", help=about)
     parser.add_argument("--compilations", type=int, help="at most (default: 6)")
-    add_files(parser)
 
 
 def _fit(options) -> int:
     check_files(options)
+    search, compilations = search_of(options)
+    fitting = search.run(compilations).fitting
+    show(json.dumps(fitting.to_dict(), indent=1) if options.json else fitting)
+    write_files(fitting.report, options, fitting.budget, name=options.problem)
+    return 0
+
+
+def search_of(options) -> tuple[Search, int]:
+    """The search of the problem that is named, and how much it may compile."""
     returns = "(loss_fn, optimizer, params, batch)"
     made = load_function(
         options.problem, FIT, (), returns, "one that makes the loss, the optimizer"
@@ -51,7 +65,4 @@ def _fit(options) -> int:
     given = {name: value for name, value in given.items() if value not in (None, [])}
     chosen = {"compilations": 6, **extra, **given}
     compilations = chosen.pop("compilations")
-    fitting = Search(Problem(*parts[:4], **chosen)).run(compilations).fitting
-    print(json.dumps(fitting.to_dict(), indent=1) if options.json else fitting)
-    write_files(fitting.report, options)
-    return 0
+    return Search(Problem(*parts[:4], **chosen)), compilations

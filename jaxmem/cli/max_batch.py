@@ -37,5 +37,5 @@ def _max_batch(options) -> int:
         print(json.dumps(about | {"report": json.loads(found.report.to_json())}, indent=1))
     else:
         print(found)
-    write_files(found.report, options)
+    write_files(found.report, options, found.budget, name=options.step)
     return 0 if found.size else MISSED

@@ -26,6 +26,11 @@ def add_target(parser) -> None:
 def add_files(parser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write it as a page to open in a browser")
     parser.add_argument("--plot", metavar="FILE", help="draw the timeline as .png, .svg or .pdf")
+    add_dark(parser)
+
+
+def add_dark(parser) -> None:
+    parser.add_argument("--dark", action="store_true", help="draw --plot for a dark page")
 
 
 def budget_of(options, usable: int, name: str) -> int | None:
@@ -38,8 +43,11 @@ def check_files(options) -> None:
     if options.plot:
         check_plot(options.plot)
     for path in filter(None, (options.html, options.plot)):
-        folder = pathlib.Path(path).resolve().parent
-        if not folder.is_dir():
-            raise JaxmemError(
-                f"The report cannot be written to {path}: there is no folder {folder}."
-            )
+        check_folder(path)
+
+
+def check_folder(path: str) -> None:
+    """That there is a folder for a file."""
+    folder = pathlib.Path(path).resolve().parent
+    if not folder.is_dir():
+        raise JaxmemError(f"The report cannot be written to {path}: there is no folder {folder}.")

@@ -1,12 +1,15 @@
 """What commands print and write, and the exit code of a budget."""
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import rich.console
 import rich.progress
+import rich.text
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
@@ -14,6 +17,19 @@ from jaxmem.reports import Diff, MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target
 
 MISSED = 3
+
+
+def show(printed: Any) -> None:
+    """Prints an object; on a terminal its first line, the answer, is bold, and green or red."""
+    text = str(printed)
+    if not sys.stdout.isatty():
+        print(text, flush=True)
+        return
+    answer, *rest = text.splitlines()
+    colour = "red" if "does not fit" in answer else "green" if "fits" in answer else "default"
+    console = rich.console.Console(highlight=False, soft_wrap=True)
+    console.print(rich.text.Text(answer, f"bold {colour}"))
+    print("\n".join(rest), flush=True)
 
 
 def compared(what: str, device: int, budget: int | None) -> int:
@@ -35,13 +51,17 @@ def compile_step(
         return memory(step, *args, target=chosen)
 
 
-def write_files(report: MemoryReport | Diff, options) -> None:
-    for path, write in ((options.html, report.to_html), (options.plot, report.plot)):
-        if path:
-            write_to(path, write)
+def write_files(
+    report: MemoryReport | Diff, options, budget: int | None = None, **title: str
+) -> None:
+    """The files that were asked for, with the budget that the command was held to."""
+    if options.html:
+        write_to(options.html, functools.partial(report.to_html, budget=budget, **title))
+    if options.plot:
+        write_to(options.plot, functools.partial(report.plot, budget=budget, dark=options.dark))
 
 
-def write_to(path: str, write: Callable[[str], None]) -> None:
+def write_to(path: str, write: Callable[[str], Any]) -> None:
     try:
         write(path)
     except OSError as error:

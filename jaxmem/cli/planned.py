@@ -1,12 +1,13 @@
 """``jaxmem plan``: what a loss saves and recomputes."""
 
+import functools
 from typing import Any
 
 import jax
 
 from jaxmem.cli.loading import LOSS, load
-from jaxmem.cli.options import add_command, check_files
-from jaxmem.cli.output import compile_step, progress, write_to
+from jaxmem.cli.options import add_command, add_dark, check_files
+from jaxmem.cli.output import compile_step, progress, show, write_to
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.offloading import eval_shape
 from jaxmem.rematerialization.frontier import pareto
@@ -27,6 +28,7 @@ def add_plan(commands) -> None:
     about = "let residuals of scans wait in host memory"
     parser.add_argument("--offload", action="store_true", help=about)
     parser.add_argument("--plot", metavar="FILE", help="draw the frontier as .png, .svg or .pdf")
+    add_dark(parser)
     about = "write the compiled timeline of value and gradient under the plan as a page (--target)"
     parser.add_argument("--html", metavar="FILE", help=about)
 
@@ -53,17 +55,18 @@ def _plan(options) -> int:
             offload=options.offload,
             **common,
         )
-    print(found.to_json() if options.json else found, flush=True)
+    show(found.to_json() if options.json else found)
     if options.html:
         step = jax.jit(
             jax.value_and_grad(found.apply(loss), has_aux=has_aux),
             compiler_options=found.compiler_options,
         )
-        write_to(
-            options.html, compile_step(options.loss, step, args, target(options.target)).to_html
-        )
+        report = compile_step(options.loss, step, args, target(options.target))
+        left = None if found.budget is None else found.budget - found.reserved
+        write_to(options.html, functools.partial(report.to_html, budget=left, name=options.loss))
     if options.plot:
         with progress("planning the frontier"):
             frontier = pareto(loss, *args, reserved=reserved, **common)
-        write_to(options.plot, frontier.plot)
+        draw = functools.partial(frontier.plot, budget=found.budget, dark=options.dark)
+        write_to(options.plot, draw)
     return 0

@@ -30,5 +30,8 @@ def _profile(options) -> int:
         print(json.dumps({**about, "compiled": json.loads(measured.compiled.to_json())}, indent=1))
     else:
         print(measured)
-    write_files(measured.compiled, options)
-    return compared("the step", measured.peak or measured.compiled.device, budget)
+    device = measured.compiled.device
+    peak = measured.peak or device
+    left = None if budget is None else budget - (peak - device)  # what is there for the step
+    write_files(measured.compiled, options, left, name=options.step)
+    return compared("the step", peak, budget)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 
@@ -11,7 +12,7 @@ from jaxmem.fitting.sizes import bytes_of, slice_of, whole
 from jaxmem.fitting.table import Candidate
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
-from jaxmem.planning import Planner
+from jaxmem.planning import Planner, one_liners
 from jaxmem.program import Program
 from jaxmem.rematerialization import Constraints, Plan, TracedFunction, Written, written
 
@@ -79,6 +80,19 @@ class Costs:
         cut = self.problem.devices // limits.share
         found = written(self._traced(as_is, cut), self._constraints(False))
         return found and dataclasses.replace(found, bytes=limits.total(found.bytes))
+
+    def one_liners(self) -> Iterator[tuple[str, int, float]]:
+        """The policies of `jax.checkpoint` on every block of the loss, everything else as it is:
+        name, projected bytes and predicted seconds of the whole step."""
+        as_is = self.problem.as_is
+        limits, constraints = self.budget(as_is), self._constraints(False)
+        program = self._program(as_is, self.problem.devices // limits.share)
+        total = constraints.budget_for(program).total
+        plain = self.priced(as_is, self.plain(as_is)).seconds
+        found = one_liners(constraints.as_run(program), constraints.rates)
+        for name, layout in found.items():
+            size = limits.total(total(layout.peak))
+            yield name, size, plain + layout.seconds / limits.share
 
     def _make_planner(self, loss: Levers, cut: int, offload: bool) -> Planner:
         return self._constraints(offload).planner(self._program(loss, cut))

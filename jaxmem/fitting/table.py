@@ -1,14 +1,22 @@
 """What `fit` considered, as a table."""
 
 import dataclasses
-from collections.abc import Iterator
+import os
+import pathlib
+import re
+from collections.abc import Hashable, Iterator
 from typing import Any
 
-from jaxmem.fitting.levers import Levers
+from jaxmem.fitting.levers import AS_IT_IS, Levers
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.rematerialization import Plan, Written, checked
 from jaxmem.reports import MemoryReport
+from jaxmem.reports.drawn.grouping import grouped
+from jaxmem.reports.drawn.tables import Part, Printed, Table
+from jaxmem.reports.drawn.verdict import short_verdict
 from jaxmem.targets import LocalDevice, Target
+
+_NUMBER = re.compile(r"[\d.]+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +41,11 @@ class Candidate:
     verdict: str = ""
 
     @property
+    def name(self) -> str:
+        """The levers in a few words."""
+        return str(self.levers).removeprefix(AS_IT_IS).lstrip(", ") or "as it is"
+
+    @property
     def remat(self) -> str:
         """The plan in two words."""
         if self.plan is None:
@@ -45,7 +58,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Fitting:
+class Fitting(Printed):
     """What `fit` considered: ``TrainStep.fitting`` of the step that it returns.
 
     Attributes:
@@ -68,29 +81,67 @@ class Fitting:
     report: MemoryReport | None = dataclasses.field(compare=False)
     written: Written | None = None
 
-    def __str__(self):
-        lines = [f"jaxmem.fit: {format_bytes(self.budget)} on {self.target}", *self._as_written()]
-        rows: list[tuple[str, ...]] = [("", "recompute", "projected", "compiled", "ms a step", "")]
-        for one in self.considered:
-            sizes = [
-                format_bytes(n) if n is not None else "" for n in (one.projected, one.compiled)
-            ]
-            rows.append(
-                (str(one.levers), one.remat, *sizes, milliseconds(one, self.target), one.verdict)
-            )
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        for name, *cells, verdict in rows:
-            numbers = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), *numbers, verdict]).rstrip())
-        lines += [f"not searched: {name}: {why}" for name, why in self.refused.items()]
+    def _parts(self) -> Iterator[Part]:
+        yield f"jaxmem.fit: {self._answer()}"
+        yield f"on {self.target}"
+        yield from self._as_written()
+        yield ""
+        yield self._table()
+        yield ""
+        for name, why in self.refused.items():
+            yield f"not searched: {name}: {why}"
         known = "have not been compared with a real device's"
         if time_error(self.target) is not None:
             known = "are as far from measured ones on such a device as is printed (in the median)"
         how = "roofline, and the host link with nothing overlapped"
-        lines.append(f"times are predicted ({how}) and {known}")
-        return "\n".join(lines)
+        yield f"times are predicted ({how}) and {known}"
 
-    __repr__ = __str__
+    @property
+    def as_it_is(self) -> Candidate | None:
+        """The step without any lever; None: it was not considered."""
+        plain = [one for one in self.considered if one.plan and not one.plan.recomputes]
+        return min(plain, key=lambda one: len(one.levers.used()), default=None)
+
+    def to_html(self, path: str | os.PathLike, *, name: str = "") -> None:
+        """Writes one self-contained page: bytes against time of all that was considered. A click
+        on a step, or a budget that is dragged, shows its timeline beside that of the step as it
+        is, and what its plan does with the values of each module and line, and why.
+
+        Args:
+            path: of the file.
+            name: of the step, for the title.
+        """
+        from jaxmem.fitting.choice_page import page_of_fitting
+
+        pathlib.Path(path).write_text(page_of_fitting(self, name=name), encoding="utf-8")
+
+    def _answer(self) -> str:
+        chosen, budget = self.chosen, self.budget
+        if chosen is None or chosen.compiled is None:
+            return f"nothing is chosen for the budget of {format_bytes(budget)}"
+        as_it_is = self.as_it_is
+        more = ""
+        if chosen == as_it_is:
+            more = ", the step as it is"
+        elif as_it_is:
+            slower = chosen.seconds / max(as_it_is.seconds, 1e-30) - 1
+            much = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
+            more = f", {much} than the step as it is {checked(time_error(self.target))}"
+        return short_verdict(chosen.compiled, budget) + more
+
+    def _table(self) -> Table:
+        rows = []
+        for alike in grouped(self.considered, _told):
+            one = alike[0]
+            both = (one.projected, one.compiled)
+            sizes = [format_bytes(size) if size is not None else "" for size in both]
+            name = one.name
+            if len(alike) > 1:
+                name = f"{name} (and {len(alike) - 1} more)"
+            rows.append((name, one.remat, *sizes, f"{one.seconds * 1e3:.4g}", one.verdict))
+        error = checked(time_error(self.target))
+        heads = ("", "recompute", "projected", "compiled", f"ms {error}", "")
+        return Table(heads, rows, left=(0, 5), wraps=True)
 
     def _as_written(self) -> Iterator[str]:
         """What the loss's own regions cost, and whether the budget asks for it."""
@@ -124,6 +175,13 @@ class Fitting:
             "considered": [row(one) for one in self.considered],
             "refused": self.refused,
         }
+
+
+def _told(one: Candidate) -> Hashable:
+    """What rows have in common that are told as one: those that were not even planned, and why."""
+    if one.plan is None and one.compiled is None:
+        return _NUMBER.sub("", one.verdict)
+    return id(one)
 
 
 def holders(report: MemoryReport, most: int = 3) -> str:

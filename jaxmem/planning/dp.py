@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from jaxmem.planning.loops import LoopOption, loop_options, plain_option
 from jaxmem.planning.rates import Rates, of_each
 from jaxmem.planning.regions import Loop, Region, place_of
 from jaxmem.planning.rows import Spans, policies, row, tilings
-from jaxmem.planning.simulate import simulate
+from jaxmem.planning.simulate import live_bytes, simulate
 from jaxmem.program import Program
 
 # Half and twice, here and below: benchmarks/planner/sensitivity.py. "Points" are of the step's
@@ -71,6 +72,8 @@ class Layout:
     seconds: float
     price: float
     host: int  # bytes of residuals that wait there
+    # Bytes beyond the program's inputs at each event, and the first event of the backward pass.
+    live: Callable[[], tuple[list[int], int]] = dataclasses.field(compare=False, repr=False)
 
 
 class DP:
@@ -228,6 +231,7 @@ class Variant:
             + sum(option.seconds for option in self.options),
             sum(self.prices[k] * n for k, n in again.items()) + self.loops_price,
             sum(option.host for option in self.options),
+            functools.cache(functools.partial(live_bytes, self.program, regions)),
         )
 
     def solution(self, budget: int) -> tuple[int, Solution]:

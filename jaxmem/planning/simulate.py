@@ -46,6 +46,15 @@ def simulate(program: Program, regions: Sequence[Region]) -> Cost:
     return _simulate(program, regions)[0]
 
 
+def live_bytes(program: Program, regions: Sequence[Region]) -> tuple[list[int], int]:
+    """Bytes beyond the program's inputs, outputs and gradients at each event of a program with
+    regions, and the number of the first event of the backward pass."""
+    _, layout = _simulate(program, regions)
+    events = layout.events
+    first = next((at for at, event in enumerate(events) if event.backward), len(events))
+    return layout.alive, first
+
+
 def recomputed(program: Program, regions: Sequence[Region]) -> dict[Region, frozenset[int]]:
     """For each region, nested ones too, the kernels that its recomputation runs, those of regions
     inside it as their forward pass."""
@@ -118,6 +127,7 @@ class _Layout:
         self.events: list[_Event] = []
         self.passes: list[tuple[Region, list[_Event]]] = []
         self.sizes: list[int] = []
+        self.alive: list[int] = []  # bytes at each event, once it is swept
         self.shifted: set[int] = set()  # values whose cotangents are not written over them
         self.spread: set[int] = set()  # those whose cotangents are spread out where they are read
         self.scans = set(program.scans)
@@ -243,6 +253,7 @@ class _Layout:
             over = kernel.fused and not event.apart
             here = max(before, alive - freed) if over else alive
             here += event.inside
+            self.alive.append(here)
             if here > peak:
                 peak, at = here, event.kernel
             alive -= freed

@@ -16,6 +16,7 @@ from jaxmem.rematerialization.search import (
     Outcome as Outcome,
     Search as Search,
 )
+from jaxmem.rematerialization.timelines import Timeline as Timeline
 from jaxmem.rematerialization.traced import TracedFunction as TracedFunction
 from jaxmem.rematerialization.transform import remat as remat
 from jaxmem.rematerialization.written import written as written

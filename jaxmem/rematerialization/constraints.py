@@ -9,6 +9,7 @@ from jaxmem.planning import PLANNERS, Layout, Planner, Rates, lowest, one_liners
 from jaxmem.program import Program, compiled_by
 from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.plan import Plan, Predicted
+from jaxmem.rematerialization.timelines import Timeline
 from jaxmem.targets import Target, family_of, known_targets, resolve
 
 
@@ -107,6 +108,8 @@ class Constraints:
                 seconds=self.rates.forward(program),
                 recompute_seconds=layout.seconds,
                 host_bytes=layout.host,
+                timeline=Timeline.of(*layout.live(), total),
+                plain_timeline=Timeline.of(*planner.plain.live(), total),
             ),
             rows=tuple(rows_of(program, layout)),
             choices=tuple(choices_of(program, self.rates, layout)),

@@ -1,22 +1,25 @@
 """All plans of a function, from no recomputation to the least memory."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.bytes import format_bytes, parse_budget
 from jaxmem.ground.checks import check_call
-from jaxmem.ground.errors import JaxmemError
 from jaxmem.planning import Layout, one_liners
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_text import checked
 from jaxmem.rematerialization.traced import TracedFunction, check_function
+from jaxmem.reports.drawn.plot import LIMIT, check_plot, style, unit_of
+from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.targets import LocalDevice, Target
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Frontier:
+class Frontier(Printed):
     """Plans from no recomputation to the least memory, and what the usual one-liners cost.
 
     Attributes:
@@ -28,53 +31,110 @@ class Frontier:
     plans: tuple[Plan, ...]
     one_liners: tuple[tuple[str, int, float], ...]
 
-    def plot(self, path: str) -> None:
-        """Writes a picture of it (PNG, SVG or PDF by the name). Needs ``jaxmem[viz]``."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise JaxmemError("Plots need matplotlib: pip install 'jaxmem[viz]'.") from error
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.add_subplot()
-        forward = max(self.plans[0].predicted.seconds * 3, 1e-30)  # a program may do nothing
-        axes.step(
-            [plan.projected_bytes / 2**30 for plan in self.plans],
-            [100 * plan.predicted.recompute_seconds / forward for plan in self.plans],
-            where="pre",
-            marker="o",
-            label=f"jaxmem, {self.plans[0].planner}",
-        )
-        for name, total, seconds in self.one_liners:
-            axes.plot(total / 2**30, 100 * seconds / forward, "x", label=name)
-        axes.set(
-            xlabel="projected bytes of value_and_grad, GiB",
-            ylabel="predicted recomputation, % of the plain step\n"
-            f"times {checked(self.plans[0].time_error)}",
-        )
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(path)
+    def to_html(
+        self, path: str | os.PathLike, *, budget: int | str | None = None, name: str = ""
+    ) -> None:
+        """Writes one self-contained page: bytes against time of all plans and one-liners. A click
+        on a plan, or a budget that is dragged, shows its timeline beside that without regions, and
+        what it does with the values of each module and line, and why.
 
-    def __str__(self):
-        forward = self.plans[0].predicted.seconds * 3
+        Args:
+            path: of the file.
+            budget: bytes or text: where the budget stands at first; None: in the middle.
+            name: of the function, for the title.
+
+        Raises:
+            BudgetError: the budget does not parse.
+        """
+        from jaxmem.rematerialization.choice_page import page_of_plans
+
+        allowed = None if budget is None else parse_budget(budget)
+        text = page_of_plans(self.plans, self.one_liners, allowed, name)
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+
+    def plot(
+        self, path: str | os.PathLike, *, budget: int | str | None = None, dark: bool = False
+    ) -> None:
+        """Writes a picture of it (``.png``, ``.svg`` or ``.pdf``). Needs ``jaxmem[viz]``.
+
+        Args:
+            path: of the file.
+            budget: bytes or text, drawn as a line.
+            dark: for a dark page.
+
+        Raises:
+            JaxmemError: matplotlib is missing, or it does not know the suffix.
+            BudgetError: the budget does not parse.
+        """
+        check_plot(path)
+        from matplotlib.figure import Figure
+
+        unit, one = unit_of(self.plans[0].projected_bytes)
+        forward = max(self.plans[0].predicted.seconds * 3, 1e-30)  # a program may do nothing
+        with style(dark):
+            figure = Figure(figsize=(8, 4.5), layout="constrained")
+            axes = figure.add_subplot()
+            axes.step(  # between two plans there is none
+                [plan.projected_bytes / one for plan in self.plans],
+                [100 * plan.predicted.recompute_seconds / forward for plan in self.plans],
+                where="pre",
+                marker="o",
+                color="#3a8fd6",
+                label=f"jaxmem, {self.plans[0].planner}",
+            )
+            for name, total, seconds in self.one_liners:
+                axes.plot(total / one, 100 * seconds / forward, "x", label=name)
+            if budget is not None:
+                allowed = parse_budget(budget)
+                axes.axvline(allowed / one, color=LIMIT, linestyle="--", linewidth=1.2)
+                axes.annotate(
+                    f"budget {format_bytes(allowed)}",
+                    (allowed / one, 1.0),
+                    xycoords=("data", "axes fraction"),
+                    ha="center",
+                    va="bottom",
+                    color=LIMIT,
+                )
+            axes.set(
+                xlabel=f"projected bytes of value_and_grad ({unit})",
+                ylabel="predicted recomputation, % of the plain step\n"
+                f"times {checked(self.plans[0].time_error)}",
+            )
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+            figure.legend(loc="outside lower center", frameon=False, fontsize="small")
+            figure.savefig(path)
+
+    def _parts(self) -> Iterable[Part]:
+        most, least = self.plans[0], self.plans[-1]
+        error = checked(least.time_error)
+        if most is least:
+            yield f"one plan: {format_bytes(most.projected_bytes)} (projected)"
+        else:
+            yield (
+                f"{len(self.plans)} plans, from {format_bytes(most.projected_bytes)} to "
+                f"{format_bytes(least.projected_bytes)} (projected), the last "
+                f"{least.predicted.recompute_share:.1%} slower {error}"
+            )
+        forward = most.predicted.seconds * 3
         rows = [
             (f"{plan.planner}, {len(plan.rows)} regions", plan.projected_bytes,
              plan.predicted.recompute_seconds, f"{plan.predicted.recompute_flops / 1e9:.4g}")
             for plan in self.plans
         ]  # fmt: skip
         rows += [(name, total, seconds, "") for name, total, seconds in self.one_liners]
-        width = max(len(row[0]) for row in rows)
-        head = f"{'':{width}}  {'projected':>11}  {'ms more':>19}  {'of a step':>9}"
-        lines = [f"{head}  {'GFLOP again':>11}"]
-        for name, total, seconds, work in sorted(rows, key=lambda row: -row[1]):
-            more = f"{seconds * 1e3:.3g} {checked(self.plans[0].time_error)}"
-            share = f"{seconds / forward:.1%}" if forward else ""
-            lines.append(
-                f"{name:{width}}  {format_bytes(total):>11}  {more:>19}  {share:>9}  {work:>11}"
+        cells = [
+            (
+                format_bytes(total),
+                f"{seconds * 1e3:.3g}",
+                f"{seconds / forward:.1%}" if forward else "",
+                work,
+                name,
             )
-        return "\n".join(lines)
-
-    __repr__ = __str__
+            for name, total, seconds, work in sorted(rows, key=lambda row: -row[1])
+        ]
+        heads = ("projected", f"ms more {error}", "of a step", "GFLOP again", "plan")
+        yield Table(heads, cells, left=(4,), wraps=True)
 
 
 def pareto(

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
@@ -13,6 +15,8 @@ from jaxmem.program import Program
 from jaxmem.rematerialization import plan_text
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.emission import planned_function
+from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
+from jaxmem.reports.drawn.tables import Part, Printed
 from jaxmem.targets import FAMILIES, Family, Rules, family_of
 
 
@@ -28,6 +32,7 @@ class Predicted:
         seconds, recompute_seconds: of the plain forward pass and of what the plan adds, at the
             target's rates.
         host_bytes: of the residuals that wait in host memory, in no other count.
+        timeline, plain_timeline: projected bytes along the step, with and without the regions.
     """
 
     plain_bytes: int
@@ -38,6 +43,8 @@ class Predicted:
     seconds: float = 0.0
     recompute_seconds: float = 0.0
     host_bytes: int = 0
+    timeline: Timeline = UNKNOWN
+    plain_timeline: Timeline = UNKNOWN
 
     @property
     def recompute_share(self) -> float:
@@ -75,7 +82,7 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Printed):
     """A tree of regions for one program, with what each saves, and what it costs.
 
     Attributes:
@@ -206,6 +213,18 @@ class Plan:
             f"{self.fingerprint} and {fingerprint}.)"
         )
 
+    def to_html(self, path: str | os.PathLike, *, name: str = "") -> None:
+        """Writes one self-contained page: bytes against time of the plan and of the function as
+        it is, both timelines, and what is done with the values of each module and line, and why.
+
+        Args:
+            path: of the file.
+            name: of the function, for the title.
+        """
+        from jaxmem.rematerialization.choice_page import page_of_plans
+
+        pathlib.Path(path).write_text(page_of_plans([self], name=name), encoding="utf-8")
+
     def explain(self, path: str) -> str:
         """Why the values made at a module path (or source line) are saved or not.
 
@@ -261,7 +280,10 @@ class Plan:
             fields = json.loads(text)
             fields["regions"] = _regions(fields["regions"])
             fields["loops"] = tuple(map(_loop, fields["loops"]))
-            fields["predicted"] = Predicted(**fields["predicted"])
+            predicted = fields["predicted"]
+            for name in ("timeline", "plain_timeline"):  # none in files of earlier versions
+                predicted[name] = Timeline.read(predicted.get(name))
+            fields["predicted"] = Predicted(**predicted)
             fields["compiled"] = fields["compiled"] and Compiled(**fields["compiled"])
             fields["written"] = fields["written"] and Written(**fields["written"])
             fields["inputs"] = tuple(fields["inputs"])
@@ -273,10 +295,8 @@ class Plan:
                 f"This is not the JSON of a plan ({error}); pass text that Plan.to_json() wrote."
             ) from error
 
-    def __str__(self):
-        return plan_text.table(self)
-
-    __repr__ = __str__
+    def _parts(self) -> Iterable[Part]:
+        return plan_text.plan_parts(self)
 
 
 def _loop(row: dict[str, Any]) -> Loop:

@@ -1,8 +1,20 @@
-"""A plan as text."""
+"""A plan as it is printed."""
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
+from jaxmem.rematerialization.choices import Row
+from jaxmem.reports.drawn.grouping import common_path, grouped, without_numbers
+from jaxmem.reports.drawn.tables import Part, Table
+from jaxmem.reports.drawn.text import columns, fit
+from jaxmem.reports.drawn.verdict import short_verdict
+
+_FUNCTION = re.compile(r" \([\w.<>]+\)(?=\))")  # that of a line, as in "(model.py:3 (Net.call))"
+_SCAN = re.compile(r"(\d+ x scan.*?): ")  # what stands before the region of a scan's body
+_FILE = re.compile(r"\(([^():]+):\d+")
+_LINE = re.compile(r" \([^():]+:(\d+)\)")
 
 
 def checked(error: float | None) -> str:
@@ -10,18 +22,31 @@ def checked(error: float | None) -> str:
     return "(unchecked)" if error is None else f"±{error:.0%}"
 
 
-def table(plan: Any) -> str:
-    """A plan as it is printed."""
+def answer(plan: Any) -> str:
+    """Whether it fits, and what it costs: ``"fits: 72.00 MiB of 80.00 MiB (compiled), 17.7% slower
+    than without regions (unchecked)"``."""
+    known = plan.compiled_bytes
+    size, how = (plan.projected_bytes, "projected") if known is None else (known, "compiled")
+    predicted = plan.predicted
+    more = f"{predicted.recompute_share:.1%} slower than without regions {checked(plan.time_error)}"
+    if not plan.recomputes:
+        more = "nothing is recomputed"
+    return f"{short_verdict(size, plan.budget)} ({how}), {more}"
+
+
+def plan_parts(plan: Any) -> Iterator[Part]:
+    """The answer, what it rests on, and the regions, equal ones as one row."""
     predicted, share = plan.predicted, ""
     if predicted.flops:  # a program may have no matmul
         share = f" ({predicted.recompute_flops / predicted.flops:.1%} of a forward pass)"
-    lines = [
-        f"{plan.planner} plan, {len(plan.rows)} regions (program {plan.fingerprint})",
+    yield answer(plan)
+    yield f"{plan.planner} plan, {len(plan.rows)} regions (program {plan.fingerprint})"
+    yield (
         f"  projected {format_bytes(plan.projected_bytes)}, without regions "
-        f"{format_bytes(plan.plain_bytes)}",
-    ]
+        f"{format_bytes(plan.plain_bytes)}"
+    )
     if plan.written:
-        lines.append(
+        yield (
             f"  as written, with {plan.opened} regions of its own: projected "
             f"{format_bytes(plan.written.bytes)}, recomputes "
             f"{plan.written.recompute_flops / 1e9:.4g} GFLOP "
@@ -32,33 +57,96 @@ def table(plan: Any) -> str:
         if plan.compiled.flops is not None and plan.compiled.moved is not None:
             work = f": {plan.compiled.flops / 1e9:.4g} GFLOP, moves "
             work += format_bytes(plan.compiled.moved)
-        lines.append(f"  compiled  {format_bytes(plan.compiled.bytes)} for {plan.target}{work}")
+        yield f"  compiled  {format_bytes(plan.compiled.bytes)} for {plan.target}{work}"
     if plan.widens:
-        lines.append(f"  {plan.target} computes bfloat16 in float32, from copies")
+        yield f"  {plan.target} computes bfloat16 in float32, from copies"
     if predicted.host_bytes:
-        lines.append(f"  in host memory {format_bytes(predicted.host_bytes)}")
+        yield f"  in host memory {format_bytes(predicted.host_bytes)}"
     if plan.compiled and plan.compiled.xla_pass_bytes is not None:
-        lines.append(
+        yield (
             f"  XLA's own rematerialization pass would make it "
             f"{format_bytes(plan.compiled.xla_pass_bytes)}; plan.compiler_options turns it off"
         )
     if plan.budget is not None:
-        lines.append(
-            f"  budget    {format_bytes(plan.budget)}, of which "
-            f"{format_bytes(plan.reserved)} reserved"
+        reserved = f", of which {format_bytes(plan.reserved)} reserved" if plan.reserved else ""
+        yield f"  budget    {format_bytes(plan.budget)}{reserved}"
+    if plan.recomputes:
+        yield (
+            f"  recomputes {predicted.recompute_flops / 1e9:.4g} GFLOP{share}, moves "
+            f"{format_bytes(predicted.recompute_moved)}"
         )
-    lines.append(
-        f"  recomputes {predicted.recompute_flops / 1e9:.4g} GFLOP{share}, moves "
-        f"{format_bytes(predicted.recompute_moved)}: about "
-        f"{predicted.recompute_seconds * 1e3:.3g} ms beside {predicted.seconds * 3e3:.3g} ms "
-        f"{checked(plan.time_error)} on {plan.target or 'the target'}"
+    yield (
+        f"  about {predicted.recompute_seconds * 1e3:.3g} ms beside "
+        f"{predicted.seconds * 3e3:.3g} ms {checked(plan.time_error)} on "
+        f"{plan.target or 'the target'}"
     )
     if plan.rows:
-        lines.append(f"  {'saves':>11}  {'keeps':>11}  {'GFLOP again':>11}  region")
-    for row in plan.rows:
-        where = row.first if row.first == row.last else f"{row.first} .. {row.last}"
-        lines.append(
-            f"  {format_bytes(row.saved_bytes):>11}  {format_bytes(row.kept_bytes):>11}  "
-            f"{row.flops / 1e9:>11.4g}  {'  ' * row.depth}{where}"
+        yield _regions(plan.rows)
+
+
+def _regions(rows: tuple[Row, ...]) -> Table:
+    found = list(_grouped(_tree(rows)))
+    files = {name for row in rows for end in (row.first, row.last) for name in _FILE.findall(end)}
+    numbers = [
+        (
+            format_bytes(one.saved_bytes) if one.saved_bytes else "",
+            format_bytes(one.kept_bytes) if one.kept_bytes else "",
+            f"{one.flops / 1e9:.4g}" if one.flops else "",
+            f"x {count}" if count > 1 else "",
         )
-    return "\n".join(lines)
+        for one, count in ((alike[0], len(alike)) for _, alike in found)
+    ]
+    heads = ("saves", "keeps", "GFLOP again", "times")
+    shown = [at for at in range(len(heads)) if any(row[at] for row in numbers)]
+    room = columns() - 2 - sum(2 + max(len(heads[at]), 10) for at in shown)
+    cells = []
+    for row, (depth, alike) in zip(numbers, found, strict=True):
+        if scan := _SCAN.match(alike[0].first):
+            cells.append((*[""] * (len(shown) + 1), scan[1]))
+        place = _place(alike, depth + bool(scan), room, len(files) == 1)
+        cells.append(("", *(row[at] for at in shown), place))
+    where = f"region (lines of {files.pop()})" if len(files) == 1 else "region"
+    return Table(["", *(heads[at] for at in shown), where], cells, left=(len(shown) + 1,))
+
+
+def _place(alike: list[Row], depth: int, room: int, one_file: bool) -> str:
+    """Where a region begins and ends, or regions that differ by numbers alone."""
+    room -= 2 * depth
+    first, last = (
+        _FUNCTION.sub("", common_path([_SCAN.sub("", getattr(row, name)) for row in alike]))
+        for name in ("first", "last")
+    )
+    if one_file:
+        first, last = (_LINE.sub(r":\1", name) for name in (first, last))
+    if first == last:
+        return "  " * depth + first
+    first = fit(first, max(room - len(last) - 4, room // 2 - 2))
+    return f"{'  ' * depth}{first} .. {fit(last, room - len(first) - 4)}"
+
+
+_Node = tuple[Row, tuple]  # a region and those inside it
+
+
+def _tree(rows: tuple[Row, ...]) -> tuple[_Node, ...]:
+    found: list[_Node] = []
+    starts = [at for at, row in enumerate(rows) if row.depth == rows[0].depth]
+    for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+        inside = rows[start + 1 : stop]
+        found.append((rows[start], _tree(inside) if inside else ()))
+    return tuple(found)
+
+
+def _alike(node: _Node) -> tuple:
+    """What equal regions have in common: all but the numbers of their modules."""
+    row, inside = node
+    names = without_numbers(row.first), without_numbers(row.last)
+    return *names, row.saved_bytes, row.kept_bytes, row.flops, tuple(map(_alike, inside))
+
+
+def _grouped(*trees: tuple[_Node, ...], depth: int = 0) -> Iterator[tuple[int, list[Row]]]:
+    """Equal regions together, each with its depth; ``trees`` are equal but for numbers."""
+    for places in grouped(range(len(trees[0])), lambda at: _alike(trees[0][at])):
+        nodes = [tree[at] for tree in trees for at in places]
+        yield depth, [row for row, _ in nodes]
+        if nodes[0][1]:
+            yield from _grouped(*(inside for _, inside in nodes), depth=depth + 1)

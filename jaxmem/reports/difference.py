@@ -5,22 +5,28 @@ import json
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.bytes import device_budget, format_bytes
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.reports.drawn.text import columns, fit
-from jaxmem.reports.plain_data import describe
+from jaxmem.reports.drawn.tables import Part, Printed, Table
+from jaxmem.reports.plain_data import describe, with_values
 from jaxmem.reports.report import MemoryReport
 
-_TABLES = ("by_phase", "by_kind", "by_module", "by_source")
-_TITLES = {"by_phase": "phase", "by_kind": "kind", "by_module": "module", "by_source": "line"}
+_TABLES = ("by_phase", "by_kind", "by_module", "by_source", "by_value")
+_TITLES = {
+    "by_phase": "phase",
+    "by_kind": "kind",
+    "by_module": "module",
+    "by_source": "line",
+    "by_value": "value",
+}
 _ROWS = 8  # of a table in a terminal; the rest is one row
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Diff:
+class Diff(Printed):
     """What changed from one report to another; `diff` makes it.
 
     ``before`` and ``after`` are the reports as plain data. ``changes["by_module"]`` and its sisters
@@ -60,6 +66,11 @@ class Diff:
     def _both(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.before, self.after
 
+    def _allowed(self, budget: int | str | None) -> int | None:
+        if budget is None:
+            return None
+        return device_budget(budget, self.after.get("usable"), self.after["target"])
+
     def to_json(self) -> str:
         """The changes and the verdict as JSON text."""
         totals = {
@@ -68,57 +79,88 @@ class Diff:
         }
         return json.dumps({**totals, "changes": self.changes, "verdict": self.verdict}, indent=1)
 
-    def to_html(self, path: str | os.PathLike) -> None:
+    def to_html(self, path: str | os.PathLike, *, budget: int | str | None = None) -> None:
         """Writes one self-contained page: both timelines on one scale, and sortable tables of what
         grew and what shrank.
 
+        Args:
+            path: of the file.
+            budget: bytes or text: a line in the timelines, and what the page says of the second
+                step; None: what is usable on its target.
+
         Raises:
+            BudgetError: the budget does not parse.
             JaxmemError: one of the reports has no timeline.
         """
         from jaxmem.reports.drawn.page import diff_page
 
-        text = diff_page(*self._both(), {"changes": self.changes, "verdict": self.verdict})
+        more = {"changes": self.changes, "what": self.verdict}
+        text = diff_page(*self._both(), more, self._allowed(budget))
         pathlib.Path(path).write_text(text, encoding="utf-8")
 
-    def plot(self, path: str | os.PathLike) -> None:
+    def plot(
+        self, path: str | os.PathLike, *, budget: int | str | None = None, dark: bool = False
+    ) -> None:
         """Draws both timelines below each other on one scale, as a ``.png``, ``.svg`` or ``.pdf``
         file. Needs matplotlib (``pip install 'jaxmem[viz]'``).
 
+        Args:
+            path: of the file.
+            budget: bytes or text, drawn as a line.
+            dark: for a dark page.
+
         Raises:
+            BudgetError: the budget does not parse.
             JaxmemError: one of the reports has no timeline, matplotlib is missing, or it does not
                 know the suffix.
         """
         from jaxmem.reports.drawn.plot import draw
 
-        draw({"before: ": self.before, "after: ": self.after}, path)
+        both = {"before: ": self.before, "after: ": self.after}
+        draw(both, path, self._allowed(budget), dark)
 
-    def __str__(self):
-        lines = []
+    def _parts(self) -> Iterable[Part]:
+        yield self.verdict
+        yield ""
         for what in ("target", "jax"):
             first, second = (report.get(what) for report in self._both())
             if first != second:
-                lines += [f"before: {what} {first}", f"after:  {what} {second}"]
-        lines.append(f"{'':16}{'before':>14}{'after':>14}{'change':>14}")
-        for name in ("device", "peak", "fragmentation", "host"):
-            if name in self.before and name in self.after:
-                first, second = self.before[name], self.after[name]
-                lines.append(
-                    f"{name:16}{format_bytes(first):>14}{format_bytes(second):>14}"
-                    f"{_signed(second - first):>14}"
-                )
+                yield f"before: {what} {first}"
+                yield f"after:  {what} {second}"
+        totals = ("device", "peak", "fragmentation", "host")
+        rows = [
+            (name, *(report.get(name, 0) for report in self._both()))
+            for name in totals
+            if name in self.before and name in self.after
+        ]
+        yield _changes("", rows)
         for table, changes in self.changes.items():
-            shown = {name: change for name, change in changes.items() if change}
-            lines += ["", f"by {_TITLES[table]}"] if shown else []
-            for name, change in list(shown.items())[:_ROWS]:
-                sizes = [format_bytes(report[table].get(name, 0)) for report in self._both()]
-                row = f"{_signed(change):>14}  {sizes[0]:>12} -> {sizes[1]:<12}  "
-                lines.append(row + fit(name, columns() - len(row)))
-            if len(shown) > _ROWS:
-                rest = sum(list(shown.values())[_ROWS:])
-                lines.append(f"{_signed(rest):>14}  in {len(shown) - _ROWS} more")
-        return "\n".join([*lines, "", self.verdict])
+            sizes = [
+                (name, *(report[table].get(name, 0) for report in self._both()))
+                for name, change in changes.items()
+                if change
+            ]
+            if len(sizes) > _ROWS + 1:
+                rest = [sum(row[at] for row in sizes[_ROWS:]) for at in (1, 2)]
+                sizes = [*sizes[:_ROWS], (f"({len(sizes) - _ROWS} more)", *rest)]
+            if sizes:
+                yield ""
+                yield _changes(f"by {_TITLES[table]}", sizes)
 
-    __repr__ = __str__
+
+def _changes(title: str, rows: Iterable[tuple[str, int, int]]) -> Table:
+    """Bytes before and after, and by how many they grew; nothing of 0 bytes."""
+    cells = [
+        (
+            format_bytes(one).rjust(12),
+            format_bytes(two).rjust(12),
+            _signed(two - one).rjust(13),
+            name,
+        )
+        for name, one, two in rows
+        if one or two
+    ]
+    return Table(("before", "after", "change", title), cells, left=(3,))
 
 
 def diff(
@@ -130,7 +172,7 @@ def diff(
         before, after: reports, or what `MemoryReport.to_json` wrote of them.
 
     Returns:
-        A `Diff`, which prints what grew and what shrank and ends with a verdict.
+        A `Diff`, which prints a verdict, and what grew and what shrank.
 
     Raises:
         JaxmemError: a text is not a report's.
@@ -140,7 +182,7 @@ def diff(
     >>> jaxmem.diff(small, large).device == large.device - small.device
     True
     """
-    first, second = read_report(before), read_report(after)
+    first, second = (with_values(read_report(one)) for one in (before, after))
     changes = {}
     for table in _TABLES:
         if table in first and table in second:

@@ -1,9 +1,13 @@
 """A report as plain data: what JSON, pages, plots and `jaxmem.diff` are made of."""
 
 import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import jaxlib
+
+from jaxmem.reports.drawn.grouping import group_numbers, without_numbers
+from jaxmem.reports.where.peak import FRAGMENTATION
 
 if TYPE_CHECKING:
     from jaxmem.reports.report import MemoryReport
@@ -15,6 +19,7 @@ def describe(report: "MemoryReport") -> dict[str, Any]:
     about: dict[str, Any] = {
         "jaxmem": 1,
         "jax": jaxlib.__version__,
+        "name": report.name,
         "target": str(report.target),
         "usable": report.target.usable_bytes,
         "device": report.device,
@@ -24,6 +29,7 @@ def describe(report: "MemoryReport") -> dict[str, Any]:
     }
     if not report.has_timeline:
         return about
+    origins = report.origins
     return about | {
         "peak": report.peak_bytes,
         "fragmentation": report.fragmentation,
@@ -37,7 +43,28 @@ def describe(report: "MemoryReport") -> dict[str, Any]:
         "timeline": {
             "schedule": list(report.timeline.schedule),
             "phases": list(report.phases),
+            "origins": [dataclasses.asdict(one) for one in dict.fromkeys(origins)],
+            "origin": group_numbers(origins),
             "live": report.timeline.live.tolist(),
             "live_by_kind": {kind: row.tolist() for kind, row in report.live_by_kind.items()},
         },
     }
+
+
+def summary(report: "MemoryReport") -> dict[str, Any]:
+    """What a diff needs of a report, without its timeline and its buffers: a few KiB."""
+    about = with_values(describe(report))
+    return {name: part for name, part in about.items() if name not in ("timeline", "buffers")}
+
+
+def with_values(about: dict[str, Any]) -> dict[str, Any]:
+    """A report's plain data with the bytes at the peak by value: operation, shape and line, equal
+    ones of equal layers together; the rows add up to the device bytes."""
+    if "by_value" in about or "buffers" not in about:
+        return about
+    rows: Counter[str] = Counter()
+    for one in about["buffers"]:
+        shape = f"{one['dtype']}[{','.join(map(str, one['shape']))}]"
+        module = without_numbers(one["module"])
+        rows[f"{one['operation']} {shape} {module} {one['source']}"] += one["bytes"]
+    return about | {"by_value": {**dict(rows.most_common()), FRAGMENTATION: about["fragmentation"]}}

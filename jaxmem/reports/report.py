@@ -5,13 +5,15 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from jaxmem.ground.bytes import device_budget
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.reports.drawn.report_text import report_text
+from jaxmem.reports.drawn.breakdown import Breakdown
+from jaxmem.reports.drawn.report_text import report_parts
+from jaxmem.reports.drawn.tables import Part, Printed
 from jaxmem.reports.plain_data import describe
 from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument
@@ -26,7 +28,7 @@ from jaxmem.targets import LocalDevice, Target, example
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MemoryReport:
+class MemoryReport(Printed):
     """Bytes of one compiled step on one device of the target, by XLA's buffer assignment.
 
     ``argument``, ``output``, ``alias`` (outputs that reuse a donated argument) and ``temp`` are
@@ -49,6 +51,11 @@ class MemoryReport:
     hlo: str = dataclasses.field(repr=False)
     dump: Mapping[str, bytes] = dataclasses.field(repr=False, default_factory=dict, compare=False)
     arguments: tuple[Argument | None, ...] = dataclasses.field(repr=False, default=())
+
+    @property
+    def name(self) -> str:
+        """The name of the function that was compiled."""
+        return self.hlo.partition(",")[0].removeprefix("HloModule ").removeprefix("jit_")
 
     @property
     def device(self) -> int:
@@ -169,26 +176,26 @@ class MemoryReport:
         return self.timeline.fragmentation
 
     @functools.cached_property
-    def by_phase(self) -> dict[str, int]:
+    def by_phase(self) -> Breakdown:
         """Bytes at the peak by the phase that made them: state, batch, forward, loss, backward,
         recompute, update."""
-        return self._map.breakdown(lambda buffer: buffer.phase)
+        return Breakdown(self._map.breakdown(lambda buffer: buffer.phase))
 
     @functools.cached_property
-    def by_kind(self) -> dict[str, int]:
+    def by_kind(self) -> Breakdown:
         """Bytes at the peak by what they are: parameters, gradients, optimizer state, residuals,
         temporaries, workspace, outputs, model state, batch."""
-        return self._map.breakdown(lambda buffer: buffer.kind)
+        return Breakdown(self._map.breakdown(lambda buffer: buffer.kind))
 
     @functools.cached_property
-    def by_module(self) -> dict[str, int]:
+    def by_module(self) -> Breakdown:
         """Bytes at the peak by module path (``ResNet/Block_3/Conv_1``)."""
-        return self._map.breakdown(lambda buffer: buffer.module)
+        return Breakdown(self._map.breakdown(lambda buffer: buffer.module))
 
     @functools.cached_property
-    def by_source(self) -> dict[str, int]:
+    def by_source(self) -> Breakdown:
         """Bytes at the peak by the user's line that made them."""
-        return self._map.breakdown(lambda buffer: buffer.source)
+        return Breakdown(self._map.breakdown(lambda buffer: buffer.source))
 
     @property
     def live_by_kind(self) -> dict[str, np.ndarray]:
@@ -199,6 +206,11 @@ class MemoryReport:
     def phases(self) -> tuple[str, ...]:
         """The phase of what runs at each point of the schedule."""
         return self._map.phases
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Line, module and operation of what runs at each point of the schedule."""
+        return self._map.origins
 
     def fits(self, budget: int | str | None = None) -> bool:
         """Whether the device bytes are within a budget; None: what is usable on the target, which
@@ -215,10 +227,13 @@ class MemoryReport:
         budget = "100%" if budget is None else budget
         return self.device <= device_budget(budget, usable, self.target.name)
 
-    def __str__(self):
-        return report_text(self)
+    def _bytes_of(self, budget: int | str | None) -> int | None:
+        if budget is None:
+            return None
+        return device_budget(budget, self.target.usable_bytes, self.target.name)
 
-    __repr__ = __str__
+    def _parts(self) -> Iterable[Part]:
+        return report_parts(self)
 
     # ---- as files
 
@@ -226,26 +241,44 @@ class MemoryReport:
         """All figures as JSON text, which `jaxmem.diff` reads back."""
         return json.dumps(describe(self), indent=1)
 
-    def to_html(self, path: str | os.PathLike) -> None:
-        """Writes one self-contained page: the timeline to hover and zoom, the peak as a treemap by
-        module, and a sortable table of its buffers.
+    def to_html(
+        self, path: str | os.PathLike, *, budget: int | str | None = None, name: str = ""
+    ) -> None:
+        """Writes one self-contained page: whether the step fits, the timeline to hover and zoom,
+        the peak as a treemap by module, and a sortable table of its buffers.
+
+        Args:
+            path: of the file.
+            budget: bytes or text as for `fits`: a line in the timeline, and what the verdict is
+                about; None: what is usable on the target.
+            name: of the step, for the title; otherwise its function's.
 
         Raises:
+            BudgetError: the budget does not parse.
             JaxmemError: the report has no timeline.
         """
         from jaxmem.reports.drawn.page import page
 
-        pathlib.Path(path).write_text(page(describe(self)), encoding="utf-8")
+        text = page(describe(self), self._bytes_of(budget), name)
+        pathlib.Path(path).write_text(text, encoding="utf-8")
 
-    def plot(self, path: str | os.PathLike) -> None:
+    def plot(
+        self, path: str | os.PathLike, *, budget: int | str | None = None, dark: bool = False
+    ) -> None:
         """Draws the timeline stacked by kind, its peak marked, as a ``.png``, ``.svg`` or
         ``.pdf`` file. Needs matplotlib (``pip install 'jaxmem[viz]'``).
 
+        Args:
+            path: of the file.
+            budget: bytes or text as for `fits`, drawn as a line.
+            dark: for a dark page.
+
         Raises:
+            BudgetError: the budget does not parse.
             JaxmemError: the report has no timeline, matplotlib is missing, or it does not know the
                 suffix.
         """
         from jaxmem.reports.drawn.plot import check_plot, draw
 
         check_plot(path)
-        draw({"": describe(self)}, path)
+        draw({"": describe(self)}, path, self._bytes_of(budget), dark)

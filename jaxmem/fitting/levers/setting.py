@@ -6,6 +6,7 @@ from typing import Any
 from jaxmem.fitting.levers.lever import Lever
 from jaxmem.ground.errors import JaxmemError
 
+AS_IT_IS = "precision as it is"
 _levers: dict[str, Lever] = {}
 
 
@@ -52,7 +53,7 @@ class Levers:
         return {name: getattr(self, name) for name in _levers}
 
     def __str__(self):
-        parts = [] if self.precision else ["precision as it is"]
+        parts = [] if self.precision else [AS_IT_IS]
         return ", ".join(parts + [lever.text(value) for lever, value in self.used()])
 
     __repr__ = __str__

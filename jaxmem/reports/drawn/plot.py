@@ -1,9 +1,10 @@
 """The timelines of reports as pictures."""
 
+import contextlib
 import importlib.util
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
@@ -22,6 +23,8 @@ COLORS = {
     "workspace": "#d55e00",
     "outputs": "#f0e442",
 }
+LIMIT = "#d1495b"  # of a budget: read on light and on dark
+_IN_SIGHT = 1.6  # times the largest report: a budget above that is not drawn
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -54,9 +57,34 @@ def check_timeline(about: dict[str, Any]) -> None:
         )
 
 
-def draw(named: Mapping[str, dict[str, Any]], path: str | os.PathLike) -> None:
+def unit_of(most: int) -> tuple[str, int]:
+    """The unit that suits so many bytes: its name and its bytes."""
+    units = [("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("bytes", 1)]
+    return next(unit for unit in units if most >= unit[1] or unit[1] == 1)
+
+
+@contextlib.contextmanager
+def style(dark: bool) -> Iterator[None]:
+    """The colours of a light or a dark page, while a figure is made and saved."""
+    import matplotlib
+
+    ink, paper = ("#ececee", "#1f2023") if dark else ("#1d1d1f", "white")
+    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    papers = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    colors: Any = dict.fromkeys(names, ink) | dict.fromkeys(papers, paper)
+    with matplotlib.rc_context(colors):
+        yield
+
+
+def draw(
+    named: Mapping[str, dict[str, Any]],
+    path: str | os.PathLike,
+    budget: int | None = None,
+    dark: bool = False,
+) -> None:
     """Draws the timelines of reports' plain data (`MemoryReport.to_json`) below each other, to one
-    scale of bytes, with a name before each title. See `MemoryReport.plot`."""
+    scale of bytes, with a name before each title and the budget as a line. See
+    `MemoryReport.plot`."""
     check_plot(path)
     reports = list(named.values())
     for about in reports:
@@ -65,25 +93,44 @@ def draw(named: Mapping[str, dict[str, Any]], path: str | os.PathLike) -> None:
     from matplotlib.figure import Figure
 
     most = max(about["device"] for about in reports)
-    name, unit = ("GiB", 1024**3) if most >= 1024**3 else ("MiB", 1024**2)
+    high = max(most, budget) if budget and budget <= _IN_SIGHT * most else most
+    name, unit = unit_of(most)
     shown = [
         kind
         for kind in COLORS
         if any(max(about["timeline"]["live_by_kind"][kind]) > 0.002 * most for about in reports)
     ]
-    figure = Figure(figsize=(10, 0.9 + 3.7 * len(reports)), dpi=110, layout="constrained")
-    panels = figure.subplots(len(reports), squeeze=False, sharey=True)[:, 0]
-    for axes, (title, about) in zip(panels, named.items(), strict=True):
-        _panel(axes, title, about, shown, unit)
-        axes.set(ylim=(0, 1.06 * most / unit), ylabel=f"live device memory ({name})")
-    panels[-1].set_xlabel("compiled schedule (instruction)")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9)
-    figure.savefig(path)
+    with style(dark):
+        figure = Figure(figsize=(10, 0.9 + 3.7 * len(reports)), dpi=110, layout="constrained")
+        panels = figure.subplots(len(reports), squeeze=False, sharey=True)[:, 0]
+        for axes, (title, about) in zip(panels, named.items(), strict=True):
+            _panel(axes, title, about, shown, unit)
+            if budget and budget <= high:
+                _limit(axes, budget, unit)
+            axes.set(ylim=(0, 1.14 * high / unit), ylabel=f"live device memory ({name})")
+        panels[-1].set_xlabel("compiled schedule (instruction)")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(
+            handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9
+        )
+        figure.savefig(path)
+
+
+def _limit(axes, budget: int, unit: int) -> None:
+    axes.axhline(budget / unit, color=LIMIT, linewidth=1.2, linestyle="--")
+    axes.annotate(
+        f"budget {format_bytes(budget)}",
+        (0.005, budget / unit),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        fontsize=8.5,
+        color=LIMIT,
+    )
 
 
 def _panel(axes, name: str, about: dict[str, Any], kinds: list[str], unit: int) -> None:
-    """One timeline."""
+    """One timeline, with its peak's label above the curve."""
     timeline = about["timeline"]
     points = len(timeline["schedule"])
     axes.stackplot(
@@ -94,25 +141,19 @@ def _panel(axes, name: str, about: dict[str, Any], kinds: list[str], unit: int) 
         step="post",
         linewidth=0,
     )
-    axes.axhline(about["device"] / unit, color="#555", linewidth=0.8, linestyle=":")
-    axes.axvline(about["peak_point"], color="#111", linewidth=0.9, linestyle="--")
     at = about["peak_operation"]
-    told = [f"peak {format_bytes(about['peak'])}", f"{at['phase']}: {at['module']}", at["source"]]
-    left = about["peak_point"] < points / 2
+    peak, point = about["peak"] / unit, about["peak_point"]
+    axes.plot([point, point], [0, peak], color="#111", linewidth=0.9, linestyle="--")
+    told = f"peak {format_bytes(about['peak'])}, {at['phase']}: {at['module']}, {at['source']}"
+    side = "left" if point < 0.35 * points else "right" if point > 0.65 * points else "center"
     axes.annotate(
-        "\n".join(told),
-        (about["peak_point"], about["peak"] / unit),
-        xytext=(10 if left else -10, -8),
+        told,
+        (point, peak),
+        xytext=(0, 5),
         textcoords="offset points",
-        ha="left" if left else "right",
-        va="top",
+        ha=side,
+        va="bottom",
         fontsize=8.5,
-        bbox={
-            "boxstyle": "round,pad=0.35",
-            "facecolor": "white",
-            "alpha": 0.9,
-            "edgecolor": "#999",
-        },
     )
     device, target = format_bytes(about["device"]), about["target"].partition(": ")[2]
     axes.set(

@@ -1,49 +1,40 @@
-"""A memory report as text for a terminal."""
+"""A memory report as it is printed."""
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.reports.cpu import CPU_NOTE, is_cpu
-from jaxmem.reports.drawn.text import (
-    breakdown_lines,
-    buffer_lines,
-    columns,
-    fit,
-    rolled_up,
-    side_by_side,
-)
+from jaxmem.reports.drawn.breakdown import breakdown_table
+from jaxmem.reports.drawn.grouping import common_path, grouped, without_numbers
+from jaxmem.reports.drawn.tables import Part, Table
+from jaxmem.reports.drawn.text import columns, fit
+from jaxmem.reports.drawn.verdict import verdict
 
 if TYPE_CHECKING:
     from jaxmem.reports.report import MemoryReport
+    from jaxmem.reports.where.peak import Buffer
+
+_BUFFERS = 6  # rows; the page has all of them
+_PADDING = 0.01  # of the device bytes
+_EQUAL = 3  # modules of the same bytes that are worth one row
 
 
-def report_text(report: "MemoryReport", budget: int | None = None) -> str:
-    """The totals, whether they fit a budget (None: what is usable on the target) and, of what was
-    compiled for a GPU, what is alive at the peak."""
-    lines = [f"compiled for {report.target}", *_total_lines(report)]
-    of_budget = budget is not None
-    allowed = budget if of_budget else report.target.usable_bytes
-    if allowed:
-        verdict = "fits" if report.device <= allowed else "does not fit"
-        of = (
-            f"the budget of {format_bytes(allowed)}"
-            if of_budget
-            else f"{format_bytes(allowed)} usable"
-        )
-        lines.append(f"{verdict}: {_share(report.device / allowed)} of {of}")
+def report_parts(report: "MemoryReport", budget: int | None = None) -> Iterator[Part]:
+    """Whether it fits a budget (None: what is usable on the target), the totals and, of what was
+    compiled with a timeline, what is alive at the peak."""
+    yield verdict(report.device, budget, report.target.usable_bytes)
+    yield f"compiled for {report.target}"
+    yield _totals(report)
     if is_cpu(report.target):
-        lines.append(f"note: {CPU_NOTE}")
+        yield f"note: {CPU_NOTE}"
     if report.has_timeline:
-        lines += ["", *_peak_lines(report)]
-    return "\n".join(lines)
+        yield ""
+        yield from _peak(report)
 
 
-def _share(share: float) -> str:
-    text = f"{share:.0%}"
-    return "under 1%" if share and text == "0%" else text
-
-
-def _total_lines(report: "MemoryReport") -> list[str]:
+def _totals(report: "MemoryReport") -> Table:
     on_device, on_host = report.on_device, report.on_host
     rows = [
         ("argument", on_device.argument, on_host.argument),
@@ -52,24 +43,73 @@ def _total_lines(report: "MemoryReport") -> list[str]:
         ("temp", on_device.temp, on_host.temp),
         ("total", on_device.total, on_host.total),
     ]
-    return [
-        f"{'':10}{'device':>14}{'host':>14}",
-        *(f"{name:10}{format_bytes(one):>14}{format_bytes(two):>14}" for name, one, two in rows),
+    shown = [row for row in rows if any(row[1:]) or row[0] == "total"]
+    count = 2 if on_host.total or on_host.argument or on_host.temp else 1
+    cells = [
+        (name, *(format_bytes(size).rjust(14) if size else "" for size in sizes[:count]))
+        for name, *sizes in shown
     ]
+    return Table(("", "device", "host")[: count + 1], cells, left=(0,))
 
 
-def _peak_lines(report: "MemoryReport") -> list[str]:
+def _peak(report: "MemoryReport") -> Iterator[Part]:
     at = report.peak_operation
     where = " · ".join([at.operation, at.module, at.source])
     start = f"peak {format_bytes(report.peak_bytes)} in the {at.phase} phase, at "
-    return [
-        start + fit(where, columns() - len(start)),
-        "",
-        *side_by_side(
-            breakdown_lines("by phase", report.by_phase, report.device),
-            breakdown_lines("by kind", report.by_kind, report.device),
-        ),
-        *breakdown_lines("by line", report.by_source, report.device),
-        *breakdown_lines("by module", rolled_up(report.by_module), report.device),
-        *buffer_lines(report.peak),
-    ]
+    yield start + fit(where, columns() - len(start))
+    yield ""
+    whole = report.device
+    phases, kinds = (
+        breakdown_table(f"by {name}", rows, whole)
+        for name, rows in (("phase", report.by_phase), ("kind", report.by_kind))
+    )
+    yield phases, kinds
+    yield breakdown_table("by line", report.by_source, whole)
+    yield breakdown_table("by module", _rolled_up(report.by_module), whole)
+    yield _buffers(report.peak)
+    yield from _padding(report)
+
+
+def _padding(report: "MemoryReport") -> Iterator[Part]:
+    """What the tiles of a TPU cost, where that is worth a look."""
+    total = sum(one.padding for one in report.padding)
+    if total < _PADDING * report.device:
+        return
+    rows = [(format_bytes(one.padding), str(one)) for one in report.padding[:_BUFFERS]]
+    yield Table(("", ""), rows, f"padding to tiles: {format_bytes(total)}", (1,))
+
+
+def _rolled_up(rows: dict[str, int], depth: int = 2) -> dict[str, int]:
+    """Module paths cut to their first parts, those of equal bytes that differ by their number
+    as one, largest first; rows in parentheses stay last."""
+    total: Counter[str] = Counter()
+    for name, size in rows.items():
+        total[name if name.startswith("(") else "/".join(name.split("/")[:depth])] += size
+    found: dict[str, int] = {}
+    names = list(total)
+    for alike in grouped(names, lambda name: (without_numbers(name), total[name])):
+        size = total[alike[0]]
+        if len(alike) < _EQUAL:
+            found |= dict.fromkeys(alike, size)
+        else:
+            each = f"{common_path(alike)} (x {len(alike)}, {format_bytes(size)} each)"
+            found[each] = size * len(alike)
+    return dict(sorted(found.items(), key=lambda row: (row[0].startswith("("), -row[1])))
+
+
+def _buffers(buffers: "tuple[Buffer, ...]") -> Table:
+    def alike(one: "Buffer"):
+        what = one.bytes, one.shape, one.dtype, one.operation, one.source, one.phase, one.kind
+        return without_numbers(one.module), *what
+
+    groups = grouped([one for one in buffers if one.bytes], alike)
+    groups.sort(key=lambda group: -group[0].bytes * len(group))
+    rows = []
+    for group in groups[:_BUFFERS]:
+        one = group[0]
+        shape = fit(f"{one.dtype}{list(one.shape)}".replace(" ", ""), 24)
+        module = common_path([each.module for each in group])
+        where = " · ".join([one.operation, module, one.source])
+        times = f"x {len(group)}" if len(group) > 1 else ""
+        rows.append((format_bytes(one.bytes * len(group)), times, shape, one.phase, where))
+    return Table(("",) * 5, rows, "largest buffers at the peak, equal ones together", (2, 3, 4))

@@ -82,6 +82,11 @@ class Attribution:
         known = instruction in self._module.instructions
         return self._phases.of(instruction) if known else UNATTRIBUTED
 
+    def is_argument(self, instruction: str) -> bool:
+        """Whether nothing runs there."""
+        made = self._module.instructions.get(instruction)
+        return made is not None and made.opcode == "parameter"
+
     def describe(self, instruction: str) -> Origin:
         """Where an instruction of the schedule comes from."""
         made = self._module.instructions.get(instruction)

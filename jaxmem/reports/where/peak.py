@@ -88,9 +88,22 @@ class MemoryMap:
         """The phase of the instruction at each point of the schedule."""
         return tuple(map(self._attribution.phase, self.timeline.schedule))
 
+    @functools.cached_property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where the instruction at each point of the schedule comes from."""
+        return tuple(map(self._attribution.describe, self.timeline.schedule))
+
     def describe(self, point: int) -> Origin:
         """Where the instruction at a point of the schedule comes from."""
-        return self._attribution.describe(self.timeline.schedule[point])
+        live, schedule = self.timeline.live, self.timeline.schedule
+        # Compilers for TPUs have arguments where they are first read: what reads them runs there.
+        while (
+            self._attribution.is_argument(schedule[point])
+            and point + 1 < len(schedule)
+            and live[point + 1] == live[point]
+        ):
+            point += 1
+        return self._attribution.describe(schedule[point])
 
     def _origin(self, value: Value, allocation: Allocation) -> Origin:
         if not value.instruction:

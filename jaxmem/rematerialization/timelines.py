@@ -1,0 +1,36 @@
+"""Projected device bytes along a step."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_POINTS = 400  # at most
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timeline:
+    """Projected device bytes along a step.
+
+    Attributes:
+        live: bytes of the whole of ``value_and_grad(fun)``, what is reserved included, in the order
+            in which the step runs; of each stretch of a long one the most.
+        backward: the place in it where the backward pass begins.
+    """
+
+    live: tuple[int, ...] = ()
+    backward: int = 0
+
+    @classmethod
+    def of(cls, alive: Sequence[int], first: int, total: Callable[[int], int]) -> "Timeline":
+        """From bytes at every event; ``total`` adds what a plan does not count."""
+        step = max(1, -(-len(alive) // _POINTS))
+        live = (max(alive[at : at + step]) for at in range(0, len(alive), step))
+        return cls(tuple(map(total, live)), first // step)
+
+    @classmethod
+    def read(cls, fields: dict[str, Any] | None) -> "Timeline":
+        """From plain data; None: nothing is known."""
+        return cls(tuple(fields["live"]), fields["backward"]) if fields else UNKNOWN
+
+
+UNKNOWN = Timeline()
