@@ -1,16 +1,14 @@
 """Plans for TPUs that are not there, at half of the plain bytes.
 
-    python -m benchmarks.planner.tpu              # all networks, ten minutes on two cores
+    python -m benchmarks.planner.tpu              # all networks, 20 minutes on two cores
     python -m benchmarks.planner.tpu tanh U-Net   # these rows; the others stay
 
 Value and gradient of the loss, with XLA's own rematerialization pass off and its scheduler limited
 to the budget. "off" is what is compiled beside what was projected before anything was: of the
 plain network, and of dp's first plan for half of its bytes. Then `jaxmem.plan` for that budget,
 with five compilations at most; FLOPs are those of matmuls and convolutions in the optimised HLO,
-relative to the plain network's. "report" is the time to the plain network's report.
+relative to the plain network's.
 """
-
-import time
 
 import jax
 
@@ -56,7 +54,6 @@ def first_plan(loss, args, has_aux, target, budget):
 def row(name, target) -> dict:
     loss, args = CASES[name]()
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
-    began = time.monotonic()
     plain = jaxmem.memory(
         jax.value_and_grad(loss, has_aux=has_aux),
         *args,
@@ -64,7 +61,6 @@ def row(name, target) -> dict:
         compiler_options=Tpu().planned_options(),
         timeline=False,
     )
-    seconds = time.monotonic() - began
     budget = min(plain.device // 2, jaxmem.target(target).usable_bytes)
     projected_plain, projected, device = first_plan(loss, args, has_aux, target, budget)
     found = {
@@ -72,7 +68,6 @@ def row(name, target) -> dict:
         "target": target,
         "plain": f"{plain.device / GIB:.2f} GiB",
         "plain off": f"{plain.device / projected_plain - 1:+.1%}",
-        "report": f"{seconds:.1f} s",
         "budget": f"{budget / GIB:.2f} GiB",
         "first plan off": f"{device / projected - 1:+.1%}",
     }
