@@ -155,10 +155,11 @@ def together(menus: list[list[LoopOption]]) -> list[list[LoopOption]]:
     for number, menu in enumerate(menus):
         hull = [menu[0]]
         for option in menu[1:]:
+            if option.bytes >= hull[-1].bytes:
+                continue
             while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
                 hull.pop()
-            if option.bytes < hull[-1].bytes:
-                hull.append(option)
+            hull.append(option)
         for before, after in itertools.pairwise(hull):
             steps.append((_slope(before, after), number, after))
     found = [[menu[0] for menu in menus]]
