@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jaxmem
 from jaxmem.loops import Schedule, cheapest, checkpointed_scan, checkpointed_while
 from jaxmem.loops.schedules import advances
+from jaxmem.reports.xla.schedule import Transfers
 
 W = jax.random.normal(jax.random.key(0), (4, 4))
 H = jnp.ones((3, 4))
@@ -371,6 +372,20 @@ def test_compiled_bytes_are_those_projected(states):
     assert plan.compiled_bytes > 0.9 * plan.budget
 
 
+def loops_beside_copies(hlo):
+    """How many loops run between the start and the end of each copy of a scheduled program."""
+    lines = hlo.splitlines()
+    started, found = {}, []
+    for number, line in enumerate(lines):
+        name, _, operation = line.strip().partition(" = ")
+        if " async-start(" in operation:
+            started[name] = number
+        elif " async-done(" in operation:
+            start = started[operation.partition(" async-done(")[2].partition(")")[0]]
+            found.append(sum(" while(" in one for one in lines[start:number]))
+    return sorted(found)
+
+
 def test_states_wait_in_host_memory():
     """In 64 states' bytes on the device no step runs more than once more."""
     loss, args = wave(7343, 2048)
@@ -387,8 +402,9 @@ def test_states_wait_in_host_memory():
     )
     assert report.host == plan.predicted.host_bytes
     assert 0.9 < report.device / plan.projected_bytes < 1.02
-    # There and back, the two fields of a state apart.
-    assert report.transfers.count == 4
+    # There and back, the two fields of a state apart, each while a block runs.
+    assert report.transfers == Transfers(4, 4)
+    assert loops_beside_copies(report.hlo) == [1, 1, 2, 2]
     alone = jaxmem.plan(loss, *args, budget=budget, target="rtx-4090", compilations=0)
     assert alone.predicted.recompute_seconds > plan.predicted.recompute_seconds
 

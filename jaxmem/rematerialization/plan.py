@@ -147,9 +147,15 @@ class Plan:
         """What ``jax.jit(..., compiler_options=)`` needs to compile the program that was planned:
         XLA's own rematerialization pass off, and the one that makes what several scans begin with
         all at once; where bfloat16 is widened to float32, its rounding on (XLA leaves it out, and
-        keeps float32 where the program has bfloat16)."""
+        keeps float32 where the program has bfloat16); where states of a loop wait in host memory,
+        the scheduler that copies them beside its steps."""
         family = FAMILIES[self.family] if self.family else family_of(None)
-        return {**family.compiler_options, **(family.widening_options if self.widens else {})}
+        options = dict(family.compiler_options)
+        if self.widens:
+            options |= family.widening_options
+        if any(loop.schedule and loop.schedule.host for loop in self.loops):
+            options |= family.copying_options
+        return options
 
     def apply(self, fun: Callable) -> Callable:
         """``fun`` with the plan's regions: `jaxmem.remat` with ``plan=``."""
@@ -279,6 +285,7 @@ def _loop(row: dict[str, Any]) -> Loop:
         tuple(row["offloaded"]),
         schedule and Schedule(**schedule),
         row["whole"],
+        tuple(map(_loop, row.get("loops", ()))),
     )
 
 

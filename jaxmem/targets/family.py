@@ -2,6 +2,7 @@
 
 import abc
 import pathlib
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ class Family(abc.ABC):
         pass_options: those with XLA's own rematerialization pass on.
         pass_acts: above what share of a device's memory that pass would act.
         widening_options: XLA flags of a step that computes in float32 what is bfloat16.
+        copying_options: those of a step whose loops copy to host memory while they compute.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Family(abc.ABC):
     pass_options: Mapping[str, Any]
     pass_acts: float
     widening_options: Mapping[str, Any]
+    copying_options: Mapping[str, Any] = types.MappingProxyType({})
 
     @abc.abstractmethod
     def targets(self) -> dict[str, Target]:
