@@ -106,6 +106,16 @@ def loop_back(a, b):
     return out + stacked
 
 
+def loop_of_loops(a, b):
+    def outer(state, row):
+        (state, _), stacked = jax.lax.scan(body, (state, b), jnp.sin(b))
+        (state, _), _ = jax.lax.scan(body_back, (state, b), length=N - 1, reverse=True)
+        return state + row[None], jnp.sum(stacked) + row
+
+    out, stacked = jax.lax.scan(outer, a, b)
+    return out * stacked
+
+
 def loop_of_regions(a, b):
     """As `nn.scan` of `nn.remat` has it, with a region in a call, and some by a policy."""
 
@@ -191,6 +201,7 @@ OPERATIONS = {
     "scan": loop,
     "scan_back": loop_back,
     "scan_of_regions": loop_of_regions,
+    "scan_of_scans": loop_of_loops,
     "split": split,
     "gather": picked,
     "cond": branch,
@@ -218,7 +229,7 @@ def build(instructions):
 # pool, so that programs are deep, with some skips.
 OFTEN = [name for name in OPERATIONS if name != "cond" and not name.startswith("scan")]
 INSTRUCTION = st.tuples(
-    st.sampled_from([*OFTEN * 3, "cond", "scan", "scan_back", "scan_of_regions"]),
+    st.sampled_from([*OFTEN * 3, "cond", "scan", "scan_back", "scan_of_regions", "scan_of_scans"]),
     st.sampled_from([-1, -1, -1, -2, -5]),
     st.integers(-4, 9),
 )
@@ -244,15 +255,10 @@ def draw_regions(draw, program: Program, start: int, stop: int, depth: int) -> t
     return tuple(regions)
 
 
-@st.composite
-def cases(draw):
-    """A random function, and a random plan for it."""
-    fun = build(draw(st.lists(INSTRUCTION, min_size=2, max_size=7)))
-    keeps = draw(st.booleans())
-    program = read_program(trace(fun, keeps))
-    regions = draw_regions(draw, program, 0, len(program.kernels), 3)
+def draw_loops(draw, program: Program, depth: int) -> tuple[Loop, ...]:
+    """Any legal loops of the scans of a program, with others inside each."""
     loops = []
-    for number in program.scans:
+    for number in program.scans if depth else ():
         operation = program.operations[program.kernels[number].operations[-1]]
         body = operation.body
         values = [v for kernel in body.kernels for v in kernel.results if v != kernel.residuals]
@@ -265,10 +271,20 @@ def cases(draw):
             states = draw(st.integers(1, blocks))
             schedule = Schedule(operation.length, blocks, size, states) if size else None
             schedule = None if blocks == 1 else schedule
-            loops.append(Loop(number, saved, inner, (), schedule, whole))
-    plan = Plan(
-        "random", program.fingerprint, regions, tuple(loops), Predicted(0, 0, program.flops, 0)
-    )
+            inside = draw_loops(draw, body, depth - 1)
+            loops.append(Loop(number, saved, inner, (), schedule, whole, inside))
+    return tuple(loops)
+
+
+@st.composite
+def cases(draw):
+    """A random function, and a random plan for it."""
+    fun = build(draw(st.lists(INSTRUCTION, min_size=2, max_size=7)))
+    keeps = draw(st.booleans())
+    program = read_program(trace(fun, keeps))
+    regions = draw_regions(draw, program, 0, len(program.kernels), 3)
+    loops = draw_loops(draw, program, 2)
+    plan = Plan("random", program.fingerprint, regions, loops, Predicted(0, 0, program.flops, 0))
     return fun, dataclasses.replace(plan, widens=draw(st.booleans()), keeps_regions=keeps)
 
 

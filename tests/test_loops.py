@@ -1,5 +1,7 @@
 """Scans whose states are made again: values, derivatives, evaluations and bytes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jaxmem
 from jaxmem.loops import Schedule, cheapest, checkpointed_scan, checkpointed_while
 from jaxmem.loops.schedules import advances
+from jaxmem.reports.xla.schedule import Transfers
 
 W = jax.random.normal(jax.random.key(0), (4, 4))
 H = jnp.ones((3, 4))
@@ -150,6 +153,101 @@ def test_steps_run_as_often_as_the_schedule_says(length):
         assert len(ran) == length + schedule.evaluations, schedule
 
 
+@pytest.mark.parametrize("changed", ["carry", "constants", "slices"])
+def test_batched_then_staged_then_differentiated(changed):
+    """`jax.vmap` goes into a branch before the loop is differentiated: results of the loop and of
+    its derivative have the axis of the batch in one place, results that are not batched too."""
+
+    def of(schedule):
+        def one(scale, x):
+            def branch(x):
+                w = W * (scale if changed == "constants" else 1)
+                h = H * (scale if changed == "carry" else 1)
+                xs = slices(7) * (scale if changed == "slices" else 1)
+                carry = [h * x, jnp.int32(0)]
+                if schedule is None:
+                    (h, n), (y, m) = jax.lax.scan(
+                        lambda carry, x: step([w], carry, [x]), carry, xs * x
+                    )
+                else:
+                    (h, n), (y, m) = checkpointed_scan(step, [w], carry, [xs * x], schedule)
+                return jnp.sum(h * n) + jnp.sum(y * jnp.arange(7.0) * m)
+
+            return jax.lax.cond(x > -9, branch, jnp.sin, x)
+
+        return jax.grad(lambda x: jnp.sum(jax.vmap(one, (0, None))(jnp.array([1.0, 2.0]), x)))
+
+    equal(jax.jit(of(Schedule(7, 3, 2, 2)))(0.3), of(None)(0.3))
+
+
+def test_residuals_of_a_step_may_be_in_host_memory():
+    """Of a loop inside, whose residuals wait there."""
+
+    def inner(x):
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["away"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+        @functools.partial(jax.checkpoint, policy=policy)
+        def part(x):
+            return jnp.sin(jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "away"))
+
+        return part(x)
+
+    def loss(loop):
+        return lambda x: jnp.sum(loop(lambda carry: (inner(carry[0]), carry[1] + 1), x))
+
+    def unrolled(body, x):
+        carry = (x, 0)
+        for _ in range(5):
+            carry = body(carry)
+        return carry[0]
+
+    def scanned(body, x):
+        return checkpointed_scan(
+            lambda _, carry, __: ([*body(carry)], []), [], [x, jnp.int32(0)], [],
+            Schedule(5, 3, 2, 1),
+        )[0][0]  # fmt: skip
+
+    def while_loop(body, x):
+        return jaxmem.while_loop(lambda carry: carry[1] < 5, body, (x, 0))[0]
+
+    expected = jax.grad(loss(unrolled))(H)
+    for loop in (scanned, while_loop):
+        equal(jax.jit(jax.grad(loss(loop)))(H), expected)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_operands_may_be_numbers_of_python(flag):
+    """As literals of a program that is not compiled are."""
+
+    def loss(run, x):
+        def body(carry):
+            x, n, flag = carry
+            return jnp.where(flag, jnp.sin(x), x * 2), n + 1, jnp.logical_not(flag)
+
+        return jnp.sum(run(body, (x, 0, flag))[0])
+
+    def unrolled(body, carry):
+        for _ in range(5):
+            carry = body(carry)
+        return carry
+
+    def while_loop(body, carry):
+        return jaxmem.while_loop(lambda carry: carry[1] < 5, body, carry)
+
+    def scan(body, carry):
+        carry = carry[0], jnp.int64(carry[1]), jnp.bool_(carry[2])
+        return jaxmem.scan(lambda carry, _: (body(carry), None), carry, length=5, budget="1KiB")[0]
+
+    expected = jax.grad(lambda x: loss(unrolled, x))(H)
+    for run in (while_loop, scan):
+        equal(jax.grad(jax.checkpoint(lambda x, run=run: loss(run, x)))(H), expected)
+
+
 def test_under_shard_map_and_on_a_mesh():
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     spec = PartitionSpec("data"), PartitionSpec(None, "data")
@@ -208,6 +306,23 @@ def test_a_tree_of_carries_no_slices_and_no_iterations():
         equal(loss(jaxmem.scan, length, budget="2KiB")(H), loss(jax.lax.scan, length)(H), 1e-12)
 
 
+@pytest.mark.parametrize("budget", [None, "1B"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_no_iterations_take_no_bytes(budget, offload):
+    args, options = (W, H, slices(0)), {"budget": budget, "offload": offload}
+
+    def loss(scan, **options):
+        def run(w, h, xs):
+            h, y = scan(lambda h, x: (jnp.tanh(h @ w + x), jnp.sum(h)), h, xs, **options)
+            return jnp.sum(h**2) + jnp.sum(y)
+
+        return jax.value_and_grad(run, (0, 1, 2))
+
+    equal(loss(jaxmem.scan, **options)(*args), loss(jax.lax.scan)(*args))
+    plan = jaxmem.plan(lambda *args: loss(jax.lax.scan)(*args)[0], *args, offload=offload)
+    assert not plan.loops
+
+
 def test_a_budget_below_one_state_is_told():
     with pytest.raises(
         jaxmem.BudgetError,
@@ -257,6 +372,20 @@ def test_compiled_bytes_are_those_projected(states):
     assert plan.compiled_bytes > 0.9 * plan.budget
 
 
+def loops_beside_copies(hlo):
+    """How many loops run between the start and the end of each copy of a scheduled program."""
+    lines = hlo.splitlines()
+    started, found = {}, []
+    for number, line in enumerate(lines):
+        name, _, operation = line.strip().partition(" = ")
+        if " async-start(" in operation:
+            started[name] = number
+        elif " async-done(" in operation:
+            start = started[operation.partition(" async-done(")[2].partition(")")[0]]
+            found.append(sum(" while(" in one for one in lines[start:number]))
+    return sorted(found)
+
+
 def test_states_wait_in_host_memory():
     """In 64 states' bytes on the device no step runs more than once more."""
     loss, args = wave(7343, 2048)
@@ -273,8 +402,9 @@ def test_states_wait_in_host_memory():
     )
     assert report.host == plan.predicted.host_bytes
     assert 0.9 < report.device / plan.projected_bytes < 1.02
-    # There and back, the two fields of a state apart.
-    assert report.transfers.count == 4
+    # There and back, the two fields of a state apart, each while a block runs.
+    assert report.transfers == Transfers(4, 4)
+    assert loops_beside_copies(report.hlo) == [1, 1, 2, 2]
     alone = jaxmem.plan(loss, *args, budget=budget, target="rtx-4090", compilations=0)
     assert alone.predicted.recompute_seconds > plan.predicted.recompute_seconds
 

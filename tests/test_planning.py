@@ -274,6 +274,17 @@ def test_several_scans_share_a_budget_by_what_a_byte_costs():
     assert found == [[1000, 1000], [1000, 300], [1000, 200], [500, 200], [100, 200]]
 
 
+def test_of_several_scans_an_entry_that_takes_no_byte_less_is_left_out():
+    """Fewer residuals, and as much more inside."""
+
+    def menu(*entries):
+        return [LoopOption(None, *entry[:2], (0,), price=entry[2]) for entry in entries]
+
+    dear = menu((100, 0, 0), (80, 0, 1), (60, 40, 2), (50, 60, 3), (20, 60, 4), (20, 10, 9))
+    found = [[one.bytes for one in options] for options in together([dear, menu((40, 0, 0))])]
+    assert found == [[100, 40], [80, 40], [30, 40]]
+
+
 def test_a_budget_chooses_from_the_menu():
     planner = DP(loop_program(), RATES)
     assert planner.cheapest_within(planner.plain.peak).loops == ()

@@ -89,22 +89,31 @@ class _Scan:
         return self.schedule.states >= self.schedule.blocks - 1
 
     def forward(self, wanted, operands):
-        """Results, and what is kept: states, and the last block's residuals."""
+        """Results, and what is kept: states, where they are (of those in host memory, in place of
+        that, the last one, on the device), and the last block's residuals."""
         constants, carry, slices = self.parts(operands)
         schedule, walk = self.schedule, self.walk(operands, wanted)
         one = [value[0] for value in slices]
         _, made = self.step(constants, carry, one)  # its shapes; XLA leaves out the rest
         results = [stack(blank(value), schedule.length) for value in made]
-        others = schedule.blocks - 1
-        if self.keeps_all:
+        others, places = schedule.blocks - 1, None
 
-            def on(loop, at):
-                state, results = loop
-                there = self.moved(state, HOST)
-                return walk.run_on(state, at, 1, constants, slices, results), there
+        def sent(loop, at):
+            """The state before the block before this one is sent while this one runs."""
+            state, before, results = loop
+            new, results = walk.run_on(state, at, 1, constants, slices, results)
+            return (new, state, results), _moved(before, HOST)
 
-            (state, results), kept = jax.lax.scan(on, (carry, results), jnp.arange(others))
-            places = None
+        def stacked(loop, at):
+            state, results = loop
+            return walk.run_on(state, at, 1, constants, slices, results), state
+
+        if schedule.host:
+            (state, places, results), kept = jax.lax.scan(
+                sent, (carry, carry, results), jnp.arange(others)
+            )
+        elif self.keeps_all:
+            (state, results), kept = jax.lax.scan(stacked, (carry, results), jnp.arange(others))
         else:
             states, results = walk.reach(others, walk.start(carry), constants, slices, results)
             state, _, places, kept = states
@@ -134,9 +143,15 @@ class _Scan:
             _, _, more = walk.taped(state, schedule.block, start, constants, slices, None)
             return walk.untaped(bars, more, schedule.block, start, constant, slices, results_bar)
 
+        def fetched(loop, there):
+            """The state before the block before this one is fetched while this one runs."""
+            bars, state = loop
+            at, before = there
+            return (block(state, at, bars), _moved(before, DEVICE)), None
+
         def kept_one(bars, there):
             at, state = there
-            return block(self.moved(state, DEVICE), at, bars), None
+            return block(state, at, bars), None
 
         def found_one(count, loop):
             places, kept, bars = loop
@@ -148,17 +163,18 @@ class _Scan:
         others = schedule.blocks - 1
         if others == 1:
             # XLA has no loop to run once, and would make the block's residuals at any time.
-            kept, bars = jax.lax.optimization_barrier((kept, bars))
-        if self.keeps_all:
-            there = (jnp.arange(others), kept)
+            places, kept, bars = jax.lax.optimization_barrier((places, kept, bars))
+        there = (jnp.arange(others), kept)
+        if schedule.host:
+            (bars, _), _ = jax.lax.scan(fetched, (bars, places), there, reverse=True)
+        elif self.keeps_all:
             bars, _ = jax.lax.scan(kept_one, bars, there, reverse=True)
         else:
             *_, bars = jax.lax.fori_loop(0, others, found_one, (places, kept, bars))
         carry_bar, sums, slices_bar = bars
         return [*sums, *carry_bar, *slices_bar]
 
-    def moved(self, state: Arrays, space) -> Arrays:
-        """A state on its way to where it is kept, or back; numbers stay on the device."""
-        if not self.schedule.host:
-            return state
-        return [jax.device_put(x, space) if x.ndim else x for x in state]
+
+def _moved(state: Arrays, space) -> Arrays:
+    """A state on its way to host memory or back; numbers stay on the device."""
+    return [jax.device_put(x, space) if x.ndim else x for x in state]

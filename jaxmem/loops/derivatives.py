@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.jaxprs.operands import of_some
+from jaxmem.loops.axes import in_front
 from jaxmem.loops.linear import Linear
 from jaxmem.loops.tapes import no_cotangent, zeros
 
@@ -27,7 +28,7 @@ def with_backward(plain: Callable, passes: Callable[[frozenset[int]], Passes]) -
 
     @jax.custom_jvp
     def function(*operands):
-        return plain(*operands)
+        return tuple(in_front(plain(*operands), operands))
 
     @functools.partial(function.defjvp, symbolic_zeros=True)
     def of_function(operands, tangents):
@@ -40,7 +41,8 @@ def with_backward(plain: Callable, passes: Callable[[frozenset[int]], Passes]) -
         @jax.custom_jvp
         def kept_of(*operands):
             forward, _ = passes(wanted)
-            return forward(operands)
+            results, residuals = forward(operands)
+            return tuple(in_front(results, operands)), residuals
 
         @functools.partial(kept_of.defjvp, symbolic_zeros=True)
         def of_kept(operands, tangents):

@@ -91,6 +91,7 @@ def _linear() -> Primitive:
 
 
 def _run(*values, rule: Linear, count: int):
+    values = tuple(map(jnp.asarray, values))  # literals of a jaxpr are numbers of Python's
     return rule.run(list(values[:count]), list(values[count:]))
 
 

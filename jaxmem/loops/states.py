@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.jaxprs.placement import varying
+from jaxmem.jaxprs.placement import HOST, memory_space, varying
 from jaxmem.loops.tapes import Step, Tape
 
 Arrays = list[Any]
@@ -184,4 +184,5 @@ def carried(cotangents: Mapping[int, Any], carry: Arrays) -> Arrays:
 def _filled(aval, count: int, fill: int):
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return None
-    return varying(jnp.full((count, *aval.shape), fill, aval.dtype), aval)
+    filled = varying(jnp.full((count, *aval.shape), fill, aval.dtype), aval)
+    return jax.device_put(filled, HOST) if memory_space(aval) is HOST else filled

@@ -8,15 +8,13 @@ program.
 import bisect
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 
-import numpy as np
-
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
-from jaxmem.planning.loops import LoopOption, loop_options, plain_option
+from jaxmem.planning.loops import loop_options, plain_option
+from jaxmem.planning.options import LoopOption, together
 from jaxmem.planning.rates import Rates, of_each
 from jaxmem.planning.regions import Loop, Region, place_of
 from jaxmem.planning.rows import Spans, policies, row, tilings
@@ -52,7 +50,6 @@ _WORTH = 0.95  # of the last peak: worth one more round. Chosen: 0.9 and 0.975 c
 _NEAR = 1.02
 # Blocks more than a straight line between all of them and none says that a budget asks for. Chosen.
 _BLOCKS_MORE = 3
-_TOGETHER = 200  # ways to run several scans. Chosen, as `loops._OPTIONS`.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,34 +144,6 @@ class DP:
             (layout for layout in found if layout.seconds <= forward),
             key=lambda layout: (layout.peak, layout.price),
         )
-
-
-def together(menus: list[list[LoopOption]]) -> list[list[LoopOption]]:
-    """Ways to run all scans, from the lowest price to the fewest bytes: one menu as it is; of
-    several the next entry always of that where a byte less costs the least."""
-    if len(menus) == 1:
-        return [[option] for option in menus[0]]
-    steps = []
-    for number, menu in enumerate(menus):
-        hull = [menu[0]]
-        for option in menu[1:]:
-            while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
-                hull.pop()
-            if option.bytes < hull[-1].bytes:
-                hull.append(option)
-        for before, after in itertools.pairwise(hull):
-            steps.append((_slope(before, after), number, after))
-    found = [[menu[0] for menu in menus]]
-    for _, number, option in sorted(steps, key=lambda step: step[:2]):
-        found.append([*found[-1][:number], option, *found[-1][number + 1 :]])
-    if len(found) > _TOGETHER:
-        found = [found[int(at)] for at in np.linspace(0, len(found) - 1, _TOGETHER)]
-    return found
-
-
-def _slope(before: LoopOption, option: LoopOption) -> float:
-    """The price of each byte that an option takes less."""
-    return (option.price - before.price) / (before.bytes - option.bytes)
 
 
 class Variant:

@@ -9,9 +9,9 @@ import dataclasses
 
 import numpy as np
 
-from jaxmem.loops import IN_FLIGHT, Schedule, cheapest, on_host
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
+from jaxmem.planning.options import Body, LoopOption, together
 from jaxmem.planning.rates import DEAR, Rates, of_each
 from jaxmem.planning.regions import Loop, place_of
 from jaxmem.planning.simulate import simulate_block
@@ -27,190 +27,134 @@ _OPTIONS = 200
 # Of the time of a body: how much of it copies to and from the host may run beside. Chosen, until
 # benchmarks/gpu_offload.py has run; a quarter and all of it change no plan of that scan.
 _OVERLAP = 0.5
-# The bytes of schedules in a menu are so many times apart. Chosen: a plan asks for the schedule of
-# the bytes that are left to it anyway (`LoopOption.with_room`).
-_STEP = 1.2
-_BODIES = 12  # ways to run a body that have schedules
+_BODIES = 16  # ways to run a body that have schedules
+# Ways to run the scans of a body are at least so many times apart in bytes. Chosen: the schedules
+# of the loop around them fill what is left.
+_APART = 1.5
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoopOption:
-    """One way to run a scan: bytes of its residuals, on the device and on the host, and inside its
-    derivative, the place where those peak, and what its backward pass runs again in all
-    iterations, with its price (`Rates.price`); ``body`` are the figures of one iteration."""
-
-    loop: Loop | None
-    residuals: int
-    inside: int
-    place: tuple[int, ...]
-    flops: int = 0
-    moved: int = 0
-    seconds: float = 0.0
-    price: float = 0.0
-    host: int = 0
-    body: "_Body | None" = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes on the device in its derivative."""
-        return self.residuals + self.inside
-
-    def with_room(self, room: int) -> "LoopOption | None":
-        """The same body by the schedule with the fewest evaluations that takes so many bytes."""
-        return self.body.scheduled(room) if self.body else None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Body:
-    """A way to run the iterations of a scan: what one of them keeps (``step`` bytes, ``carried``
-    among it: what it needs of the carry, which has ``state`` bytes) and has inside, what its
-    derivative runs again, and what the iteration itself costs."""
-
-    loop: Loop
-    carried: tuple[int, ...]
-    length: int
-    state: int
-    step: int
-    inside: int
-    place: tuple[int, ...]
-    again: tuple[float, float, float, float]  # FLOPs, bytes moved, seconds, price
-    forward: tuple[float, float, float, float]
-
-    @property
-    def bytes(self) -> int:
-        return self.length * self.step + self.inside
-
-    def option(self, schedule: Schedule | None = None) -> LoopOption:
-        """The iterations one after the other, or by a schedule."""
-        runs, inside, residuals = 0, self.inside, self.length * self.step
-        if schedule:
-            runs = schedule.evaluations
-            residuals = schedule.states * self.state
-            inside += self.state  # the one that the loop is at
-            if (
-                schedule.host or not schedule.single
-            ):  # else the step's residuals are inside, or that state
-                residuals += schedule.tail * self.step
-                inside += max(schedule.block - schedule.tail, 0) * self.step
-        flops, moved, seconds, price = (
-            self.length * again + runs * forward
-            for again, forward in zip(self.again, self.forward, strict=True)
-        )
-        loop = dataclasses.replace(self.loop, schedule=schedule)
-        return LoopOption(
-            loop, residuals, inside, self.place, int(flops), int(moved), seconds, price, body=self
-        )
-
-    def scheduled(self, room: int) -> LoopOption | None:
-        """By a schedule whose residuals, and what is inside, take at most so many bytes."""
-        left = room - self.inside - self.state
-        states = min(left // max(self.state, 1), self.length)
-        found = []
-        schedule = cheapest(self.length, self.state, self.step, left)
-        if schedule and schedule.blocks > 1:
-            found.append(schedule)
-        if states >= 1 and self.length > 1:
-            found.append(Schedule(self.length, self.length, 1, states))
-        best = min(found, key=lambda schedule: schedule.evaluations, default=None)
-        return self.option(best) if best else None
-
-    def on_host(self, room: int, host: float) -> LoopOption | None:
-        """By a schedule whose states wait in host memory, copied at so many bytes a second."""
-        left = room - self.inside - self.state
-        schedule = on_host(self.length, self.state, self.step, left)
-        if schedule is None:
-            return None
-        option = self.option(schedule)
-        # There and back, with nothing beside: XLA does not copy while the loop of a block runs.
-        # A second of it counts as much as one of the steps that it spares.
-        exposed = 2 * schedule.states * self.state / host
-        counts = self.forward[3] / self.forward[2] if self.forward[2] else DEAR
-        return dataclasses.replace(
-            option,
-            residuals=schedule.tail * self.step,
-            inside=option.inside + IN_FLIGHT * self.state,
-            seconds=option.seconds + exposed,
-            price=option.price + counts * exposed,
-            host=schedule.states * self.state,
-            body=None,
-        )
-
-    def menu(self, host: float) -> list[LoopOption]:
-        """Schedules from the most bytes to the least; with a link to the host, of so many bytes a
-        second, those with states there too."""
-        found: list[LoopOption] = []
-        for scheduled in (self.scheduled, *[lambda room: self.on_host(room, host)] * bool(host)):
-            room = float(self.bytes)
-            while option := scheduled(int(room)):
-                found.append(option)
-                room = min(room / _STEP, option.bytes - 1)
-        return found
+Costs = tuple[float, float, float, float]  # FLOPs, bytes moved, seconds, price
 
 
 def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption]:
     """The menu of one scan: as it is, then the Pareto front of residuals, bytes inside and price,
-    the lowest price first. With a link to the host residuals may wait there."""
+    the lowest price first. With a link to the host residuals may wait there. Scans inside an
+    iteration come with menus of their own."""
     operation = program.operation_of(kernel)
     body = operation.body
     assert body is not None
     plain = plain_option(program, kernel)
     if any(inner.is_region for inner in body.operations):
         return [plain]  # the user has placed regions: theirs it is
-    seconds, prices = of_each(body, rates.seconds), of_each(body, rates.price)
-    blocks = Blocks(body, prices, _LEVELS, _sets(body, prices), gradients=True)
-    slot = max(plain.inside // _SLOTS + 1, 1)
-    solution = Solution(blocks.chain(slot), 2 * _SLOTS)
-
-    def costs(runs) -> tuple[float, float, float, float]:
-        return (
-            sum(body.kernels[k].flops * n for k, n in runs),
-            sum(body.kernels[k].moved * n for k, n in runs),
-            sum(seconds[k] * n for k, n in runs),
-            sum(prices[k] * n for k, n in runs),
-        )
-
-    forward = costs([(number, 1) for number in range(len(body.kernels))])
-    state = sum(body.sizes[value] for value in operation.carry)
-    bodies: list[_Body] = []
-    for level, saved in enumerate(blocks.levels):
-        for memory in _memories(solution, level):
-            regions = blocks.regions(solution.inner(level, 0, solution.count, memory))
-            cost = simulate_block(body, 0, len(body.kernels), saved, regions)
-            carried = tuple(sorted(cost.read.intersection(operation.carry)))
-            read = tuple(sorted(cost.read.intersection(saved)))
-            step = sum(body.sizes[value] for value in (*carried, *read))
-            bodies.append(
-                _Body(
-                    Loop(kernel, read, regions),
-                    carried,
-                    operation.length,
-                    state,
-                    step,
-                    cost.peak,
-                    place_of(regions, cost.at),
-                    costs(cost.runs.items()),
-                    forward,
-                )
-            )
+    iterations = [_Iteration(program, kernel, rates, inner) for inner in _inside(body, rates)]
+    first, *others = iterations
+    bodies = first.saving()
     found = [one.option() for one in bodies]
     if rates.host:
+        seconds = first.forward[2]
         for one in bodies:
             for values in {one.carried, (*one.carried, *one.loop.saved)} - {()}:
-                found.append(_offloaded(one.option(), values, operation, forward[2], rates))
-    each = plain.residuals // max(operation.length, 1) + operation.results
-    whole = Loop(kernel, whole=True)
-    none = (0, 0, 0, 0)
-    bodies.append(
-        _Body(whole, (), operation.length, state, each, plain.inside, plain.place, none, forward)
-    )
-    for one in _undominated(bodies):
-        found += one.menu(rates.host)
+                found.append(_offloaded(one.option(), values, operation, seconds, rates))
+    if others:  # where the inner ones take the fewest bytes, what is beside them counts
+        bodies += others[-1].saving()
+    bodies += [one.whole() for one in iterations]
+    found += [one.option() for one in bodies if one.loop.loops]
+    bodies = _undominated(bodies)
+    for one in bodies:
+        for option in one.menu(rates.host):
+            own = () if option.host else tuple(bodies)
+            found.append(dataclasses.replace(option, bodies=own))
     return [plain, *_pareto(found)]
 
 
-def _undominated(bodies: list[_Body]) -> list[_Body]:
+def _inside(body: Program, rates: Rates) -> list[list[LoopOption]]:
+    """Ways to run the scans of a body: as they are, then some with fewer and fewer bytes."""
+    rates = dataclasses.replace(rates, host=0.0)  # one loop at a time copies to the host
+    menus = [loop_options(body, scan, rates) for scan in body.scans]
+    ways = together(menus) if menus else [[]]
+    found = [ways[0]]
+    for way in ways[1:]:
+        if _bytes(way) * _APART <= _bytes(found[-1]) or way is ways[-1]:
+            found.append(way)
+    return found
+
+
+def _bytes(way: list[LoopOption]) -> int:
+    return sum(option.bytes for option in way)
+
+
+class _Iteration:
+    """One iteration of a scan whose own scans are decided."""
+
+    def __init__(self, program: Program, kernel: int, rates: Rates, inner: list[LoopOption]):
+        self.kernel, self.operation = kernel, program.operation_of(kernel)
+        body = self.operation.body
+        assert body is not None
+        decided = dict(zip(body.scans, inner, strict=True))
+        self.loops = tuple(option.loop for option in inner if option.loop)
+        self.body = body.with_loops({n: (o.residuals, o.inside) for n, o in decided.items()})
+        self.seconds = of_each(self.body, rates.seconds)
+        self.prices = of_each(self.body, rates.price)
+        self.inner = inner
+        self.plain = plain_option(program, kernel)
+        self.forward = self.costs([(number, 1) for number in range(len(body.kernels))])
+        self.state = sum(body.sizes[value] for value in self.operation.carry)
+        # What JAX stacks of the inner loops, and what their schedules have in its place.
+        self.more = sum(o.residuals - body.residual_bytes(n) for n, o in decided.items() if o.loop)
+
+    def costs(self, runs, inner: list[LoopOption] | None = None) -> Costs:
+        """Of kernels that run, as often as they do, and of what inner loops run again."""
+        kernels, more = self.body.kernels, inner or []
+        return (
+            sum(kernels[k].flops * n for k, n in runs) + sum(one.flops for one in more),
+            sum(kernels[k].moved * n for k, n in runs) + sum(one.moved for one in more),
+            sum(self.seconds[k] * n for k, n in runs) + sum(one.seconds for one in more),
+            sum(self.prices[k] * n for k, n in runs) + sum(one.price for one in more),
+        )
+
+    def whole(self) -> Body:
+        """All that its derivative reads is saved."""
+        length, body = self.operation.length, self.body
+        cost = simulate_block(body, 0, len(body.kernels), frozenset())
+        each = self.plain.residuals // max(length, 1) + self.operation.results + self.more
+        return Body(
+            Loop(self.kernel, whole=True, loops=self.loops), (), length, self.state, each,
+            cost.peak, (cost.at,), self.costs([], self.inner), self.forward,
+        )  # fmt: skip
+
+    def saving(self) -> list[Body]:
+        """A part is saved, for each level of what is saved and each memory inside."""
+        body, prices, operation = self.body, self.prices, self.operation
+        peak = simulate_block(body, 0, len(body.kernels), frozenset()).peak
+        blocks = Blocks(body, prices, _LEVELS, _sets(body, prices), gradients=True)
+        slot = max(peak // _SLOTS + 1, 1)
+        solution = Solution(blocks.chain(slot), 2 * _SLOTS)
+        found: list[Body] = []
+        for level, saved in enumerate(blocks.levels):
+            for memory in _memories(solution, level):
+                regions = blocks.regions(solution.inner(level, 0, solution.count, memory))
+                cost = simulate_block(body, 0, len(body.kernels), saved, regions)
+                carried = tuple(sorted(cost.read.intersection(operation.carry)))
+                read = tuple(sorted(cost.read.intersection(saved)))
+                step = sum(body.sizes[value] for value in (*carried, *read))
+                found.append(
+                    Body(
+                        Loop(self.kernel, read, regions, loops=self.loops),
+                        carried,
+                        operation.length,
+                        self.state,
+                        step,
+                        cost.peak,
+                        place_of(regions, cost.at),
+                        self.costs(cost.runs.items(), self.inner),
+                        self.forward,
+                    )
+                )
+        return found
+
+
+def _undominated(bodies: list[Body]) -> list[Body]:
     """The bodies that no other betters in bytes kept, bytes inside and price."""
-    found: list[_Body] = []
+    found: list[Body] = []
     for one in sorted(bodies, key=lambda one: (one.again[3], one.step, one.inside)):
         if all(one.step < other.step or one.inside < other.inside for other in found):
             found.append(one)
@@ -239,7 +183,6 @@ def _offloaded(
         seconds=option.seconds + exposed,
         price=option.price + DEAR * exposed,
         host=scan.length * moved,
-        body=None,
     )
 
 

@@ -34,6 +34,7 @@ class Loop:
     ``kernel`` is its number in the program; values and ``regions`` are by the numbers of the body's
     own program. With a ``schedule`` states are kept for some iterations alone, and the others run
     again. ``whole`` is a body that is not recomputed: all that its derivative reads is saved.
+    ``loops`` are the scans of the body that are not left as they are.
     """
 
     kernel: int
@@ -42,3 +43,4 @@ class Loop:
     offloaded: tuple[int, ...] = ()
     schedule: Schedule | None = None
     whole: bool = False
+    loops: "tuple[Loop, ...]" = ()

@@ -159,11 +159,11 @@ class Program:
 
     @functools.cached_property
     def scans(self) -> list[int]:
-        """Numbers of the kernels that are a `scan`."""
+        """Numbers of the kernels that are a `scan` that runs."""
         return [
             index
-            for index, kernel in enumerate(self.kernels)
-            if self.operations[kernel.operations[-1]].name == "scan"
+            for index in range(len(self.kernels))
+            if (last := self.operation_of(index)).name == "scan" and last.length
         ]
 
     @functools.cached_property

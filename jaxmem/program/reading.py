@@ -99,6 +99,8 @@ def _held(step: Step, constant: list[bool], read: Set[int]) -> _Held:
     """What a step holds whose operands are ``constant`` or not, and whose results are ``read`` or
     not."""
     if step.primitive == "scan":
+        if not step.equation.params["length"]:
+            return _Held()
         return _of_scan(step, constant, [value in read for value in step.outputs])
     if is_region(step.equation):
         called = called_jaxpr(step.equation)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence, Set
 
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.planning import Layout, Rates, Region, simulate_block
+from jaxmem.planning import Layout, Loop, Rates, Region, simulate_block
 from jaxmem.program import Program
 
 
@@ -41,7 +41,11 @@ class Row:
 
 def rows_of(program: Program, layout: Layout):
     yield from _region_rows(program, layout.regions, 0)
-    for loop in layout.loops:
+    yield from _loop_rows(program, layout.loops, 0)
+
+
+def _loop_rows(program: Program, loops: Sequence[Loop], depth: int):
+    for loop in loops:
         operation = program.operation_of(loop.kernel)
         assert operation.body is not None
         sizes, length, kept = operation.body.sizes, operation.length, operation.length
@@ -55,8 +59,9 @@ def rows_of(program: Program, layout: Layout):
                 "forward passes more)"
             )
         whole = Region(0, len(operation.body.kernels), loop.saved, loop.regions)
-        for row in _region_rows(operation.body, [whole], 0):
-            first = f"{length} x scan{parts}: {row.first}" if not row.depth else row.first
+        for row in _region_rows(operation.body, [whole], depth):
+            outermost = row.depth == depth
+            first = f"{length} x scan{parts}: {row.first}" if outermost else row.first
             yield Row(
                 row.depth,
                 first,
@@ -65,6 +70,7 @@ def rows_of(program: Program, layout: Layout):
                 row.kept_bytes * kept,
                 row.flops * length * (not loop.whole),
             )
+        yield from _loop_rows(operation.body, loop.loops, depth + 1)
 
 
 def _region_rows(program: Program, regions: Sequence[Region], depth: int):
@@ -94,7 +100,11 @@ def choices_of(program: Program, rates: Rates, layout: Layout):
     saved = {value for region in layout.regions for value in _saved(region)}
     wrapped = {k for region in layout.regions for k in range(region.start, region.stop)}
     yield from _values(program, rates, saved, wrapped, layout.runs, "", frozenset())
-    for loop in layout.loops:
+    yield from _loop_choices(program, rates, layout.loops, "")
+
+
+def _loop_choices(program: Program, rates: Rates, loops: Sequence[Loop], around: str):
+    for loop in loops:
         operation = program.operation_of(loop.kernel)
         body = operation.body
         assert body is not None
@@ -105,8 +115,9 @@ def choices_of(program: Program, rates: Rates, layout: Layout):
         # Every run of the body is in the backward pass, beside one in the forward pass.
         runs = {number: times + 1 for number, times in cost.runs.items()}
         everything = set(range(len(body.kernels)))
-        times, offloaded = f"{operation.length} x ", frozenset(loop.offloaded)
+        times, offloaded = f"{around}{operation.length} x ", frozenset(loop.offloaded)
         yield from _values(body, rates, saved, everything, runs, times, offloaded)
+        yield from _loop_choices(body, rates, loop.loops, times)
 
 
 def _values(program, rates: Rates, saved, wrapped, runs, times: str, offloaded: Set[int]):

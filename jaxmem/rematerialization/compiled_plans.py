@@ -236,7 +236,7 @@ class CompiledPlans:
     def options(self, plan: Plan) -> dict[str, Any]:
         """XLA flags of a plan, without what is reserved for the rest of the step."""
         limit = None if plan.budget is None else plan.budget - plan.reserved
-        return family_of(self.target.known).planned_options(limit, plan.widens)
+        return plan.options_within(limit)
 
     def begin(self, plan: Plan, options: dict[str, Any]) -> Compiling:
         """A plan, traced and lowered."""

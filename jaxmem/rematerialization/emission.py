@@ -273,7 +273,8 @@ class _Emission:
         constants = [*body.consts, *operands[parts.body_consts]]
         carry, slices = operands[parts.carry], operands[parts.carry.stop :]
         region = Region(0, len(program.kernels), loop.saved, loop.regions)
-        emission = _Emission(body, program, {}, () if loop.whole else [region])
+        loops = {inner.kernel: inner for inner in loop.loops}
+        emission = _Emission(body, program, loops, () if loop.whole else [region])
         emission.saved |= frozenset(loop.offloaded)
         options = equation.params
 

@@ -154,9 +154,15 @@ class Plan(Printed):
         """What ``jax.jit(..., compiler_options=)`` needs to compile the program that was planned:
         XLA's own rematerialization pass off, and the one that makes what several scans begin with
         all at once; where bfloat16 is widened to float32, its rounding on (XLA leaves it out, and
-        keeps float32 where the program has bfloat16); for a TPU, the budget as the limit of what
+        keeps float32 where the program has bfloat16); where states of a loop wait in host memory,
+        the scheduler that copies them beside its steps; for a TPU, the budget as the limit of what
         its scheduler spends."""
-        return self._family.planned_options(self.budget, self.widens)
+        return self.options_within(self.budget)
+
+    def options_within(self, limit: int | None) -> dict[str, Any]:
+        """`compiler_options` for a program that may take so many bytes of a device."""
+        copies = any(loop.schedule and loop.schedule.host for loop in self.loops)
+        return self._family.planned_options(limit, self.widens, copies)
 
     @property
     def rules(self) -> Rules:
@@ -308,6 +314,7 @@ def _loop(row: dict[str, Any]) -> Loop:
         tuple(row["offloaded"]),
         schedule and Schedule(**schedule),
         row["whole"],
+        tuple(map(_loop, row.get("loops", ()))),
     )
 
 

@@ -2,6 +2,7 @@
 
 import abc
 import pathlib
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,11 +27,12 @@ class Family(abc.ABC):
             values long before they are read.
         pass_options: those with XLA's own rematerialization pass on.
         pass_acts: above what share of a device's memory that pass would act.
+        widening_options: XLA flags of a step that computes in float32 what is bfloat16.
+        copying_options: those of a step whose loops copy to host memory while they compute.
         limit_option: the XLA flag that tells it how many MiB of a device it may use, all of which
             its scheduler spends; empty: it takes what it needs.
         rules: how it fuses and lays out.
         checks_code: whether `jaxmem.fit` has code generated for the step that it returns.
-        widening_options: XLA flags of a step that computes in float32 what is bfloat16.
     """
 
     name: str
@@ -43,14 +45,21 @@ class Family(abc.ABC):
     pass_options: Mapping[str, Any]
     pass_acts: float
     widening_options: Mapping[str, Any]
+    copying_options: Mapping[str, Any] = types.MappingProxyType({})
     limit_option: str = ""
     rules: Rules = Rules()
     checks_code: bool = True
 
-    def planned_options(self, limit: int | None = None, widens: bool = False) -> dict[str, Any]:
-        """XLA flags of a step that jaxmem planned for so many bytes of a device, and that computes
-        in float32 what is bfloat16, or not."""
-        options = {**self.compiler_options, **(self.widening_options if widens else {})}
+    def planned_options(
+        self, limit: int | None = None, widens: bool = False, copies: bool = False
+    ) -> dict[str, Any]:
+        """XLA flags of a step that jaxmem planned for so many bytes of a device; that computes in
+        float32 what is bfloat16, or not; whose loops copy to host memory, or not."""
+        options = dict(self.compiler_options)
+        if widens:
+            options |= self.widening_options
+        if copies:
+            options |= self.copying_options
         if self.limit_option and limit is not None:
             options[self.limit_option] = max(limit >> 20, 1)
         return options

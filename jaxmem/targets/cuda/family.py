@@ -30,6 +30,8 @@ class Cuda(Family):
     pass_acts = 0.75
     # Else XLA leaves casts out, and keeps float32 where the program has bfloat16.
     widening_options = {"xla_allow_excess_precision": False}  # noqa: RUF012
+    # Else XLA's schedule has the two halves of a copy beside one another.
+    copying_options = {"xla_gpu_enable_latency_hiding_scheduler": True}  # noqa: RUF012
 
     def targets(self) -> dict[str, Target]:
         """The GPUs of ``targets.csv``."""

@@ -1,0 +1,161 @@
+"""One way to run a scan, what it costs, and ways to run several."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from jaxmem.loops import IN_FLIGHT, Schedule, cheapest, on_host
+from jaxmem.planning.rates import DEAR
+from jaxmem.planning.regions import Loop
+
+# The bytes of schedules in a menu are so many times apart. Chosen: a plan asks for the schedule of
+# the bytes that are left to it anyway (`LoopOption.with_room`).
+_STEP = 1.2
+_TOGETHER = 200  # ways to run several scans. Chosen, as `loops._OPTIONS`.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopOption:
+    """One way to run a scan: bytes of its residuals, on the device and on the host, and inside its
+    derivative, the place where those peak, and what its backward pass runs again in all
+    iterations, with its price (`Rates.price`); ``bodies`` are ways to run one iteration that have
+    other schedules."""
+
+    loop: Loop | None
+    residuals: int
+    inside: int
+    place: tuple[int, ...]
+    flops: int = 0
+    moved: int = 0
+    seconds: float = 0.0
+    price: float = 0.0
+    host: int = 0
+    bodies: "tuple[Body, ...]" = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on the device in its derivative."""
+        return self.residuals + self.inside
+
+    def with_room(self, room: int) -> "LoopOption | None":
+        """The body and the schedule for the lowest price that take at most so many bytes."""
+        found = filter(None, (body.scheduled(room) for body in self.bodies))
+        return min(found, key=lambda option: option.price, default=None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Body:
+    """A way to run the iterations of a scan: what one of them keeps (``step`` bytes, ``carried``
+    among it: what it needs of the carry, which has ``state`` bytes) and has inside, what its
+    derivative runs again, and what the iteration itself costs."""
+
+    loop: Loop
+    carried: tuple[int, ...]
+    length: int
+    state: int
+    step: int
+    inside: int
+    place: tuple[int, ...]
+    again: tuple[float, float, float, float]  # FLOPs, bytes moved, seconds, price
+    forward: tuple[float, float, float, float]
+
+    @property
+    def bytes(self) -> int:
+        return self.length * self.step + self.inside
+
+    def option(self, schedule: Schedule | None = None) -> LoopOption:
+        """The iterations one after the other, or by a schedule."""
+        runs, inside, residuals = 0, self.inside, self.length * self.step
+        if schedule:
+            runs = schedule.evaluations
+            residuals = schedule.states * self.state
+            inside += self.state  # the one that the loop is at
+            if (
+                schedule.host or not schedule.single
+            ):  # else the step's residuals are inside, or that state
+                residuals += schedule.tail * self.step
+                inside += max(schedule.block - schedule.tail, 0) * self.step
+        flops, moved, seconds, price = (
+            self.length * again + runs * forward
+            for again, forward in zip(self.again, self.forward, strict=True)
+        )
+        loop = dataclasses.replace(self.loop, schedule=schedule)
+        return LoopOption(
+            loop, residuals, inside, self.place, int(flops), int(moved), seconds, price
+        )
+
+    def scheduled(self, room: int) -> LoopOption | None:
+        """By a schedule whose residuals, and what is inside, take at most so many bytes."""
+        left = room - self.inside - self.state
+        states = min(left // max(self.state, 1), self.length)
+        found = []
+        schedule = cheapest(self.length, self.state, self.step, left)
+        if schedule and schedule.blocks > 1:
+            found.append(schedule)
+        if states >= 1 and self.length > 1:
+            found.append(Schedule(self.length, self.length, 1, states))
+        best = min(found, key=lambda schedule: schedule.evaluations, default=None)
+        return self.option(best) if best else None
+
+    def on_host(self, room: int, host: float) -> LoopOption | None:
+        """By a schedule whose states wait in host memory, copied at so many bytes a second."""
+        left = room - self.inside - self.state
+        schedule = on_host(self.length, self.state, self.step, left)
+        if schedule is None:
+            return None
+        option = self.option(schedule)
+        # There beside a block's steps, and back beside those and their derivatives. A second of
+        # what is not hidden counts as much as one of the steps that it spares.
+        link, forward = self.state / host, schedule.block * self.forward[2]
+        beside = (forward, 3 * forward + schedule.block * self.again[2])
+        exposed = schedule.states * sum(max(link - time, 0.0) for time in beside)
+        counts = self.forward[3] / self.forward[2] if self.forward[2] else DEAR
+        return dataclasses.replace(
+            option,
+            residuals=schedule.tail * self.step,
+            inside=option.inside + IN_FLIGHT * self.state,
+            seconds=option.seconds + exposed,
+            price=option.price + counts * exposed,
+            host=schedule.states * self.state,
+        )
+
+    def menu(self, host: float) -> list[LoopOption]:
+        """Schedules from the most bytes to the least; with a link to the host, of so many bytes a
+        second, those with states there too."""
+        found: list[LoopOption] = []
+        for scheduled in (self.scheduled, *[lambda room: self.on_host(room, host)] * bool(host)):
+            room = float(self.bytes)
+            while option := scheduled(int(room)):
+                found.append(option)
+                room = min(room / _STEP, option.bytes - 1)
+        return found
+
+
+def together(menus: list[list[LoopOption]]) -> list[list[LoopOption]]:
+    """Ways to run all scans, from the lowest price to the fewest bytes: one menu as it is; of
+    several the next entry always of that where a byte less costs the least."""
+    if len(menus) == 1:
+        return [[option] for option in menus[0]]
+    steps = []
+    for number, menu in enumerate(menus):
+        hull = [menu[0]]
+        for option in menu[1:]:
+            if option.bytes >= hull[-1].bytes:
+                continue
+            while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
+                hull.pop()
+            hull.append(option)
+        for before, after in itertools.pairwise(hull):
+            steps.append((_slope(before, after), number, after))
+    found = [[menu[0] for menu in menus]]
+    for _, number, option in sorted(steps, key=lambda step: step[:2]):
+        found.append([*found[-1][:number], option, *found[-1][number + 1 :]])
+    if len(found) > _TOGETHER:
+        found = [found[int(at)] for at in np.linspace(0, len(found) - 1, _TOGETHER)]
+    return found
+
+
+def _slope(before: LoopOption, option: LoopOption) -> float:
+    """The price of each byte that an option takes less."""
+    return (option.price - before.price) / (before.bytes - option.bytes)
