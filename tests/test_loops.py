@@ -1,6 +1,7 @@
 """Scans whose states are made again: values, derivatives, evaluations and bytes."""
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -370,6 +371,26 @@ def test_compiled_bytes_are_those_projected(states):
     assert plan.loops[0].schedule
     assert 0.95 < plan.compiled_bytes / plan.projected_bytes < 1.05
     assert plan.compiled_bytes > 0.9 * plan.budget
+
+
+def test_a_million_steps_are_planned_and_traced_as_fast_as_a_thousand():
+    def loss(medium, source):
+        def body(u, value):
+            return u + medium * jnp.sin(u) + value, None
+
+        return jnp.sum(jax.lax.scan(body, jnp.ones((256, 256)), source)[0])
+
+    sizes = []
+    for length in (1000, 10**6):
+        args = [jnp.ones((256, 256)), jax.ShapeDtypeStruct((length,), jnp.float64)]
+        budget = f"{2**25 + 16 * length}B"
+        began = time.process_time()
+        plan = jaxmem.plan(loss, *args, budget=budget, target="rtx-4090", compilations=0)
+        assert plan.loops[0].schedule.length == length
+        traced = jax.make_jaxpr(jax.grad(plan.apply(loss)))(*args)
+        assert time.process_time() - began < 5  # some 0.3 s
+        sizes.append(str(traced).count("\n"))
+    assert sizes[1] < 1.1 * sizes[0]
 
 
 def loops_beside_copies(hlo):

@@ -115,8 +115,9 @@ def body_of(loop, loss, args, target):
     program = TracedFunction(loss, args, {}, 0).program
     rates = Constraints.parse(None, 0, target, "dp").rates
     for option in loop_options(program, loop.kernel, rates):
-        if option.body and dataclasses.replace(option.body.loop, schedule=loop.schedule) == loop:
-            return option.body.state, option.body.step
+        for body in option.bodies:
+            if dataclasses.replace(body.loop, schedule=loop.schedule) == loop:
+                return body.state, body.step
     return None
 
 
