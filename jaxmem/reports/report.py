@@ -227,11 +227,6 @@ class MemoryReport(Printed):
         budget = "100%" if budget is None else budget
         return self.device <= device_budget(budget, usable, self.target.name)
 
-    def _bytes_of(self, budget: int | str | None) -> int | None:
-        if budget is None:
-            return None
-        return device_budget(budget, self.target.usable_bytes, self.target.name)
-
     def _parts(self) -> Iterable[Part]:
         return report_parts(self)
 
@@ -259,7 +254,7 @@ class MemoryReport(Printed):
         """
         from jaxmem.reports.drawn.page import page
 
-        text = page(describe(self), self._bytes_of(budget), name)
+        text = page(describe(self), _bytes_of(budget, self.target), name)
         pathlib.Path(path).write_text(text, encoding="utf-8")
 
     def plot(
@@ -281,4 +276,8 @@ class MemoryReport(Printed):
         from jaxmem.reports.drawn.plot import check_plot, draw
 
         check_plot(path)
-        draw({"": describe(self)}, path, self._bytes_of(budget), dark)
+        draw({"": describe(self)}, path, _bytes_of(budget, self.target), dark)
+
+
+def _bytes_of(budget: int | str | None, target: Target | LocalDevice) -> int | None:
+    return None if budget is None else device_budget(budget, target.usable_bytes, target.name)
