@@ -394,16 +394,16 @@ def test_a_million_steps_are_planned_and_traced_as_fast_as_a_thousand():
 
 
 def loops_beside_copies(hlo):
-    """How many loops run between the start and the end of each copy of a scheduled program."""
+    """How many loops run between the start and the end of each copy to or from the host."""
     lines = hlo.splitlines()
     started, found = {}, []
     for number, line in enumerate(lines):
         name, _, operation = line.strip().partition(" = ")
-        if " async-start(" in operation:
+        done = operation.partition(" async-done(")[2].partition(")")[0]
+        if " async-start(" in operation and "S(5)" in operation:
             started[name] = number
-        elif " async-done(" in operation:
-            start = started[operation.partition(" async-done(")[2].partition(")")[0]]
-            found.append(sum(" while(" in one for one in lines[start:number]))
+        elif done in started:
+            found.append(sum(" while(" in one for one in lines[started[done] : number]))
     return sorted(found)
 
 
