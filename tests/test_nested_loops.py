@@ -51,7 +51,7 @@ def test_values_and_gradients_at_every_budget():
         got = jax.jit(jax.value_and_grad(plan.apply(loss), (0, 1)))(*values)
         for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
-    assert nested >= 2
+    assert nested
 
 
 @pytest.mark.parametrize("budget", [14, 20, 40, 80, 160, 250])
@@ -97,11 +97,11 @@ def test_every_budget_down_to_a_few_states_has_a_plan():
     assert {choice.operation.count(" x ") for choice in plan.choices} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("budget", [128, 400])
+@pytest.mark.parametrize("budget", [160, 360])
 def test_compiled_bytes_are_those_projected(budget):
-    loss, args = diffusion(256)
+    loss, args = diffusion(256, inner=400)
     plan = jaxmem.plan(loss, *args, budget=budget * 2**18, target="rtx-4090", compilations=2)
-    assert bool(plan.loops[0].loops) == (budget == 128)
+    assert plan.loops[0].loops[0].schedule
     assert 0.95 < plan.compiled_bytes / plan.projected_bytes < 1.05
 
 
