@@ -101,7 +101,8 @@ def test_each_lever_alone(options, expected):
 def test_residuals_of_a_scan_wait_in_host_memory_where_that_is_needed(monkeypatch):
     def loss(weights, x):
         def body(x, w):
-            return jnp.tanh(jnp.tanh(x @ w) @ w.T), None
+            hidden = jnp.tanh(jnp.dot(x, w, precision="highest"))
+            return jnp.tanh(jnp.dot(hidden, w.T, precision="highest")), None
 
         return jnp.mean(jax.lax.scan(body, x, weights)[0] ** 2)
 

@@ -9,13 +9,14 @@ import weakref
 import numpy as np
 import pytest
 
+import jaxmem
 from jaxmem.planning import PLANNERS, Loop, Rates, Region, one_liners, simulate
 from jaxmem.planning.dp import DP, _depth, together
 from jaxmem.planning.loops import LoopOption, loop_options
 from jaxmem.planning.sqrt import Sqrt, _Chain
 from jaxmem.program import Operation, Program
 
-RATES = Rates()
+RATES = Rates(jaxmem.target("h200"))
 
 
 def chain(sizes, flops=None, skips=()):
@@ -52,7 +53,7 @@ def test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp():
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_planner_ends_with_its_plan(planner):
     """It has tables of some 50 MB."""
-    made = PLANNERS[planner](chain([10.0] * 8), Rates())
+    made = PLANNERS[planner](chain([10.0] * 8), RATES)
     ended = weakref.ref(made)
     made.smallest(), made.cheapest_within(45)
     del made

@@ -108,9 +108,10 @@ def test_copies_are_counted_and_predicted_at_the_rate_of_float32():
     a100, t4 = (planned_for(name, loss, args) for name in ("a100-40gb", "t4"))
     assert t4.plain_bytes > a100.plain_bytes
     gpu = jaxmem.target("t4")
-    assert gpu.flops_per_second(np.dtype(jnp.bfloat16)) == gpu.fp32_flops
-    assert gpu.flops_per_second(np.dtype(np.float16)) == gpu.half_flops
-    half = dataclasses.replace(gpu, name="slow", fp32_flops=gpu.fp32_flops / 100)
+    assert gpu.flops_per_second(np.dtype(jnp.bfloat16)) == gpu.peaks.float32
+    assert gpu.flops_per_second(np.dtype(np.float16)) == gpu.peaks.float16
+    slow = dataclasses.replace(gpu.peaks, float32=gpu.peaks.float32 / 100)
+    half = dataclasses.replace(gpu, name="slow", peaks=slow)
     assert planned_for(half, loss, args).predicted.seconds > t4.predicted.seconds
 
 

@@ -23,7 +23,7 @@ def _targets(options) -> int:
         return 0
     table = rich.table.Table(box=None, pad_edge=False)
     table.add_column("name")
-    for head in ("usable", "GB/s", "fp32 TFLOP/s", "half TFLOP/s"):
+    for head in ("usable", "GB/s", "float32 TFLOP/s", "bfloat16 TFLOP/s"):
         table.add_column(head, justify="right")
     table.add_column("description")
     for one in known.values():
@@ -31,8 +31,8 @@ def _targets(options) -> int:
             one.name,
             format_bytes(one.usable_bytes),
             f"{one.memory_bandwidth / 1e9:.0f}",
-            f"{one.fp32_flops / 1e12:.1f}",
-            f"{one.half_flops / 1e12:.0f}",
+            f"{one.flops_per_second('float32') / 1e12:.1f}",
+            f"{one.flops_per_second('bfloat16') / 1e12:.1f}",
             one.description,
         )
     width = None if sys.stdout.isatty() else 120

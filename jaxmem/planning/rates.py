@@ -1,9 +1,10 @@
-"""How long a kernel takes on a GPU."""
+"""How long a kernel takes on a device."""
 
 import dataclasses
 from collections.abc import Callable
 
 from jaxmem.program import Kernel, Program
+from jaxmem.targets import Target
 
 # What large matmuls and plain copies reach of the rates that a GPU's maker states: chosen, until
 # benchmarks/gpu.py has run. Plans hardly depend on them: half and twice change the FLOPs that are
@@ -18,15 +19,10 @@ DEAR = 6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rates:
-    """FLOPs per second of matmuls in full and in half precision, and bytes per second of memory
-    and of the link to the host (0: nothing is offloaded).
+    """``device`` says how fast it multiplies and reads its memory; ``host`` are bytes per second of
+    the link to the host (0: nothing is offloaded)."""
 
-    The rates of an H200 by default; a plan hardly depends on more than their ratio.
-    """
-
-    single: float = 67e12
-    half: float = 989e12
-    bandwidth: float = 4.8e12
+    device: Target
     host: float = 0.0
 
     def seconds(self, kernel: Kernel) -> float:
@@ -35,7 +31,7 @@ class Rates:
         A roofline takes the longer of the two, as if they overlapped wholly, which real kernels
         do not.
         """
-        return self._arithmetic(kernel) + kernel.moved / (_BANDWIDTH * self.bandwidth) + _LAUNCH
+        return self._arithmetic(kernel) + self._traffic(kernel) + _LAUNCH
 
     def price(self, kernel: Kernel) -> float:
         """What making a kernel's results again counts where plans are compared, in seconds: its
@@ -48,8 +44,13 @@ class Rates:
         return sum(of_each(program, self.seconds))
 
     def _arithmetic(self, kernel: Kernel) -> float:
-        half = kernel.dtype.startswith(("bfloat16", "float16", "float8"))
-        return kernel.flops / (_ARITHMETIC * (self.half if half else self.single))
+        if not kernel.flops:
+            return 0.0
+        peak = self.device.flops_per_second(kernel.dtype or "float32", kernel.precision)
+        return kernel.flops / (_ARITHMETIC * peak)
+
+    def _traffic(self, kernel: Kernel) -> float:
+        return kernel.moved / (_BANDWIDTH * self.device.memory_bandwidth)
 
 
 def of_each(program: Program, rate: Callable[[Kernel], float]) -> list[float]:

@@ -3,6 +3,7 @@
 from jaxmem.program.costs import (
     CONTRACTIONS as CONTRACTIONS,
     contraction_flops as contraction_flops,
+    precision_of as precision_of,
 )
 from jaxmem.program.kernels import Kernel as Kernel, read_kernels as read_kernels
 from jaxmem.program.laid_out import compiled_by as compiled_by

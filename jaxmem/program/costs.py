@@ -2,6 +2,8 @@
 
 import math
 
+import jax
+
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
 from jaxmem.jaxprs.expansion import EXPANDED, expansion
 from jaxmem.jaxprs.flat import Step
@@ -31,6 +33,20 @@ _LINEAR = frozenset(
     reduce_window_sum reshape rev slice split squeeze stop_gradient sub transpose
     """.split()
 )
+_PRECISIONS = ("default", "high", "highest")
+# The presets of `jax.lax.DotAlgorithmPreset` that say how float32 is multiplied.
+_ALGORITHMS = {
+    "BF16_BF16_BF16": "bfloat16",
+    "BF16_BF16_F32": "bfloat16",
+    "BF16_BF16_F32_X3": "bfloat16x3",
+    "BF16_BF16_F32_X6": "bfloat16x6",
+    "BF16_BF16_F32_X9": "bfloat16x9",
+    "F16_F16_F16": "float16",
+    "F16_F16_F32": "float16",
+    "F32_F32_F32": "highest",
+    "TF32_TF32_F32": "tfloat32",
+    "TF32_TF32_F32_X3": "tfloat32x3",
+}
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 # The derivative of these reads, for one operand, the other.
 _BILINEAR = frozenset({"mul", *CONTRACTIONS})
@@ -100,6 +116,18 @@ def slides(equation) -> frozenset[int]:
     if operation_of(equation) != "conv_general_dilated":
         return frozenset()
     return frozenset(equation.params["dimension_numbers"].out_spec[2:])
+
+
+def precision_of(parameters) -> str:
+    """How exactly a matmul or a convolution multiplies float32: ``"default"``, ``"high"`` or
+    ``"highest"`` (`jax.lax.Precision`), or the type and the passes that a
+    `jax.lax.DotAlgorithmPreset` names (``"bfloat16x3"``)."""
+    asked = parameters.get("precision")
+    if isinstance(asked, jax.lax.DotAlgorithmPreset):
+        return _ALGORITHMS.get(asked.name, "default")
+    both = asked if isinstance(asked, tuple) else (asked,)
+    names = [one.name.lower() for one in both if isinstance(one, jax.lax.Precision)]
+    return max(names, key=_PRECISIONS.index, default="default")
 
 
 def flops(equation) -> int:

@@ -40,7 +40,8 @@ class Kernel:
         results: values that it writes.
         sources: values in memory that it reads, inputs of the program among them.
         reads: those of all values in memory that its derivative reads, its results among them.
-        flops: of its matmuls and convolutions, whose operands have ``dtype``.
+        flops: of its matmuls and convolutions, whose operands have ``dtype``, multiplied with
+            ``precision``.
         moved: bytes read and written.
         fused: whether it is made of operations that XLA fuses, none of them dear.
         inside: bytes that its derivative takes beside sources, results and cotangents.
@@ -63,6 +64,7 @@ class Kernel:
     widened: bool
     residuals: int | None
     shifted: frozenset[int] = frozenset()
+    precision: str = "default"
 
     @property
     def spared(self) -> tuple[int, ...]:
@@ -148,6 +150,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 operation.widened,
                 operation.residuals,
                 shifted,
+                operation.precision,
             )
         )
     return tuple(kernels)

@@ -28,7 +28,8 @@ class Operation:
     returns. ``reads`` are those of them that its derivative reads, where that is known exactly.
     ``inside`` are bytes that the derivative takes beside all of that, ``workspace`` those that the
     operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
-    ``slides`` are the axes of its result that a convolution slides along.
+    ``slides`` are the axes of its result that a convolution slides along; ``precision`` is how
+    exactly a matmul or a convolution multiplies float32 (`precision_of`).
     """
 
     name: str
@@ -50,6 +51,7 @@ class Operation:
     batched: bool = False
     results: int = 0
     slides: frozenset[int] = frozenset()
+    precision: str = "default"
 
     @property
     def is_region(self) -> bool:

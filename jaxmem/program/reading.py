@@ -12,7 +12,14 @@ from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
 from jaxmem.jaxprs.joint import joint as joint_of
 from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of
 from jaxmem.jaxprs.residuals import scan_residuals
-from jaxmem.program.costs import derivative_reads, flops, is_batched, is_fused, slides
+from jaxmem.program.costs import (
+    derivative_reads,
+    flops,
+    is_batched,
+    is_fused,
+    precision_of,
+    slides,
+)
 from jaxmem.program.opaque import halves, peak
 from jaxmem.program.operations import Operation, Program
 
@@ -68,6 +75,7 @@ def read_program(
                 held.reads,
                 results=held.results,
                 batched=is_batched(step.equation),
+                precision=precision_of(step.equation.params),
                 slides=slides(step.equation),
             )
         )

@@ -1,6 +1,5 @@
 """What a plan may cost, and on what: the budget, the target, the planner."""
 
-import dataclasses
 
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import device_budget, format_bytes, parse_budget
@@ -28,12 +27,8 @@ class Constraints:
     ):
         self.keeps_regions = keeps_regions
         self.budget, self.reserved, self.device, self.name = budget, reserved, device, name
-        self.rates = Rates()
-        if device:
-            self.rates = Rates(device.fp32_flops, device.half_flops, device.memory_bandwidth)
-        if offload:
-            link = (device or known_targets()[family_of(None).example]).host_bandwidth
-            self.rates = dataclasses.replace(self.rates, host=link)
+        planned_for = device or known_targets()[family_of(None).example]
+        self.rates = Rates(planned_for, planned_for.host_bandwidth if offload else 0.0)
 
     @classmethod
     def parse(

@@ -9,7 +9,14 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_call
 from jaxmem.ground.errors import BudgetError, JaxmemError, PlanError
 from jaxmem.planning import Region, simulate
-from jaxmem.program import CONTRACTIONS, Program, contraction_flops, size_of, type_of
+from jaxmem.program import (
+    CONTRACTIONS,
+    Program,
+    contraction_flops,
+    precision_of,
+    size_of,
+    type_of,
+)
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction, check_function
 from jaxmem.targets import LocalDevice, Target, family_of, known_targets, resolve
@@ -82,7 +89,9 @@ def remat_policy(
         written = size_of(result)
         moved = written + sum(map(size_of, avals))
         work = contraction_flops(primitive.name, avals, result, parameters)
-        rate, bandwidth = device.flops_per_second(avals[0].dtype), device.memory_bandwidth
+        precision = precision_of(parameters)
+        rate = device.flops_per_second(avals[0].dtype, precision)
+        bandwidth = device.memory_bandwidth
         return max(work / rate, moved / bandwidth) >= _DEAR * written / bandwidth
 
     return jaxprs.OperationPolicy(policy)

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.peaks import Peaks, passes_of
 from jaxmem.targets.rules import Rules
 
 
@@ -30,8 +31,7 @@ class Target:
     description: str
     memory_bytes: int
     memory_bandwidth: float
-    fp32_flops: float
-    half_flops: float
+    peaks: Peaks
     host_bandwidth: float
     source: str
     count: int = 1
@@ -88,11 +88,25 @@ class Target:
         """How its compiler fuses and lays out."""
         return Rules(widens=not self.has_bfloat16)
 
-    def flops_per_second(self, dtype) -> float:
-        """Peak rate of matmuls and convolutions whose operands have ``dtype``."""
-        if dtype.itemsize > 2 or (dtype == "bfloat16" and not self.has_bfloat16):
-            return self.fp32_flops
-        return self.half_flops
+    def flops_per_second(self, dtype, precision: str = "default") -> float:
+        """Peak rate of matmuls and convolutions.
+
+        Args:
+            dtype: of the operands, or its name.
+            precision: that of `jax.lax.Precision`, which says how float32 is multiplied
+                (``"default"``, ``"high"`` or ``"highest"``), or a type and a number of passes
+                (``"bfloat16x3"``), as of a `jax.lax.DotAlgorithmPreset`.
+        """
+        if str(dtype) not in ("float32", "complex64") or precision in ("default", "high"):
+            return self._rounded(str(dtype), precision)
+        if precision == "highest":
+            return self.peaks.float32
+        kind, passes = passes_of(precision)
+        return (getattr(self.peaks, kind) or self.peaks.float32) / passes
+
+    def _rounded(self, dtype: str, precision: str) -> float:
+        """The rate at the precisions that may round float32."""
+        return self.peaks.of(dtype)
 
     def __str__(self):
         many = f"{self.count} x " if self.count > 1 else ""

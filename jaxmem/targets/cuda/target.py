@@ -5,11 +5,24 @@ import dataclasses
 import functools
 import importlib.resources
 
+from jaxmem.targets.peaks import Peaks
 from jaxmem.targets.target import Target
 
 # What a CUDA context, its kernels and cuDNN take before the first array: about half a GiB on
 # every GPU of the table.
 CONTEXT_BYTES = 512 * 2**20
+
+# The columns of their rates, those of the makers' documents without sparsity and summed in float32:
+# a GeForce card multiplies float16 half as fast so as where it sums in float16, which XLA does not.
+_PEAKS = {
+    "float64": "fp64_tflops",
+    "float32": "fp32_tflops",
+    "tfloat32": "tf32_tflops",
+    "float16": "fp16_tflops",
+    "bfloat16": "bf16_tflops",
+    "float8": "fp8_tflops",
+    "int8": "int8_tops",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +59,12 @@ class CudaTarget(Target):
     def has_bfloat16(self) -> bool:
         """Whether it computes in bfloat16; XLA does in float32 what it does not."""
         return self.compute_capability >= (8, 0)
+
+    def _rounded(self, dtype: str, precision: str) -> float:
+        """XLA multiplies float32 as TF32 where the GPU can, but at the highest precision."""
+        if dtype in ("float32", "complex64"):
+            return self.peaks.tfloat32 or self.peaks.float32
+        return self.peaks.of(dtype)
 
     def config(self) -> str:
         """The GPU as XLA's ``GpuTargetConfigProto`` in text format."""
@@ -90,8 +109,7 @@ def _from_row(row: dict[str, str]) -> CudaTarget:
         shared_memory_per_core=int(row["shared_memory_per_core"]),
         shared_memory_per_block=int(row["shared_memory_per_block_optin"]),
         threads_per_core=int(row["threads_per_core_limit"]),
-        fp32_flops=float(row["fp32_tflops"]) * 1e12,
-        half_flops=float(row["bf16_fp16_matmul_tflops"]) * 1e12,
+        peaks=Peaks(**{kind: float(row[column]) * 1e12 for kind, column in _PEAKS.items()}),
         host_bandwidth=float(row["host_link_bytes_per_s"]),
         source=row["source"],
         time_error=float(row["time_error"]) if row["time_error"] else None,

@@ -7,6 +7,7 @@ import importlib.resources
 import math
 
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.peaks import Peaks
 from jaxmem.targets.rules import Rules
 from jaxmem.targets.target import Target
 
@@ -57,11 +58,12 @@ class TpuTarget(Target):
         """Whether the slice is one chip."""
         return math.prod(self.chips) == 1
 
-    def flops_per_second(self, dtype) -> float:
-        """Peak rate of matmuls and convolutions. At JAX's default precision a TPU rounds float32
-        operands to bfloat16, so they are as fast; at others they take three or six times as long.
-        """
-        return self.half_flops if dtype.itemsize <= 4 else self.fp32_flops
+    def _rounded(self, dtype: str, precision: str) -> float:
+        """At JAX's default precision a TPU rounds float32 operands to bfloat16, so they are as
+        fast; at the high one they take three passes."""
+        if dtype in ("float32", "complex64"):
+            return self.peaks.bfloat16 / (3 if precision == "high" else 1)
+        return self.peaks.of(dtype)
 
     def of_count(self, count: int) -> "TpuTarget":
         """The slice of so many devices that is nearest to a cube, or one device of a chip.
@@ -138,8 +140,13 @@ def _from_row(row: dict[str, str]) -> TpuTarget:
         # As the compiler's own message rounds it, down to its next MiB.
         usable=int(float(row["usable_gib"]) * 1024) * 2**20,
         memory_bandwidth=float(row["memory_bandwidth_bytes_per_s"]),
-        fp32_flops=flops / 6,  # at highest precision: six passes in bfloat16
-        half_flops=flops,
+        # At the highest precision float32 takes six passes in bfloat16. float16 is converted.
+        peaks=Peaks(
+            float32=flops / 6,
+            bfloat16=flops,
+            float16=flops,
+            int8=float(row["int8_tops"]) * 1e12,
+        ),
         host_bandwidth=float(row["host_link_bytes_per_s"]),
         source=row["source"],
     )
