@@ -1,6 +1,5 @@
 """What a plan may cost, and on what: the budget, the target, the planner."""
 
-
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import device_budget, format_bytes, parse_budget
 from jaxmem.ground.errors import BudgetError, PlanError
