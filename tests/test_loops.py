@@ -96,7 +96,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("transform", list(TRANSFORMS.values()), ids=list(TRANSFORMS))
 def test_transformations(transform, jitted):
     xs = slices(7)

@@ -1,8 +1,8 @@
 """Random programs under random plans, against themselves unplanned, in many ways.
 
-``make test`` runs 400 programs with fixed seeds, ``make fuzz`` as many as JAXMEM_FUZZ says with
-seeds of the day. ``JAXMEM_SEED=n pytest tests/test_metamorphic.py`` runs every check on one program
-and prints it.
+``make test`` runs 100 programs with fixed seeds, ``make test-all`` 400, ``make fuzz`` as many as
+JAXMEM_FUZZ says with seeds of the day. ``JAXMEM_SEED=n pytest tests/test_metamorphic.py`` runs every
+check on one program and prints it.
 """
 
 import collections
@@ -22,6 +22,7 @@ from metamorphic import program
 ONE = os.environ.get("JAXMEM_SEED")
 COUNT = int(os.environ.get("JAXMEM_FUZZ", 400))
 CHUNK = 20
+EVERY_TIME = 5  # chunks that `make test` runs
 DAY = os.environ.get("JAXMEM_DAY", datetime.date.today().strftime("%Y%m%d"))
 FIRST = int(DAY) * 100_000 if "JAXMEM_FUZZ" in os.environ else 0
 
@@ -33,7 +34,13 @@ def report(failures):
 
 
 @pytest.mark.skipif(ONE is not None, reason="JAXMEM_SEED asks for one program")
-@pytest.mark.parametrize("chunk", range(-(-COUNT // CHUNK)))
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        pytest.param(chunk, marks=[pytest.mark.slow] * (chunk >= EVERY_TIME))
+        for chunk in range(-(-COUNT // CHUNK))
+    ],
+)
 def test_random_programs(chunk):
     start = FIRST + chunk * CHUNK
     failures, made, unusable = [], 0, collections.Counter()

@@ -75,9 +75,12 @@ def test_plans_are_those_of_the_function_without_its_regions(fun, kind):
     assert plan.plain_bytes >= 0.99 * plain.plain_bytes or regions == "keep"
 
 
+# By one planner in all combinations; by the others there is no more that could differ.
 @pytest.mark.parametrize("kind", REGIONS)
 @pytest.mark.parametrize("fun", [scanned, unrolled])
-@pytest.mark.parametrize("planner", ["dp", "dots", "sqrt"])
+@pytest.mark.parametrize(
+    "planner", ["dp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dots", "sqrt"))]
+)
 def test_gradients_are_the_same(fun, kind, planner):
     if kind == "to the host":
         pytest.skip("the CPU has no other memory")

@@ -308,6 +308,7 @@ def test_a_body_with_regions_of_the_user_is_left_alone():
 # ---- size
 
 
+@pytest.mark.slow
 def test_planning_time_grows_near_linearly():
     """In calls of Python, which no other load changes; seconds are in speed/planner_time.py."""
     calls = []

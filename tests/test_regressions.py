@@ -120,6 +120,7 @@ def test_values_of_a_diff_add_up():
     assert jaxmem.diff(plain.to_json(), planned).changes == found.changes
 
 
+@pytest.mark.slow
 def test_diff_with_another_commit(tmp_path, monkeypatch, capsys):
     """The earlier commit lies in a folder of its own, as `git worktree add` makes it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

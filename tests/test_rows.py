@@ -77,6 +77,7 @@ def test_blocks_are_found_by_what_repeats():
     assert all(one[1] == other[0] for one, other in itertools.pairwise(spans))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing_saveable", "dots_with_no_batch_dims_saveable"])
 def test_what_a_one_liner_costs_is_what_it_compiles_to(name):
     """FLOPs to the last, since what a derivative reads is what JAX keeps; bytes within 10 %."""
@@ -195,6 +196,7 @@ def test_the_cotangent_of_what_is_sliced_has_memory_of_its_own():
     assert shifted - plain == pytest.approx(4 * BATCH * LENGTH * WORDS, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_loss_of_shifted_tokens_is_projected():
     fun = functools.partial(loss, lambda f: f)
     plan = jaxmem.plan(fun, *arguments(), compilations=0)

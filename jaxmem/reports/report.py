@@ -15,6 +15,7 @@ from jaxmem.reports.drawn.breakdown import Breakdown
 from jaxmem.reports.drawn.report_text import report_parts
 from jaxmem.reports.drawn.tables import Part, Printed
 from jaxmem.reports.plain_data import describe
+from jaxmem.reports.speed.step_time import StepTime, step_time
 from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.attribution import Origin
@@ -126,6 +127,11 @@ class MemoryReport(Printed):
     def collectives(self) -> Collectives:
         """Collectives of one run, on one device."""
         return count_collectives(self.hlo)
+
+    @functools.cached_property
+    def time(self) -> StepTime:
+        """Predicted seconds of one run, by its kernels."""
+        return step_time(self.hlo, self.arguments, self.target)
 
     # ---- where the bytes go
 

@@ -5,8 +5,12 @@ from typing import ClassVar
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks, passes_of
 from jaxmem.targets.rules import Rules
+from jaxmem.targets.shares import Shares
+
+_SHARES = Shares()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +24,7 @@ class Target:
     ...     jaxmem.target("a100-40gb"), name="a100-half", memory_bytes=20 * 2**30)
 
     Rates are FLOPs per second (a multiply-add counts 2) and bytes per second; sizes are bytes.
+    ``shares`` are what programs reach of the rates.
     ``count`` of the kind are compiled for together, as one SPMD program. ``time_error`` is how
     far measured step times were from predicted ones on such a device (0.2: by a fifth, in the
     median of ``benchmarks/gpu.py``); None: they have not been compared.
@@ -33,7 +38,9 @@ class Target:
     memory_bandwidth: float
     peaks: Peaks
     host_bandwidth: float
+    links: Links
     source: str
+    shares: Shares = _SHARES
     count: int = 1
     time_error: float | None = None
 
@@ -107,6 +114,11 @@ class Target:
     def _rounded(self, dtype: str, precision: str) -> float:
         """The rate at the precisions that may round float32."""
         return self.peaks.of(dtype)
+
+    def share_of(self, rows: int, columns: int, depth: int, batch: int = 1) -> float:
+        """The share of the device that a matmul of that size has work for: ``batch`` products of
+        ``rows`` by ``depth`` and ``depth`` by ``columns``."""
+        return 1.0
 
     def __str__(self):
         many = f"{self.count} x " if self.count > 1 else ""

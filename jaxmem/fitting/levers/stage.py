@@ -45,4 +45,5 @@ class StageLever(Lever):
             return 0.0
         crossings = 3 if levers.stage == 3 else 2
         moved = crossings * bytes_of(jax.tree.map(whole, problem.state(levers).params))
-        return moved * (problem.devices - 1) // problem.devices / problem.device.host_bandwidth
+        bandwidth = problem.device.links.among(problem.devices)
+        return moved * (problem.devices - 1) // problem.devices / bandwidth

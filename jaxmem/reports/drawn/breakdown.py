@@ -1,6 +1,7 @@
 """Bytes by name, such as `MemoryReport.by_phase`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.reports.drawn.tables import Table, as_html, as_text
@@ -20,13 +21,19 @@ class Breakdown(dict[str, int]):
         return as_html([breakdown_table("", self, sum(self.values()), len(self))])
 
 
-def breakdown_table(title: str, rows: Mapping[str, int], whole: int, most: int = _ROWS) -> Table:
-    """The largest rows, the rest as one row, nothing of 0 bytes, and shares of the whole."""
+def breakdown_table(
+    title: str,
+    rows: Mapping[str, float],
+    whole: float,
+    most: int = _ROWS,
+    unit: Callable[[Any], str] = format_bytes,
+) -> Table:
+    """The largest rows, the rest as one row, nothing of 0, and shares of the whole."""
     shown = [(name, size) for name, size in rows.items() if size]
     if len(shown) > most + 1:
         rest = sum(size for _, size in shown[most:])
         shown = [*shown[:most], (f"({len(shown) - most} more)", rest)]
-    cells = [(format_bytes(size), _share(size / whole), name) for name, size in shown]
+    cells = [(unit(size), _share(size / whole), name) for name, size in shown]
     return Table(("", "", ""), cells, title, (2,))
 
 

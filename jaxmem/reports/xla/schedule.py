@@ -16,9 +16,9 @@ from jaxmem.reports.xla.hlo import (
     result_bytes,
 )
 
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _WORK = ("fusion", "custom-call", "dot", "convolution", "while")
-_HOST = "S(5)"
+HOST = "S(5)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def find_transfers(hlo: str) -> Transfers:
         waiting: dict[str, bool] = {}
         for name, line in lines.items():
             operation = operation_of(line)
-            if operation.endswith("-start") and _HOST in line.partition(", metadata=")[0]:
+            if operation.endswith("-start") and HOST in line.partition(", metadata=")[0]:
                 waiting[name] = False
             elif operation.endswith("-done"):
                 started = next((operand for operand in operands_of(line)), "")
@@ -79,9 +79,9 @@ def count_collectives(hlo: str) -> Collectives:
         for line in computations[name].values():
             operation = operation_of(line)
             kind = operation.removesuffix("-start")
-            if kind in _COLLECTIVES:
+            if kind in COLLECTIVES:
                 found[kind, "count"] += 1
-                found[kind, "bytes"] += _moved(line, computations[name])
+                found[kind, "bytes"] += collective_bytes(line, computations[name])
             elif operation == "conditional":
                 dearest = max(map(total, branches_of(line)), key=_all_bytes)
                 found += dearest
@@ -94,7 +94,7 @@ def count_collectives(hlo: str) -> Collectives:
         return found
 
     found = total(entry_of(hlo))
-    kinds = [kind for kind in _COLLECTIVES if found[kind, "count"]]
+    kinds = [kind for kind in COLLECTIVES if found[kind, "count"]]
     return Collectives(
         {kind: found[kind, "count"] for kind in kinds},
         {kind: found[kind, "bytes"] for kind in kinds},
@@ -105,7 +105,7 @@ def _all_bytes(found: collections.Counter[tuple[str, str]]) -> int:
     return sum(size for (_, what), size in found.items() if what == "bytes")
 
 
-def _moved(line: str, computation: dict[str, str]) -> int:
+def collective_bytes(line: str, computation: dict[str, str]) -> int:
     """The bytes of all arrays of a collective: XLA combines several into one."""
     operands = sum(result_bytes(computation[name]) for name in operands_of(line))
     operation = operation_of(line)

@@ -1,4 +1,4 @@
-"""The FLOPs of a compiled program and the bytes that its kernels move, from its optimised HLO.
+"""The FLOPs of a compiled program and the bytes that all its kernels move, from optimised HLO.
 
 What XLA itself recomputes or removes shows here, unlike in a jaxpr.
 """
@@ -20,14 +20,12 @@ from jaxmem.reports.xla.hlo import (
     entry_of,
     operands_of,
     operation_of,
-    result_bytes,
 )
+from jaxmem.reports.xla.traffic import traffic
 
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _FIELD = re.compile(r"(\w+)=(\S+)")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
-
-_FREE = "after-all bitcast constant get-tuple-element iota opt-barrier parameter tuple".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +64,7 @@ def count_work(hlo: str) -> Work:
         if name not in done:
             done[name] = sum(
                 (
-                    _own(line, computations[name]) + _inner(line, total)
+                    work_of(line, computations[name]) + _inner(line, total)
                     for line in computations[name].values()
                 ),
                 Work(),
@@ -94,10 +92,7 @@ def count_bytes(hlo: str, taken: bool) -> int:
             trips = TRIPS.search(line)
             times = int(trips[1]) if trips else int(taken or operation == "call")
             return times * sum(map(total, CALLED.findall(line)))
-        if operation in _FREE:
-            return 0
-        read = (lines[name] for name in operands_of(line) if name in lines)
-        return result_bytes(line) + sum(map(result_bytes, read))
+        return traffic(line, lines, computations)
 
     return total(entry_of(hlo))
 
@@ -114,8 +109,8 @@ def _inner(line: str, total) -> Work:
     return sum((total(name) for name in CALLED.findall(line)), Work()) * times
 
 
-def _own(line: str, computation: dict[str, str]) -> Work:
-    """Work of an instruction itself."""
+def work_of(line: str, computation: dict[str, str]) -> Work:
+    """Work of an instruction itself, given as its right-hand side, without what it calls."""
     operation = operation_of(line)
     if operation == "dot":
         return Work(_dot_flops(line, computation, r"lhs_contracting_dims=\{([\d,]*)\}"), matmuls=1)

@@ -4,13 +4,19 @@ import csv
 import dataclasses
 import functools
 import importlib.resources
+import math
 
+from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks
 from jaxmem.targets.target import Target
 
 # What a CUDA context, its kernels and cuDNN take before the first array: about half a GiB on
 # every GPU of the table.
 CONTEXT_BYTES = 512 * 2**20
+
+# The tile of a result that one core computes at a time, as most of cuBLAS's kernels for large
+# matmuls have it, and the shortest sum that is split among cores. Chosen.
+_TILE, _SPLIT = 128, 256
 
 # The columns of their rates, those of the makers' documents without sparsity and summed in float32:
 # a GeForce card multiplies float16 half as fast so as where it sums in float16, which XLA does not.
@@ -66,6 +72,14 @@ class CudaTarget(Target):
             return self.peaks.tfloat32 or self.peaks.float32
         return self.peaks.of(dtype)
 
+    def share_of(self, rows: int, columns: int, depth: int, batch: int = 1) -> float:
+        """Tiles of 128 by 128 on as many cores as there are, in waves; a long sum is split where
+        there are fewer tiles than cores (as cuBLAS and Triton do)."""
+        tiles = batch * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
+        if tiles < self.core_count:
+            tiles *= min(max(depth // _SPLIT, 1), self.core_count // tiles)
+        return tiles / (math.ceil(tiles / self.core_count) * self.core_count)
+
     def config(self) -> str:
         """The GPU as XLA's ``GpuTargetConfigProto`` in text format."""
         major, minor = self.compute_capability
@@ -111,6 +125,10 @@ def _from_row(row: dict[str, str]) -> CudaTarget:
         threads_per_core=int(row["threads_per_core_limit"]),
         peaks=Peaks(**{kind: float(row[column]) * 1e12 for kind, column in _PEAKS.items()}),
         host_bandwidth=float(row["host_link_bytes_per_s"]),
+        links=Links(
+            inside=float(row["device_link_bytes_per_s"]),
+            network=float(row["network_bytes_per_s"]),
+        ),
         source=row["source"],
         time_error=float(row["time_error"]) if row["time_error"] else None,
     )

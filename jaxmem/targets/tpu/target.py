@@ -7,6 +7,7 @@ import importlib.resources
 import math
 
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks
 from jaxmem.targets.rules import Rules
 from jaxmem.targets.target import Target
@@ -129,6 +130,7 @@ def known_tpus() -> dict[str, Target]:
 def _from_row(row: dict[str, str]) -> TpuTarget:
     dimensions, cores = int(row["dimensions"]), int(row["cores"])
     flops = float(row["bf16_tflops"]) * 1e12
+    links = float(row["device_link_bytes_per_s"])
     return TpuTarget(
         name=row["name"],
         description=row["description"],
@@ -148,5 +150,7 @@ def _from_row(row: dict[str, str]) -> TpuTarget:
             int8=float(row["int8_tops"]) * 1e12,
         ),
         host_bandwidth=float(row["host_link_bytes_per_s"]),
+        # Every chip of a slice is linked with its neighbours.
+        links=Links(inside=links, network=links),
         source=row["source"],
     )

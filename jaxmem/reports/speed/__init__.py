@@ -1,0 +1,1 @@
+"""How long a compiled step takes, and what of it."""

@@ -1,0 +1,105 @@
+"""What a compiled program runs, one entry for each kernel, read in its optimised HLO."""
+
+import dataclasses
+import math
+import re
+
+from jaxmem.reports.xla.hlo import (
+    CALLED,
+    SHAPE,
+    operands_of,
+    operation_of,
+)
+from jaxmem.reports.xla.traffic import Lines, traffic
+from jaxmem.reports.xla.work import Work, work_of
+
+_CONTRACTIONS = ("dot", "convolution", "custom-call")
+_PRECISION = re.compile(r"operand_precision=\{([\w,]*)\}|\"operand_precision\":\[([\w\",]*)\]")
+_ALGORITHM = re.compile(r"algorithm=dot_(\w+)|\"algorithm\":\"ALG_DOT_(\w+)\"")
+_ORDER = ("default", "high", "highest")
+# HLO's names of the types that are multiplied, and of its algorithms, as `Target` takes them.
+_DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "s8": "int8"}
+_KINDS = {"bf16": "bfloat16", "tf32": "tfloat32", "f16": "float16"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contraction:
+    """The matmul or convolution of a kernel: the dtype of its operands, how exact it is
+    (`Target.flops_per_second`), and its result as a matrix: ``batch`` times ``rows`` by
+    ``columns``, each a sum of ``depth`` products."""
+
+    kind: str
+    dtype: str
+    precision: str
+    rows: int
+    columns: int
+    depth: int
+    batch: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel: the name of its instruction, FLOPs, bytes moved, and its contraction, if any."""
+
+    name: str
+    flops: int
+    moved: int
+    contraction: Contraction | None = None
+
+
+def kernel_of(name: str, computation: Lines, computations: dict[str, Lines]) -> Kernel:
+    """The kernel of one instruction."""
+    line = computation[name]
+    moved = traffic(line, computation, computations)
+    found = list(_contractions(line, computation, computations))
+    flops = sum(work.flops for _, _, work in found)
+    largest = max(found, key=lambda one: one[2].flops, default=None)
+    return Kernel(name, flops, moved, _contraction(*largest) if largest else None)
+
+
+def _contractions(line: str, computation: Lines, computations: dict[str, Lines]):
+    """Contractions in an instruction or in the fusion that it is: line, computation, work."""
+    operation = operation_of(line)
+    if operation == "fusion":
+        for called in CALLED.findall(line):
+            body = computations[called]
+            for inner in body.values():
+                yield from _contractions(inner, body, computations)
+    elif operation in _CONTRACTIONS:
+        work = work_of(line, computation)
+        if work.flops:
+            yield line, computation, work
+
+
+def _contraction(line: str, computation: Lines, work: Work) -> Contraction:
+    kind = "convolution" if work.convolutions else "matmul"
+    shapes = [SHAPE.search(computation[name]) for name in operands_of(line)[:2]]
+    left, right, result = map(_elements, (*shapes, SHAPE.search(line)))
+    name = shapes[0][1] if shapes[0] else "f32"
+    dtype = _DTYPES.get(name, "float8" if name.startswith("f8") else "float32")
+    depth = max(work.flops // max(2 * result, 1), 1)
+    # (batch rows depth) (batch depth columns) (batch rows columns)
+    batch = max(round((left / depth) * (right / depth) / max(result, 1)), 1)
+    rows = max(round(left / depth / batch), 1)
+    columns = max(result // (rows * batch), 1)
+    if kind == "convolution":
+        batch, columns = 1, max(round((right / depth) or 1), 1)
+        rows = max(result // columns, 1)
+    return Contraction(kind, dtype, _precision(line), rows, columns, depth, batch)
+
+
+def _elements(shape: re.Match | None) -> int:
+    return math.prod(int(size) for size in shape[2].split(",") if size) if shape else 1
+
+
+def _precision(line: str) -> str:
+    algorithm = _ALGORITHM.search(line)
+    if algorithm:
+        kind, *_, last = (algorithm[1] or algorithm[2]).lower().split("_")
+        if kind == "f32":
+            return "highest"
+        if kind in _KINDS:
+            return _KINDS[kind] + (last if last.startswith("x") else "")
+    found = _PRECISION.search(line)
+    words = re.findall(r"\w+", (found[1] or found[2] or "").lower()) if found else []
+    return max((word for word in words if word in _ORDER), key=_ORDER.index, default="default")

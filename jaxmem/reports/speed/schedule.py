@@ -1,0 +1,103 @@
+"""When each kernel of a compiled program runs: one after the other, with copies and collectives
+that XLA started early beside them."""
+
+import dataclasses
+import functools
+
+from jaxmem.reports.speed.kernels import Kernel, kernel_of
+from jaxmem.reports.speed.model import collective_seconds, seconds_of
+from jaxmem.reports.xla.hlo import (
+    CALLED,
+    TRIPS,
+    branches_of,
+    computations_of,
+    entry_of,
+    operands_of,
+    operation_of,
+    result_bytes,
+)
+from jaxmem.reports.xla.schedule import COLLECTIVES, HOST, collective_bytes
+from jaxmem.reports.xla.traffic import Lines
+from jaxmem.targets import Target
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ran:
+    """What one instruction takes in one run of the program: how often it runs, its seconds
+    altogether (of a copy or a collective, those that the device waits for it), and its kernel
+    (None: it is a copy or a collective)."""
+
+    name: str
+    times: int
+    seconds: float
+    kernel: Kernel | None = None
+
+
+class Schedule:
+    """The kernels of one run of a program on a device, in order, loops unrolled by their counts."""
+
+    def __init__(self, hlo: str, target: Target):
+        self._computations = computations_of(hlo)
+        self._target = target
+        self._run = functools.cache(self._of)
+        self.ran = self._run(entry_of(hlo))
+
+    def _of(self, computation: str) -> tuple[Ran, ...]:
+        """One run of a computation. Links to other devices and to the host are two streams beside
+        the kernels; what is started waits for its stream, and whoever reads it for its end."""
+        lines = self._computations[computation]
+        found: list[Ran] = []
+        now = 0.0
+        free = {"devices": 0.0, "host": 0.0}  # from when on a stream is free
+        ends: dict[str, float] = {}
+        for name, line in lines.items():
+            operation = operation_of(line)
+            kind = operation.removesuffix("-start").removesuffix("-done")
+            link = _link(kind, line)
+            if operation.endswith("-done"):
+                waited = max(ends.get(operands_of(line)[0], now) - now, 0.0)
+                found.append(Ran(name, 1, waited))
+            elif link:
+                ends[name] = free[link] = max(now, free[link]) + self._sent(line, kind, lines)
+                waited = 0.0 if operation.endswith("-start") else ends[name] - now
+                if waited:
+                    found.append(Ran(name, 1, waited))
+            else:
+                ran = list(self._inside(name, line, operation, lines))
+                found += ran
+                waited = sum(one.seconds for one in ran)
+            now += waited
+        return tuple(found)
+
+    def _inside(self, name: str, line: str, operation: str, lines: Lines):
+        """The kernels of one instruction, those of what it calls among them."""
+        if operation == "conditional":
+            branches = [self._run(branch) for branch in branches_of(line)]
+            yield from max(branches, key=lambda ran: sum(one.seconds for one in ran), default=())
+        elif operation in ("while", "call", "async-start"):
+            trips = TRIPS.search(line)
+            times = int(trips[1]) if operation == "while" and trips else 1
+            for called in CALLED.findall(line):
+                for one in self._run(called):
+                    yield dataclasses.replace(
+                        one, times=times * one.times, seconds=times * one.seconds
+                    )
+        else:
+            kernel = kernel_of(name, lines, self._computations)
+            if kernel.moved or kernel.flops:
+                yield Ran(name, 1, seconds_of(kernel, self._target), kernel)
+
+    def _sent(self, line: str, kind: str, lines: Lines) -> float:
+        target = self._target
+        if kind in COLLECTIVES:
+            return collective_seconds(line, kind, collective_bytes(line, lines), target)
+        moved = sum(result_bytes(lines[name]) for name in operands_of(line) if name in lines)
+        return moved / (target.shares.link * target.host_bandwidth) + target.shares.launch
+
+
+def _link(kind: str, line: str) -> str:
+    """The stream of a copy or a collective; empty: it is a kernel."""
+    if kind in COLLECTIVES:
+        return "devices"
+    copies = kind in ("copy", "dynamic-slice", "dynamic-update-slice", "async")
+    return "host" if copies and HOST in line.partition(", metadata=")[0] else ""

@@ -1,0 +1,21 @@
+"""How fast devices send to each other."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Links:
+    """Bytes per second that a device sends: to others of its node, of which there are so many, and
+    over the network to those of other nodes."""
+
+    inside: float
+    network: float
+    node: int = 8
+
+    def among(self, count: int, apart: int = 1) -> float:
+        """What each of so many devices sends to the next in a ring of every ``apart``-th one:
+        within a node by its links, between nodes by what the devices of one send together."""
+        together = max(self.node // apart, 1)
+        if count <= together:
+            return self.inside
+        return min(self.inside, together * self.network)

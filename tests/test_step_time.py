@@ -1,0 +1,150 @@
+"""The predicted time of a compiled step, by its kernels."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem
+from jaxmem.reports.speed.model import collective_seconds
+from jaxmem.reports.speed.step_time import step_time
+
+A100 = jaxmem.target("a100-80gb")
+SHARES = A100.shares
+
+
+def compiled(fun, *shapes, dtype="float32", **options):
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return jaxmem.memory(fun, *args, target="a100-80gb", **options)
+
+
+@pytest.mark.parametrize(("precision", "tflops"), [("default", 156), ("highest", 19.5)])
+def test_a_matmul_takes_its_flops_over_the_rate_of_its_precision(precision, tflops):
+    side = 108 * 128  # whole tiles for every core, whole waves
+    report = compiled(lambda x, w: jnp.dot(x, w, precision=precision), (side, 4096), (4096, side))
+    time = report.time
+    assert time.flops == 2 * side * side * 4096 == report.work.flops
+    expected = time.flops / (SHARES.matmul * tflops * 1e12) + SHARES.launch
+    assert time.seconds == pytest.approx(expected, rel=1e-3)
+    assert list(time.by_limit) == ["arithmetic"]
+
+
+def test_elementwise_work_takes_its_bytes_over_the_bandwidth():
+    report = compiled(lambda x: jnp.tanh(x) + 1, (8192, 8192))
+    assert report.time.moved == report.moved == 2 * 4 * 8192**2
+    expected = report.moved / (SHARES.memory * A100.memory_bandwidth) + SHARES.launch
+    assert report.time.seconds == pytest.approx(expected, rel=1e-6)
+    assert list(report.time.by_limit) == ["memory"]
+
+
+def test_an_iteration_moves_its_slices_of_a_stack():
+    """What a loop slices of a stack, or writes into one, counts once, not once an iteration."""
+    steps, width = 32, 1024
+
+    def through(x, weights):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x * w), x), x, weights)
+
+    report = compiled(through, (width, width), (steps, width, width))
+    each = 4 * width**2
+    # An iteration copies the carry into the stack, and reads carry and slice to write the carry.
+    # The stack is filled with zeros once, and the first carry is copied.
+    assert report.moved == pytest.approx(6 * steps * each + 2 * each, rel=1e-3)
+    assert report.time.moved == report.moved
+    assert max(one.times for one in report.time.ran) == steps
+
+
+def step(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def test_times_add_up_by_phase_module_and_line():
+    grad = jax.value_and_grad(step)
+    shapes = [(1024, 1024)] * 4
+    args = (
+        [jax.ShapeDtypeStruct(s, "float32") for s in shapes],
+        jax.ShapeDtypeStruct((4096, 1024), "float32"),
+    )
+    report = jaxmem.memory(grad, *args, target="a100-80gb")
+    time = report.time
+    for rows in (time.by_phase, time.by_module, time.by_source, time.by_limit):
+        assert sum(rows.values()) == pytest.approx(time.seconds)
+    assert time.by_phase["backward"] > time.by_phase["forward"]
+    text = str(time)
+    assert text.startswith(f"{time.seconds * 1e3:.4g} ms a step on a100-80gb, predicted")
+    assert "longest kernels" in text and "test_step_time.py" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert str(time.by_phase) in text.replace("by phase\n", "") or "backward" in text
+
+
+def test_copies_to_the_host_run_beside_kernels():
+    """What XLA waits for counts as waiting, and what it does meanwhile does not."""
+
+    def loss(weights, x):
+        def body(x, w):
+            return jnp.tanh(jnp.dot(x, w, precision="highest")), None
+
+        return jnp.sum(jax.lax.scan(body, x, weights)[0] ** 2)
+
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in [(16, 2048, 2048), (4096, 2048)]]
+    plan = jaxmem.plan(loss, *args, target="a100-80gb", budget="900MiB", offload=True)
+    assert plan.predicted.host_bytes
+    report = jaxmem.memory(
+        jax.value_and_grad(plan.apply(loss)),
+        *args,
+        target="a100-80gb",
+        compiler_options=plan.compiler_options,
+    )
+    slow = dataclasses.replace(A100, host_bandwidth=A100.host_bandwidth / 1000)
+    fast = dataclasses.replace(A100, host_bandwidth=A100.host_bandwidth * 1000)
+    waits = [step_time(report.hlo, report.arguments, one).waiting for one in (slow, A100, fast)]
+    assert waits[0] > 100 * waits[1] and waits[1] >= waits[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"), [("all-reduce", 2 * 7 / 8), ("all-gather", 7 / 8), ("collective-permute", 1)]
+)
+def test_collectives_take_a_ring(kind, sent):
+    target = jaxmem.target("a100-80gb", count=8)
+    line = f"f32[8] {kind}(%x), replica_groups=[1,8]<=[8]"
+    seconds = collective_seconds(line, kind, 10**9, target)
+    assert seconds == pytest.approx(sent * 1e9 / (SHARES.link * 300e9) + SHARES.launch)
+
+
+@pytest.mark.parametrize(
+    ("groups", "bandwidth"),
+    [
+        ("[8,8]<=[64]", 300e9),  # within nodes
+        ("[1,64]<=[64]", 200e9),  # all of eight nodes: each sends by its eight network cards
+        ("[8,8]<=[8,8]T(1,0)", 25e9),  # one of each node
+        ("{{0,8,16,24},{1,9,17,25}}", 25e9),
+    ],
+)
+def test_a_ring_is_as_fast_as_its_slowest_link(groups, bandwidth):
+    target = jaxmem.target("a100-80gb", count=64)
+    line = f"f32[8] all-gather(%x), replica_groups={groups}"
+    count = 4 if "{" in groups else 64 if "[1,64]" in groups else 8
+    seconds = collective_seconds(line, "all-gather", 10**9, target)
+    sent = (count - 1) / count * 1e9
+    assert seconds == pytest.approx(sent / (SHARES.link * bandwidth) + SHARES.launch)
+
+
+def test_collectives_of_a_sharded_step_are_waited_for():
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    args = (
+        [jax.ShapeDtypeStruct((1024, 1024), "float32")] * 2,
+        jax.ShapeDtypeStruct((8192, 1024), "float32", sharding=rows),
+    )
+    target = jaxmem.target("a100-80gb", count=8)
+    report = jaxmem.memory(jax.grad(step), *args, target=target)
+    assert report.collectives.count["all-reduce"]
+    assert 0 < report.time.waiting < report.time.seconds
+
+
+def test_the_time_on_a_cpu_is_refused():
+    report = jaxmem.memory(lambda x: x + 1, jnp.ones(8), target="local")
+    with pytest.raises(jaxmem.JaxmemError, match="rates of .* not known|No rates of CPUs"):
+        report.time  # noqa: B018
