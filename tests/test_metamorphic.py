@@ -1,8 +1,8 @@
 """Random programs under random plans, against themselves unplanned, in many ways.
 
 ``make test`` runs 100 programs with fixed seeds, ``make test-all`` 400, ``make fuzz`` as many as
-JAXMEM_FUZZ says with seeds of the day. ``JAXMEM_SEED=n pytest tests/test_metamorphic.py`` runs every
-check on one program and prints it.
+JAXMEM_FUZZ says with seeds of the day. ``JAXMEM_SEED=n pytest tests/test_metamorphic.py`` runs
+every check on one program and prints it.
 """
 
 import collections
