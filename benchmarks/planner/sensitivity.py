@@ -8,10 +8,11 @@ with each constant as it is. "time" and "FLOPs" are what a plan adds to the step
 points; "least" are the least projected bytes, beside the plain ones; "planning" is CPU time. Each
 is the largest change over programs and budgets, and 0 below 0.05. A constant above 1 that is a
 margin has its distance from 1 halved and doubled, as has one just below 1; a tuple all of its
-entries. Rates and the fusion model (planning.rates, planning.simulate, program) are what plans are
+entries. Rates and the fusion model (targets.shares, planning.simulate, program) are what plans are
 measured with: there a change is also one of the ruler, and FLOPs are the better witness. Programs:
 four layers of a GPT, unrolled and as a scan, a DenseNet, the example's U-Net, an MLP mixer and, for
-the bounds of long programs, 128 and 512 layers of tanh(x w). Nothing is compiled.
+the bounds of long programs, 128 and 512 layers of tanh(x w), for schedules of loops two recurrences
+of 1,000 and 343 steps. Nothing is compiled.
 
 Of a search that compiles (rematerialization.compiled_plans) the compiler is a stand-in, whose bytes
 are the projected ones times a random ratio within 6 % for each place where plans peak, and within
@@ -48,10 +49,11 @@ from jaxmem.targets import resolve
 
 SHARES = (0.25, 0.6)
 COMPILERS, COMPILATIONS = 4, 5
-UNROLLED, SCAN, DENSENET, UNET, MIXER, LONG, LONGEST = (
-    "GPT, unrolled", "GPT, scan", "DenseNet", "U-Net", "mixer", "128 layers", "512 layers",
+UNROLLED, SCAN, DENSENET, UNET, MIXER, LONG, LONGEST, STEPS = (
+    "GPT, unrolled", "GPT, scan", "DenseNet", "U-Net", "mixer", "128 layers", "512 layers", "steps",
 )  # fmt: skip
 SEARCH = "rematerialization.compiled_plans"
+SHARES_OF_RATES = "targets.shares"
 SEARCHED = (SCAN, MIXER)
 FEW = (UNROLLED, SCAN, DENSENET, UNET, MIXER)
 
@@ -93,7 +95,22 @@ class Mixer(nn.Module):
         return nn.Dense(1000)(nn.LayerNorm()(x).mean(1))
 
 
+def steps():
+    """Two recurrences, of 1,000 and of 343 steps, which checkpoints of their states decide."""
+
+    def loss(weights, x):
+        for w, length in zip(weights, (1000, 343), strict=True):
+            x, _ = jax.lax.scan(
+                lambda x, _, w=w: (jnp.sin(jnp.tanh(x @ w[0]) @ w[1]), None), x, length=length
+            )
+        return jnp.mean(x**2)
+
+    weights = [[jax.ShapeDtypeStruct((256, 256), "float32")] * 2] * 2
+    return loss, (weights, jax.ShapeDtypeStruct((512, 256), "float32"))
+
+
 PROGRAMS: dict[str, Callable] = {
+    STEPS: steps,
     UNROLLED: lambda: gpt("unrolled"),
     SCAN: lambda: gpt("scan"),
     DENSENET: lambda: classifier(DenseNet((2, 3, 2), 32), 64, 224),
@@ -130,6 +147,8 @@ class Constant:
 
     @property
     def home(self):
+        if self.module == SHARES_OF_RATES:
+            return resolve("h200").shares
         return importlib.import_module(f"jaxmem.{self.module}")
 
     @property
@@ -154,15 +173,15 @@ class Constant:
     def set(self, value):
         """Wherever it is: a constant without an underscore is imported by others too."""
         owners = [self.home]
-        if not self.name.startswith("_"):
+        if not self.name.startswith("_") and self.module != SHARES_OF_RATES:
             known = [module for name, module in sys.modules.items() if name.startswith("jaxmem.")]
             owners = [module for module in known if hasattr(module, self.name)]
         before = self.value
         for owner in owners:
-            setattr(owner, self.name, value)
+            vars(owner)[self.name] = value
         yield
         for owner in owners:
-            setattr(owner, self.name, before)
+            vars(owner)[self.name] = before
 
 
 def constants() -> list[Constant]:
@@ -170,7 +189,8 @@ def constants() -> list[Constant]:
         return [Constant(module, name, **fields) for name in names]
 
     return [
-        *of("planning.rates", "_ARITHMETIC", "_BANDWIDTH", "_LAUNCH", "DEAR"),
+        *of(SHARES_OF_RATES, "matmul", "memory", "launch"),
+        *of("planning.rates", "DEAR"),
         *of("planning.simulate", "_REDUCED"),
         *of("program.kernels", "_LARGE_SOURCES", "_SOURCES", "_CHAIN", "_SMALL"),
         *of("program.derivatives.picking", "_ROW"),
@@ -186,7 +206,12 @@ def constants() -> list[Constant]:
         *of(
             "planning.loops", "_SLOTS", "_LEVELS", "_SETS", "_KERNELS", "_OPTIONS", programs=(SCAN,)
         ),
+        *of("planning.loops", "_BODIES", programs=(SCAN, STEPS)),
+        *of("planning.loops", "_APART", programs=(SCAN, STEPS), margin=True),
         *of("planning.loops", "_OVERLAP", programs=(SCAN,), offload=True),
+        *of("planning.options", "_STEP", programs=(STEPS,), margin=True),
+        *of("planning.options", "_TOGETHER", programs=(STEPS,)),
+        *of("loops.schedules", "_TRIED", programs=(STEPS,)),
         *of("planning.dots", "_GROUPS", "_TINY", "_STATISTICS", planner="dots"),
         *of("planning.sqrt", "_CANDIDATES", programs=(LONGEST,), planner="sqrt"),
         *of("planning.sqrt", "_TRIES", planner="sqrt"),
@@ -218,7 +243,7 @@ def planned(name: str, planner: str, offload: bool, budgets: tuple[float, ...]) 
     middle = plans.smallest_at_one_forward()
     seconds = time.process_time() - began
     found.append(middle)
-    forward = sum(map(constraints.rates.seconds, program.kernels))
+    forward = constraints.rates.forward(program)
     return Plans(
         [layout and layout.seconds / (3 * forward) for layout in found],
         [layout and layout.flops / (3 * program.flops) for layout in found],

@@ -6,12 +6,6 @@ from collections.abc import Callable
 from jaxmem.program import Kernel, Program
 from jaxmem.targets import Target
 
-# What large matmuls and plain copies reach of the rates that a GPU's maker states: chosen, until
-# benchmarks/gpu.py has run. Plans hardly depend on them: half and twice change the FLOPs that are
-# recomputed by at most 0.4 points, those of the launch by 0.9 (benchmarks/planner/sensitivity.py).
-_ARITHMETIC = 0.6
-_BANDWIDTH = 0.9
-_LAUNCH = 2e-6  # seconds
 # Times that arithmetic counts in choosing, and waiting for the host. Chosen: half and twice change
 # predicted time by at most 0.3 points.
 DEAR = 6
@@ -31,7 +25,7 @@ class Rates:
         A roofline takes the longer of the two, as if they overlapped wholly, which real kernels
         do not.
         """
-        return self._arithmetic(kernel) + self._traffic(kernel) + _LAUNCH
+        return self._arithmetic(kernel) + self._traffic(kernel) + self.device.shares.launch
 
     def price(self, kernel: Kernel) -> float:
         """What making a kernel's results again counts where plans are compared, in seconds: its
@@ -47,10 +41,10 @@ class Rates:
         if not kernel.flops:
             return 0.0
         peak = self.device.flops_per_second(kernel.dtype or "float32", kernel.precision)
-        return kernel.flops / (_ARITHMETIC * peak)
+        return kernel.flops / (self.device.shares.matmul * peak)
 
     def _traffic(self, kernel: Kernel) -> float:
-        return kernel.moved / (_BANDWIDTH * self.device.memory_bandwidth)
+        return kernel.moved / (self.device.shares.memory * self.device.memory_bandwidth)
 
 
 def of_each(program: Program, rate: Callable[[Kernel], float]) -> list[float]:

@@ -7,7 +7,9 @@ import dataclasses
 class Shares:
     """Shares of the stated rates that large kernels reach, and the seconds that starting one takes.
 
-    The defaults were chosen; those of a family are fitted by ``benchmarks/speed/published.py``.
+    Chosen, until ``benchmarks/gpu.py`` has run on one. Plans hardly depend on them: half and twice
+    of those of matmuls and memory change the FLOPs that are recomputed by at most 0.4 points, of
+    the launch by 0.9 (``benchmarks/planner/sensitivity.py``).
     """
 
     matmul: float = 0.6
