@@ -1,0 +1,226 @@
+"""Predicted throughput of training beside what others measured and published.
+
+    python -m benchmarks.speed.published          # all figures, half an hour on two cores
+    python -m benchmarks.speed.published vit unet  # those of these families
+
+Each figure of ``published.csv`` whose program can be written in JAX as it ran: ResNet50, BERT, ViT,
+a U-Net and GPT-2, on one GPU or data parallel on several, with attention that writes its scores
+out. The others there have attention kernels of their own or are sharded in other ways. Optimizer
+steps count as often as they ran. The shares of the makers' rates that programs reach
+(`jaxmem.targets.Shares`) are fitted to half of the classes of figures (model, GPU and precision):
+every other one in alphabetical order. The error is that of predicted seconds beside measured ones;
+it holds what differs between frameworks too.
+"""
+
+import csv
+import dataclasses
+import functools
+import pathlib
+import re
+import statistics
+import sys
+import time
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import jaxmem
+from benchmarks._record import record
+from benchmarks.speed.published_models import MODELS, OPTIMIZERS
+from jaxmem.reports.speed.model import parts_of
+from jaxmem.reports.speed.schedule import Schedule
+from jaxmem.targets import Shares
+
+FIGURES = pathlib.Path(__file__).with_name("published.csv")
+FREE = ("matmul", "convolution", "memory")
+STATED = Shares()
+WHOLE = Shares(matmul=1.0, convolution=1.0, memory=1.0, launch=0.0)
+
+
+def figures() -> list[dict]:
+    """Those that can be predicted here."""
+    rows = list(csv.DictReader(FIGURES.read_text().splitlines()))
+    known = [row for row in rows if row["family"] in MODELS and _is_plain(row)]
+    return sorted(known, key=lambda row: (row["family"], row["gpu"], row["precision"], row["id"]))
+
+
+def _is_plain(row) -> bool:
+    told = {
+        "bert": row["attention"] == "plain",
+        "gpt2": row["attention"] == "plain" and row["devices"] == "1",
+        "resnet50": True,
+        "unet": row["sequence_or_image"] == "572x572x1",
+        "vit": row["attention"] == "plain",
+    }
+    return told[row["family"]] and row["gpu"] in jaxmem.known_targets()
+
+
+def microbatches(row) -> int:
+    """How often a device computes gradients for one step of the optimizer."""
+    found = re.search(r"(\d+) accumulated", row["note"])
+    return int(found[1]) if found else 1
+
+
+def seconds_measured(row) -> float:
+    """Of one microbatch on each device."""
+    value, slices = float(row["value"]), microbatches(row)
+    if row["unit"] == "ms/step":
+        return value / 1e3 / slices
+    return int(row["global_batch"]) / value / slices
+
+
+def compiled(row):
+    """The gradients of a microbatch, and the optimizer's step where it follows each."""
+    count, slices = int(row["devices"]), microbatches(row)
+    loss, params, batch = MODELS[row["family"]](row, int(row["global_batch"]) // slices)
+    optimizer = OPTIMIZERS[row["family"]]
+    target = jaxmem.target(row["gpu"], count=count)
+    if count > 1:
+        mesh = AbstractMesh((count,), ("data",))
+        placed = {True: PartitionSpec("data"), False: PartitionSpec()}
+        params, batch = (
+            jax.tree.map(lambda leaf, cut=cut: _on(leaf, mesh, placed[cut]), tree)
+            for tree, cut in ((params, False), (batch, True))
+        )
+    if slices > 1:
+        if count > 1:  # sums of gradients wait for the last microbatch
+            return None
+        return jaxmem.memory(jax.value_and_grad(loss), params, batch, target=target)
+
+    def step(params, state, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state = jaxmem.eval_shape(optimizer.init, params)
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jaxmem.memory(jitted, params, state, batch, target=target)
+
+
+def _on(leaf, mesh, spec):
+    sharding = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+@dataclasses.dataclass
+class Figure:
+    """One published figure and its compiled program."""
+
+    row: dict
+    hlo: str
+    target: jaxmem.Target
+    measured: float
+
+    @property
+    def kind(self) -> tuple:
+        return tuple(self.row[name] for name in ("family", "gpu", "precision"))
+
+    def predicted(self, shares: Shares) -> float:
+        target = dataclasses.replace(self.target, shares=shares)
+        return sum(one.seconds for one in Schedule(self.hlo, target).ran)
+
+    @functools.cached_property
+    def parts(self) -> np.ndarray:
+        """Of each kernel how often it runs, and its seconds where all shares are 1: of a matmul, of
+        a convolution, of memory; ``float64 [kernels, 4]``."""
+        found = []
+        for one in Schedule(self.hlo, dataclasses.replace(self.target, shares=WHOLE)).ran:
+            if one.kernel:
+                arithmetic, traffic = parts_of(one.kernel, dataclasses.replace(self.target, shares=WHOLE))
+                of = one.kernel.contraction
+                by_kind = (0, arithmetic) if of and of.kind == "convolution" else (arithmetic, 0)
+                found.append((one.times, *by_kind, traffic))
+        return np.array(found)
+
+    def quickly(self, shares: Shares) -> float:
+        """`predicted`, but for what is waited for, which does not depend on what is fitted."""
+        times, matmul, convolution, memory = self.parts.T
+        arithmetic = matmul / shares.matmul + convolution / shares.convolution
+        kernels = np.maximum(arithmetic, memory / shares.memory) + shares.launch
+        return float(np.sum(times * kernels)) + self.waiting
+
+    @functools.cached_property
+    def waiting(self) -> float:
+        ran = Schedule(self.hlo, self.target).ran
+        return sum(one.seconds for one in ran if one.kernel is None)
+
+
+def fitted(known: list[Figure]) -> Shares:
+    """The shares with the least mean of absolute logarithms of predicted over measured, to 0.01."""
+
+    def loss(values: dict[str, float]) -> float:
+        shares = dataclasses.replace(STATED, **values)
+        return statistics.fmean(abs(np.log(one.quickly(shares) / one.measured)) for one in known)
+
+    best = {name: getattr(STATED, name) for name in FREE}
+    for step in (0.1, 0.03, 0.01):
+        better = True
+        while better:
+            better = False
+            for name in FREE:
+                for change in (-step, step):
+                    value = round(min(max(best[name] + change, 0.05), 1.0), 2)
+                    tried = best | {name: value}
+                    if loss(tried) < loss(best) - 1e-9:
+                        best, better = tried, True
+    return dataclasses.replace(STATED, **best)
+
+
+def summary(errors: list[float]) -> str:
+    sizes = sorted(map(abs, errors))
+    ninth = sizes[min(int(0.9 * len(sizes)), len(sizes) - 1)]
+    bias = statistics.median(errors)
+    return (
+        f"{len(sizes)} figures: median error {statistics.median(sizes):.0%}, 90th percentile "
+        f"{ninth:.0%}, median of signed ones {bias:+.0%}"
+    )
+
+
+def main():
+    wanted = sys.argv[1:] or list(MODELS)
+    known = []
+    for row in figures():
+        if row["family"] in wanted:
+            began = time.perf_counter()
+            report = compiled(row)
+            if report is not None:
+                known.append(Figure(row, report.hlo, report.target, seconds_measured(row)))
+            print(row["id"], f"{time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    kinds = sorted({one.kind for one in known})
+    tuned = set(kinds[::2])
+    shares = fitted([one for one in known if one.kind in tuned])
+    rows = []
+    for one in known:
+        predicted = one.predicted(shares)
+        row = one.row
+        rows.append(
+            {
+                "figure": row["id"],
+                "GPU": f"{row['devices']} x {row['gpu']}",
+                "precision": row["precision"],
+                "batch": int(row["global_batch"]) // microbatches(row),
+                "measured ms": round(1e3 * one.measured, 1),
+                "predicted ms": round(1e3 * predicted, 1),
+                "error": f"{predicted / one.measured - 1:+.0%}",
+                "set": "fitted" if one.kind in tuned else "held out",
+                "source": row["source_title"],
+            }
+        )
+    errors = {
+        name: summary([one.predicted(shares) / one.measured - 1 for one in part])
+        for name, part in (
+            ("held out", [one for one in known if one.kind not in tuned]),
+            ("fitted", [one for one in known if one.kind in tuned]),
+        )
+        if part
+    }
+    found = ", ".join(f"{name} {getattr(shares, name):.2f}" for name in FREE)
+    note = f"Shares: {found}. " + "; ".join(f"{name}: {text}" for name, text in errors.items())
+    record("Predicted throughput beside published figures", rows, note + ".")
+    print(note)
+
+
+if __name__ == "__main__":
+    main()
