@@ -24,14 +24,14 @@ import time
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem
 from benchmarks._record import record
 from benchmarks.speed.published_models import MODELS, OPTIMIZERS
 from jaxmem.reports.speed.model import parts_of
 from jaxmem.reports.speed.schedule import Schedule
-from jaxmem.targets import Shares
+from jaxmem.targets import Shares, known_targets
 
 FIGURES = pathlib.Path(__file__).with_name("published.csv")
 FREE = ("matmul", "convolution", "memory")
@@ -54,7 +54,7 @@ def _is_plain(row) -> bool:
         "unet": row["sequence_or_image"] == "572x572x1",
         "vit": row["attention"] == "plain",
     }
-    return told[row["family"]] and row["gpu"] in jaxmem.known_targets()
+    return told[row["family"]] and row["gpu"] in known_targets()
 
 
 def microbatches(row) -> int:
@@ -78,7 +78,7 @@ def compiled(row):
     optimizer = OPTIMIZERS[row["family"]]
     target = jaxmem.target(row["gpu"], count=count)
     if count > 1:
-        mesh = AbstractMesh((count,), ("data",))
+        mesh = AbstractMesh((count,), ("data",), axis_types=(AxisType.Auto,))
         placed = {True: PartitionSpec("data"), False: PartitionSpec()}
         params, batch = (
             jax.tree.map(lambda leaf, cut=cut: _on(leaf, mesh, placed[cut]), tree)
@@ -126,9 +126,10 @@ class Figure:
         """Of each kernel how often it runs, and its seconds where all shares are 1: of a matmul, of
         a convolution, of memory; ``float64 [kernels, 4]``."""
         found = []
-        for one in Schedule(self.hlo, dataclasses.replace(self.target, shares=WHOLE)).ran:
+        whole = dataclasses.replace(self.target, shares=WHOLE)
+        for one in Schedule(self.hlo, whole).ran:
             if one.kernel:
-                arithmetic, traffic = parts_of(one.kernel, dataclasses.replace(self.target, shares=WHOLE))
+                arithmetic, traffic = parts_of(one.kernel, whole)
                 of = one.kernel.contraction
                 by_kind = (0, arithmetic) if of and of.kind == "convolution" else (arithmetic, 0)
                 found.append((one.times, *by_kind, traffic))

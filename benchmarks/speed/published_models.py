@@ -93,7 +93,7 @@ def bert(row, batch: int):
 
     params = jax.eval_shape(init, jax.random.key(0))
     shape = (batch, masked or length)
-    given = {"tokens": (batch, length), "labels": shape} | {"masked": shape} * bool(masked)
+    given = {"tokens": (batch, length), "labels": shape} | ({"masked": shape} if masked else {})
     given = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in given.items()}
     return _half(loss, HALF.get(row["precision"])), params, given
 

@@ -133,8 +133,6 @@ class MemoryReport(Printed):
         """Predicted seconds of one run, by its kernels."""
         return step_time(self.hlo, self.arguments, self.target)
 
-    # ---- where the bytes go
-
     @functools.cached_property
     def _map(self) -> MemoryMap:
         if not self.has_timeline:
@@ -235,8 +233,6 @@ class MemoryReport(Printed):
 
     def _parts(self) -> Iterable[Part]:
         return report_parts(self)
-
-    # ---- as files
 
     def to_json(self) -> str:
         """All figures as JSON text, which `jaxmem.diff` reads back."""

@@ -14,4 +14,5 @@ from jaxmem.targets.registry import (
     target as target,
 )
 from jaxmem.targets.rules import Rules as Rules
+from jaxmem.targets.shares import Shares as Shares
 from jaxmem.targets.target import LocalDevice as LocalDevice, Target as Target

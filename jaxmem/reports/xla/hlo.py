@@ -18,6 +18,7 @@ TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
 _PARENTHESIS = re.compile("[()]")
+_ELEMENT = re.compile(r"%([\w.\-]+)((?:#\d+)+)")
 _BITS = re.compile(r"[a-z]+(\d+)")
 
 
@@ -65,8 +66,37 @@ def computations_of(hlo: str) -> dict[str, dict[str, str]]:
         else:
             instruction = _INSTRUCTION.match(line)
             if instruction:
+                for whole, element in _ELEMENT.findall(line.partition(", metadata=")[0]):
+                    _write_out(current, whole, element)
                 current[instruction[1]] = instruction[2]
     return found
+
+
+def _write_out(computation: dict[str, str], whole: str, element: str) -> None:
+    """Makes an instruction of an element of a tuple that is written as an operand, ``%whole#2`` (as
+    XLA writes it since jax 0.12), so that all operands are names of instructions."""
+    name = whole + element
+    before, _, index = name.rpartition("#")
+    if name in computation:
+        return
+    if before not in computation:
+        outer, mark, inner = before.partition("#")
+        _write_out(computation, outer, mark + inner)
+    shape = elements_of(computation[before])[int(index)]
+    computation[name] = f"{shape} get-tuple-element(%{before}), index={index}"
+
+
+def elements_of(line: str) -> list[str]:
+    """The shapes in a tuple's, given as the right-hand side of an instruction."""
+    inside = line.removesuffix(after_shape(line))[1:-1]
+    found, depth, start = [], 0, 0
+    for at, character in enumerate(inside):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            found.append(inside[start:at].strip())
+            start = at + 1
+    # XLA numbers the elements of long tuples: /*index=5*/
+    return [re.sub(r"/\*.*?\*/", "", one).strip() for one in (*found, inside[start:])]
 
 
 def operation_of(line: str) -> str:
@@ -91,4 +121,4 @@ def operands_of(line: str) -> list[str]:
     """The names of an instruction's operands, given as its right-hand side."""
     rest = after_shape(line)
     inside = rest[rest.index("(") + 1 :]
-    return re.findall(r"%([\w.\-]+)", inside.partition(")")[0])
+    return re.findall(r"%([\w.\-]+(?:#\d+)*)", inside.partition(")")[0])

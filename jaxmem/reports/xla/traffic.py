@@ -24,13 +24,15 @@ def traffic(line: str, computation: Lines, computations: dict[str, Lines]) -> in
         computations: all of them.
     """
     operation = operation_of(line)
-    if operation in _FREE:
+    if operation in _FREE or operation.endswith("-done"):
         return 0
     operands = [computation[name] for name in operands_of(line) if name in computation]
     sizes = [result_bytes(operand) for operand in operands]
     if operation == "fusion":
         body = computations[CALLED.findall(line)[0]]
         return sum(_read(body, sizes)) + _written(body, line)
+    if operation.endswith("-start"):  # its result has its operands in it
+        return 2 * sum(sizes)
     if operation in _SLICES:
         return 2 * result_bytes(line)
     if operation == "dynamic-update-slice":

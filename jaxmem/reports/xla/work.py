@@ -88,9 +88,9 @@ def count_bytes(hlo: str, taken: bool) -> int:
         operation = operation_of(line)
         if operation == "conditional":
             return total(branches_of(line)[int(taken)])
-        if operation in ("while", "call"):
+        if operation in ("while", "call", "async-start"):
             trips = TRIPS.search(line)
-            times = int(trips[1]) if trips else int(taken or operation == "call")
+            times = int(trips[1]) if trips else int(taken or operation != "while")
             return times * sum(map(total, CALLED.findall(line)))
         return traffic(line, lines, computations)
 
