@@ -154,7 +154,7 @@ def test_other_kinds_of_compilation_are_refused():
 # ---- the worker, with a compiler that does as it is told
 
 COMPILER = """
-import os, time
+import os, subprocess, threading, time
 
 DUMPED = {"hlo": "-program.txt", "buffer-assignment": "-buffers.txt"}
 
@@ -165,6 +165,10 @@ class Executable:
 
 def prepare():
     return "ready"
+
+def start_programs():
+    while True:
+        subprocess.run(["true"])
 
 def write(path, text, seconds):
     with open(path, "w") as file:
@@ -178,6 +182,9 @@ def compile(prepared, *, options, order, slowly, then, begun):
     with open(begun, "a") as file:
         file.write(f"{os.getpid()}\\n")
     folder = dict(options)["xla_dump_to"]
+    if then == "starts programs":
+        for _ in range(4):
+            threading.Thread(target=start_programs, daemon=True).start()
     for name in order:
         write(f"{folder}/1-{name}.txt", "all of the " + name, slowly)
     if then == "raises":
@@ -186,7 +193,7 @@ def compile(prepared, *, options, order, slowly, then, begun):
         os.abort()
     if then == "sleeps":
         os.system("sleep 60")
-    if then == "goes on":
+    if then in ("goes on", "starts programs"):
         time.sleep(1)
     if then == "writes again":
         time.sleep(0.1)
@@ -270,6 +277,18 @@ def test_a_held_compilation_goes_on_where_it_was(ask, tmp_path):
     assert gone(fork)
     ask(then="goes on", full=True)  # nothing is held any more
     assert len(forks(tmp_path)) == 2
+
+
+def test_what_starts_programs_can_be_held(ask, tmp_path):
+    """As XLA starts ptxas: by a fork that shares memory, whose parent cannot stop before it is a
+    program of its own. Nor may that be stopped first."""
+    for _ in range(10):
+        reply, _ = ask(slowly=0.01, then="starts programs", hold=True, timeout=20)
+        assert read(reply) == WHOLE
+    last = forks(tmp_path)[-1]
+    assert state(last) == "T"
+    reply, _ = ask(slowly=0.01, then="starts programs", full=True)
+    assert read(reply) == WHOLE and reply["stats"] == {"argument": 7} and gone(last)
 
 
 def test_what_is_held_ends_when_another_comes_or_its_worker_dies(ask, tmp_path):

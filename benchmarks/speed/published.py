@@ -68,7 +68,8 @@ def seconds_measured(row) -> float:
     value, slices = float(row["value"]), microbatches(row)
     if row["unit"] == "ms/step":
         return value / 1e3 / slices
-    return int(row["global_batch"]) / value / slices
+    each = int(row["sequence_or_image"]) if row["unit"] == "tokens/s" else 1
+    return int(row["global_batch"]) * each / value / slices
 
 
 def compiled(row):

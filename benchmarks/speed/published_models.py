@@ -174,7 +174,8 @@ def unet(row, batch: int):
 
 def gpt2(row, batch: int):
     length = int(row["sequence_or_image"])
-    net = GPT(int(row["width"]), int(row["layers"]), int(row["heads"]), length)
+    width, words = int(row["width"]), int(row["vocab"])
+    net = GPT(width, int(row["layers"]), width // 64, length, words)
 
     def init(key):
         return net.embedding(key), [net.layer(key) for _ in range(net.depth)], net.head(key)

@@ -141,12 +141,15 @@ class _Fork:
         while code is None:
             paths = None if full else _whole(dump, dumped, self.child)
             if paths and hold:
-                os.killpg(self.child, signal.SIGSTOP)
+                # It alone: what it is about to start, a fork that shares its memory, would be
+                # stopped before it is a program of its own, and it cannot stop before that is.
+                os.kill(self.child, signal.SIGSTOP)
             elif paths:
                 _kill(self.child)
             how = os.WNOHANG if not paths else os.WUNTRACED if hold else 0
             pid, status, usage = os.wait4(self.child, how)
             if pid and os.WIFSTOPPED(status):
+                os.killpg(self.child, signal.SIGSTOP)  # what it had started
                 self.stopped, resident = True, _resident(self.child)
                 break
             if pid:
