@@ -1,6 +1,6 @@
 """Predicted throughput of training beside what others measured and published.
 
-    python -m benchmarks.speed.published          # all figures, half an hour on two cores
+    python -m benchmarks.speed.published           # all figures, half an hour on two cores
     python -m benchmarks.speed.published vit unet  # those of these families
 
 Each figure of ``published.csv`` whose program can be written in JAX as it ran: ResNet50, BERT, ViT,
@@ -27,8 +27,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem
+from benchmarks._published import MODELS, OPTIMIZERS
 from benchmarks._record import record
-from benchmarks.speed.published_models import MODELS, OPTIMIZERS
 from jaxmem.reports.speed.model import parts_of
 from jaxmem.reports.speed.schedule import Schedule
 from jaxmem.targets import Shares, known_targets
@@ -204,7 +204,7 @@ def main():
                 "precision": row["precision"],
                 "batch": int(row["global_batch"]) // microbatches(row),
                 "measured ms": round(1e3 * one.measured, 1),
-                "predicted ms": round(1e3 * predicted, 1),
+                "jaxmem ms": round(1e3 * predicted, 1),
                 "error": f"{predicted / one.measured - 1:+.0%}",
                 "set": "fitted" if one.kind in tuned else "held out",
                 "source": row["source_title"],
