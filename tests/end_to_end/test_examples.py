@@ -31,7 +31,7 @@ def test_unet_finds_discs():
 def test_unet_for_a_gpu_that_is_absent():
     text = run("unet/train.py", "--plan", "rtx-2080-ti", "--plan-batch", 1, "--budget", "2GiB")
     assert re.match(r"jaxmem.fit: fits: \S+ GiB of 2.00 GiB, .*\non rtx-2080-ti: ", text)
-    assert "  chosen: the least predicted time that fits\n" in text
+    assert re.search(r"\n.*  chosen: the least predicted time", text)  # the rest may wrap
 
 
 def test_a_wave_finds_a_medium(tmp_path):
