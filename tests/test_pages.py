@@ -6,13 +6,14 @@ import re
 
 import optax
 import pytest
-from browser import faint_texts, fits_its_width, needs_browser, opened, overlap
+from browser import faint_texts, fits_its_width, needs_browser, one_browser, opened, overlap
 from programs import array, cnn, report, tanh_layers
 from test_reports import deep_step, remat_step
 
 import jaxmem
 from jaxmem import cli
 
+__all__ = ["one_browser"]  # a fixture of this module
 pytestmark = needs_browser
 TIMES = "\N{MULTIPLICATION SIGN}"
 

@@ -125,14 +125,11 @@ def test_a_bar_in_a_terminal(monkeypatch):
     assert read().endswith("s\nafterwards\n")
 
 
-@pytest.mark.parametrize("case", ["pipe", "handlers", "silenced", "dumb"])
+@pytest.mark.parametrize("case", ["pipe", "silenced", "dumb"])
 def test_no_bar_elsewhere(monkeypatch, case):
     read = terminal(monkeypatch)
     if case == "pipe":
         monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    if case == "handlers":
-        records = logging.handlers.BufferingHandler(10)
-        monkeypatch.setattr(logging.getLogger(), "handlers", [records])
     if case == "silenced":
         monkeypatch.setattr(logging.getLogger("jaxmem"), "level", logging.WARNING)
         logging.getLogger("jaxmem").manager._clear_cache()
@@ -146,6 +143,23 @@ def test_no_bar_elsewhere(monkeypatch, case):
     assert read().strip("\n") == lines.get(case, "").strip("\n")
     if case == "silenced":
         logging.getLogger("jaxmem").manager._clear_cache()
+
+
+def test_handlers_of_the_program_have_the_records(monkeypatch):
+    """Those that write to the terminal leave it to the bar: libraries bring some along."""
+    read = terminal(monkeypatch)
+    kept = logging.handlers.BufferingHandler(10)
+    handlers = [kept, logging.StreamHandler(sys.stderr), logging.StreamHandler(io.StringIO())]
+    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    with counting(6) as bar:
+        bar.show("compiling")
+        tell("a line")
+        logging.getLogger("other").warning("of another")
+    assert [record.getMessage() for record in kept.buffer] == ["a line", "of another"]
+    assert handlers[2].stream.getvalue() == "a line\nof another\n"
+    assert "0 of at most 6" in read() and "of another" in read() and "a line" not in read()
+    tell("afterwards")
+    assert read().endswith("afterwards\n")
 
 
 def deep(params, x):

@@ -1,7 +1,7 @@
 """What is said while a search runs: records of the logger ``jaxmem``, at level INFO.
 
-In a terminal a bar takes their place (`jaxmem.ground.bars`): unless the program has log handlers of
-its own, or wants no records of that level.
+In a terminal a bar takes their place (`jaxmem.ground.bars`), unless the program wants no records of
+that level or has replaced the handler. Handlers that write elsewhere have the records all the same.
 """
 
 import contextlib
@@ -13,13 +13,10 @@ from jaxmem.ground.bar import Bar
 
 
 class _Stderr(logging.Handler):
-    """Writes to whatever is stderr by then; nothing where the program has handlers of its own, or
-    where a bar says it."""
-
-    bars = 0
+    """Writes to whatever is stderr by then; nothing where the program has handlers of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers and not self.bars:
+        if not logging.getLogger().handlers:
             print(self.format(record), file=sys.stderr)
 
 
@@ -43,16 +40,31 @@ _open: list[Bar] = []  # the newest last
 def counting(most: int, done: int = 0) -> Iterator[Bar]:
     """Counts the compilations of a search, in a terminal as a bar, with the time left."""
     bar = Bar("compiling", most, done)
-    silent = not logger.isEnabledFor(logging.INFO)
-    if silent or _stderr not in logger.handlers or logging.getLogger().handlers:
+    if not logger.isEnabledFor(logging.INFO) or _stderr not in logger.handlers:
         yield bar
         return
     with _in_terminal(bar) as drawn:
-        _stderr.bars += drawn
+        handlers = [_stderr, *filter(_is_terminal, logging.getLogger().handlers)] * drawn
+        for handler in handlers:
+            handler.addFilter(_said_by_bar)
         try:
             yield bar
         finally:
-            _stderr.bars -= drawn
+            for handler in handlers:
+                handler.removeFilter(_said_by_bar)
+
+
+def _is_terminal(handler: logging.Handler) -> bool:
+    """Whether it writes where the bar is: absl's does, say, which libraries bring along."""
+    stream = getattr(handler, "stream", None)
+    try:
+        return bool(stream is not None and stream.isatty())
+    except (AttributeError, ValueError):  # of what is no file, or is closed
+        return False
+
+
+def _said_by_bar(record: logging.LogRecord) -> bool:
+    return record.name != logger.name
 
 
 @contextlib.contextmanager

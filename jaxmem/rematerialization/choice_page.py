@@ -29,6 +29,7 @@ class Point:
         outside: bytes of the step that the plan does not count.
         said: a verdict.
         compiled: bytes along the compiled schedule.
+        projected: bytes along the step where there is no plan.
     """
 
     label: str
@@ -39,6 +40,7 @@ class Point:
     outside: int = 0
     said: str = ""
     compiled: Timeline = UNKNOWN
+    projected: Timeline = UNKNOWN
 
 
 def page_of_plans(
@@ -50,7 +52,10 @@ def page_of_plans(
     """HTML of plans of one program, the policies of `jax.checkpoint` beside them."""
     first = plans[0]
     plain = 3 * first.predicted.seconds
-    points = [Point("without regions", first.plain_bytes, plain, "projected")]
+    timeline = first.predicted.plain_timeline
+    points = [
+        Point("without regions", first.plain_bytes, plain, "projected", projected=timeline),
+    ]
     for plan in plans:
         if not plan.recomputes and plan.compiled is None:
             points[0] = dataclasses.replace(points[0], plan=plan)
@@ -79,7 +84,7 @@ def page_of_points(
     Raises:
         JaxmemError: there is none.
     """
-    if not points:
+    if all(point.how == "one-liner" for point in points):
         raise JaxmemError("There is no step to choose from: nothing was considered.")
     strings: dict[str, int] = {}
     values: dict[tuple, int] = {}
@@ -117,6 +122,8 @@ def _point(
     if point.compiled.live:
         about["compiled"] = dataclasses.asdict(point.compiled)
     plan = point.plan
+    if point.projected.live and plan is None:
+        about["timeline"] = dataclasses.asdict(point.projected)
     if plan is None:
         return about
     rows = []

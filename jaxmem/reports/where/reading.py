@@ -32,8 +32,8 @@ def totals_of(buffers: str) -> tuple[Totals, Totals]:
 
 def live_of(dump: Mapping[str, bytes]) -> tuple[int, ...]:
     """Live device bytes at each point of the schedule, by the texts of `DUMPED`, compressed."""
-    texts = (gzip.decompress(dump[name]).decode() for name in DUMPED)
-    return tuple(Timeline(read_dump(*texts, jaxlib.__version__)).live.tolist())
+    buffers, ranges = (gzip.decompress(dump[name]).decode() for name in DUMPED)
+    return tuple(Timeline(read_dump(buffers, ranges, jaxlib.__version__)).live.tolist())
 
 
 def read_map(
