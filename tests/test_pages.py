@@ -172,6 +172,14 @@ def test_marks_of_the_axes_are_round(path, plain):
     assert {"live device memory", "instruction of the compiled schedule"} <= set(texts)
 
 
+def test_no_limit_goes_through_the_label_of_the_peak(path, plain):
+    plain.to_html(path, budget=int(1.03 * plain.peak_bytes))
+    with opened(path) as page:
+        label = page.locator("#time text", has_text="peak ").bounding_box()
+        line = page.locator("#time .limit.budget").bounding_box()
+    assert label["y"] + label["height"] <= line["y"] + 2
+
+
 def test_small_fragmentation_is_no_tile(path, planned, plain):
     assert 0 < planned.fragmentation < 0.02 * planned.device
     for found in (planned, plain):
