@@ -157,10 +157,22 @@ def planner(title: str, rows: list[dict]) -> Figure:
     return figure
 
 
+def best_within(points: list[tuple[float, float]], most: float) -> tuple[list, list]:
+    """Bytes and the fewest FLOPs of a point that takes no more, from the smallest to ``most``."""
+    sizes, flops = [], []
+    for size, count in sorted(points):
+        sizes.append(size)
+        flops.append(min([count, *flops]))
+    return [*sizes, most], [*flops, flops[-1]]
+
+
 def curves(title: str, rows: list[dict], group, line, name, x: str) -> Figure:
     """FLOPs against bytes, a picture for each ``group(row)``: what ``line(row)`` names is joined by
-    steps, since nothing lies between two plans, the rest are points by ``name(row)``. One legend
-    is for all: a name has one colour."""
+    steps, the rest are points by ``name(row)``, and the best of those, or the plain step, is a line
+    of steps too. One legend is for all: a name has one colour.
+
+    A line is at each number of bytes the fewest FLOPs that are known to fit: so all are compared at
+    the same bytes, up to the most of any."""
     groups = list(dict.fromkeys(map(group, rows)))
     across = min(len(groups), 2)
     down = -(-len(groups) // across)
@@ -174,16 +186,25 @@ def curves(title: str, rows: list[dict], group, line, name, x: str) -> Figure:
     for place, one in enumerate(groups):
         axes = figure.add_subplot(down, across, place + 1)
         joined: dict[str, list] = {}
+        policies, plain = [], []
         for row in (row for row in rows if group(row) == one):
             point = gib(row[x]), float(row["FLOPs"].rstrip("x"))
             if line(row):
                 joined.setdefault(line(row), []).append(point)
+                plain += [point] if name(row) == "plain" else []
             else:
+                policies.append(point)
                 label = name(row).replace("`", "")
                 (shown[label],) = axes.plot(*point, "x", color=color(label))
+        most = max(size for points in (policies, *joined.values()) for size, _ in points)
         for label, points in joined.items():
-            points = list(zip(*sorted(points), strict=True))
-            (shown[label],) = axes.step(*points, "o-", where="post", color=color(label))
+            axes.plot(*zip(*points, strict=True), "o", color=color(label))
+            (drawn,) = axes.step(*best_within(points, most), where="post", color=color(label))
+            shown[label] = drawn
+        if policies:
+            best = best_within([*policies, *plain], most)
+            (drawn,) = axes.step(*best, "--", where="post", color="gray", linewidth=1)
+            shown["the best of these, or the plain step, in the same bytes"] = drawn
         axes.set(title=one, xlabel="GiB", ylabel="FLOPs of the plain step")
         axes.grid(alpha=0.3)
     places = {"loc": "outside lower center", "ncols": 2, "fontsize": "small", "frameon": False}

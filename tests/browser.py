@@ -1,4 +1,7 @@
-"""Pages in a real browser: `opened` loads one and says what went wrong in it."""
+"""Pages in a real browser: `opened` loads one and says what went wrong in it.
+
+A module of tests imports `one_browser` beside it.
+"""
 
 import contextlib
 import pathlib
@@ -16,19 +19,36 @@ needs_browser = pytest.mark.skipif(
 _CONTRAST = (pathlib.Path(__file__).parent / "contrast.js").read_text("utf-8")
 
 
+_running = None  # the browser of the module that is tested
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_browser():
+    """One browser for all tests of a module that imports this: starting one takes seconds."""
+    global _running
+    if _FOUND is None:
+        yield
+        return
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        options = {"executable_path": _FOUND, "args": ["--no-sandbox"]}
+        _running = playwright.chromium.launch(**options)
+        yield
+        _running.close()
+        _running = None
+
+
 @contextlib.contextmanager
 def opened(path, width=1200, height=900, scheme="light"):
     """The page of a file; afterwards: it made no error and asked for nothing else."""
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=_FOUND, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-        errors, requests = [], []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(path.as_uri())
-        yield page
-        browser.close()
+    viewport = {"width": width, "height": height}
+    page = _running.new_page(viewport=viewport, color_scheme=scheme)
+    errors, requests = [], []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(path.as_uri())
+    yield page
+    page.close()
     assert errors == [] and requests == [path.as_uri()]
 
 

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from browser import faint_texts, fits_its_width, needs_browser, opened, overlap
+from browser import faint_texts, fits_its_width, needs_browser, one_browser, opened, overlap
 from programs import array
 
 import jaxmem
 from jaxmem import cli
 
+__all__ = ["one_browser"]  # a fixture of this module
 DEPTH, WIDTH, ROWS = 8, 256, 2048
 SHAPES = [array(WIDTH, WIDTH)] * DEPTH, {name: array(ROWS, WIDTH) for name in "xy"}
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -178,10 +179,77 @@ def test_decisions_say_why(path, frontier):
         assert jaxmem.format_bytes(saved).split()[0].split(".")[0] in table
 
 
+@pytest.fixture(scope="module")
+def compiled_plan():
+    return jaxmem.plan(loss_fn, *SHAPES, target="rtx-3090", budget="25MiB")
+
+
+def test_a_compiled_timeline_has_the_compiled_peak(fitted, compiled_plan):
+    live = compiled_plan.compiled.timeline.live
+    assert 0.95 * compiled_plan.compiled_bytes < max(live) <= compiled_plan.compiled_bytes
+    assert 100 < len(live) <= 400 and compiled_plan.compiled.timeline.backward == 0
+    assert jaxmem.Plan.from_json(compiled_plan.to_json()) == compiled_plan
+    old = json.loads(compiled_plan.to_json())
+    del old["compiled"]["timeline"]
+    assert jaxmem.Plan.from_json(json.dumps(old)).compiled.timeline.live == ()
+    assert fitted.chosen.report.device == fitted.chosen.compiled
+    assert [one.report is None for one in fitted.considered] == [
+        one.compiled is None for one in fitted.considered
+    ]
+
+
+@needs_browser
+def test_what_was_compiled_is_drawn_as_compiled(path, fitted, compiled_plan):
+    told = {}
+    for name, one in (("fit", fitted), ("plan", compiled_plan)):
+        one.to_html(path)
+        with opened(path) as page:
+            assert page.locator("#time path.fill.compiled").count() == 1
+            assert page.locator("#time path.edge.dashed").count() == 1  # what was projected of it
+            legend = page.inner_text("#lines").split("\n")
+            assert legend == ["chosen, compiled", "chosen, projected", "as it is, projected"]
+            told[name] = page.inner_text("#known")
+            assert page.get_attribute("#time", "aria-label").count(" MiB") == 3
+            page.locator("#points td:nth-child(3):text-is('projected')").first.click()
+            assert page.locator("#time path.compiled").count() == 0
+            assert page.locator("#time path.fill.projected").count() == 1
+            assert page.inner_text("#known") == "projected"
+    peak = jaxmem.format_bytes(fitted.chosen.report.peak_bytes)
+    assert told["fit"] == f"compiled: peak {peak}"
+    assert "where its backward pass begins is not known" in told["plan"]
+
+
+@needs_browser
+def test_a_step_as_it_is_that_was_compiled_is_drawn_so_beside_others(path):
+    """And what takes ten times the time leaves room for what takes little more."""
+    fitting = jaxmem.fit(*problem(), target="rtx-3090", compilations=1).fitting
+    assert fitting.chosen == fitting.as_it_is
+    times = {"seconds": 11 * fitting.chosen.seconds, "projected": 20 * 2**20}
+    slow = dataclasses.replace(fitting.chosen, compiled=None, report=None, **times)
+    dataclasses.replace(fitting, considered=(*fitting.considered, slow)).to_html(path)
+    with opened(path) as page:
+        page.locator("#points td:nth-child(3):text-is('projected')").first.click()
+        assert "as it is, compiled" in page.inner_text("#lines")
+        marks = page.locator("#frontier text").all_text_contents()
+        assert {"0%", "20%", "100%", "1000%"} <= set(marks)
+        boxes = page.locator("#frontier text").evaluate_all(
+            "all => all.map(e => { const b = e.getBoundingClientRect(); "
+            "return [b.left, b.top, b.right, b.bottom]; })"
+        )
+        for at, (left, top, right, bottom) in enumerate(boxes):
+            for other in boxes[at + 1 :]:
+                apart = right <= other[0] or other[2] <= left or bottom <= other[1]
+                assert apart or other[3] <= top, (marks[at], marks[boxes.index(other)])
+
+
 @needs_browser
 def test_a_fit_tells_compiled_from_projected(path, fitted):
     fitted.to_html(path, name="train:problem")
     with opened(path) as page:
+        liners = page.locator("#frontier .point.one-liner")
+        assert liners.count() == len(fitted.one_liners) > 2
+        box = page.locator("#left .scroll")
+        assert box.evaluate("e => e.scrollWidth <= e.clientWidth")  # no verdict is cut
         compiled = [one for one in fitted.considered if one.compiled is not None]
         assert page.locator("#frontier .point.compiled").count() == len(compiled)
         assert page.locator("#frontier .point.projected").count() > 0
@@ -210,6 +278,7 @@ def test_explore_writes_a_page_and_gates(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(pathlib.Path(__file__).parent)
     page = tmp_path / "page.html"
     common = ["explore", "test_choice_pages:problem", "--target", "rtx-3090", "--compilations", "2"]
+    common += ["--keep", "batch"]
     assert cli.main([*common, "--budget", "25MiB", "-o", str(page)]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("jaxmem.fit: fits: ") and f"wrote {page}" in printed.err

@@ -33,7 +33,7 @@ def compiled(batch):
     return jaxmem.memory(STEP, *make_args(batch), target="h200").device
 
 
-def test_the_answer_fits_and_the_next_one_does_not(capsys):
+def test_the_answer_fits_and_the_next_one_does_not(caplog):
     answer = jaxmem.max_batch_size(STEP, make_args, budget="64MiB", target="h200")
     assert int(answer) == answer.size and answer.size % 8 == 0 and answer.size > 5000
     assert answer.size < answer.too_large <= 1.01 * answer.size
@@ -43,7 +43,7 @@ def test_the_answer_fits_and_the_next_one_does_not(capsys):
     assert text.startswith(f"largest batch: {answer.size} (a multiple of 8) on h200: NVIDIA H200")
     assert answer.reason.startswith(f"{answer.too_large}, the next ")
     assert answer.reason.endswith(" MiB, more than the budget of 64.00 MiB.")
-    lines = capsys.readouterr().err.splitlines()
+    lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(answer.compiled)
     assert lines[0].startswith("jaxmem: compiled batch 8 for h200, 1 of at most 6: ")
     assert lines[0].endswith(", fits")
@@ -169,7 +169,7 @@ def test_any_number_that_fits(monkeypatch, name, of_number, near):
     assert answer.size >= near * best, (answer.size, best)
 
 
-def test_the_states_that_a_loop_keeps(capsys):
+def test_the_states_that_a_loop_keeps(caplog):
     """Compiled; and never more than the number that was to be tried."""
 
     def make(states):
@@ -185,7 +185,7 @@ def test_the_states_that_a_loop_keeps(capsys):
     answer = jaxmem.largest(make, budget="48MiB", target="h200", compilations=5)
     assert 30 <= int(answer) <= 46 and answer.report.device <= 48 * MIB
     assert str(answer).startswith(f"largest number: {answer.size} (a multiple of 1) on h200")
-    assert "compiled number 1 for h200, 1 of at most 5" in capsys.readouterr().err
+    assert "compiled number 1 for h200, 1 of at most 5" in caplog.text
     few = jaxmem.largest(make, budget="48MiB", target="h200", most=2)
     assert int(few) == 2 and few.reason == "It is the largest number that was to be tried."
 

@@ -6,13 +6,14 @@ import re
 
 import optax
 import pytest
-from browser import faint_texts, fits_its_width, needs_browser, opened, overlap
+from browser import faint_texts, fits_its_width, needs_browser, one_browser, opened, overlap
 from programs import array, cnn, report, tanh_layers
 from test_reports import deep_step, remat_step
 
 import jaxmem
 from jaxmem import cli
 
+__all__ = ["one_browser"]  # a fixture of this module
 pytestmark = needs_browser
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -169,6 +170,14 @@ def test_marks_of_the_axes_are_round(path, plain):
         texts = page.locator("#time text").all_text_contents()
     assert {"0", "20 MiB", "40 MiB", "60 MiB", "20", "100"} <= set(texts)
     assert {"live device memory", "instruction of the compiled schedule"} <= set(texts)
+
+
+def test_no_limit_goes_through_the_label_of_the_peak(path, plain):
+    plain.to_html(path, budget=int(1.03 * plain.peak_bytes))
+    with opened(path) as page:
+        label = page.locator("#time text", has_text="peak ").bounding_box()
+        line = page.locator("#time .limit.budget").bounding_box()
+    assert label["y"] + label["height"] <= line["y"] + 2
 
 
 def test_small_fragmentation_is_no_tile(path, planned, plain):

@@ -81,6 +81,26 @@ def test_a_plot_has_the_budget_and_a_unit_that_suits(tmp_path, plain, planned):
         frontier.plot("a.gif")
 
 
+@pytest.mark.parametrize("share", [1.0, 1.02, 1.05, 1.3])
+def test_no_budget_goes_through_the_label_of_the_peak(monkeypatch, tmp_path, plain, share):
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    kept = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: kept.append(figure))
+    plain.plot(tmp_path / "plot.png", budget=int(share * plain.peak_bytes))
+    FigureCanvasAgg(kept[0]).draw()
+    (axes,) = kept[0].axes
+    line = axes.transData.transform((0, share * plain.peak_bytes / 2**20))[1]
+    peak, budget = (
+        next(text for text in axes.texts if word in text.get_text()).get_window_extent()
+        for word in ("peak ", "budget ")
+    )
+    assert not peak.y0 <= line <= peak.y1 and not peak.overlaps(budget)
+    assert peak.y1 <= axes.bbox.y1
+
+
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_plots(tmp_path, plain, suffix, magic):
     pytest.importorskip("matplotlib")

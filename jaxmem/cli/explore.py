@@ -29,8 +29,7 @@ def _explore(options) -> int:
     except BudgetError as error:  # the page shows what there is
         missed, fitting = error, search.fitting()
     with progress("planning the frontier"):
-        more, one_liners = frontier_of(search, fitting), search.costs.one_liners()
-        text = page_of_fitting(fitting, more, one_liners, options.problem)
+        text = page_of_fitting(fitting, frontier_of(search, fitting), options.problem)
     write_to(options.output, lambda path: pathlib.Path(path).write_text(text, "utf-8"))
     if missed:
         raise missed

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import rich.console
-import rich.progress
 import rich.text
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.progress import waiting
 from jaxmem.reports import Diff, MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target
 
@@ -72,14 +72,9 @@ def write_to(path: str, write: Callable[[str], Any]) -> None:
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
     """Seconds on stderr while something takes long; on a terminal in one line that moves."""
-    console, began = rich.console.Console(stderr=True), time.monotonic()
-    seconds = rich.progress.TimeElapsedColumn()
-    text = rich.progress.TextColumn("{task.description} ...")
-    if not console.is_terminal:  # rich would end with an empty line
-        print(f"{what} ...", file=sys.stderr, flush=True)
-    with rich.progress.Progress(
-        text, seconds, console=console, transient=True, disable=not console.is_terminal
-    ) as live:
-        live.add_task(what, total=None)
+    began = time.monotonic()
+    with waiting(what) as drawn:
+        if not drawn:
+            print(f"{what} ...", file=sys.stderr, flush=True)
         yield
     print(f"{what}: {time.monotonic() - began:.1f} s", file=sys.stderr)

@@ -2,16 +2,17 @@
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.ground.bar import Bar
 from jaxmem.ground.bytes import device_budget, format_bytes
 from jaxmem.ground.checks import check_callable, is_count
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.progress import counting, tell
 from jaxmem.reports import MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target, family_of, resolve
 
@@ -236,9 +237,11 @@ def _found(made: Made, budget, target, multiple, most, compilations, what: str) 
     if most is not None and not is_count(most, multiple):
         raise JaxmemError(f"most= takes an int of {multiple} or more; got {most!r}.")
     search = _Search(made, target, allowed, multiple, most, what)
-    search.compile(1, compilations)
-    while len(search.reports) < compilations and (count := search.next()):
-        search.compile(count, compilations)
+    with counting(compilations) as bar:
+        count: int | None = 1
+        while count and len(search.reports) < compilations:
+            search.compile(count, compilations, bar)
+            count = search.next()
     return search.answer()
 
 
@@ -253,16 +256,18 @@ class _Search:
         self.grows = growth > 0
         self.fixed, self.growth = fixed // target.count, max(growth / target.count, 1e-9)
 
-    def compile(self, count: int, most: int) -> None:
+    def compile(self, count: int, most: int, bar: Bar) -> None:
         number = count * self.multiple
+        bar.begin()
+        bar.show(f"compiling {self.what} {number} for {self.target.name}")
         step, args = self.made(number)
         report = memory(step, *args, target=self.target)
         self.reports[count] = report
         verdict = "fits" if report.device <= self.budget else "does not fit"
-        print(
+        bar.finish()
+        tell(
             f"jaxmem: compiled {self.what} {number} for {self.target.name}, {len(self.reports)} of "
-            f"at most {most}: {format_bytes(report.device)}, {verdict}",
-            file=sys.stderr,
+            f"at most {most}: {format_bytes(report.device)}, {verdict}"
         )
 
     def next(self) -> int | None:

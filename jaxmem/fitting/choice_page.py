@@ -5,20 +5,16 @@ from typing import TYPE_CHECKING
 
 from jaxmem.rematerialization import Plan
 from jaxmem.rematerialization.choice_page import Point, page_of_points
+from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
 
 if TYPE_CHECKING:
     from jaxmem.fitting.search import Search
     from jaxmem.fitting.table import Candidate, Fitting
 
 
-def page_of_fitting(
-    fitting: "Fitting",
-    more: "Iterable[Candidate]" = (),
-    one_liners: Iterable[tuple[str, int, float]] = (),
-    name: str = "",
-) -> str:
-    """HTML of what a fit considered, of ``more`` steps that it did not, and of the policies of
-    `jax.checkpoint` (name, bytes, seconds)."""
+def page_of_fitting(fitting: "Fitting", more: "Iterable[Candidate]" = (), name: str = "") -> str:
+    """HTML of what a fit considered, of the policies of `jax.checkpoint`, and of ``more`` steps
+    that it did not consider."""
     seen = {(one.levers, one.projected) for one in fitting.considered}
     others = [one for one in more if (one.levers, one.projected) not in seen]
     points = [_point(one) for one in (*fitting.considered, *others) if one.plan]
@@ -26,7 +22,7 @@ def page_of_fitting(
     seconds = plain.seconds if plain else min((point.seconds for point in points), default=0.0)
     # The timeline of the step as it is, is that of the first point.
     points.sort(key=lambda point: plain is None or point.plan is not plain.plan)
-    points += [Point(label, size, time, "one-liner") for label, size, time in one_liners]
+    points += [Point(label, size, time, "one-liner") for label, size, time in fitting.one_liners]
     known = fitting.target.known
     error = known.time_error if known else None
     return page_of_points(points, seconds, fitting.budget, fitting.target.name, error, name)
@@ -57,4 +53,15 @@ def _point(one: "Candidate") -> Point:
     parts = [one.name] if one.levers.used() or not one.plan.recomputes else []
     label = ", ".join(parts + [f"recompute {one.remat}"] * one.plan.recomputes)
     outside = one.projected - one.plan.projected_bytes
-    return Point(label, size, one.seconds, how, one.plan, outside, one.verdict)
+    return Point(label, size, one.seconds, how, one.plan, outside, one.verdict, _compiled(one))
+
+
+def _compiled(one: "Candidate") -> Timeline:
+    """Bytes along what was compiled. Its backward pass begins where the last of the forward pass
+    that is no recomputation ends."""
+    report = one.report
+    if report is None or not report.has_timeline:
+        return UNKNOWN
+    forward = [at for at, phase in enumerate(report.phases) if phase == "forward"]
+    first = forward[-1] + 1 if forward else 0
+    return Timeline.of(report.timeline.live.tolist(), first, int)

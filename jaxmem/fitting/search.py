@@ -89,7 +89,9 @@ class Search:
         assert proposal is not None
         self.compiled.reject(proposal)
         del self.reports[key_of(best)]
-        self.found[key_of(best)] = dataclasses.replace(best, compiled=None, verdict=why)
+        self.found[key_of(best)] = dataclasses.replace(
+            best, compiled=None, report=None, verdict=why
+        )
         tell(f"jaxmem: {best.levers}; recompute {best.remat}: {why}")
 
     def fitting(self, best: Candidate | None = None) -> Fitting:
@@ -250,7 +252,7 @@ class Search:
             f" for {self.problem.target.name}: {about}: {format_bytes(report.device)} "
             f"(projected {format_bytes(candidate.projected)})"
         )
-        return outcome(said, compiled=report.device)
+        return outcome(said, compiled=report.device, report=report)
 
 
 def _reason(error: CompileError) -> str:

@@ -30,6 +30,7 @@ class Candidate:
         host: bytes that cross the link to the host in a step.
         compiled: device bytes by XLA, or None: not compiled.
         verdict: why it was chosen or refused.
+        report: of the compiled step.
     """
 
     levers: Levers
@@ -39,6 +40,7 @@ class Candidate:
     host: int = 0
     compiled: int | None = None
     verdict: str = ""
+    report: MemoryReport | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -68,6 +70,8 @@ class Fitting(Printed):
         budget, target: what for.
         report: of the chosen step, or of the one with the fewest bytes.
         written: what the loss costs with regions of its own, which were opened; None: it has none.
+        one_liners: the policies of `jax.checkpoint` on every block of the step as it is: name,
+            projected bytes and predicted seconds.
 
     Predicted times are printed with their error on the target (`Target.time_error`), or as
     "unchecked".
@@ -80,6 +84,7 @@ class Fitting(Printed):
     target: Target | LocalDevice
     report: MemoryReport | None = dataclasses.field(compare=False)
     written: Written | None = None
+    one_liners: tuple[tuple[str, int, float], ...] = ()
 
     def _parts(self) -> Iterator[Part]:
         yield f"jaxmem.fit: {self._answer()}"
@@ -103,7 +108,8 @@ class Fitting(Printed):
         return min(plain, key=lambda one: len(one.levers.used()), default=None)
 
     def to_html(self, path: str | os.PathLike, *, name: str = "") -> None:
-        """Writes one self-contained page: bytes against time of all that was considered. A click
+        """Writes one self-contained page: bytes against time of all that was considered, and of
+        the policies of `jax.checkpoint`. A click
         on a step, or a budget that is dragged, shows its timeline beside that of the step as it
         is, and what its plan does with the values of each module and line, and why.
 

@@ -33,7 +33,9 @@ class Verdicts:
         report = None if key is None else reports[key]
         problem = self.problem
         about = problem.refused, problem.budget, problem.target
-        return Fitting(chosen, tuple(rows), *about, report, self.search.costs.written())
+        costs = self.search.costs
+        one_liners = tuple(costs.one_liners())
+        return Fitting(chosen, tuple(rows), *about, report, costs.written(), one_liners)
 
     def _rows(self, best: Candidate | None) -> Iterator[Candidate]:
         """What was compiled, and one row for each setting of the levers that was not."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.rematerialization.plan_text import checked
+from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
 from jaxmem.reports.drawn.page import filled
 from jaxmem.targets import known_targets
 
@@ -27,6 +28,8 @@ class Point:
         plan: what it does with each value; None: that is not known.
         outside: bytes of the step that the plan does not count.
         said: a verdict.
+        compiled: bytes along the compiled schedule.
+        projected: bytes along the step where there is no plan.
     """
 
     label: str
@@ -36,6 +39,8 @@ class Point:
     plan: "Plan | None" = None
     outside: int = 0
     said: str = ""
+    compiled: Timeline = UNKNOWN
+    projected: Timeline = UNKNOWN
 
 
 def page_of_plans(
@@ -47,7 +52,10 @@ def page_of_plans(
     """HTML of plans of one program, the policies of `jax.checkpoint` beside them."""
     first = plans[0]
     plain = 3 * first.predicted.seconds
-    points = [Point("without regions", first.plain_bytes, plain, "projected")]
+    timeline = first.predicted.plain_timeline
+    points = [
+        Point("without regions", first.plain_bytes, plain, "projected", projected=timeline),
+    ]
     for plan in plans:
         if not plan.recomputes and plan.compiled is None:
             points[0] = dataclasses.replace(points[0], plan=plan)
@@ -55,7 +63,9 @@ def page_of_plans(
         seconds, known = plain + plan.predicted.recompute_seconds, plan.compiled_bytes
         size = plan.projected_bytes if known is None else known
         how = "projected" if known is None else "compiled"
-        points.append(Point(f"{plan.planner}, {len(plan.rows)} regions", size, seconds, how, plan))
+        label = f"{plan.planner}, {len(plan.rows)} regions"
+        timeline = plan.compiled.timeline if plan.compiled else UNKNOWN
+        points.append(Point(label, size, seconds, how, plan, compiled=timeline))
     points += [Point(label, size, plain + more, "one-liner") for label, size, more in one_liners]
     budget = first.budget if budget is None else budget
     return page_of_points(points, plain, budget, first.target, first.time_error, name)
@@ -74,7 +84,7 @@ def page_of_points(
     Raises:
         JaxmemError: there is none.
     """
-    if not points:
+    if all(point.how == "one-liner" for point in points):
         raise JaxmemError("There is no step to choose from: nothing was considered.")
     strings: dict[str, int] = {}
     values: dict[tuple, int] = {}
@@ -92,7 +102,7 @@ def page_of_points(
         "points": shown,
         "strings": list(strings),
         "values": list(values),
-        "timeline": _timeline(points),
+        "timeline": _timeline(points, plain),
     }
     title = f"{about['name']} on {target}" if target else about["name"]
     return filled("choice.html", f"What to save and what to recompute: {title}", about)
@@ -109,7 +119,11 @@ def _point(
         "how": point.how,
         "said": point.said,
     }
+    if point.compiled.live:
+        about["compiled"] = dataclasses.asdict(point.compiled)
     plan = point.plan
+    if point.projected.live and plan is None:
+        about["timeline"] = dataclasses.asdict(point.projected)
     if plan is None:
         return about
     rows = []
@@ -124,11 +138,15 @@ def _point(
     return about | {"choices": rows, "host": plan.predicted.host_bytes}
 
 
-def _timeline(points: Sequence[Point]) -> dict[str, Any] | None:
-    """That of the step as it is, by the first point that knows it."""
+def _timeline(points: Sequence[Point], plain: float) -> dict[str, Any] | None:
+    """That of the step as it is, which is the first point where it was compiled; else projected, by
+    the first point that knows it."""
+    first = points[0]
+    if first.compiled.live and first.seconds == plain:
+        return dataclasses.asdict(first.compiled) | {"how": "compiled"}
     for point in points:
         if point.plan and point.plan.predicted.plain_timeline.live:
             found = point.plan.predicted.plain_timeline
             live = [size + point.outside for size in found.live]
-            return {"live": live, "backward": found.backward}
+            return {"live": live, "backward": found.backward, "how": "projected"}
     return None

@@ -15,6 +15,7 @@ from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.emission import emit
 from jaxmem.rematerialization.plan import Compiled, Plan
 from jaxmem.rematerialization.search import Begun, Outcome, Search
+from jaxmem.rematerialization.timelines import Timeline
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.reports import Compiling, begin
 from jaxmem.targets import LocalDevice, Target, example, family_of
@@ -225,7 +226,9 @@ class CompiledPlans:
         if total > family.pass_acts * self.target.memory_bytes:
             with_pass = {**self.options(chosen), **family.pass_options}
             pass_bytes = self.begin(chosen, with_pass).report().device + reserved
-        compiled = Compiled(total, report.work.flops, report.moved, pass_bytes)
+        live = made.live() if total <= self.search.allowed else ()
+        timeline = Timeline.of(live, 0, lambda size: size + reserved)
+        compiled = Compiled(total, report.work.flops, report.moved, pass_bytes, timeline)
         self.plans[layout] = dataclasses.replace(chosen, compiled=compiled)
         said = (
             f" plans for {self.target.name}: {format_bytes(total)} (projected "

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -82,8 +83,19 @@ class Frontier(Printed):
                 color="#3a8fd6",
                 label=f"jaxmem, {self.plans[0].planner}",
             )
-            for name, total, seconds in self.one_liners:
-                axes.plot(total / one, 100 * seconds / forward, "x", label=name)
+            for (total, seconds), names in self._rivals().items():
+                label = textwrap.fill(", ".join(names), 90)
+                axes.plot(total / one, 100 * seconds / forward, "x", label=label)
+            at_same = self._best_rivals()
+            if at_same:
+                axes.step(
+                    [size / one for size, _ in at_same],
+                    [100 * seconds / forward for _, seconds in at_same],
+                    where="post",
+                    linewidth=1,
+                    color="#8c8c8c",
+                    label="the best of these policies in the same bytes",
+                )
             if budget is not None:
                 allowed = parse_budget(budget)
                 axes.axvline(allowed / one, color=LIMIT, linestyle="--", linewidth=1.2)
@@ -97,13 +109,30 @@ class Frontier(Printed):
                 )
             axes.set(
                 xlabel=f"projected bytes of value_and_grad ({unit})",
-                ylabel="predicted recomputation, % of the plain step\n"
-                f"times {checked(self.plans[0].time_error)}",
+                ylabel="recomputation, % of the plain step\n"
+                f"predicted times {checked(self.plans[0].time_error)}",
             )
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
             figure.legend(loc="outside lower center", frameon=False, fontsize="small")
             figure.savefig(path)
+
+    def _rivals(self) -> dict[tuple[int, float], list[str]]:
+        """The one-liners by bytes and seconds: several may be one program."""
+        found: dict[tuple[int, float], list[str]] = {}
+        for name, total, seconds in self.one_liners:
+            found.setdefault((total, seconds), []).append(name)
+        return found
+
+    def _best_rivals(self) -> list[tuple[int, float]]:
+        """By bytes the least seconds of a one-liner that takes no more: at those of each plan and
+        of each one-liner. Below the smallest of them there is none."""
+        liners = [(total, seconds) for _, total, seconds in self.one_liners]
+        sizes = {plan.projected_bytes for plan in self.plans} | {total for total, _ in liners}
+        within = {
+            size: [seconds for total, seconds in liners if total <= size] for size in sorted(sizes)
+        }
+        return [(size, min(known)) for size, known in within.items() if known]
 
     def _parts(self) -> Iterable[Part]:
         most, least = self.plans[0], self.plans[-1]
@@ -154,7 +183,7 @@ def pareto(
 
     Args:
         fun, *args, **kwargs, planner, target, reserved, argnums, regions: as for `plan`.
-        points: how many budgets to plan for.
+        points: how many budgets to plan for; those of the one-liners are planned for too.
 
     Raises:
         PlanError: the function has side effects, or the planner is not known.
@@ -178,8 +207,11 @@ def pareto(
     found = constraints.planner(program)
     high, low = found.plain.peak, found.smallest().peak
     layouts = {found.plain, found.smallest()}
-    for share in reversed(range(1, points - 1)):  # a solution serves smaller budgets too
-        layout = found.cheapest_within(int(low + (high - low) * (share / (points - 1)) ** 2))
+    rivals = one_liners(constraints.as_run(program), constraints.rates)
+    goals = {int(low + (high - low) * (at / (points - 1)) ** 2) for at in range(1, points - 1)}
+    goals |= {rival.peak for rival in rivals.values() if low < rival.peak < high}
+    for goal in sorted(goals, reverse=True):  # a solution serves smaller budgets too
+        layout = found.cheapest_within(goal)
         if layout:
             layouts.add(layout)
     best: list[Layout] = []
@@ -189,8 +221,5 @@ def pareto(
     total = constraints.budget_for(program).total
     return Frontier(
         tuple(constraints.write(program, layout, found) for layout in reversed(best)),
-        tuple(
-            (name, total(layout.peak), layout.seconds)
-            for name, layout in one_liners(constraints.as_run(program), constraints.rates).items()
-        ),
+        tuple((name, total(layout.peak), layout.seconds) for name, layout in rivals.items()),
     )

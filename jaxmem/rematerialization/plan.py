@@ -73,12 +73,14 @@ class Compiled:
     """What XLA's compiler says of a plan, for the target: device bytes, FLOPs (matmuls and
     convolutions) and bytes read and written of the whole of ``value_and_grad(fun)``.
     ``xla_pass_bytes`` are the bytes with XLA's own rematerialization pass on, where it would act.
+    ``timeline`` has the bytes along the compiled schedule, where a plan fits.
     """
 
     bytes: int
     flops: int | None = None
     moved: int | None = None
     xla_pass_bytes: int | None = None
+    timeline: Timeline = UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -290,7 +292,9 @@ class Plan(Printed):
             for name in ("timeline", "plain_timeline"):  # none in files of earlier versions
                 predicted[name] = Timeline.read(predicted.get(name))
             fields["predicted"] = Predicted(**predicted)
-            fields["compiled"] = fields["compiled"] and Compiled(**fields["compiled"])
+            if compiled := fields["compiled"]:
+                compiled["timeline"] = Timeline.read(compiled.get("timeline"))
+                fields["compiled"] = Compiled(**compiled)
             fields["written"] = fields["written"] and Written(**fields["written"])
             fields["inputs"] = tuple(fields["inputs"])
             fields["rows"] = tuple(Row(**row) for row in fields["rows"])

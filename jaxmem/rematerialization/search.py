@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
+from jaxmem.ground.bar import Bar
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.progress import tell
+from jaxmem.ground.progress import counting, tell
 
 Proposal = TypeVar("Proposal", bound=Hashable)
 
@@ -83,30 +84,43 @@ class Search(Generic[Proposal]):
         """
         if not self.left:
             return
-        for proposals in rounds:
-            began = time.monotonic()
-            with contextlib.ExitStack() as stack:
-                begun: list[tuple[Proposal, Begun]] = []
-                for proposal in proposals[: max(self.left - 1, 1)]:
-                    one = _beside(start, proposal) if begun else start(proposal)
-                    begun.append((proposal, one))
-                    stack.callback(one.stop)
-                first, last = len(self.outcomes) + 1, len(self.outcomes) + len(begun)
-                numbers = f"{first} and {last}" if last > first else first
-                said = "; ".join(one.said for _, one in begun if one.said)
-                tell(f"jaxmem: compiling {numbers} of at most {self.compilations}: {said}")
-                for at, (proposal, one) in enumerate(begun):
-                    try:
-                        outcome = one.finish()
-                    except JaxmemError as error:
-                        if not at:
-                            raise
-                        outcome = Outcome(f": {error}", math.inf, 1, None, proposal)
-                    self._learn(proposal, outcome, time.monotonic() - began)
-                    if not at and self.fits(proposal):
-                        break  # what is beside it was for the other case
-            if not self.left:
-                break
+        with counting(self.compilations, len(self.outcomes)) as bar:
+            for proposals in rounds:
+                self._round(proposals, start, bar)
+                if not self.left:
+                    break
+
+    def _round(
+        self,
+        proposals: Sequence[Proposal],
+        start: Callable[[Proposal], Begun],
+        bar: Bar,
+    ) -> None:
+        began = time.monotonic()
+        proposals = proposals[: max(self.left - 1, 1)]
+        bar.begin(len(proposals))
+        with contextlib.ExitStack() as stack:
+            begun: list[tuple[Proposal, Begun]] = []
+            for proposal in proposals:
+                one = _beside(start, proposal) if begun else start(proposal)
+                begun.append((proposal, one))
+                stack.callback(one.stop)
+            first, last = len(self.outcomes) + 1, len(self.outcomes) + len(begun)
+            numbers = f"{first} and {last}" if last > first else first
+            said = "; ".join(one.said for _, one in begun if one.said)
+            tell(f"jaxmem: compiling {numbers} of at most {self.compilations}: {said}")
+            bar.show(f"compiling {said}")
+            for at, (proposal, one) in enumerate(begun):
+                try:
+                    outcome = one.finish()
+                except JaxmemError as error:
+                    if not at:
+                        raise
+                    outcome = Outcome(f": {error}", math.inf, 1, None, proposal)
+                self._learn(proposal, outcome, time.monotonic() - began)
+                bar.finish()
+                if not at and self.fits(proposal):
+                    break  # what is beside it was for the other case
 
     def _learn(self, proposal: Proposal, outcome: Outcome, seconds: float) -> None:
         """Keeps an outcome that was there so long after its round began."""

@@ -1,4 +1,4 @@
-"""Projected device bytes along a step."""
+"""Device bytes along a step."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ _POINTS = 400  # at most
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timeline:
-    """Projected device bytes along a step.
+    """Device bytes along a step, projected or compiled.
 
     Attributes:
         live: bytes of the whole of ``value_and_grad(fun)``, what is reserved included, in the order
             in which the step runs; of each stretch of a long one the most.
-        backward: the place in it where the backward pass begins.
+        backward: the place in it where the backward pass begins; 0: not known.
     """
 
     live: tuple[int, ...] = ()

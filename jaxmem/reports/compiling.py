@@ -15,7 +15,7 @@ from jaxmem.ground.errors import CompileError, JaxmemError, JaxmemWarning, Offlo
 from jaxmem.reports.report import MemoryReport
 from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument, describe_arguments
-from jaxmem.reports.where.reading import DUMPED, totals_of
+from jaxmem.reports.where.reading import DUMPED, live_of, totals_of
 from jaxmem.reports.xla.header import donated_arguments, results_on_host
 from jaxmem.targets import Compiled, Job, LocalDevice, Target, family_of
 
@@ -29,6 +29,10 @@ class Compiling(abc.ABC):
 
     def stop(self) -> None:  # noqa: B027
         """Nobody waits for what was started."""
+
+    def live(self) -> tuple[int, ...]:
+        """Live device bytes at each point of what `report` compiled; empty: not known."""
+        return ()
 
     @abc.abstractmethod
     def report(self, compile: str = "buffers", timeout: float = 3600) -> MemoryReport:
@@ -63,6 +67,7 @@ class _Absent(Compiling):
         self.options = jaxprs.compiler_options(self.lowered) | (options or {})
         self.arguments = _arguments(jitted, self.traced, self.lowered, args, kwargs)
         self.job: Job[Compiled] | None = None
+        self.dump: dict[str, bytes] = {}
 
     def start(self, hold: bool = False) -> None:
         self.job = Job(lambda: self._compile(hold=hold))
@@ -82,12 +87,16 @@ class _Absent(Compiling):
             compiled = self._compile(timeout, full=compile == "full")
         hlo = compiled.text("hlo")
         totals = _totals(compiled.stats) if compiled.stats else totals_of(compiled.text(DUMPED[0]))
-        dump = {kind: compiled.texts[kind] for kind in DUMPED} if self.timeline else {}
+        self.dump = {kind: compiled.texts[kind] for kind in DUMPED}
+        dump = self.dump if self.timeline else {}
         report = MemoryReport(self.target, *totals, hlo, dump, self.arguments)
         _check_offload(self.traced, self.lowered, hlo)
         if self.target.count == 1:
             _check_kept(self.traced, report)
         return report
+
+    def live(self) -> tuple[int, ...]:
+        return live_of(self.dump) if self.dump else ()
 
     def _compile(self, timeout: float = 3600, **how: bool) -> Compiled:
         return self.family.compile(self.module, self.target, self.options, timeout, **how)

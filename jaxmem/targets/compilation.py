@@ -3,13 +3,16 @@
 import hashlib
 import os
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jaxlib
 
 from jaxmem.ground.errors import CompileError
+from jaxmem.ground.progress import expect
 from jaxmem.ground.version import __version__
+from jaxmem.targets import durations
 from jaxmem.targets.cache import Compiled, cache_folder, read, result_path, write
 from jaxmem.targets.workers import Command, ask
 
@@ -47,6 +50,8 @@ def compile_in_worker(
     kept = read(path)
     if kept is not None and (kept.stats or not full):
         return kept
+    size, began = len(request["module"]), time.monotonic()
+    expect(durations.expected(target, size))
     reply = ask(command, request, full, timeout, target, hold)
     other = again(reply)
     if other is not None:
@@ -55,6 +60,8 @@ def compile_in_worker(
         raise CompileError(f"XLA could not compile the program for {target}:\n{reply['error']}")
     compiled = Compiled(reply["texts"], reply["stats"])
     write(path, compiled)
+    if not full:  # which goes on from there, and takes longer
+        durations.remember(target, size, time.monotonic() - began)
     return compiled
 
 

@@ -24,6 +24,7 @@ COLORS = {
     "outputs": "#f0e442",
 }
 LIMIT = "#d1495b"  # of a budget: read on light and on dark
+_LABEL = 0.07  # of the axis: the height of a line of text, with room
 _IN_SIGHT = 1.6  # times the largest report: a budget above that is not drawn
 _SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -104,7 +105,7 @@ def draw(
         figure = Figure(figsize=(10, 0.9 + 3.7 * len(reports)), dpi=110, layout="constrained")
         panels = figure.subplots(len(reports), squeeze=False, sharey=True)[:, 0]
         for axes, (title, about) in zip(panels, named.items(), strict=True):
-            _panel(axes, title, about, shown, unit)
+            _panel(axes, title, about, shown, unit, _above(about["peak"], budget, high))
             if budget and budget <= high:
                 _limit(axes, budget, unit)
             axes.set(ylim=(0, 1.14 * high / unit), ylabel=f"live device memory ({name})")
@@ -116,21 +117,27 @@ def draw(
         figure.savefig(path)
 
 
+def _above(peak: int, budget: int | None, high: int) -> int:
+    """Bytes above which the peak's label stands: a budget just above would go through it."""
+    return budget if budget and peak <= budget <= peak + _LABEL * high else peak
+
+
 def _limit(axes, budget: int, unit: int) -> None:
     axes.axhline(budget / unit, color=LIMIT, linewidth=1.2, linestyle="--")
     axes.annotate(
         f"budget {format_bytes(budget)}",
         (0.005, budget / unit),
         xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
+        xytext=(0, -3),
         textcoords="offset points",
+        va="top",
         fontsize=8.5,
         color=LIMIT,
     )
 
 
-def _panel(axes, name: str, about: dict[str, Any], kinds: list[str], unit: int) -> None:
-    """One timeline, with its peak's label above the curve."""
+def _panel(axes, name: str, about: dict[str, Any], kinds: list[str], unit: int, above: int) -> None:
+    """One timeline, with its peak's label above so many bytes."""
     timeline = about["timeline"]
     points = len(timeline["schedule"])
     axes.stackplot(
@@ -148,7 +155,7 @@ def _panel(axes, name: str, about: dict[str, Any], kinds: list[str], unit: int) 
     side = "left" if point < 0.35 * points else "right" if point > 0.65 * points else "center"
     axes.annotate(
         told,
-        (point, peak),
+        (point, above / unit),
         xytext=(0, 5),
         textcoords="offset points",
         ha=side,

@@ -10,6 +10,7 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports.totals import ROLES, Totals
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.peak import MemoryMap
+from jaxmem.reports.where.timeline import Timeline
 from jaxmem.reports.xla.dump import read_dump, read_totals
 
 DUMPED = ("buffer-assignment", "live-range")
@@ -27,6 +28,12 @@ def totals_of(buffers: str) -> tuple[Totals, Totals]:
         for on_host in (False, True)
     )
     return device, host
+
+
+def live_of(dump: Mapping[str, bytes]) -> tuple[int, ...]:
+    """Live device bytes at each point of the schedule, by the texts of `DUMPED`, compressed."""
+    buffers, ranges = (gzip.decompress(dump[name]).decode() for name in DUMPED)
+    return tuple(Timeline(read_dump(buffers, ranges, jaxlib.__version__)).live.tolist())
 
 
 def read_map(

@@ -91,7 +91,9 @@ function timeline(svg, R, most, reset) {
     }
     out += limitLines(most, M.l, M.l + w, y);
     const at = T.points.indexOf(R.peak_point), before = at - from < (to - from) / 2;
-    if (at >= from && at <= to) out += `<line x1="${x(at)}" x2="${x(at)}" y1="${y(R.peak) - 6}" y2="${H - M.b}" stroke="currentColor" stroke-dasharray="4 3"/><text class="on strong" x="${x(at) + (before ? 6 : -6)}" y="${Math.max(12, y(R.peak) - 6)}" text-anchor="${before ? "start" : "end"}">peak ${size(R.peak)}</text>`;
+    // A limit just above the peak would go through its label: then that stands above the limit.
+    const near = inSight(most).map(l => l[1]).filter(v => v >= R.peak && y(R.peak) - y(v) < 20), above = Math.max(R.peak, ...near);
+    if (at >= from && at <= to) out += `<line x1="${x(at)}" x2="${x(at)}" y1="${y(R.peak) - 6}" y2="${H - M.b}" stroke="currentColor" stroke-dasharray="4 3"/><text class="on strong" x="${x(at) + (before ? 6 : -6)}" y="${Math.max(12, y(above) - 6)}" text-anchor="${before ? "start" : "end"}">peak ${size(R.peak)}</text>`;
     const first = T.points[from], last = T.points[to], stride = Math.max(1, round(last - first, Math.max(2, Math.min(6, w / 90))));
     for (let n = Math.ceil(first / stride) * stride; n <= last; n += stride) {
       let i = T.points.findIndex(p => p >= n); if (i < 0) i = to;
