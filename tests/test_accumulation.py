@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxmem
-from jaxmem.reports.xla.work import count_bytes
+from jaxmem.reports.xla.traffic import count_bytes
 
 
 def micro_gradients(count):

@@ -25,15 +25,15 @@ def test_a_matmul_takes_its_flops_over_the_rate_of_its_precision(precision, tflo
     side = 108 * 128  # whole tiles for every core, whole waves
     report = compiled(lambda x, w: jnp.dot(x, w, precision=precision), (side, 4096), (4096, side))
     time = report.time
-    assert time.flops == 2 * side * side * 4096 == report.work.flops
-    expected = time.flops / (SHARES.matmul * tflops * 1e12) + SHARES.launch
+    assert report.work.flops == 2 * side * side * 4096
+    expected = report.work.flops / (SHARES.matmul * tflops * 1e12) + SHARES.launch
     assert time.seconds == pytest.approx(expected, rel=1e-3)
     assert list(time.by_limit) == ["arithmetic"]
 
 
 def test_elementwise_work_takes_its_bytes_over_the_bandwidth():
     report = compiled(lambda x: jnp.tanh(x) + 1, (8192, 8192))
-    assert report.time.moved == report.moved == 2 * 4 * 8192**2
+    assert report.moved == 2 * 4 * 8192**2
     expected = report.moved / (SHARES.memory * A100.memory_bandwidth) + SHARES.launch
     assert report.time.seconds == pytest.approx(expected, rel=1e-6)
     assert list(report.time.by_limit) == ["memory"]
@@ -51,7 +51,6 @@ def test_an_iteration_moves_its_slices_of_a_stack():
     # An iteration copies the carry into the stack, and reads carry and slice to write the carry.
     # The stack may be filled with zeros once, and the first carry copied.
     assert 5 * steps * each <= report.moved <= (6 * steps + 4) * each
-    assert report.time.moved == report.moved
     assert max(one.times for one in report.time.ran) == steps
 
 

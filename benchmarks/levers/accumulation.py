@@ -10,7 +10,7 @@ import optax
 import jaxmem
 from benchmarks._models import example
 from benchmarks._record import record
-from jaxmem.reports.xla.work import count_bytes
+from jaxmem.reports.xla.traffic import count_bytes
 
 MODEL = example("resnet50")
 plan_step = example("resnet50", "train").plan_step

@@ -6,20 +6,14 @@ import optax
 
 import jaxmem
 from benchmarks._record import record
+from benchmarks._steps import compile_plain
 from jaxmem.optim import half_params, small_moments
 
 OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}  # as in Plan.compiler_options
 
 
 def compile_step(loss_fn, optimizer, params, batch):
-    def step(params, state, batch):
-        loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    state = jaxmem.eval_shape(optimizer.init, params)
-    step = jax.jit(step, donate_argnums=(0, 1))
-    return jaxmem.memory(step, params, state, batch, target="h200", compiler_options=OPTIONS)
+    return compile_plain(loss_fn, optimizer, params, batch, "h200", compiler_options=OPTIONS)
 
 
 def matrices():

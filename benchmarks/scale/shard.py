@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh
 import jaxmem
 from benchmarks._gpt import GPT
 from benchmarks._record import record
+from benchmarks._steps import unjitted
 
 LAYERS, WIDTH, BATCH = 16, 4096, 1024
 CONTEXT = 2048
@@ -18,12 +19,8 @@ def train(fsdp, optimizer, loss_fn, params, batch, count):
     params = fsdp.place_params(params)
     state = fsdp.place_state(jaxmem.eval_shape(optimizer.init, params))
 
-    def step(params, state, batch):
-        loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
     places = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
+    step = unjitted(loss_fn, optimizer)
     step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, None))
     target = jaxmem.target("h100", count=count)
     batch = fsdp.place_batch(batch)

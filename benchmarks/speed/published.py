@@ -23,14 +23,14 @@ import time
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem
 from benchmarks._published import MODELS, OPTIMIZERS
 from benchmarks._record import record
+from benchmarks._steps import compile_plain
 from jaxmem.reports.speed.model import parts_of
-from jaxmem.reports.speed.schedule import Schedule
+from jaxmem.reports.speed.schedule import Ran, Schedule
 from jaxmem.targets import Shares, known_targets
 
 FIGURES = pathlib.Path(__file__).with_name("published.csv")
@@ -90,14 +90,7 @@ def compiled(row):
             return None
         return jaxmem.memory(jax.value_and_grad(loss), params, batch, target=target)
 
-    def step(params, state, batch):
-        value, gradients = jax.value_and_grad(loss)(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state = jaxmem.eval_shape(optimizer.init, params)
-    jitted = jax.jit(step, donate_argnums=(0, 1))
-    return jaxmem.memory(jitted, params, state, batch, target=target)
+    return compile_plain(loss, optimizer, params, batch, target)
 
 
 def _on(leaf, mesh, spec):
@@ -123,12 +116,17 @@ class Figure:
         return sum(one.seconds for one in Schedule(self.hlo, target).ran)
 
     @functools.cached_property
+    def ran(self) -> tuple[Ran, ...]:
+        """As the shares of `Shares` say."""
+        return Schedule(self.hlo, self.target).ran
+
+    @functools.cached_property
     def parts(self) -> np.ndarray:
         """Of each kernel how often it runs, and its seconds where all shares are 1: of a matmul, of
         a convolution, of memory; ``float64 [kernels, 4]``."""
         found = []
         whole = dataclasses.replace(self.target, shares=WHOLE)
-        for one in Schedule(self.hlo, whole).ran:
+        for one in self.ran:
             if one.kernel:
                 arithmetic, traffic = parts_of(one.kernel, whole)
                 of = one.kernel.contraction
@@ -145,8 +143,7 @@ class Figure:
 
     @functools.cached_property
     def waiting(self) -> float:
-        ran = Schedule(self.hlo, self.target).ran
-        return sum(one.seconds for one in ran if one.kernel is None)
+        return sum(one.seconds for one in self.ran if one.kernel is None)
 
 
 def fitted(known: list[Figure]) -> Shares:

@@ -24,7 +24,8 @@ from jaxmem.reports.where.peak import Buffer, MemoryMap
 from jaxmem.reports.where.reading import DUMPED, read_map
 from jaxmem.reports.where.timeline import Timeline
 from jaxmem.reports.xla.schedule import Collectives, Transfers, count_collectives, find_transfers
-from jaxmem.reports.xla.work import Work, count_bytes, count_work
+from jaxmem.reports.xla.traffic import count_bytes
+from jaxmem.reports.xla.work import Work, count_work
 from jaxmem.targets import LocalDevice, Target, example
 
 

@@ -104,16 +104,18 @@ class Target:
                 (``"default"``, ``"high"`` or ``"highest"``), or a type and a number of passes
                 (``"bfloat16x3"``), as of a `jax.lax.DotAlgorithmPreset`.
         """
-        if str(dtype) not in ("float32", "complex64") or precision in ("default", "high"):
-            return self._rounded(str(dtype), precision)
+        if str(dtype) not in ("float32", "complex64"):
+            return self.peaks.of(dtype)
+        if precision in ("default", "high"):
+            return self._rounded_float32(precision)
         if precision == "highest":
             return self.peaks.float32
         kind, passes = passes_of(precision)
         return (getattr(self.peaks, kind) or self.peaks.float32) / passes
 
-    def _rounded(self, dtype: str, precision: str) -> float:
-        """The rate at the precisions that may round float32."""
-        return self.peaks.of(dtype)
+    def _rounded_float32(self, precision: str) -> float:
+        """The rate of float32 at the precisions that may round it."""
+        return self.peaks.float32
 
     def share_of(self, rows: int, columns: int, depth: int, batch: int = 1) -> float:
         """The share of the device that a matmul of that size has work for: ``batch`` products of

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.reports.cpu import CPU_NOTE, is_cpu
-from jaxmem.reports.drawn.breakdown import breakdown_table
+from jaxmem.reports.drawn.breakdown import Breakdown
 from jaxmem.reports.drawn.grouping import common_path, grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Table
 from jaxmem.reports.drawn.text import columns, fit
@@ -58,14 +58,9 @@ def _peak(report: "MemoryReport") -> Iterator[Part]:
     start = f"peak {format_bytes(report.peak_bytes)} in the {at.phase} phase, at "
     yield start + fit(where, columns() - len(start))
     yield ""
-    whole = report.device
-    phases, kinds = (
-        breakdown_table(f"by {name}", rows, whole)
-        for name, rows in (("phase", report.by_phase), ("kind", report.by_kind))
-    )
-    yield phases, kinds
-    yield breakdown_table("by line", report.by_source, whole)
-    yield breakdown_table("by module", _rolled_up(report.by_module), whole)
+    yield report.by_phase.table("by phase"), report.by_kind.table("by kind")
+    yield report.by_source.table("by line")
+    yield _rolled_up(report.by_module).table("by module")
     yield _buffers(report.peak)
     yield from _padding(report)
 
@@ -79,7 +74,7 @@ def _padding(report: "MemoryReport") -> Iterator[Part]:
     yield Table(("", ""), rows, f"padding to tiles: {format_bytes(total)}", (1,))
 
 
-def _rolled_up(rows: dict[str, int], depth: int = 2) -> dict[str, int]:
+def _rolled_up(rows: Breakdown, depth: int = 2) -> Breakdown:
     """Module paths cut to their first parts, those of equal bytes that differ by their number
     as one, largest first; rows in parentheses stay last."""
     total: Counter[str] = Counter()
@@ -94,7 +89,7 @@ def _rolled_up(rows: dict[str, int], depth: int = 2) -> dict[str, int]:
         else:
             each = f"{common_path(alike)} (x {len(alike)}, {format_bytes(size)} each)"
             found[each] = size * len(alike)
-    return dict(sorted(found.items(), key=lambda row: (row[0].startswith("("), -row[1])))
+    return Breakdown(sorted(found.items(), key=lambda row: (row[0].startswith("("), -row[1])))
 
 
 def _buffers(buffers: "tuple[Buffer, ...]") -> Table:

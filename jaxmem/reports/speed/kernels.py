@@ -3,17 +3,12 @@
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 
-from jaxmem.reports.xla.hlo import (
-    CALLED,
-    SHAPE,
-    operands_of,
-    operation_of,
-)
-from jaxmem.reports.xla.traffic import Lines, traffic
-from jaxmem.reports.xla.work import Work, work_of
+from jaxmem.reports.xla.hlo import SHAPE, Lines, operands_of
+from jaxmem.reports.xla.traffic import traffic
+from jaxmem.reports.xla.work import Work, contractions
 
-_CONTRACTIONS = ("dot", "convolution", "custom-call")
 _PRECISION = re.compile(r"operand_precision=\{([\w,]*)\}|\"operand_precision\":\[([\w\",]*)\]")
 _ALGORITHM = re.compile(r"algorithm=dot_(\w+)|\"algorithm\":\"ALG_DOT_(\w+)\"")
 _ORDER = ("default", "high", "highest")
@@ -47,28 +42,14 @@ class Kernel:
     contraction: Contraction | None = None
 
 
-def kernel_of(name: str, computation: Lines, computations: dict[str, Lines]) -> Kernel:
+def kernel_of(name: str, computation: Lines, computations: Mapping[str, Lines]) -> Kernel:
     """The kernel of one instruction."""
     line = computation[name]
     moved = traffic(line, computation, computations)
-    found = list(_contractions(line, computation, computations))
+    found = list(contractions(line, computation, computations))
     flops = sum(work.flops for _, _, work in found)
     largest = max(found, key=lambda one: one[2].flops, default=None)
     return Kernel(name, flops, moved, _contraction(*largest) if largest else None)
-
-
-def _contractions(line: str, computation: Lines, computations: dict[str, Lines]):
-    """Contractions in an instruction or in the fusion that it is: line, computation, work."""
-    operation = operation_of(line)
-    if operation == "fusion":
-        for called in CALLED.findall(line):
-            body = computations[called]
-            for inner in body.values():
-                yield from _contractions(inner, body, computations)
-    elif operation in _CONTRACTIONS:
-        work = work_of(line, computation)
-        if work.flops:
-            yield line, computation, work
 
 
 def _contraction(line: str, computation: Lines, work: Work) -> Contraction:

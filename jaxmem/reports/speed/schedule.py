@@ -3,13 +3,14 @@ that XLA started early beside them."""
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator
 
 from jaxmem.reports.speed.kernels import Kernel, kernel_of
 from jaxmem.reports.speed.model import collective_seconds, seconds_of
 from jaxmem.reports.xla.hlo import (
-    CALLED,
-    TRIPS,
-    branches_of,
+    Lines,
+    calls_of,
     computations_of,
     entry_of,
     operands_of,
@@ -17,7 +18,6 @@ from jaxmem.reports.xla.hlo import (
     result_bytes,
 )
 from jaxmem.reports.xla.schedule import COLLECTIVES, HOST, collective_bytes
-from jaxmem.reports.xla.traffic import Lines
 from jaxmem.targets import Target
 
 
@@ -63,29 +63,27 @@ class Schedule:
                 if waited:
                     found.append(Ran(name, 1, waited))
             else:
-                ran = list(self._inside(name, line, operation, lines))
+                ran = list(self._inside(name, line, lines))
                 found += ran
                 waited = sum(one.seconds for one in ran)
             now += waited
         return tuple(found)
 
-    def _inside(self, name: str, line: str, operation: str, lines: Lines):
+    def _inside(self, name: str, line: str, lines: Lines) -> Iterator[Ran]:
         """The kernels of one instruction, those of what it calls among them."""
-        if operation == "conditional":
-            branches = [self._run(branch) for branch in branches_of(line)]
-            yield from max(branches, key=lambda ran: sum(one.seconds for one in ran), default=())
-        elif operation in ("while", "call", "async-start"):
-            trips = TRIPS.search(line)
-            times = int(trips[1]) if operation == "while" and trips else 1
-            for called in CALLED.findall(line):
-                for one in self._run(called):
-                    yield dataclasses.replace(
-                        one, times=times * one.times, seconds=times * one.seconds
-                    )
-        else:
+        calls = calls_of(line)
+        if calls is None:
             kernel = kernel_of(name, lines, self._computations)
             if kernel.moved or kernel.flops:
                 yield Ran(name, 1, seconds_of(kernel, self._target), kernel)
+            return
+        inner = [self._run(called) for called in calls.computations]
+        if calls.either:
+            yield from max(inner, key=lambda ran: sum(one.seconds for one in ran), default=())
+            return
+        turns = 1 if calls.turns is None else calls.turns
+        for one in itertools.chain.from_iterable(inner):
+            yield dataclasses.replace(one, times=turns * one.times, seconds=turns * one.seconds)
 
     def _sent(self, line: str, kind: str, lines: Lines) -> float:
         target = self._target

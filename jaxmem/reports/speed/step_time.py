@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.reports.drawn.breakdown import breakdown_table
+from jaxmem.reports.drawn.breakdown import Breakdown
 from jaxmem.reports.drawn.grouping import grouped, without_numbers
-from jaxmem.reports.drawn.tables import Part, Printed, Table, as_html, as_text
+from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.speed.model import parts_of
 from jaxmem.reports.speed.schedule import Ran, Schedule
 from jaxmem.reports.where.arguments import Argument
@@ -20,16 +20,15 @@ _KERNELS = 6  # rows
 WAITING = "(copies and collectives)"
 
 
-class Seconds(dict[str, float]):
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"
+
+
+class Seconds(Breakdown):
     """Seconds by name: a dict that prints as a table in milliseconds and shares of the whole."""
 
-    def __str__(self) -> str:
-        return as_text([_table("", self, len(self))])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return as_html([_table("", self, len(self))])
+    def unit(self, size: float) -> str:
+        return _ms(size)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,8 +39,7 @@ class StepTime(Printed):
     over the rate of its operands and its bytes over the memory's rate, each by the share of the
     maker's figure that programs reach (`Target.shares`), and a launch. Copies to the host and
     collectives run beside the kernels from where XLA starts them to where it waits for them, and
-    count as long as it waits. ``flops`` are those of matmuls and convolutions; custom kernels count
-    by their bytes alone.
+    count as long as it waits. Custom kernels count by their bytes alone.
     """
 
     target: Target
@@ -52,16 +50,6 @@ class StepTime(Printed):
     def seconds(self) -> float:
         """Of the whole run."""
         return sum(one.seconds for one in self.ran)
-
-    @functools.cached_property
-    def flops(self) -> int:
-        """FLOPs of all matmuls and convolutions."""
-        return sum(one.times * one.kernel.flops for one in self.ran if one.kernel)
-
-    @functools.cached_property
-    def moved(self) -> int:
-        """Bytes that all kernels read and write."""
-        return sum(one.times * one.kernel.moved for one in self.ran if one.kernel)
 
     @functools.cached_property
     def waiting(self) -> float:
@@ -107,9 +95,9 @@ class StepTime(Printed):
         error = self.target.time_error
         known = "unchecked" if error is None else f"within {error:.0%} on such devices"
         yield f"{_ms(self.seconds)} a step on {self.target.name}, predicted ({known})"
-        yield _table("by phase", self.by_phase), _table("by limit", self.by_limit)
-        yield _table("by line", self.by_source)
-        yield _table("by module", self.by_module)
+        yield self.by_phase.table("by phase"), self.by_limit.table("by limit")
+        yield self.by_source.table("by line")
+        yield self.by_module.table("by module")
         yield self._largest()
 
     def _largest(self) -> Table:
@@ -156,11 +144,3 @@ def _sorted(rows: dict[str, float]) -> Seconds:
 
 def _where(origin: Origin) -> str:
     return without_numbers(" · ".join([origin.operation, origin.module, origin.source]))
-
-
-def _table(title: str, rows: Seconds, most: int = _KERNELS) -> Table:
-    return breakdown_table(title, rows, sum(rows.values()) or 1.0, most, _ms)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"

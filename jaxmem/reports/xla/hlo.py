@@ -1,20 +1,25 @@
-"""Optimised HLO as text: its computations, and the operation, shape and operands of a line.
+"""Optimised HLO as text: its computations, and the operation, shape, operands and calls of a line.
 
 What else reads HLO in this folder reads it through these functions.
 """
 
 import collections
+import dataclasses
+import functools
 import math
 import re
+from collections.abc import Mapping
 
 from jaxmem.ground.errors import JaxmemError
+
+Lines = Mapping[str, str]  # of a computation: its instructions' right-hand sides by name
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _OPERATION = re.compile(r"(?:^|\s)([a-z][\w\-]*)\(")
 CALLED = re.compile(r"(?:calls|to_apply|body|async_execution_thread_calls)=%?([\w.\-]+)")
-TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
 _PARENTHESIS = re.compile("[()]")
@@ -30,13 +35,38 @@ def entry_of(hlo: str) -> str:
     return entry[1]
 
 
-def branches_of(line: str) -> list[str]:
-    """The computations of a conditional, by index (of two: what runs if false, then if true)."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calls:
+    """The computations that an instruction runs: one after the other, ``turns`` times (None: a loop
+    for which XLA does not know), or, of a conditional, ``either`` of them, in the order of its
+    index (of two: what runs if false, then if true)."""
+
+    computations: tuple[str, ...]
+    turns: int | None = 1
+    either: bool = False
+
+
+def calls_of(line: str) -> Calls | None:
+    """What an instruction runs, given as its right-hand side; None if it is one kernel, as a fusion
+    is and what a reduction or a sort applies."""
+    operation = operation_of(line)
+    if operation == "conditional":
+        return Calls(_branches_of(line), either=True)
+    if operation not in ("while", "call", "async-start"):
+        return None
+    turns: int | None = 1
+    if operation == "while":
+        known = _TRIPS.search(line)
+        turns = int(known[1]) if known else None
+    return Calls(tuple(CALLED.findall(line)), turns)
+
+
+def _branches_of(line: str) -> tuple[str, ...]:
     names = re.search(r"branch_computations=\{([^}]*)\}", line)
     if names:
-        return [name.strip().lstrip("%") for name in names[1].split(",")]
+        return tuple(name.strip().lstrip("%") for name in names[1].split(","))
     pair = re.search(r"true_computation=%?([\w.\-]+), false_computation=%?([\w.\-]+)", line)
-    return [pair[2], pair[1]] if pair else []
+    return (pair[2], pair[1]) if pair else ()
 
 
 def array_bytes(dtype: str, dimensions: str) -> int:
@@ -52,8 +82,9 @@ def result_bytes(line: str) -> int:
     return sum(array_bytes(*match) for match in SHAPE.findall(shape))
 
 
-def computations_of(hlo: str) -> dict[str, dict[str, str]]:
-    """Every computation as its instructions' right-hand sides by name."""
+@functools.lru_cache(maxsize=1)  # what reads a program asks one after the other
+def computations_of(hlo: str) -> Mapping[str, Lines]:
+    """Every computation by name."""
     found: dict[str, dict[str, str]] = collections.defaultdict(dict)
     current: dict[str, str] | None = None
     for line in hlo.splitlines():

@@ -1,20 +1,18 @@
 """Transfers and collectives of a compiled program, read in its scheduled HLO."""
 
-import collections
 import dataclasses
-import functools
+
+import numpy as np
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.reports.xla.hlo import (
-    CALLED,
-    TRIPS,
-    branches_of,
+    Lines,
     computations_of,
-    entry_of,
     operands_of,
     operation_of,
     result_bytes,
 )
+from jaxmem.reports.xla.run import over_run
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _WORK = ("fusion", "custom-call", "dot", "convolution", "while")
@@ -71,41 +69,24 @@ def find_transfers(hlo: str) -> Transfers:
 def count_collectives(hlo: str) -> Collectives:
     """The collectives of one run: those of a loop once per iteration where XLA knows how many, of a
     conditional those of the branch that moves the most bytes."""
-    computations = computations_of(hlo)
+    none = np.zeros((len(COLLECTIVES), 2), int)  # of each kind how many, and their bytes
 
-    @functools.cache
-    def total(name: str) -> collections.Counter[tuple[str, str]]:
-        found: collections.Counter[tuple[str, str]] = collections.Counter()
-        for line in computations[name].values():
-            operation = operation_of(line)
-            kind = operation.removesuffix("-start")
-            if kind in COLLECTIVES:
-                found[kind, "count"] += 1
-                found[kind, "bytes"] += collective_bytes(line, computations[name])
-            elif operation == "conditional":
-                dearest = max(map(total, branches_of(line)), key=_all_bytes)
-                found += dearest
-            elif operation in ("while", "call", "async-start"):
-                trips = TRIPS.search(line)
-                times = int(trips[1]) if operation == "while" and trips else 1
-                for called in CALLED.findall(line):
-                    for key, value in total(called).items():
-                        found[key] += times * value
-        return found
+    def own(line: str, lines: Lines) -> np.ndarray:
+        kind = operation_of(line).removesuffix("-start")
+        if kind not in COLLECTIVES:
+            return none
+        one = np.arange(len(COLLECTIVES))[:, None] == COLLECTIVES.index(kind)
+        return one * np.array([1, collective_bytes(line, lines)])
 
-    found = total(entry_of(hlo))
-    kinds = [kind for kind in COLLECTIVES if found[kind, "count"]]
+    found = over_run(hlo, own, none, lambda sums: max(sums, key=lambda one: one[:, 1].sum()))
+    kinds = {kind: row.tolist() for kind, row in zip(COLLECTIVES, found, strict=True) if row[0]}
     return Collectives(
-        {kind: found[kind, "count"] for kind in kinds},
-        {kind: found[kind, "bytes"] for kind in kinds},
+        {kind: count for kind, (count, _) in kinds.items()},
+        {kind: moved for kind, (_, moved) in kinds.items()},
     )
 
 
-def _all_bytes(found: collections.Counter[tuple[str, str]]) -> int:
-    return sum(size for (_, what), size in found.items() if what == "bytes")
-
-
-def collective_bytes(line: str, computation: dict[str, str]) -> int:
+def collective_bytes(line: str, computation: Lines) -> int:
     """The bytes of all arrays of a collective: XLA combines several into one."""
     operands = sum(result_bytes(computation[name]) for name in operands_of(line))
     operation = operation_of(line)

@@ -1,10 +1,20 @@
-"""The bytes that a kernel of a compiled program reads and writes in memory.
+"""The bytes that the kernels of a compiled program read and write in memory.
 
 An iteration of a loop reads one slice of a stack and writes one: what a kernel slices counts as
 long as the slice, and what it updates in place as long as the update.
 """
 
-from jaxmem.reports.xla.hlo import CALLED, operands_of, operation_of, result_bytes
+from collections.abc import Mapping
+
+from jaxmem.reports.xla.hlo import (
+    CALLED,
+    Lines,
+    computations_of,
+    operands_of,
+    operation_of,
+    result_bytes,
+)
+from jaxmem.reports.xla.run import over_run
 
 _FREE = frozenset(
     "after-all bitcast constant get-tuple-element iota opt-barrier parameter tuple".split()
@@ -12,10 +22,20 @@ _FREE = frozenset(
 _SLICES = frozenset(["dynamic-slice", "gather", "slice"])
 _VIEWS = frozenset(["bitcast", "reshape"])
 
-Lines = dict[str, str]
+
+def count_bytes(hlo: str, taken: bool) -> int:
+    """Bytes that the kernels of one run read and write; a loop counts as in `count_work`. What runs
+    or not by a value of its own, the second of two branches or a loop of an unknown number of
+    turns, runs if ``taken`` (the loop once)."""
+    computations = computations_of(hlo)
+
+    def own(line: str, lines: Lines) -> int:
+        return traffic(line, lines, computations)
+
+    return over_run(hlo, own, 0, lambda sums: sums[int(taken)], unknown=int(taken))
 
 
-def traffic(line: str, computation: Lines, computations: dict[str, Lines]) -> int:
+def traffic(line: str, computation: Lines, computations: Mapping[str, Lines]) -> int:
     """Bytes that one instruction moves; of what calls other computations, only a fusion's.
 
     Args:
@@ -82,4 +102,4 @@ def _written(body: Lines, line: str) -> int:
             return result_bytes(body[operands[1]])
         return result_bytes(made)
 
-    return min(of(next(reversed(body))), result_bytes(line))  # a computation ends with its root
+    return min(of(list(body)[-1]), result_bytes(line))  # a computation ends with its root

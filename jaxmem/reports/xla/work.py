@@ -1,4 +1,4 @@
-"""The FLOPs of a compiled program and the bytes that all its kernels move, from optimised HLO.
+"""The FLOPs of a compiled program, from optimised HLO.
 
 What XLA itself recomputes or removes shows here, unlike in a jaxpr.
 """
@@ -6,6 +6,7 @@ What XLA itself recomputes or removes shows here, unlike in a jaxpr.
 import dataclasses
 import math
 import re
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -14,15 +15,14 @@ from jaxmem.reports.xla.hlo import (
     CALLED,
     SHAPE,
     TARGET,
-    TRIPS,
-    branches_of,
+    Lines,
     computations_of,
-    entry_of,
     operands_of,
     operation_of,
 )
-from jaxmem.reports.xla.traffic import traffic
+from jaxmem.reports.xla.run import over_run
 
+_CONTRACTIONS = ("dot", "convolution", "custom-call")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _FIELD = re.compile(r"(\w+)=(\S+)")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -57,59 +57,30 @@ def count_work(hlo: str) -> Work:
         JaxmemError: the text has no entry computation.
     """
     computations = computations_of(hlo)
-    entry = entry_of(hlo)
-    done: dict[str, Work] = {}
 
-    def total(name: str) -> Work:
-        if name not in done:
-            done[name] = sum(
-                (
-                    work_of(line, computations[name]) + _inner(line, total)
-                    for line in computations[name].values()
-                ),
-                Work(),
-            )
-        return done[name]
+    def own(line: str, lines: Lines) -> Work:
+        return sum((work for _, _, work in contractions(line, lines, computations)), Work())
 
-    return total(entry)
+    return over_run(hlo, own, Work(), lambda sums: max(sums, key=lambda work: work.flops))
 
 
-def count_bytes(hlo: str, taken: bool) -> int:
-    """Bytes that the kernels of one run read and write; a loop counts as in `count_work`. What runs
-    or not by a value of its own, the second of two branches or a loop of an unknown number of
-    turns, runs if ``taken`` (the loop once)."""
-    computations = computations_of(hlo)
-
-    def total(name: str) -> int:
-        lines = computations[name]
-        return sum(moved(line, lines) for line in lines.values())
-
-    def moved(line: str, lines: dict[str, str]) -> int:
-        operation = operation_of(line)
-        if operation == "conditional":
-            return total(branches_of(line)[int(taken)])
-        if operation in ("while", "call", "async-start"):
-            trips = TRIPS.search(line)
-            times = int(trips[1]) if trips else int(taken or operation != "while")
-            return times * sum(map(total, CALLED.findall(line)))
-        return traffic(line, lines, computations)
-
-    return total(entry_of(hlo))
-
-
-def _inner(line: str, total) -> Work:
-    """Work of the computations that an instruction calls."""
+def contractions(
+    line: str, computation: Lines, computations: Mapping[str, Lines]
+) -> Iterator[tuple[str, Lines, Work]]:
+    """The matmuls and convolutions of an instruction or of the fusion that it is, each as its
+    right-hand side, its computation and its work. What a reduction or a sort applies holds none."""
     operation = operation_of(line)
-    if operation == "conditional":
-        return max(map(total, branches_of(line)), key=lambda work: work.flops, default=Work())
-    if operation not in ("fusion", "call", "while", "async-start"):
-        return Work()  # what a reduction or a sort applies holds no contraction
-    trips = TRIPS.search(line)
-    times = int(trips[1]) if operation == "while" and trips else 1
-    return sum((total(name) for name in CALLED.findall(line)), Work()) * times
+    if operation == "fusion":
+        for called in CALLED.findall(line):
+            for inner in computations[called].values():
+                yield from contractions(inner, computations[called], computations)
+    elif operation in _CONTRACTIONS:
+        work = work_of(line, computation)
+        if work != Work():
+            yield line, computation, work
 
 
-def work_of(line: str, computation: dict[str, str]) -> Work:
+def work_of(line: str, computation: Lines) -> Work:
     """Work of an instruction itself, given as its right-hand side, without what it calls."""
     operation = operation_of(line)
     if operation == "dot":
@@ -129,14 +100,14 @@ def work_of(line: str, computation: dict[str, str]) -> Work:
     return Work()
 
 
-def _dot_flops(line: str, computation: dict[str, str], contracted: str) -> int:
+def _dot_flops(line: str, computation: Lines, contracted: str) -> int:
     match = re.search(contracted, line)
     axes = re.findall(r"\d+", match[1]) if match else []
     lhs = _dimensions(computation[operands_of(line)[0]])
     return 2 * math.prod(_dimensions(line)) * math.prod(lhs[int(axis)] for axis in axes)
 
 
-def _convolution_flops(line: str, computation: dict[str, str], kind: str) -> int:
+def _convolution_flops(line: str, computation: Lines, kind: str) -> int:
     """Taps per output feature times outputs of the forward convolution, whichever of its three
     forms this is: labels are always those of the forward one."""
     labels = _LABELS.search(line)

@@ -66,11 +66,9 @@ class CudaTarget(Target):
         """Whether it computes in bfloat16; XLA does in float32 what it does not."""
         return self.compute_capability >= (8, 0)
 
-    def _rounded(self, dtype: str, precision: str) -> float:
+    def _rounded_float32(self, precision: str) -> float:
         """XLA multiplies float32 as TF32 where the GPU can, but at the highest precision."""
-        if dtype in ("float32", "complex64"):
-            return self.peaks.tfloat32 or self.peaks.float32
-        return self.peaks.of(dtype)
+        return self.peaks.tfloat32 or self.peaks.float32
 
     def share_of(self, rows: int, columns: int, depth: int, batch: int = 1) -> float:
         """Tiles of 128 by 128 on as many cores as there are, in waves; a long sum is split where

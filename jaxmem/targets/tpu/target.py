@@ -59,12 +59,10 @@ class TpuTarget(Target):
         """Whether the slice is one chip."""
         return math.prod(self.chips) == 1
 
-    def _rounded(self, dtype: str, precision: str) -> float:
+    def _rounded_float32(self, precision: str) -> float:
         """At JAX's default precision a TPU rounds float32 operands to bfloat16, so they are as
         fast; at the high one they take three passes."""
-        if dtype in ("float32", "complex64"):
-            return self.peaks.bfloat16 / (3 if precision == "high" else 1)
-        return self.peaks.of(dtype)
+        return self.peaks.bfloat16 / (3 if precision == "high" else 1)
 
     def of_count(self, count: int) -> "TpuTarget":
         """The slice of so many devices that is nearest to a cube, or one device of a chip.
