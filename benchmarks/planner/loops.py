@@ -7,10 +7,6 @@ they take beside arguments and gradients. "Passes" are runs of all steps beside 
 itself; "best" are the fewest that any number of blocks, of states and of steps in a block has
 within the same bytes, with the body that the plan chose. "Repeats" are of the step that is run
 again most often, and "binomial" what revolve needs with as many states of that size.
-
-Beside Equinox's `while_loop(kind="checkpointed")`, which diffrax's `RecursiveCheckpointAdjoint` is
-made of: steps run in all for as many states, counted by a callback on the CPU (1,000 steps), and
-bytes that are compiled for the wave.
 """
 
 import dataclasses
@@ -18,11 +14,10 @@ import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jaxmem
-from benchmarks._record import record, table
-from jaxmem.loops import Schedule, checkpointed_scan, checkpointed_while, repeats
+from benchmarks._record import record
+from jaxmem.loops import Schedule, repeats
 from jaxmem.planning import loop_options
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction
@@ -75,20 +70,22 @@ WEIGHTS = [0.09646076681806523, 0.01, 0.4798896504144996, 1.379008574103742, -3.
            2.324710524099774]  # fmt: skip
 
 
+def tsit5(field, y):
+    """One step of 0.01."""
+    slopes = [field(y)]
+    for row in TSIT5:
+        at = sum(a * slope for a, slope in zip(row, slopes, strict=True))
+        slopes.append(field(y + 0.01 * at))
+    return y + 0.01 * sum(b * k for b, k in zip(WEIGHTS, slopes, strict=True))
+
+
 def ode():
     def loss(parameters, y):
         def field(y):
             first, second = parameters
             return jnp.tanh(y @ first) @ second
 
-        def body(y, _):
-            slopes = [field(y)]
-            for row in TSIT5:
-                at = sum(a * slope for a, slope in zip(row, slopes, strict=True))
-                slopes.append(field(y + 0.01 * at))
-            return y + 0.01 * sum(b * k for b, k in zip(WEIGHTS, slopes, strict=True)), None
-
-        return jnp.sum(jax.lax.scan(body, y, None, 500)[0] ** 2)
+        return jnp.sum(jax.lax.scan(lambda y, _: (tsit5(field, y), None), y, None, 500)[0] ** 2)
 
     shapes = [(512, 512), (4096, 512)]
     one, y = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
@@ -172,107 +169,9 @@ def within_tenths(name, loss, args):
         yield row(name, loss, args, "h100", f"{tenth} tenths", budget)
 
 
-def others():
-    """Steps run in all, and compiled bytes of the wave, beside Equinox's loop."""
-    try:
-        from equinox.internal import while_loop as equinox_loop
-    except ImportError:
-        return
-    for states in (64, 34, 12):
-        yield {
-            "states": states,
-            "steps of 1,000: scan": runs(scanned(states)),
-            "while_loop": runs(online(states)),
-            "Equinox": runs(by_equinox(equinox_loop, states)),
-            "wave: scan": waved(states, None),
-            "wave: Equinox": waved(states, equinox_loop),
-        }
-
-
-def counted():
-    ran = []
-
-    def count(x):
-        ran.append(1)
-        return np.ones((), x.dtype)
-
-    def step(x):
-        still = jax.lax.stop_gradient(x)
-        one = jax.pure_callback(count, jax.ShapeDtypeStruct((), x.dtype), still)
-        return jnp.sin(x) * jax.lax.stop_gradient(one)
-
-    return ran, step
-
-
-def runs(make) -> int:
-    ran, step = counted()
-    jax.block_until_ready(jax.jit(jax.grad(make(step)))(jnp.float32(0.5)))
-    return len(ran)
-
-
-COUNTED = 1000
-
-
-def scanned(states):
-    schedule = Schedule(COUNTED, COUNTED, 1, states)
-    return lambda step: (
-        lambda x: checkpointed_scan(
-            lambda constants, carry, slices: ([step(carry[0])], []), [], [x], [], schedule
-        )[0][0]
-    )
-
-
-def online(states):
-    return lambda step: lambda x: checkpointed_while(
-        lambda constants, carry: carry[1] < COUNTED,
-        lambda constants, carry, slices: ([step(carry[0]), carry[1] + 1], []),
-        ([], []), [x, jnp.int32(0)], states,
-    )[0]  # fmt: skip
-
-
-def by_equinox(loop, states):
-    return lambda step: lambda x: loop(
-        lambda carry: carry[1] < COUNTED,
-        lambda carry: (step(carry[0]), carry[1] + 1),
-        (x, jnp.int32(0)), kind="checkpointed", checkpoints=states, max_steps=COUNTED,
-    )[0]  # fmt: skip
-
-
-def waved(states, loop) -> str:
-    def loss(medium, source):
-        zeros = jnp.zeros((SIZE, SIZE), jnp.float32)
-        if loop:
-
-            def body(carry):
-                *state, at = carry
-                return *propagated(medium, state, source[at])[0], at + 1
-
-            u, *_ = loop(
-                lambda carry: carry[2] < STEPS, body, (zeros, zeros, jnp.int32(0)),
-                kind="checkpointed", checkpoints=states, max_steps=STEPS,
-            )  # fmt: skip
-        else:
-
-            def step(constants, carry, slices):
-                return list(propagated(constants[0], carry, slices[0])[0]), []
-
-            schedule = Schedule(STEPS, STEPS, 1, states)
-            (u, _), _ = checkpointed_scan(step, [medium], [zeros, zeros], [source], schedule)
-        return jnp.sum(u**2)
-
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(SIZE, SIZE), (STEPS,)]]
-    return jaxmem.format_bytes(
-        jaxmem.memory(jax.grad(loss), *shapes, target="rtx-4090", timeline=False).device
-    )
-
-
 def main():
     rows = [*within_states(), *within_tenths("RNN", *rnn()), *within_tenths("ODE", *ode())]
-    beside = list(others())
-    note = __doc__.partition("\n\n")[2]
-    if beside:
-        note += f"\n\n{table(beside)}"
-    record("Long loops within bytes", rows, note)
+    record("Long loops within bytes", rows, __doc__.partition("\n\n")[2])
 
 
 if __name__ == "__main__":
