@@ -163,6 +163,26 @@ def test_scan_with_checkpoint_tells_recompute_from_forward():
     assert {buffer.shape for buffer in gradients} >= {(4, 128, 512), (4, 512, 128)}
 
 
+@pytest.mark.parametrize("planner", ["sqrt", "dp"])
+def test_a_plan_keeps_the_lines_of_what_it_writes_again(planner):
+    """JAX traces a custom rule when it is first needed, which is by the planner."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + jax.nn.silu(jax.nn.relu(x @ w))
+            x = jax.nn.relu(x)
+        return jnp.sum(x**2)
+
+    args = [array(512, 512)] * 8, array(8192, 512)
+    budget = None if planner == "sqrt" else "200MiB"
+    planned = jaxmem.remat(loss, planner=planner, budget=budget, target="rtx-2080-ti")
+    found = jaxmem.memory(jax.grad(planned), *args, target="rtx-2080-ti")
+    assert found.by_source.get(UNKNOWN, 0) <= 0.01 * found.device
+    first = loss.__code__.co_firstlineno + 2
+    named = {source for source in found.by_source if source.endswith("(loss)")}
+    assert named >= {f"tests/test_where.py:{line} (loss)" for line in (first, first + 1)}
+
+
 def test_gathered_parameters_show_as_collectives():
     found = report(fsdp)
     gathered = [buffer for buffer in found.peak if buffer.operation == "all-gather"]

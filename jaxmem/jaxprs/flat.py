@@ -44,8 +44,14 @@ class Step:
     @property
     def line(self) -> str:
         """``file:line (function)`` of the user's frame that made it."""
-        lines = map(line_of, (self.equation, *self.callers))
-        return next((line for line in lines if line != "unknown"), "unknown")
+        return line_of(self.located)
+
+    @property
+    def located(self) -> JaxprEqn:
+        """The equation, or the innermost of its callers, that has a frame of the user's: JAX roots
+        the tracebacks inside of a call in the call."""
+        around = (self.equation, *self.callers)
+        return next((one for one in around if line_of(one) != "unknown"), self.equation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +110,7 @@ def context(step: Step) -> Iterator[None]:
     """What is bound inside belongs to the line and the module of the step."""
     equation = step.equation
     stack = internals.source_info_util.current_name_stack() + step.name_stack
-    traceback = equation.source_info.traceback
+    traceback = step.located.source_info.traceback
     with internals.source_info_util.user_context(traceback, name_stack=stack), equation.ctx.manager:
         yield
 

@@ -69,8 +69,13 @@ def has_linear_rule(equation: JaxprEqn) -> bool:
             chosen = tuple(operands[at] for at in moving)
             return jax.jvp(of_some(moving, called, operands), chosen, chosen)
 
+        # JAX keeps what it traces of a rule here for all later calls, with the line that it finds.
+        source = equation.source_info
+        at_its_line = internals.source_info_util.user_context(
+            source.traceback, name_stack=internals.source_info_util.new_name_stack()
+        )
         try:
-            with equation.ctx.manager:
+            with at_its_line, equation.ctx.manager:
                 _linear_rules[key] = _transposed_by_jax(jax.make_jaxpr(along)(*avals).jaxpr)
         except Exception:  # a rule may refuse, in its own words, what is not differentiated
             _linear_rules[key] = False
