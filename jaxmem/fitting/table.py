@@ -97,7 +97,8 @@ class Fitting(Printed):
             yield f"not searched: {name}: {why}"
         known = "have not been compared with a real device's"
         if time_error(self.target) is not None:
-            known = "are as far from measured ones on such a device as is printed (in the median)"
+            where = "your" if self.target.known and self.target.known.calibrated else "such a"
+            known = f"are as far from measured ones on {where} device as is printed (in the median)"
         how = "roofline, and the host link with nothing overlapped"
         yield f"times are predicted ({how}) and {known}"
 

@@ -14,7 +14,7 @@ from jaxmem.reports.speed.schedule import Ran, Schedule
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.attribution import Attribution, Origin
 from jaxmem.reports.xla.instructions import Module
-from jaxmem.targets import LocalDevice, Target
+from jaxmem.targets import LocalDevice, Target, rated
 
 _KERNELS = 6  # rows
 WAITING = "(copies and collectives)"
@@ -104,9 +104,8 @@ class StepTime(Printed):
         return _sorted(rows)
 
     def _parts(self) -> Iterable[Part]:
-        error = self.target.time_error
-        known = "unchecked" if error is None else f"within {error:.0%} on such devices"
-        yield f"{_ms(self.seconds)} a step on {self.target.name}, predicted ({known})"
+        name, checked = self.target.name, self.target.checked
+        yield f"{_ms(self.seconds)} a step on {name}, predicted ({checked})"
         yield _table("by phase", self.by_phase), _table("by limit", self.by_limit)
         yield _table("by line", self.by_source)
         yield _table("by module", self.by_module)
@@ -137,14 +136,12 @@ def step_time(
     Raises:
         JaxmemError: its rates are not known.
     """
-    known = target.known if isinstance(target, LocalDevice) else target
+    known = rated(target)
     if known is None:
         raise JaxmemError(
-            f"The rates of {target.description} are not known. `jaxmem targets` lists the devices "
-            "whose time is predicted."
+            f"The rates of {target.description} are not known. `jaxmem calibrate` measures them; "
+            "`jaxmem targets` lists the devices whose rates are known."
         )
-    if isinstance(target, LocalDevice) and target.platform == "cpu":
-        raise JaxmemError("No rates of CPUs are known. Name a target to predict the time on it.")
     ran = Schedule(hlo, known).ran
     attribution = Attribution(Module(hlo), arguments)
     return StepTime(known, ran, tuple(attribution.describe(one.name) for one in ran))
