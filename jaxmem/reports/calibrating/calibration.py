@@ -73,11 +73,11 @@ class Calibration(Printed):
     def _parts(self) -> Iterable[Part]:
         held = sum(one.held for one in self.checked)
         yield (
-            f"calibrated: ±{self.error:.0%} on your {self.rates.device} (median of what was held "
-            f"out; 90th percentile: ±{self.high_error:.0%})"
+            f"calibrated: ±{self.error:.0%} on your {self.rates.device} (median; 90th percentile "
+            f"±{self.high_error:.0%})"
         )
         yield (
-            f"checked on {held} programs that the rates were not fitted to; "
+            f"errors are of {held} programs that the rates were not fitted to; "
             f"{len(self.checked) - held} more were fitted"
         )
         if self.path:
@@ -101,8 +101,10 @@ class Calibration(Printed):
                 of = getattr(stated.peaks, kind) if stated else 0.0
                 rows.append(_row(f"matmul {kind}", rates.shares.matmul * peak, of, "FLOP/s"))
         if "convolution" in self.fitted:
-            reached = rates.shares.convolution * rates.peaks.float32
-            of = stated.peaks.float32 if stated else 0.0
+            peak, of = rates.peaks.float32, 0.0
+            if stated:
+                peak, of = (one.flops_per_second("float32") for one in (rates.of(stated), stated))
+            reached = rates.shares.convolution * peak
             rows.append(_row("convolution float32", reached, of, "FLOP/s"))
         if "memory" in self.fitted:
             of = stated.memory_bandwidth if stated else 0.0
