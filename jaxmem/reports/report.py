@@ -260,24 +260,38 @@ class MemoryReport(Printed):
         pathlib.Path(path).write_text(text, encoding="utf-8")
 
     def plot(
-        self, path: str | os.PathLike, *, budget: int | str | None = None, dark: bool = False
+        self,
+        path: str | os.PathLike,
+        *,
+        budget: int | str | None = None,
+        dark: bool = False,
+        kind: str = "memory",
     ) -> None:
-        """Draws the timeline stacked by kind, its peak marked, as a ``.png``, ``.svg`` or
-        ``.pdf`` file. Needs matplotlib (``pip install 'jaxmem[viz]'``).
+        """Draws a picture as a ``.png``, ``.svg`` or ``.pdf`` file: the timeline of bytes stacked
+        by kind, its peak marked, or the predicted time. Needs matplotlib (``pip install
+        'jaxmem[viz]'``).
 
         Args:
             path: of the file.
-            budget: bytes or text as for `fits`, drawn as a line.
+            budget: bytes or text as for `fits`, drawn as a line in the timeline of bytes.
             dark: for a dark page.
+            kind: ``"memory"``; ``"time"``: when each phase runs, in ms, and the ms of phases and
+                modules by what limits their kernels (`time`).
 
         Raises:
             BudgetError: the budget does not parse.
-            JaxmemError: the report has no timeline, matplotlib is missing, or it does not know the
-                suffix.
+            JaxmemError: the report has no timeline, or the device's rates are not known;
+                matplotlib is missing, or it does not know the suffix.
         """
         from jaxmem.reports.drawn.plot import check_plot, draw
+        from jaxmem.reports.drawn.time_plot import draw_time
 
         check_plot(path)
+        if kind not in ("memory", "time"):
+            raise JaxmemError(f"A report is drawn with kind='memory' or 'time'; got {kind!r}.")
+        if kind == "time":
+            draw_time(self.time, path, dark)
+            return
         draw({"": describe(self)}, path, _bytes_of(budget, self.target), dark)
 
 
