@@ -11,12 +11,14 @@ import numpy as np
 
 from jaxmem.ground.bytes import device_budget
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.reports.cliff import Cliff, cliff_of
 from jaxmem.reports.drawn.breakdown import Breakdown
 from jaxmem.reports.drawn.report_text import report_parts
 from jaxmem.reports.drawn.tables import Part, Printed
+from jaxmem.reports.lowered import Lowered
 from jaxmem.reports.plain_data import describe
 from jaxmem.reports.speed.step_time import StepTime, step_time
-from jaxmem.reports.totals import Totals
+from jaxmem.reports.totals import Sized, Totals
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.attribution import Origin
 from jaxmem.reports.where.padding import Padded
@@ -29,7 +31,7 @@ from jaxmem.targets import LocalDevice, Target, example
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MemoryReport(Printed):
+class MemoryReport(Sized, Printed):
     """Bytes of one compiled step on one device of the target, by XLA's buffer assignment.
 
     ``argument``, ``output``, ``alias`` (outputs that reuse a donated argument) and ``temp`` are
@@ -52,61 +54,12 @@ class MemoryReport(Printed):
     hlo: str = dataclasses.field(repr=False)
     dump: Mapping[str, bytes] = dataclasses.field(repr=False, default_factory=dict, compare=False)
     arguments: tuple[Argument | None, ...] = dataclasses.field(repr=False, default=())
+    lowered: Lowered | None = dataclasses.field(repr=False, default=None, compare=False)
 
     @property
     def name(self) -> str:
         """The name of the function that was compiled."""
         return self.hlo.partition(",")[0].removeprefix("HloModule ").removeprefix("jit_")
-
-    @property
-    def device(self) -> int:
-        """Peak device bytes of the step: argument + output - alias + temp."""
-        return self.on_device.total
-
-    @property
-    def host(self) -> int:
-        """Peak host bytes of the step."""
-        return self.on_host.total
-
-    @property
-    def argument(self) -> int:
-        """Device bytes that the arguments take."""
-        return self.on_device.argument
-
-    @property
-    def output(self) -> int:
-        """Device bytes that the results take, donated arguments with them."""
-        return self.on_device.output
-
-    @property
-    def alias(self) -> int:
-        """Device bytes of results that reuse a donated argument."""
-        return self.on_device.alias
-
-    @property
-    def temp(self) -> int:
-        """Device bytes of everything else that the step makes."""
-        return self.on_device.temp
-
-    @property
-    def host_argument(self) -> int:
-        """Host bytes that the arguments take."""
-        return self.on_host.argument
-
-    @property
-    def host_output(self) -> int:
-        """Host bytes that the results take, donated arguments with them."""
-        return self.on_host.output
-
-    @property
-    def host_alias(self) -> int:
-        """Host bytes of results that reuse a donated argument."""
-        return self.on_host.alias
-
-    @property
-    def host_temp(self) -> int:
-        """Host bytes of everything else that the step makes."""
-        return self.on_host.temp
 
     @functools.cached_property
     def work(self) -> Work:
@@ -132,6 +85,16 @@ class MemoryReport(Printed):
     def time(self) -> StepTime:
         """Predicted seconds of one run, by its kernels."""
         return step_time(self.hlo, self.arguments, self.target)
+
+    @functools.cached_property
+    def cliff(self) -> Cliff | None:
+        """Where XLA's own rematerialization pass begins to act, and how far the step is from it;
+        None: the pass is off, as in the steps that jaxmem planned, or where it begins is not known
+        (of the attached device, and of a TPU)."""
+        target, lowered = self.target, self.lowered
+        if isinstance(target, LocalDevice) or lowered is None:
+            return None
+        return cliff_of(self.hlo, self.arguments, self.on_device, target, lowered)
 
     @functools.cached_property
     def _map(self) -> MemoryMap:
