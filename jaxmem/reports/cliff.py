@@ -127,13 +127,12 @@ class Cliff(Printed):
         """It in a sentence."""
         limit = format_bytes(self.limit)
         if self.recomputed:
-            return f"{told(self.recomputed)}: the step is at {limit}, where its own pass begins"
+            return f"{told(self.recomputed)} to stay within {limit}"
         if self.left < 0:
             return f"XLA's own rematerialization begins at {limit}, and finds nothing to recompute"
-        return (
-            f"XLA starts to rematerialize at {limit} ({self.left / max(self.device, 1):.1%} above "
-            "this step)"
-        )
+        share = self.left / max(self.device, 1)
+        far = f"{share:.1%} above this step" if share < 10 else f"{share + 1:.0f} times this step"
+        return f"XLA starts to rematerialize at {limit} ({far})"
 
     def compile(self, over: float = 0.05, timeout: float = 3600) -> Rematerialized:
         """What XLA would recompute if the step were over the limit by a share of its temporary
