@@ -101,7 +101,7 @@ def samples():
         "matmul bfloat16": (8, 9, 10),
         "matmul float32, highest": (6, 7),
         "elementwise float32": (8, 9, 10),
-        "convolution float32": (2, 5),
+        "convolution float32": (7, 9),
         "layers, gradient": (6,),
     }
     found = []

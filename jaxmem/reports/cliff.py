@@ -68,7 +68,7 @@ class Rematerialized(Printed):
         return sum(one.seconds for one in self.recomputed)
 
     def _parts(self) -> Iterable[Part]:
-        yield f"{told(self.recomputed)}: {format_bytes(self.device)}"
+        yield f"{told(self.recomputed)}, and the step takes {format_bytes(self.device)}"
         rows = []
         groups = grouped(
             self.recomputed, lambda one: (one.source, without_numbers(one.module), one.flops)

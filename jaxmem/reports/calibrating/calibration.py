@@ -159,8 +159,10 @@ def calibrate(*, seconds: float = 60, keep: bool = True) -> Calibration:
     launch = device.launch(seconds / 20)
     host = device.host_bandwidth(_HOST_BYTES, seconds / 20)
     left = max(seconds - (time.perf_counter() - began), seconds / 2)
-    most_bytes = (local.usable_bytes or 2**32) // 16
-    measured = list(samples(device, ladders(), left, most_bytes))
+    memory = local.usable_bytes or 2**32
+    # What takes less than this of a device's memory is over before the next call.
+    least = 0 if local.platform == "cpu" else memory // 8192
+    measured = list(samples(device, ladders(), left, range(least, memory // 16)))
     made = calibration(device.target, stated, launch, host, measured, calibration_name(local))
     if not keep:
         return made

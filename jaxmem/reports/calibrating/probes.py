@@ -11,11 +11,8 @@ import jax.numpy as jnp
 LAUNCHES = 64  # kernels of the chain that is bound by their launches
 _SIDES = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 _LENGTHS = tuple(2**power for power in range(18, 29))
-_IMAGES = tuple(
-    (batch, side, side, channels)
-    for channels, side in ((64, 56), (128, 56), (256, 28), (512, 28))
-    for batch in (2, 8, 32)
-)
+_BATCHES = (2, 8, 32, 128, 512)
+_LAYERS = ((56, 64), (28, 256), (28, 512))  # side of an image, and channels, as in ResNets
 _HEAD = 64  # features of one head of attention
 
 
@@ -104,11 +101,13 @@ def _rows() -> dict[str, list]:
 
 
 def _images() -> dict[str, list]:
-    return {"x".join(map(str, image)): [image, (3, 3, image[-1], image[-1])] for image in _IMAGES}
+    images = [(batch, side, side, count) for batch in _BATCHES for side, count in _LAYERS]
+    images.sort(key=lambda image: math.prod(image) * image[-1])
+    return {"x".join(map(str, image)): [image, (3, 3, image[-1], image[-1])] for image in images}
 
 
 def _sequences() -> dict[str, list]:
-    sizes = ((heads, length) for length in (256, 512, 1024, 2048) for heads in (8, 32))
+    sizes = ((heads, length) for length in (256, 512, 1024, 2048, 4096) for heads in (8, 32))
     return {f"{heads} x {length}": [(heads, length, _HEAD)] * 3 for heads, length in sizes}
 
 

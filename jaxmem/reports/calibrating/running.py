@@ -105,7 +105,7 @@ def timed(run: Callable, seconds: float) -> float:
 
 
 def samples(
-    device: Device, ladders: Iterable[Ladder], seconds: float, most_bytes: int
+    device: Device, ladders: Iterable[Ladder], seconds: float, sizes: range
 ) -> Iterator[Sample]:
     """Climbs all ladders side by side for about so many seconds: each as far as one run takes a
     tenth of its share of them and its arrays fit; the first rung that is long enough in any case.
@@ -114,7 +114,7 @@ def samples(
         device: where they run.
         ladders: what is run.
         seconds: altogether.
-        most_bytes: of a probe's arguments.
+        sizes: bytes that a probe's arguments may take.
     """
     climbing = [(ladder, iter(ladder.probes)) for ladder in ladders]
     each = seconds / len(climbing)
@@ -124,7 +124,7 @@ def samples(
         for ladder, rungs in climbing:
             if not first and time.perf_counter() >= end:
                 break
-            sample = _next(device, ladder, rungs, each / 6, most_bytes)
+            sample = _next(device, ladder, rungs, each / 6, sizes)
             if sample is None:
                 continue
             yield sample
@@ -134,14 +134,22 @@ def samples(
 
 
 def _next(
-    device: Device, ladder: Ladder, rungs: Iterator[Probe], seconds: float, most_bytes: int
+    device: Device, ladder: Ladder, rungs: Iterator[Probe], seconds: float, sizes: range
 ) -> Sample | None:
-    """The next rung that takes longer than calling it does; None: there is none."""
+    """The next rung that takes longer than calling it does; None: there is none, or its values do
+    not fit, or the device has no kernel for it."""
     for probe in rungs:
-        if probe.bytes > most_bytes:
+        if probe.bytes < sizes.start:
+            continue
+        if probe.bytes >= sizes.stop:
             return None
-        taken, kernels = device.median(probe, seconds)
+        try:
+            taken, kernels = device.median(probe, seconds)
+        except jax.errors.JaxRuntimeError:
+            return None
         if taken >= _CALLS * device.call:
             taken -= device.call
             return Sample(probe.name, ladder.name, kernels, taken, ladder.whole)
+        if taken < 2 * device.call:
+            next(rungs, None)  # far too short: compiling the next one is not worth it
     return None
