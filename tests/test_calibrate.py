@@ -18,7 +18,15 @@ from jaxmem.reports.calibrating.probes import ladders
 from jaxmem.reports.calibrating.running import Sample
 from jaxmem.reports.speed.model import seconds_of
 from jaxmem.reports.speed.schedule import Schedule
-from jaxmem.targets import MeasuredRates, Shares, calibration_path, keep_calibration
+from jaxmem.reports.speed.step_time import step_time
+from jaxmem.targets import (
+    LocalDevice,
+    MeasuredRates,
+    Shares,
+    calibration_path,
+    keep_calibration,
+    rated,
+)
 
 A100 = jaxmem.target("a100-80gb")
 REACHED = Shares(matmul=0.5, convolution=0.4, memory=0.8, link=A100.shares.link, launch=4e-6)
@@ -190,6 +198,16 @@ def test_predictions_are_those_of_the_calibration():
     assert jaxmem.target("h200").calibrated == ""
     calibration_path("a100-80gb").unlink()
     assert jaxmem.target("a100-80gb") == A100
+
+
+def test_a_device_that_nobody_knows_has_the_times_that_were_measured():
+    card = LocalDevice("gpu", "Some Card 5 (rev. 2)", 2**33)
+    with pytest.raises(jaxmem.JaxmemError, match="rates of Some Card 5 .rev. 2. are not known"):
+        step_time("", (), card)
+    keep_calibration(measured("some-card-5-rev-2", device=card.description))
+    found = rated(card)
+    assert found.peaks == PEAKS and found.shares == REACHED and found.memory_bytes == 2**33
+    assert found.checked == "±7%, measured on your Some Card 5 (rev. 2)"
 
 
 def changed(**others):

@@ -89,6 +89,18 @@ class Rematerialized(Printed):
             yield Table(("",) * 4, rows, "recomputed, equal values together", (3,))
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A compiled step as the pass sees it: its target, the bytes of its arguments and results and,
+    as the pass counts them, of its temporary values; and what was compiled."""
+
+    target: Target
+    boundary: int
+    temporary: int
+    arguments: tuple[Argument | None, ...] = dataclasses.field(repr=False)
+    lowered: Lowered = dataclasses.field(repr=False)
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Cliff(Printed):
     """Where XLA's own rematerialization pass begins to act on a step: `MemoryReport.cliff`.
@@ -101,16 +113,13 @@ class Cliff(Printed):
         limit: device bytes of the step above which the pass acts.
         device: device bytes of the step as it was compiled.
         recomputed: what the pass recomputes in it already; empty: nothing.
+        step: what is compiled again.
     """
 
     limit: int
     device: int
     recomputed: tuple[Recomputed, ...]
-    _target: Target
-    _boundary: int
-    _temporary: int
-    _arguments: tuple[Argument | None, ...] = dataclasses.field(repr=False)
-    _lowered: Lowered = dataclasses.field(repr=False)
+    step: Step = dataclasses.field(repr=False)
 
     @property
     def left(self) -> int:
@@ -148,14 +157,15 @@ class Cliff(Printed):
         """
         if not 0 <= over < 1:
             raise JaxmemError(f"cliff.compile takes over= from 0 to below 1; got {over!r}.")
-        room = max(int((1 - over) * self._temporary) - 1, 0)
-        family, options = family_of(self._target), self._lowered.options
-        smaller = family.with_pass_limit(self._target, self._boundary, options, room)
-        compiled = self._lowered.compile(smaller, timeout)
+        step = self.step
+        room = max(int((1 - over) * step.temporary) - 1, 0)
+        family, options = family_of(step.target), step.lowered.options
+        smaller = family.with_pass_limit(step.target, step.boundary, options, room)
+        compiled = step.lowered.compile(smaller, timeout)
         on_device, _ = totals_of(compiled.text(DUMPED[0]))
         hlo = compiled.text("hlo")
-        found = recomputed_in(hlo, self._arguments, self._target)
-        return Rematerialized(self.device - (self._temporary - room), on_device.total, found)
+        found = recomputed_in(hlo, step.arguments, step.target)
+        return Rematerialized(self.device - (step.temporary - room), on_device.total, found)
 
     def _parts(self) -> Iterable[Part]:
         yield self.told
@@ -173,9 +183,9 @@ def cliff_of(
     allowed = family_of(target).pass_limit(target, boundary, lowered.options)
     if allowed is None:
         return None
-    needed, found = temporary_bytes(hlo), recomputed_in(hlo, arguments, target)
-    limit = totals.total + allowed - needed
-    return Cliff(limit, totals.total, found, target, boundary, needed, tuple(arguments), lowered)
+    step = Step(target, boundary, temporary_bytes(hlo), tuple(arguments), lowered)
+    limit = totals.total + allowed - step.temporary
+    return Cliff(limit, totals.total, recomputed_in(hlo, arguments, target), step)
 
 
 def recomputed_in(
