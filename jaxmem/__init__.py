@@ -50,10 +50,12 @@ from jaxmem.rematerialization.plans import plan as plan
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
 from jaxmem.rematerialization.transform import remat as remat
 from jaxmem.reports import (
+    Calibration as Calibration,
     Diff as Diff,
     Measured as Measured,
     MemoryReport as MemoryReport,
     Residuals as Residuals,
+    calibrate as calibrate,
     diff as diff,
     measure as measure,
     memory as memory,

@@ -1,8 +1,14 @@
 """Strict JAX for every test: CPU only, float64, no silent promotion of dtypes or ranks."""
 
+import itertools
 import os
+import pathlib
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# A user's calibration would change predicted times, and so the plans: none is found in here.
+os.environ["JAXMEM_CALIBRATIONS"] = f"{tempfile.gettempdir()}/jaxmem-tests-{os.getpid()}"
 
 import jax
 import pytest
@@ -12,6 +18,19 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Programs of the tests run for microseconds on the CPU and compile for seconds, which is a third
 # less without LLVM's optimisations. XLA's own, and compilations for targets, are as ever.
 jax.config.update("jax_disable_most_optimizations", True)
+
+
+CALIBRATIONS = pathlib.Path(os.environ["JAXMEM_CALIBRATIONS"])
+_tests = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def calibrations(monkeypatch):
+    """Where a test's own calibrations are kept: another's do not change its times."""
+    folder = CALIBRATIONS / str(next(_tests))
+    monkeypatch.setenv("JAXMEM_CALIBRATIONS", str(folder))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

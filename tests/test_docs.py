@@ -88,6 +88,7 @@ def test_every_command_runs_on_the_whole_train_py(tmp_path, monkeypatch, capsys)
     table = page.read_text().partition("\n## ")[0]
     listed = set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE))
     assert {command for command, *_ in commands} == listed - {"install-compiler"}
+    commands[commands.index(["calibrate"])] += ["--seconds", "1"]  # not a minute
     try:
         for command in commands:
             assert cli.main(command) == 0, command

@@ -72,6 +72,25 @@ def test_every_predicted_time_has_its_error_or_says_that_nobody_checked_it(capsy
     assert fitting.to_dict()["time_error"] == 0.2
 
 
+def test_steps_that_are_as_fast_within_the_error_are_named():
+    """Which choices would flip if the predicted times were wrong by as much as they may be."""
+    fitting = fit("100MiB").fitting
+    assert "as fast as the chosen step" not in str(fitting)  # unchecked: nobody knows
+    for error, any_is in [(1e-9, False), (0.9, True)]:
+        checked = dataclasses.replace(jaxmem.target("h200"), time_error=error)
+        again = dataclasses.replace(fitting, target=checked)
+        text = " ".join(str(again).split())
+        alike = [
+            one
+            for one in again.considered
+            if one.plan and one is not again.chosen and (one.compiled or one.projected) <= 100 * MIB
+            if abs(one.seconds / again.chosen.seconds - 1) <= error
+        ]
+        assert bool(alike) == any_is == ("as fast as the chosen step within ±90%: " in text)
+        if any_is:
+            assert f"{alike[0].name} (recompute {alike[0].remat})" in text
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

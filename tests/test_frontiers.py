@@ -1,5 +1,7 @@
 """Frontiers: plans and one-liners are compared at the same bytes, in the pictures too."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -49,6 +51,16 @@ def test_a_plan_is_made_for_the_bytes_of_each_one_liner(frontier):
     for _, size, seconds in frontier.one_liners:
         within = [plan for plan in frontier.plans if plan.projected_bytes <= size]
         assert min(plan.predicted.recompute_seconds for plan in within) <= seconds
+
+
+def test_plans_that_are_as_fast_within_the_error_are_told(frontier):
+    assert "are as fast as the first one" not in str(frontier)  # unchecked: nobody knows
+    for error, count in [(1e-6, 1), (10.0, len(frontier.plans))]:
+        plans = tuple(dataclasses.replace(plan, time_error=error) for plan in frontier.plans)
+        text = str(dataclasses.replace(frontier, plans=plans))
+        least = jaxmem.format_bytes(plans[-1].projected_bytes)
+        told = f"{count} plans, down to {least}, are as fast as the first one within ±1000%"
+        assert (told in text) == (count > 1)
 
 
 def test_the_best_one_liner_at_the_bytes_of_every_plan(frontier, drawn):

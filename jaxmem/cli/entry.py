@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
+from jaxmem.cli.calibrate import add_calibrate
 from jaxmem.cli.compare import add_diff
 from jaxmem.cli.estimate import add_estimate
 from jaxmem.cli.explore import add_explore
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="command", required=True)
     for add in (
         *(add_estimate, add_profile, add_plan, add_fit, add_explore, add_max_batch, add_diff),
-        *(add_targets, add_install),
+        *(add_calibrate, add_targets, add_install),
     ):
         add(commands)
     options = parser.parse_args(arguments)

@@ -17,6 +17,7 @@ from jaxmem.reports.drawn.verdict import short_verdict
 from jaxmem.targets import LocalDevice, Target
 
 _NUMBER = re.compile(r"[\d.]+")
+_NAMED = 3  # steps in a sentence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,11 +94,13 @@ class Fitting(Printed):
         yield ""
         yield self._table()
         yield ""
+        yield from self._equally_fast()
         for name, why in self.refused.items():
             yield f"not searched: {name}: {why}"
         known = "have not been compared with a real device's"
         if time_error(self.target) is not None:
-            known = "are as far from measured ones on such a device as is printed (in the median)"
+            where = "your" if self.target.known and self.target.known.calibrated else "such a"
+            known = f"are as far from measured ones on {where} device as is printed (in the median)"
         how = "roofline, and the host link with nothing overlapped"
         yield f"times are predicted ({how}) and {known}"
 
@@ -148,6 +151,30 @@ class Fitting(Printed):
         error = checked(time_error(self.target))
         heads = ("", "recompute", "projected", "compiled", f"ms {error}", "")
         return Table(heads, rows, left=(0, 5), wraps=True)
+
+    def _equally_fast(self) -> Iterator[str]:
+        """Which other steps that fit may as well be the fastest: those whose predicted time is
+        within its error of the chosen one's."""
+        chosen, error = self.chosen, time_error(self.target)
+        if chosen is None or error is None:
+            return
+        names = [
+            f"{one.name} (recompute {one.remat})"
+            for one in self.considered
+            if one is not chosen and one.plan and self._may_fit(one)
+            if abs(one.seconds - chosen.seconds) <= error * chosen.seconds
+        ]
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            yield (
+                f"as fast as the chosen step within {checked(error)}: "
+                f"{'; '.join(names[:_NAMED])}{more}"
+            )
+
+    def _may_fit(self, one: Candidate) -> bool:
+        """Whether its bytes are within the budget, by the compiler or as far as is known."""
+        size = one.projected if one.compiled is None else one.compiled
+        return size is not None and size <= self.budget
 
     def _as_written(self) -> Iterator[str]:
         """What the loss's own regions cost, and whether the budget asks for it."""

@@ -164,6 +164,22 @@ class Frontier(Printed):
         ]
         heads = ("projected", f"ms more {error}", "of a step", "GFLOP again", "plan")
         yield Table(heads, cells, left=(4,), wraps=True)
+        yield from self._equally_fast()
+
+    def _equally_fast(self) -> Iterable[str]:
+        """How far down one may go before the predicted time differs by more than its error."""
+        fastest, error = self.plans[0], self.plans[0].time_error
+        if error is None:
+            return
+        allowed = error * (3 * fastest.predicted.seconds + fastest.predicted.recompute_seconds)
+        first = fastest.predicted.recompute_seconds
+        alike = [one for one in self.plans if one.predicted.recompute_seconds - first <= allowed]
+        if len(alike) > 1:
+            least = format_bytes(alike[-1].projected_bytes)
+            yield (
+                f"{len(alike)} plans, down to {least}, are as fast as the first one within "
+                f"{checked(error)}"
+            )
 
 
 def pareto(

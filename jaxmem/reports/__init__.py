@@ -1,5 +1,10 @@
 """What a step costs in bytes, by XLA's own buffer assignment, and who takes them."""
 
+from jaxmem.reports.calibrating.calibration import (
+    Calibration as Calibration,
+    calibrate as calibrate,
+)
+from jaxmem.reports.cliff import Cliff as Cliff, Rematerialized as Rematerialized
 from jaxmem.reports.compiled import begin as begin, memory as memory
 from jaxmem.reports.compiling import Compiling as Compiling
 from jaxmem.reports.difference import Diff as Diff, diff as diff, read_report as read_report

@@ -12,6 +12,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import name_of, noted
 from jaxmem.ground.errors import CompileError, JaxmemError, JaxmemWarning, OffloadError
+from jaxmem.reports.lowered import Lowered
 from jaxmem.reports.report import MemoryReport
 from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument, describe_arguments
@@ -89,7 +90,8 @@ class _Absent(Compiling):
         totals = _totals(compiled.stats) if compiled.stats else totals_of(compiled.text(DUMPED[0]))
         self.dump = {kind: compiled.texts[kind] for kind in DUMPED}
         dump = self.dump if self.timeline else {}
-        report = MemoryReport(self.target, *totals, hlo, dump, self.arguments)
+        lowered = Lowered.of(self.module, self.options)
+        report = MemoryReport(self.target, *totals, hlo, dump, self.arguments, lowered)
         _check_offload(self.traced, self.lowered, hlo)
         if self.target.count == 1:
             _check_kept(self.traced, report)

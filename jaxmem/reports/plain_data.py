@@ -27,6 +27,8 @@ def describe(report: "MemoryReport") -> dict[str, Any]:
         "totals": dataclasses.asdict(report.on_device)
         | {f"host_{role}": size for role, size in on_host.items()},
     }
+    if report.cliff is not None:
+        about["cliff"] = {"limit": report.cliff.limit, "left": report.cliff.left}
     if not report.has_timeline:
         return about
     origins = report.origins

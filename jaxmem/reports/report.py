@@ -11,12 +11,14 @@ import numpy as np
 
 from jaxmem.ground.bytes import device_budget
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.reports.cliff import Cliff, cliff_of
 from jaxmem.reports.drawn.breakdown import Breakdown
 from jaxmem.reports.drawn.report_text import report_parts
 from jaxmem.reports.drawn.tables import Part, Printed
+from jaxmem.reports.lowered import Lowered
 from jaxmem.reports.plain_data import describe
 from jaxmem.reports.speed.step_time import StepTime, step_time
-from jaxmem.reports.totals import Totals
+from jaxmem.reports.totals import Sized, Totals
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.attribution import Origin
 from jaxmem.reports.where.padding import Padded
@@ -30,7 +32,7 @@ from jaxmem.targets import LocalDevice, Target, example
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MemoryReport(Printed):
+class MemoryReport(Sized, Printed):
     """Bytes of one compiled step on one device of the target, by XLA's buffer assignment.
 
     ``argument``, ``output``, ``alias`` (outputs that reuse a donated argument) and ``temp`` are
@@ -53,61 +55,12 @@ class MemoryReport(Printed):
     hlo: str = dataclasses.field(repr=False)
     dump: Mapping[str, bytes] = dataclasses.field(repr=False, default_factory=dict, compare=False)
     arguments: tuple[Argument | None, ...] = dataclasses.field(repr=False, default=())
+    lowered: Lowered | None = dataclasses.field(repr=False, default=None, compare=False)
 
     @property
     def name(self) -> str:
         """The name of the function that was compiled."""
         return self.hlo.partition(",")[0].removeprefix("HloModule ").removeprefix("jit_")
-
-    @property
-    def device(self) -> int:
-        """Peak device bytes of the step: argument + output - alias + temp."""
-        return self.on_device.total
-
-    @property
-    def host(self) -> int:
-        """Peak host bytes of the step."""
-        return self.on_host.total
-
-    @property
-    def argument(self) -> int:
-        """Device bytes that the arguments take."""
-        return self.on_device.argument
-
-    @property
-    def output(self) -> int:
-        """Device bytes that the results take, donated arguments with them."""
-        return self.on_device.output
-
-    @property
-    def alias(self) -> int:
-        """Device bytes of results that reuse a donated argument."""
-        return self.on_device.alias
-
-    @property
-    def temp(self) -> int:
-        """Device bytes of everything else that the step makes."""
-        return self.on_device.temp
-
-    @property
-    def host_argument(self) -> int:
-        """Host bytes that the arguments take."""
-        return self.on_host.argument
-
-    @property
-    def host_output(self) -> int:
-        """Host bytes that the results take, donated arguments with them."""
-        return self.on_host.output
-
-    @property
-    def host_alias(self) -> int:
-        """Host bytes of results that reuse a donated argument."""
-        return self.on_host.alias
-
-    @property
-    def host_temp(self) -> int:
-        """Host bytes of everything else that the step makes."""
-        return self.on_host.temp
 
     @functools.cached_property
     def work(self) -> Work:
@@ -133,6 +86,16 @@ class MemoryReport(Printed):
     def time(self) -> StepTime:
         """Predicted seconds of one run, by its kernels."""
         return step_time(self.hlo, self.arguments, self.target)
+
+    @functools.cached_property
+    def cliff(self) -> Cliff | None:
+        """Where XLA's own rematerialization pass begins to act, and how far the step is from it;
+        None: the pass is off, as in the steps that jaxmem planned, or where it begins is not known
+        (of the attached device, and of a TPU)."""
+        target, lowered = self.target, self.lowered
+        if isinstance(target, LocalDevice) or lowered is None:
+            return None
+        return cliff_of(self.hlo, self.arguments, self.on_device, target, lowered)
 
     @functools.cached_property
     def _map(self) -> MemoryMap:
@@ -261,24 +224,38 @@ class MemoryReport(Printed):
         pathlib.Path(path).write_text(text, encoding="utf-8")
 
     def plot(
-        self, path: str | os.PathLike, *, budget: int | str | None = None, dark: bool = False
+        self,
+        path: str | os.PathLike,
+        *,
+        budget: int | str | None = None,
+        dark: bool = False,
+        kind: str = "memory",
     ) -> None:
-        """Draws the timeline stacked by kind, its peak marked, as a ``.png``, ``.svg`` or
-        ``.pdf`` file. Needs matplotlib (``pip install 'jaxmem[viz]'``).
+        """Draws a picture as a ``.png``, ``.svg`` or ``.pdf`` file: the timeline of bytes stacked
+        by kind, its peak marked, or the predicted time. Needs matplotlib (``pip install
+        'jaxmem[viz]'``).
 
         Args:
             path: of the file.
-            budget: bytes or text as for `fits`, drawn as a line.
+            budget: bytes or text as for `fits`, drawn as a line in the timeline of bytes.
             dark: for a dark page.
+            kind: ``"memory"``; ``"time"``: when each phase runs, in ms, and the ms of phases and
+                modules by what limits their kernels (`time`).
 
         Raises:
             BudgetError: the budget does not parse.
-            JaxmemError: the report has no timeline, matplotlib is missing, or it does not know the
-                suffix.
+            JaxmemError: the report has no timeline, or the device's rates are not known;
+                matplotlib is missing, or it does not know the suffix.
         """
         from jaxmem.reports.drawn.plot import check_plot, draw
+        from jaxmem.reports.drawn.time_plot import draw_time
 
         check_plot(path)
+        if kind not in ("memory", "time"):
+            raise JaxmemError(f"A report is drawn with kind='memory' or 'time'; got {kind!r}.")
+        if kind == "time":
+            draw_time(self.time, path, dark)
+            return
         draw({"": describe(self)}, path, _bytes_of(budget, self.target), dark)
 
 

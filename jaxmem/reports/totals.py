@@ -24,3 +24,60 @@ class Totals:
     def total(self) -> int:
         """Argument + output - alias + temp."""
         return self.argument + self.output - self.alias + self.temp
+
+
+class Sized:
+    """Bytes of a step by memory and by role, from its totals ``on_device`` and ``on_host``."""
+
+    on_device: Totals
+    on_host: Totals
+
+    @property
+    def device(self) -> int:
+        """Peak device bytes of the step: argument + output - alias + temp."""
+        return self.on_device.total
+
+    @property
+    def host(self) -> int:
+        """Peak host bytes of the step."""
+        return self.on_host.total
+
+    @property
+    def argument(self) -> int:
+        """Device bytes that the arguments take."""
+        return self.on_device.argument
+
+    @property
+    def output(self) -> int:
+        """Device bytes that the results take, donated arguments with them."""
+        return self.on_device.output
+
+    @property
+    def alias(self) -> int:
+        """Device bytes of results that reuse a donated argument."""
+        return self.on_device.alias
+
+    @property
+    def temp(self) -> int:
+        """Device bytes of everything else that the step makes."""
+        return self.on_device.temp
+
+    @property
+    def host_argument(self) -> int:
+        """Host bytes that the arguments take."""
+        return self.on_host.argument
+
+    @property
+    def host_output(self) -> int:
+        """Host bytes that the results take, donated arguments with them."""
+        return self.on_host.output
+
+    @property
+    def host_alias(self) -> int:
+        """Host bytes of results that reuse a donated argument."""
+        return self.on_host.alias
+
+    @property
+    def host_temp(self) -> int:
+        """Host bytes of everything else that the step makes."""
+        return self.on_host.temp

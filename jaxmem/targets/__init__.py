@@ -2,9 +2,19 @@
 
 from jaxmem.targets.background import Job as Job
 from jaxmem.targets.cache import Compiled as Compiled
+from jaxmem.targets.calibrations import (
+    MeasuredRates as MeasuredRates,
+    bare_target as bare_target,
+    calibration_name as calibration_name,
+    calibration_path as calibration_path,
+    forget_calibration as forget_calibration,
+    keep_calibration as keep_calibration,
+    rated as rated,
+)
 from jaxmem.targets.cuda.install import install_compiler as install_compiler
 from jaxmem.targets.family import Family as Family
 from jaxmem.targets.memories import HOST_KIND as HOST_KIND, HOST_KINDS as HOST_KINDS
+from jaxmem.targets.peaks import Peaks as Peaks
 from jaxmem.targets.registry import (
     FAMILIES as FAMILIES,
     example as example,

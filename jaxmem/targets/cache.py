@@ -88,15 +88,24 @@ def write(path: pathlib.Path, compiled: Compiled) -> None:
     header = json.dumps({"stats": compiled.stats, "parts": sizes}).encode()
     content = header + b"\n" + b"".join(compiled.texts.values())
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=_PART)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(_checksum(path, content) + b"\n" + content)
-            os.replace(name, path)
-        finally:
-            pathlib.Path(name).unlink(missing_ok=True)
+        put(path, _checksum(path, content) + b"\n" + content)
         _tidy(path.parent)
+
+
+def put(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file at one go, in place of what is there: whoever reads it sees one or the other.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full. Nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=_PART)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    finally:
+        pathlib.Path(name).unlink(missing_ok=True)
 
 
 def _checksum(path: pathlib.Path, content: bytes) -> bytes:

@@ -6,6 +6,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.cache import Compiled
 from jaxmem.targets.rules import Rules
 from jaxmem.targets.target import Target
@@ -63,6 +64,22 @@ class Family(abc.ABC):
         if self.limit_option and limit is not None:
             options[self.limit_option] = max(limit >> 20, 1)
         return options
+
+    def pass_limit(self, target: Target, boundary: int, options: Mapping[str, Any]) -> int | None:
+        """Bytes of temporary values above which XLA's own rematerialization pass acts, in a step
+        whose arguments and results take ``boundary`` bytes; None: it is off, or that is not known.
+        """
+        return None
+
+    def with_pass_limit(
+        self, target: Target, boundary: int, options: Mapping[str, Any], limit: int
+    ) -> Target:
+        """A device so small that `pass_limit` is that.
+
+        Raises:
+            JaxmemError: it is not known on what the limit depends.
+        """
+        raise JaxmemError(f"Where XLA's own pass begins on {target.name} is not known.")
 
     @abc.abstractmethod
     def targets(self) -> dict[str, Target]:

@@ -5,6 +5,7 @@ import functools
 import os
 
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.calibrations import calibrated
 from jaxmem.targets.cuda.family import Cuda
 from jaxmem.targets.family import Family
 from jaxmem.targets.target import LocalDevice, Target
@@ -25,7 +26,7 @@ def example() -> str:
 
 @functools.cache
 def known_targets() -> dict[str, Target]:
-    """The targets that jaxmem knows, by name.
+    """The targets that jaxmem knows, by name, with their makers' figures.
 
     >>> "rtx-2080-ti" in known_targets()
     True
@@ -63,8 +64,8 @@ def target(
             "dataclasses.replace() the figures of the nearest one."
         )
     if topology is None:
-        return known[name].of_count(1 if count is None else count)
-    found = known[name].of_topology(topology)
+        return calibrated(known[name]).of_count(1 if count is None else count)
+    found = calibrated(known[name]).of_topology(topology)
     if count not in (None, found.count):
         raise JaxmemError(
             f"target({name!r}, topology={topology!r}) has {found.count} devices, and count is "
@@ -101,6 +102,7 @@ def _local(count: int) -> LocalDevice:
     else:
         kinds = {one.device_kind: one for one in known_targets().values()}
         known = kinds.get(device.device_kind)
+        known = known and calibrated(known)
         # Without a limit of its own (the platform allocator has none) all of it is there.
         limit = (device.memory_stats() or {}).get("bytes_limit")
         memory = limit or (known.usable_bytes if known else 0)

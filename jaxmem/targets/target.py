@@ -27,7 +27,9 @@ class Target:
     ``shares`` are what programs reach of the rates.
     ``count`` of the kind are compiled for together, as one SPMD program. ``time_error`` is how
     far measured step times were from predicted ones on such a device (0.2: by a fifth, in the
-    median of ``benchmarks/gpu.py``); None: they have not been compared.
+    median of ``benchmarks/gpu.py``); None: they have not been compared. ``calibrated`` is the day
+    on which `jaxmem.calibrate` measured rates, shares and that error on this machine; empty: they
+    are the maker's figures and jaxmem's own.
     """
 
     family: ClassVar[str]  # the name of an entry of `jaxmem.targets.FAMILIES`
@@ -43,6 +45,7 @@ class Target:
     shares: Shares = _SHARES
     count: int = 1
     time_error: float | None = None
+    calibrated: str = ""
 
     def __post_init__(self):
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
@@ -94,6 +97,15 @@ class Target:
     def rules(self) -> Rules:
         """How its compiler fuses and lays out."""
         return Rules(widens=not self.has_bfloat16)
+
+    @property
+    def checked(self) -> str:
+        """How far predicted times may be off, in words."""
+        if self.time_error is None:
+            return "unchecked"
+        if self.calibrated:
+            return f"±{self.time_error:.0%}, measured on your {self.description}"
+        return f"within {self.time_error:.0%} on such devices"
 
     def flops_per_second(self, dtype, precision: str = "default") -> float:
         """Peak rate of matmuls and convolutions.

@@ -29,6 +29,8 @@ def report_parts(report: "MemoryReport", budget: int | None = None) -> Iterator[
     yield _totals(report)
     if is_cpu(report.target):
         yield f"note: {CPU_NOTE}"
+    if report.cliff is not None and report.cliff.near:
+        yield f"note: {report.cliff.told}"
     if report.has_timeline:
         yield ""
         yield from _peak(report)

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports.drawn.breakdown import Breakdown
@@ -14,7 +14,7 @@ from jaxmem.reports.speed.schedule import Ran, Schedule
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.attribution import Attribution, Origin
 from jaxmem.reports.xla.instructions import Module
-from jaxmem.targets import LocalDevice, Target
+from jaxmem.targets import LocalDevice, Target, rated
 
 _KERNELS = 6  # rows
 WAITING = "(copies and collectives)"
@@ -59,42 +59,50 @@ class StepTime(Printed):
     @functools.cached_property
     def by_phase(self) -> Seconds:
         """Seconds by phase: forward, loss, backward, recompute, update."""
-        return self._by(lambda origin: origin.phase)
+        return self._by("phase")
 
     @functools.cached_property
     def by_module(self) -> Seconds:
         """Seconds by module path."""
-        return self._by(lambda origin: origin.module)
+        return self._by("module")
 
     @functools.cached_property
     def by_source(self) -> Seconds:
         """Seconds by the user's line."""
-        return self._by(lambda origin: origin.source)
+        return self._by("source")
 
     @functools.cached_property
     def by_limit(self) -> Seconds:
         """Seconds by what limits the kernels: arithmetic, memory, or the launch."""
-        rows: collections.defaultdict[str, float] = collections.defaultdict(float)
-        for one in self.ran:
-            if one.kernel is None:
-                rows[WAITING] += one.seconds
-                continue
-            arithmetic, traffic = parts_of(one.kernel, self.target)
-            launch = self.target.shares.launch
-            word = "launches" if max(arithmetic, traffic) < launch else "memory"
-            rows["arithmetic" if arithmetic > max(traffic, launch) else word] += one.seconds
-        return _sorted(rows)
+        return self._by("limit")
 
-    def _by(self, key: Callable[[Origin], str]) -> Seconds:
+    def by_run(self, key: str) -> list[str]:
+        """The phase, module, source or limit of each of ``ran``, in the order in which they run."""
+        if key == "limit":
+            return [self._limit(one) for one in self.ran]
+        return [
+            WAITING if one.kernel is None else getattr(origin, key)
+            for one, origin in zip(self.ran, self.origins, strict=True)
+        ]
+
+    def _limit(self, one: Ran) -> str:
+        if one.kernel is None:
+            return WAITING
+        arithmetic, traffic = parts_of(one.kernel, self.target)
+        launch = self.target.shares.launch
+        if arithmetic > max(traffic, launch):
+            return "arithmetic"
+        return "launches" if max(arithmetic, traffic) < launch else "memory"
+
+    def _by(self, key: str) -> Seconds:
         rows: collections.defaultdict[str, float] = collections.defaultdict(float)
-        for one, origin in zip(self.ran, self.origins, strict=True):
-            rows[WAITING if one.kernel is None else key(origin)] += one.seconds
+        for name, one in zip(self.by_run(key), self.ran, strict=True):
+            rows[name] += one.seconds
         return _sorted(rows)
 
     def _parts(self) -> Iterable[Part]:
-        error = self.target.time_error
-        known = "unchecked" if error is None else f"within {error:.0%} on such devices"
-        yield f"{_ms(self.seconds)} a step on {self.target.name}, predicted ({known})"
+        name, checked = self.target.name, self.target.checked
+        yield f"{_ms(self.seconds)} a step on {name}, predicted ({checked})"
         yield self.by_phase.table("by phase"), self.by_limit.table("by limit")
         yield self.by_source.table("by line")
         yield self.by_module.table("by module")
@@ -125,14 +133,12 @@ def step_time(
     Raises:
         JaxmemError: its rates are not known.
     """
-    known = target.known if isinstance(target, LocalDevice) else target
+    known = rated(target)
     if known is None:
         raise JaxmemError(
-            f"The rates of {target.description} are not known. `jaxmem targets` lists the devices "
-            "whose time is predicted."
+            f"The rates of {target.description} are not known. `jaxmem calibrate` measures them; "
+            "`jaxmem targets` lists the devices whose rates are known."
         )
-    if isinstance(target, LocalDevice) and target.platform == "cpu":
-        raise JaxmemError("No rates of CPUs are known. Name a target to predict the time on it.")
     ran = Schedule(hlo, known).ran
     attribution = Attribution(Module(hlo), arguments)
     return StepTime(known, ran, tuple(attribution.describe(one.name) for one in ran))

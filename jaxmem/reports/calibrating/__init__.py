@@ -1,0 +1,1 @@
+"""What kernels reach on the attached device, measured."""
