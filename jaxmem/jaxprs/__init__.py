@@ -47,6 +47,13 @@ from jaxmem.jaxprs.lowering import (
     results_on_host as results_on_host,
     to_bytecode as to_bytecode,
 )
+from jaxmem.jaxprs.names import (
+    Stretch as Stretch,
+    given_name as given_name,
+    names_in as names_in,
+    stretches as stretches,
+    with_policy as with_policy,
+)
 from jaxmem.jaxprs.nested import (
     Loop as Loop,
     branches_of as branches_of,

@@ -2,6 +2,12 @@
 
 from jaxmem.planning.dp import Layout as Layout, Variant as Variant
 from jaxmem.planning.loops import LoopOption as LoopOption, loop_options as loop_options
+from jaxmem.planning.names import (
+    MOST as MOST,
+    Choice as NamedChoice,
+    Names as Names,
+    Place as Place,
+)
 from jaxmem.planning.one_liners import one_liners as one_liners
 from jaxmem.planning.rates import Rates as Rates
 from jaxmem.planning.regions import Loop as Loop, Region as Region, place_of as place_of
