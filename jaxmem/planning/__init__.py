@@ -9,7 +9,7 @@ from jaxmem.planning.names import (
     Place as Place,
 )
 from jaxmem.planning.one_liners import one_liners as one_liners
-from jaxmem.planning.rates import Rates as Rates
+from jaxmem.planning.rates import DEAR as DEAR, Rates as Rates
 from jaxmem.planning.regions import Loop as Loop, Region as Region, place_of as place_of
 from jaxmem.planning.registry import PLANNERS as PLANNERS, Planner as Planner, lowest as lowest
 from jaxmem.planning.simulate import (
