@@ -4,7 +4,7 @@ from jaxmem.planning.dp import Layout as Layout, Variant as Variant
 from jaxmem.planning.loops import LoopOption as LoopOption, loop_options as loop_options
 from jaxmem.planning.names import (
     MOST as MOST,
-    Choice as NamedChoice,
+    NamedChoice as NamedChoice,
     Names as Names,
     Place as Place,
 )

@@ -54,7 +54,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class NamedChoice:
     """What to do with each name: by number the ones ``saved`` on the device and those ``offloaded``
     to the host; the others are recomputed. What that costs: seconds and FLOPs of recomputation (and
     of copies that nothing hides), the price by which choices are compared, bytes on the device
@@ -127,12 +127,12 @@ class Names:
                 found[name] += times * sum(place.program.sizes[value] for value in values)
         return found
 
-    def choice(self, number: int, offloaded: int = 0) -> Choice:
+    def choice(self, number: int, offloaded: int = 0) -> NamedChoice:
         """The choice that a set is, with some of it in host memory."""
         tables, offloaded = self.tables, offloaded | self.forced
         host = sum(self.sizes[name] for name in _names(offloaded))
         exposed = float(self._exposed(host, tables.seconds[number]))
-        return Choice(
+        return NamedChoice(
             frozenset(_names(number & ~offloaded)),
             frozenset(_names(offloaded)),
             float(tables.seconds[number]) + exposed,
@@ -142,13 +142,13 @@ class Names:
             host,
         )
 
-    def cheapest_within(self, budget: float) -> Choice | None:
+    def cheapest_within(self, budget: float) -> NamedChoice | None:
         """The lowest price whose projected bytes are at most so many; None: nothing is."""
         fits = self.allowed & (self.bytes <= budget)
         best = self.choice(self._least(fits)) if fits.any() else None
         return self._with_host(budget, best) if self.rates.host else best
 
-    def smallest(self) -> Choice:
+    def smallest(self) -> NamedChoice:
         """The fewest projected bytes on the device; of several the lowest price."""
         sizes = np.where(self.allowed, self.bytes, np.inf)
         away = self._whole & self.allowed
@@ -157,7 +157,7 @@ class Names:
         hostable = sum(1 << name for name in self._hostable)
         return self.choice(number, number & hostable if away[number] else 0)
 
-    def front(self) -> list[Choice]:
+    def front(self) -> list[NamedChoice]:
         """Choices of which none is better in both price and bytes, the lowest price first; with a
         link to the host those at some bytes alone."""
         order = np.lexsort((self._many, self.bytes, np.round(self.tables.price / _EQUAL)))
@@ -170,7 +170,7 @@ class Names:
         low, high = self.smallest(), found[0]
         goals = np.linspace(low.bytes, high.bytes, _GOALS)
         more = filter(None, map(self.cheapest_within, goals))
-        front: list[Choice] = []
+        front: list[NamedChoice] = []
         for one in sorted({*found, low, *more}, key=lambda one: (one.price, one.bytes)):
             if not front or one.bytes < front[-1].bytes:
                 front.append(one)
@@ -238,7 +238,7 @@ class Names:
                 found.setdefault(size + self.sizes[name], held | 1 << name)
         return found
 
-    def _with_host(self, budget: float, best: Choice | None) -> Choice | None:
+    def _with_host(self, budget: float, best: NamedChoice | None) -> NamedChoice | None:
         """The lowest price where names may wait in host memory: sets by the least that each can
         cost, until that is more than what is found."""
         tables = self.tables
@@ -281,9 +281,7 @@ class _Counting:
         self.program = program = place.program
         self.seconds = of_each(program, rates.seconds)
         self.prices = of_each(program, rates.price)
-        self.names = {
-            value: name for name, values in enumerate(place.groups) for value in values
-        }
+        self.names = {value: name for name, values in enumerate(place.groups) for value in values}
         self.never = np.zeros(len(tables.price), bool)
         self.always = ~self.never
         # Sets for which a value is kept for the backward pass: made outside of the region that

@@ -12,7 +12,8 @@ BUILT_INS = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_sa
 def kept_by(name: str, place: Place) -> tuple[dict[int, frozenset[int]], tuple[str, ...]]:
     """By id of each place the values that a policy keeps there, and the lines of what of them has
     no name, each once."""
-    values, lines = {}, {}
+    values: dict[int, frozenset[int]] = {}
+    lines: dict[str, None] = {}
     for one, _ in place.all():
         program, named = one.program, frozenset().union(*one.groups)
         kept = set()
@@ -36,16 +37,15 @@ def _in_regions(place: Place) -> Iterator[Kernel]:
 def _kept(name: str, program: Program, kernel: Kernel) -> Iterator[int]:
     operation = program.operations[kernel.operations[-1]]
     if name == "everything_saveable":
-        read = program_reads(program)
+        read = _read(program)
         yield from (v for v in kernel.results if v in read and v != kernel.residuals)
-    elif operation.name == "dot_general" or (
-        operation.name in CONTRACTIONS and name == "dots_saveable"
-    ):
-        if name == "dots_saveable" or not operation.batched:
-            yield from kernel.results
+        return
+    without_batch = operation.name == "dot_general" and not operation.batched
+    if without_batch or (name == "dots_saveable" and operation.name in CONTRACTIONS):
+        yield from kernel.results
 
 
-def program_reads(program: Program) -> set[int]:
+def _read(program: Program) -> set[int]:
     """The values that some derivative reads."""
     return {
         value

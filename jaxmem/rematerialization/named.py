@@ -27,9 +27,11 @@ def names_of(traced: TracedFunction) -> tuple[list[str], list[str]]:
 def named_place(traced: TracedFunction, target: Target | None, names: Sequence[str]) -> Place:
     """The program of a function by its regions, with the values that some names mark."""
     number = {name: at for at, name in enumerate(names)}
-    return place_of_stretch(
-        traced, jaxprs.stretches(traced.closed), target, lambda *of: _marked(*of, number)
-    )
+
+    def groups(program, stretch, spans):
+        return marked(program, stretch, spans, number)
+
+    return place_of_stretch(traced, jaxprs.stretches(traced.closed), target, groups)
 
 
 def place_of_stretch(
@@ -89,7 +91,7 @@ def _shown(maker: Mapping, value: int) -> int:
     return value
 
 
-def _marked(
+def marked(
     program: Program,
     stretch: jaxprs.Stretch,
     spans: Sequence[tuple[int, int]],

@@ -29,10 +29,9 @@ def remembered(plan: _Plan, fun: Any, args: tuple, kwargs: dict, how: dict[str, 
 def policy_of(
     plan: Any,
     call: tuple | None,
-    offload: bool,
     fixed: Mapping[str, str],
     target: str | Target | LocalDevice | None,
-    compilations: int,
+    limits: dict[str, Any],
 ) -> NamedPolicy:
     """What `Plan.as_policy` returns."""
     if call is None:
@@ -51,6 +50,6 @@ def policy_of(
     plan.check(whole.program.fingerprint, input_names(whole.program, fun, args, kwargs))
     chosen = target or how.get("target") or (resolve(plan.target) if plan.target else None)
     known = resolve(chosen).known if chosen is not None else None
-    traced.check_loss("Plan.as_policy", scalar=known is not None and compilations > 0)
-    limits = Limits(plan.budget, plan.reserved, known, offload, compilations)
-    return NamedSearch(traced, limits, fixed).policy()
+    allowed = Limits(plan.budget, plan.reserved, known, **limits)
+    traced.check_loss("Plan.as_policy", scalar=known is not None and allowed.compilations > 0)
+    return NamedSearch(traced, allowed, fixed).policy()

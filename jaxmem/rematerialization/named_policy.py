@@ -4,7 +4,6 @@ import dataclasses
 import json
 import textwrap
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
@@ -12,7 +11,6 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.rematerialization.plan_text import checked
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.drawn.verdict import short_verdict
-from jaxmem.targets import FAMILIES
 from jaxmem.targets.memories import HOST_KIND
 
 _MAXTEXT = {"save": "device", "offload": "offload", "recompute": "remat"}
@@ -50,7 +48,8 @@ class NamedPolicy(Printed, jaxprs.NamePolicy):
         saveable_names, offloaded: the names that are saved on the device, and in host memory.
         order: all names that the regions of the program have, in the order of the program.
         bytes: device bytes of the whole of ``value_and_grad(fun)``, with what is reserved: by XLA
-            for the target where ``compiled``, otherwise projected.
+            for the target where ``compiled``, with XLA's default flags, as a trainer has them;
+            otherwise projected.
         recompute: FLOPs (matmuls and convolutions) over those without recomputation: 1.0 computes
             nothing twice. By XLA where ``compiled``.
         projected_bytes: by jaxmem's own arithmetic.
@@ -58,7 +57,7 @@ class NamedPolicy(Printed, jaxprs.NamePolicy):
         recompute_share: predicted seconds of recomputation, of those of a plain step.
         compiled: whether it was compiled for the target.
         compilations: how many choices and built-in policies were.
-        budget, reserved, target, family, time_error, widens: as of the `Plan`.
+        budget, reserved, target, time_error: as of the `Plan`.
         built_ins: what JAX's own policies compile to in its place.
         notes: what else to know, a sentence each.
     """
@@ -74,9 +73,7 @@ class NamedPolicy(Printed, jaxprs.NamePolicy):
     budget: int | None = None
     reserved: int = 0
     target: str = ""
-    family: str = ""
     time_error: float | None = None
-    widens: bool = False
     built_ins: tuple[BuiltIn, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -84,15 +81,6 @@ class NamedPolicy(Printed, jaxprs.NamePolicy):
     def names(self) -> dict[str, str]:
         """For each name ``"save"``, ``"offload"`` or ``"recompute"``."""
         return {name: self._action(name) for name in self.order}
-
-    @property
-    def compiler_options(self) -> dict[str, Any]:
-        """The XLA flags that it was compiled with: XLA's own rematerialization pass is off. Below
-        three quarters of a device's memory that pass does nothing anyway."""
-        if not self.family:
-            return {}
-        limit = None if self.budget is None else self.budget - self.reserved
-        return FAMILIES[self.family].planned_options(limit, self.widens, bool(self.offloaded))
 
     def config(self, format: str = "maxtext") -> str:
         """The policy as text.

@@ -31,13 +31,14 @@ _SAYS = "jaxmem.suggest_names(fun, *args) says which values are worth one, and o
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What a policy may cost, and on what: bytes with what is reserved, None: as few as there are;
-    a target, None: nothing is compiled."""
+    a target, None: nothing is compiled; and the XLA flags of who compiles it in the end."""
 
     budget: int | None
     reserved: int
     target: Target | None
     offload: bool = False
     compilations: int = 8
+    options: Mapping[str, Any] | None = None
 
     @property
     def rates(self) -> Rates:
@@ -153,9 +154,8 @@ class NamedSearch:
         # What a policy of JAX's keeps may all have names: then it is a choice like any other.
         for name in BUILT_INS:
             same = self._like(name)
-            if self.limits.budget and same and same not in self.search.outcomes:
-                if self.search.fits(name) and self._better(name):
-                    yield [same]
+            if same and same not in self.search.outcomes and self._better(name):
+                yield [same]
 
     def _choices(self, allowed: int) -> Iterator[Sequence[NamedChoice]]:
         """The least recomputation that is expected to fit, corrected by each that was compiled,
@@ -238,7 +238,7 @@ class NamedSearch:
         else:
             policy = self._policy_of(one)
             said = f"{format_bytes(self._projected(one))} projected"
-        made = self._begin(policy, bool(not isinstance(one, str) and one.offloaded))
+        made = self._begin(policy)
         made.start()
         return Begun(said, functools.partial(self._finish, one, made), made.stop)
 
@@ -271,7 +271,7 @@ class NamedSearch:
     def _number(self, one: NamedChoice) -> int:
         return sum(1 << at for at in one.saved | one.offloaded)
 
-    def _begin(self, policy: Any, copies: bool) -> Compiling:
+    def _begin(self, policy: Any) -> Compiling:
         """The function with another policy in its regions, traced and lowered."""
         traced, target, limits = self.traced, self.limits.target, self.limits
         assert target is not None
@@ -285,13 +285,9 @@ class NamedSearch:
             jax.jit(traced.differentiated(fun)),
             *traced.leaves,
             target=target,
-            compiler_options=family_of(target).planned_options(limit, self._widens, copies),
+            compiler_options=family_of(target).limit_options(limit) | dict(limits.options or {}),
             timeline=False,
         )
-
-    @property
-    def _widens(self) -> bool:
-        return self.place.program.widens
 
     def _policy_of(self, choice: NamedChoice) -> jaxprs.NamePolicy:
         named = (frozenset(self.names[at] for at in s) for s in (choice.saved, choice.offloaded))
@@ -299,10 +295,11 @@ class NamedSearch:
 
     def _written(self, choice: NamedChoice) -> NamedPolicy:
         policy, target = self._policy_of(choice), self.limits.target
-        report, plain = self.reports.get(choice), self.reports.get("everything_saveable")
+        report = self.reports.get(choice)
         recompute = 1 + choice.flops / max(3 * self.place.program.flops, 1)
-        if report and plain:
-            recompute = report.work.flops / max(plain.work.flops, 1)
+        if report:
+            recompute = report.work.flops / self._plain_flops
+            self._note_pass(report)
         projected = self._projected(choice)
         seconds = 3 * self.limits.rates.forward(self.place.program)
         return NamedPolicy(
@@ -319,22 +316,39 @@ class NamedSearch:
             self.limits.budget,
             self.limits.reserved,
             target.name if target else "",
-            target.family if target else "",
             target.time_error if target else None,
-            self._widens,
             tuple(self._built_ins()) if report else (),
             tuple(dict.fromkeys(self.notes)),
         )
 
+    @functools.cached_property
+    def _plain_flops(self) -> int:
+        """FLOPs of a step without recomputation: where XLA's own pass acts on that program, those
+        of another less what it recomputes."""
+        plain, target = self.reports.get("everything_saveable"), self.limits.target
+        assert target is not None
+        if plain and plain.device <= family_of(target).pass_acts * target.memory_bytes:
+            return max(plain.work.flops, 1)
+        chosen = ((one, of) for one, of in self.reports.items() if isinstance(one, NamedChoice))
+        one, report = min(chosen, key=lambda pair: pair[1].device)
+        return max(report.work.flops - one.flops, 1)
+
+    def _note_pass(self, report: MemoryReport) -> None:
+        target = self.limits.target
+        if target and report.device > family_of(target).pass_acts * target.memory_bytes:
+            self.notes.append(
+                "near the device's memory XLA's own rematerialization pass acts too: what it "
+                "recomputes is among these FLOPs"
+            )
+
     def _built_ins(self) -> Iterator[BuiltIn]:
-        plain = self.reports.get("everything_saveable")
         for name in BUILT_INS:
             report = self.reports.get(name)
             if name in self.search.outcomes:
                 yield BuiltIn(
                     name,
                     report.device + self.limits.reserved if report else None,
-                    report.work.flops / max(plain.work.flops, 1) if report and plain else math.nan,
+                    report.work.flops / self._plain_flops if report else math.nan,
                     kept_by(name, self.place)[1],
                     self._better(name),
                 )
@@ -378,4 +392,3 @@ def _check(
             raise PlanError(
                 f"fixed={{{name!r}: {how!r}}} is none of 'save', 'offload' and 'recompute'."
             )
-

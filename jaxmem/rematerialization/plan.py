@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import PlanError
 from jaxmem.loops import Schedule
 from jaxmem.planning import Loop, Region
@@ -261,6 +260,7 @@ class Plan(Printed):
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         compilations: int = 8,
+        compiler_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> NamedPolicy:
         """The plan for a trainer that is not yours to wrap: the best policy over the names that the
@@ -277,6 +277,7 @@ class Plan(Printed):
             argnums, has_aux: as for `jax.value_and_grad`, where ``fun`` is given.
             compilations: how many choices are compiled at most, three of JAX's own policies beside
                 them; 0: none.
+            compiler_options: the XLA flags that the trainer compiles with; None: XLA's defaults.
 
         Raises:
             PlanError: the program has no names in regions, or not the ``fixed`` ones; or ``fun`` is
@@ -287,7 +288,8 @@ class Plan(Printed):
 
         given = {"argnums": argnums, "has_aux": has_aux}
         call = self._call if fun is None else (fun, args, kwargs, given)
-        return policy_of(self, call, offload, fixed or {}, target, compilations)
+        limits = {"offload": offload, "compilations": compilations, "options": compiler_options}
+        return policy_of(self, call, fixed or {}, target, limits)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_call"}
