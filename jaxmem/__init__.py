@@ -45,9 +45,12 @@ from jaxmem.levers.precision.policy import Precision as Precision, precision as 
 from jaxmem.levers.sharding import Sharding as Sharding, shard as shard
 from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto
 from jaxmem.rematerialization.loop_budgets import scan as scan, while_loop as while_loop
+from jaxmem.rematerialization.named_policy import NamedPolicy as NamedPolicy
 from jaxmem.rematerialization.plan import Plan as Plan
 from jaxmem.rematerialization.plans import plan as plan
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
+from jaxmem.rematerialization.suggesting import suggest_names as suggest_names
+from jaxmem.rematerialization.suggestions import Suggestions as Suggestions
 from jaxmem.rematerialization.transform import remat as remat
 from jaxmem.reports import (
     Diff as Diff,

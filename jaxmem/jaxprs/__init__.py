@@ -11,6 +11,7 @@ from jaxmem.jaxprs.barriers import (
 from jaxmem.jaxprs.equations import (
     closed_of as closed_of,
     custom_function as custom_function,
+    expression_of as expression_of,
     find_callback as find_callback,
     inner_jaxprs as inner_jaxprs,
     is_callback as is_callback,

@@ -107,10 +107,10 @@ class Stretch:
     scans: "tuple[tuple[int, Stretch], ...]" = ()
 
 
-def stretches(closed: ClosedJaxpr, whole_bodies: bool = False) -> Stretch:
-    """A traced function by its regions; with ``whole_bodies``, for a function without regions, the
-    body of each scan counts as one."""
-    return _stretch(flatten_jaxpr(closed, open_regions=True), whole_bodies)
+def stretches(closed: ClosedJaxpr, without_regions: bool = False) -> Stretch:
+    """A traced function by its regions; of a function ``without_regions`` the body of each scan
+    counts as one, and names count wherever they are."""
+    return _stretch(flatten_jaxpr(closed, open_regions=True), without_regions)
 
 
 def _stretch(
@@ -131,7 +131,7 @@ def _stretch(
         (at, name)
         for at, step in enumerate(flat.steps)
         if (name := given_name(step.equation)) is not None
-        and any(start <= at < stop for start, stop in outermost)
+        and (whole or any(start <= at < stop for start, stop in outermost))
     )
     return Stretch(flat, outermost, names, length, carry, scans)
 

@@ -7,6 +7,8 @@ from jaxmem.planning.names import (
     NamedChoice as NamedChoice,
     Names as Names,
     Place as Place,
+    spans_of_blocks as spans_of_blocks,
+    spared_alone as spared_alone,
 )
 from jaxmem.planning.one_liners import one_liners as one_liners
 from jaxmem.planning.rates import DEAR as DEAR, Rates as Rates

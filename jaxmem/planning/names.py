@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxmem.planning.rates import DEAR, Rates, of_each
 from jaxmem.planning.regions import Region
+from jaxmem.planning.rows import Spans, tilings
 from jaxmem.planning.simulate import simulate, simulate_block
 from jaxmem.program import Program
 
@@ -118,6 +119,17 @@ class Names:
         names saved on the device: slower, and what all other counts rest on."""
         return _laid_out(self.root, saved)
 
+    @functools.cache  # noqa: B019 (this lives as long as the call that made it)
+    def laid_out(self, choice: NamedChoice) -> int:
+        """`projected`, of a choice."""
+        return self.projected(choice.saved | choice.offloaded) - choice.host
+
+    def laid_out_within(self, budget: float) -> NamedChoice:
+        """Of the `front` the lowest price whose layout takes at most so many bytes; where none
+        does, the one of the fewest."""
+        fits = (one for one in self.front if self.laid_out(one) <= budget)
+        return next(fits, None) or min(self.front, key=self.laid_out)
+
     @functools.cached_property
     def sizes(self) -> list[int]:
         """The bytes of each name in a step, were they all kept."""
@@ -157,6 +169,7 @@ class Names:
         hostable = sum(1 << name for name in self._hostable)
         return self.choice(number, number & hostable if away[number] else 0)
 
+    @functools.cached_property
     def front(self) -> list[NamedChoice]:
         """Choices of which none is better in both price and bytes, the lowest price first; with a
         link to the host those at some bytes alone."""
@@ -273,6 +286,16 @@ class Names:
         return tables
 
 
+def spared_alone(root: Place, count: int, rates: Rates) -> list[float]:
+    """For each of any number of names the seconds of recomputation that it spares if it alone is
+    saved."""
+    tables = _Tables.zeros(count + 1)
+    bits = [np.arange(count + 1) == name + 1 for name in range(count)]
+    for place, times in root.all():
+        _Counting(place, times, rates, bits, tables).run()
+    return [float(tables.seconds[0] - seconds) for seconds in tables.seconds[1:]]
+
+
 class _Counting:
     """Counts what sets of names cost in one place, and adds it to tables."""
 
@@ -357,6 +380,14 @@ class _Counting:
         for value in made:
             self.settle(value)
         np.maximum(tables.inside, inside, out=tables.inside)
+
+
+def spans_of_blocks(program: Program, rates: Rates) -> Spans:
+    """The blocks of a program without regions, where its author would place them; empty: nothing
+    repeats."""
+    prices = of_each(program, rates.price)
+    found = tilings(program, prices)
+    return max(found, key=lambda spans: sum(sum(prices[a:b]) for a, b in spans), default=())
 
 
 def _names(number: int) -> list[int]:

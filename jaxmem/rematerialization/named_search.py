@@ -115,23 +115,15 @@ class NamedSearch:
     def _projected_best(self) -> NamedChoice:
         if self.limits.budget is None:
             return self.found.smallest()
-        fits = (one for one in self._front if self._projected(one) <= self.limits.budget)
-        best = next(fits, None)
-        if best is None:
-            least = min(self._front, key=self._projected)
-            raise self._too_small(self._projected(least), least, "projected")
+        assert self.budget.left is not None
+        best = self.found.laid_out_within(self.budget.left)
+        if self._projected(best) > self.limits.budget:
+            raise self._too_small(self._projected(best), best, "projected")
         return best
 
-    @functools.cached_property
-    def _front(self) -> list[NamedChoice]:
-        """Choices of which none is better in both, the least recomputation first."""
-        return self.found.front()
-
-    @functools.cache  # noqa: B019 (a search lives as long as the call that made it)
     def _projected(self, choice: NamedChoice) -> int:
         """Projected bytes of everything on one device."""
-        laid_out = self.found.projected(choice.saved | choice.offloaded) - choice.host
-        return self.budget.total(laid_out)
+        return self.budget.total(self.found.laid_out(choice))
 
     def _expected(self, choice: NamedChoice) -> float:
         """Projected bytes, corrected by what the nearest choice was compiled to: what names hold is
@@ -165,7 +157,7 @@ class NamedSearch:
             best = self._best_choice()
             pending = [
                 one
-                for one in self._front
+                for one in self.found.front
                 if one not in search.outcomes
                 and (best is None or one.price < best.price * (1 - _WORTH))
             ]
