@@ -237,6 +237,8 @@ class Names:
     def _hostable(self) -> tuple[int, ...]:
         """The names that are in scans alone: what else a policy sends to the host, XLA brings back
         at once."""
+        if not self.rates.host:
+            return ()
         return tuple(
             name
             for name in range(self.count)

@@ -114,7 +114,7 @@ class NamedSearch:
 
     def _projected_best(self) -> NamedChoice:
         if self.limits.budget is None:
-            return self.found.smallest()
+            return min(self.found.front, key=self._projected)
         assert self.budget.left is not None
         best = self.found.laid_out_within(self.budget.left)
         if self._projected(best) > self.limits.budget:
@@ -138,7 +138,7 @@ class NamedSearch:
 
     def _rounds(self, allowed: int) -> Iterator[Sequence[NamedChoice | str]]:
         if self.limits.budget is None:
-            yield [self.found.smallest()]
+            yield [min(self.found.front, key=self._projected)]
         else:
             yield from self._choices(allowed)
         for name in BUILT_INS:

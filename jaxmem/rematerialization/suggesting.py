@@ -22,7 +22,10 @@ from jaxmem.targets import LocalDevice, Target, resolve
 
 # Rows whose choices are weighed together: a sixteenth of what would be exact, and of its seconds.
 _WEIGHED = MOST - 4
-_SMALL = 1e-3  # of the most bytes and seconds of a row: less in both is left out
+# Of the most bytes and seconds of a row, and of the largest value of the program: less is left out.
+# Chosen.
+_SMALL = 1e-3
+_TINY = 1 / 4096
 
 
 def suggest_names(
@@ -182,11 +185,13 @@ def _suggestions(
         for row, values in enumerate(one.groups):
             counts[row] += times * len(values)
     spared = spared_alone(place, len(counts), rates)
+    tiny = _TINY * max(max(one.program.sizes, default=0) for one, _ in place.all())
     every = {
         row: _suggestion(rows, row, count, spared[row] / count)
         for row, count in enumerate(counts)
         if count and (spared[row] or rows.names[row])
     }
+    every = {row: one for row, one in every.items() if one.named or one.bytes >= tiny}
     if not every:
         raise PlanError(
             "There is no value in the function that a name would save: its regions make nothing "
