@@ -11,7 +11,7 @@ from jaxmem.planning.names import (
     spared_alone as spared_alone,
 )
 from jaxmem.planning.one_liners import one_liners as one_liners
-from jaxmem.planning.rates import DEAR as DEAR, Rates as Rates
+from jaxmem.planning.rates import DEAR as DEAR, Rates as Rates, of_each as of_each
 from jaxmem.planning.regions import Loop as Loop, Region as Region, place_of as place_of
 from jaxmem.planning.registry import PLANNERS as PLANNERS, Planner as Planner, lowest as lowest
 from jaxmem.planning.simulate import (

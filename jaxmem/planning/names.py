@@ -173,11 +173,7 @@ class Names:
     def front(self) -> list[NamedChoice]:
         """Choices of which none is better in both price and bytes, the lowest price first; with a
         link to the host those at some bytes alone."""
-        order = np.lexsort((self._many, self.bytes, np.round(self.tables.price / _EQUAL)))
-        order = order[self.allowed[order]]
-        sizes = self.bytes[order]
-        before = np.concatenate([[np.inf], np.minimum.accumulate(sizes)[:-1]])
-        found = [self.choice(int(number)) for number in order[sizes < before]]
+        found = self.front_without(())
         if not self.rates.host:
             return found
         low, high = self.smallest(), found[0]
@@ -188,6 +184,21 @@ class Names:
             if not front or one.bytes < front[-1].bytes:
                 front.append(one)
         return front
+
+    def front_without(self, others: Iterable[NamedChoice]) -> list[NamedChoice]:
+        """The `front` of the sets that are left without those of some choices, none of them in host
+        memory but what is fixed to be there."""
+        allowed = self.allowed.copy()
+        allowed[[sum(1 << name for name in one.saved | one.offloaded) for one in others]] = False
+        order = self._order[allowed[self._order]]
+        sizes = self.bytes[order]
+        before = np.concatenate([[np.inf], np.minimum.accumulate(sizes)[:-1]])
+        return [self.choice(int(number)) for number in order[sizes < before]]
+
+    @functools.cached_property
+    def _order(self) -> np.ndarray:
+        """The sets by price, of equal ones the fewest bytes first, and then the fewest names."""
+        return np.lexsort((self._many, self.bytes, np.round(self.tables.price / _EQUAL)))
 
     def _has(self, name: int) -> np.ndarray:
         """By set whether a name is in it."""

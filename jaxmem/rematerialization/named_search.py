@@ -13,7 +13,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import BudgetError, JaxmemError, OffloadError, PlanError
-from jaxmem.planning import DEAR, MOST, NamedChoice, Names, Rates
+from jaxmem.planning import DEAR, MOST, NamedChoice, Names, Rates, of_each
 from jaxmem.rematerialization.built_ins import BUILT_INS, kept_by
 from jaxmem.rematerialization.named import named_place, names_of
 from jaxmem.rematerialization.named_policy import BuiltIn, NamedPolicy
@@ -23,8 +23,12 @@ from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import Target, family_of, known_targets
 
 _BELOW = 0.96  # of the budget: what is compiled beside a choice, for where that does not fit
-_ABOVE = 1.03  # times the budget: what is expected there may fit yet. As in `compiled_plans`
-_WORTH = 1e-3  # of the price: less than this is no less recomputation
+# Times the budget: what is expected there may fit yet, while little is known and later. Chosen: of
+# all sets of six names over six layers, each compiled, the best is found at six budgets.
+_ABOVE = (1.08, 1.08, 1.08, 1.03)
+_NEAR = 0.2  # of the bytes: projections so near to each other may be off alike. Chosen
+_WORTH = 0.01  # of a step's price: what one more compilation should be able to save
+_LESS = 1e-3  # of the price: by so much a policy of JAX's has to recompute less to be better
 _SAYS = "jaxmem.suggest_names(fun, *args) says which values are worth one, and on which lines"
 
 
@@ -152,28 +156,46 @@ class NamedSearch:
     def _choices(self, allowed: int) -> Iterator[Sequence[NamedChoice]]:
         """The least recomputation that is expected to fit, corrected by each that was compiled,
         until nothing that recomputes less is expected to."""
-        search = self.search
-        for _ in range(self.limits.compilations):
+        search, worth = self.search, _WORTH * 3 * self._forward
+        while len(search.outcomes) < self.limits.compilations:
             best = self._best_choice()
-            pending = [
-                one
-                for one in self.found.front
-                if one not in search.outcomes
-                and (best is None or one.price < best.price * (1 - _WORTH))
-            ]
+            tried = [one for one in search.outcomes if isinstance(one, NamedChoice)]
+            left = {*self.found.front, *self.found.front_without(tried)}.difference(tried)
+            pending = sorted(
+                (one for one in left if best is None or one.price <= best.price - worth),
+                key=lambda one: (one.price, one.bytes),
+            )
             if not pending:
                 return
             fitting = [one for one in pending if self._expected(one) <= allowed]
-            near = [one for one in pending if self._expected(one) <= _ABOVE * allowed]
+            above = _ABOVE[min(len(tried), len(_ABOVE) - 1)] * allowed
+            hoped = [one for one in pending if self._hoped(one) <= above]
             if fitting:
                 lower = [one for one in fitting[1:] if self._expected(one) <= _BELOW * allowed]
                 yield [fitting[0], *lower[:1]]
             elif best is None:
                 yield [min(pending, key=self._expected)]
-            elif near:
-                yield [min(near, key=self._expected)]
+            elif hoped:
+                yield [min(hoped, key=self._hoped)]
             else:
                 return
+
+    def _hoped(self, choice: NamedChoice) -> float:
+        """Projected bytes, corrected by the choice near it that was compiled to the least: choices
+        of one projection may compile to several sizes."""
+        projected = self._projected(choice)
+        near = [
+            outcome.ratio
+            for one, outcome in self.search.outcomes.items()
+            if isinstance(one, NamedChoice) and outcome.compiled is not None
+            if abs(outcome.projected / projected - 1) <= _NEAR
+        ]
+        return projected * min(near, default=1.0)
+
+    @functools.cached_property
+    def _forward(self) -> float:
+        """The price of one forward pass."""
+        return sum(of_each(self.place.program, self.limits.rates.price))
 
     def _best_choice(self) -> NamedChoice | None:
         """Of the choices that fit the one of the least projected price."""
@@ -190,7 +212,7 @@ class NamedSearch:
         if not isinstance(best, NamedChoice):
             return True
         ours = self.search.outcomes[best].price
-        return self._price(self.reports[name]) < ours * (1 - _WORTH)
+        return self._price(self.reports[name]) < ours * (1 - _LESS)
 
     def _like(self, name: str) -> NamedChoice | None:
         """The choice that keeps what a policy of JAX's does, where all of that has names."""
