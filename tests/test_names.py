@@ -15,9 +15,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 from jaxmem import jaxprs
-from jaxmem.planning import MOST, Names, Rates, Region, simulate, simulate_block
-from jaxmem.planning.names import spared_alone
-from jaxmem.planning.rates import of_each
+from jaxmem.planning import (
+    MOST,
+    Names,
+    Rates,
+    Region,
+    of_each,
+    simulate,
+    simulate_block,
+    spared_alone,
+)
 from jaxmem.rematerialization.named import named_place, names_of
 from jaxmem.rematerialization.traced import TracedFunction
 
@@ -432,6 +439,28 @@ def test_a_budget_below_all_choices_names_the_lowest():
         plan.as_policy()
     again = jaxmem.plan(unrolled, *shapes(unrolled), budget=caught.value.lowest)
     assert again.as_policy().bytes == caught.value.lowest
+
+
+def test_what_xla_does_not_keep_in_host_memory_is_an_error():
+    plan = jaxmem.plan(unrolled, *shapes(unrolled), budget="27MiB", target=TARGET, compilations=0)
+    with pytest.raises(jaxmem.OffloadError, match="No policy could be compiled: not offloaded"):
+        plan.as_policy(fixed={"mlp": "offload"}, compilations=1)
+
+
+def test_names_in_a_loop_inside_of_a_region_are_told():
+    def loss(w, x):
+        def turn(x, _):
+            return jnp.sin(checkpoint_name(x @ w, "inner")), None
+
+        def layer(x):
+            return checkpoint_name(jax.lax.scan(turn, x, None, 3)[0] @ w, "outer") ** 2
+
+        return jnp.sum(jax.checkpoint(layer)(x))
+
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in [(64, 64), (4096, 64)]]
+    policy = jaxmem.plan(loss, *args).as_policy()
+    assert policy.names["inner"] == "recompute"
+    assert "not weighed: inner (in a loop inside of a region" in str(policy)
 
 
 def test_names_in_no_region_are_told():

@@ -9,49 +9,21 @@ sets are counted at once, as arrays with an entry a set; up to `MOST` names that
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from jaxmem.planning.named_counts import counted
+from jaxmem.planning.named_places import Place, laid_out
 from jaxmem.planning.rates import DEAR, Rates, of_each
-from jaxmem.planning.regions import Region
 from jaxmem.planning.rows import Spans, tilings
-from jaxmem.planning.simulate import simulate, simulate_block
 from jaxmem.program import Program
 
 MOST = 20  # names whose sets are all counted: a million sets, some seconds
-_CHUNK = 2**16  # sets at a time: what is counted of them fits a processor's cache
 # Of the time of a loop: how much of it copies to and from the host may run beside, as in `loops`.
 _OVERLAP = 0.5
 _GOALS = 64  # budgets at which a front with host memory is known
 _EQUAL = 1e-9  # seconds; sets this near in price are one, and the fewer bytes decide
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A program with regions, the whole or the body of a scan in it.
-
-    Attributes:
-        program: its kernels.
-        spans: first and last kernel (which is not in it) of each region.
-        groups: for each name the values that it marks here.
-        length: how often it runs for once of what is around it.
-        carry: inputs that one turn hands to the next: each turn's are kept.
-        scans: by number of the kernel, scans outside of the regions that have regions inside.
-    """
-
-    program: Program
-    spans: tuple[tuple[int, int], ...]
-    groups: tuple[frozenset[int], ...]
-    length: int = 1
-    carry: frozenset[int] = frozenset()
-    scans: Mapping[int, "Place"] = dataclasses.field(default_factory=dict)
-
-    def all(self, times: int = 1) -> Iterator[tuple["Place", int]]:
-        """This one and all inside, with how often each runs in a step."""
-        yield self, times * self.length
-        for scan in self.scans.values():
-            yield from scan.all(times * self.length)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,23 +42,6 @@ class NamedChoice:
     host: int = 0
 
 
-@dataclasses.dataclass(slots=True)
-class _Tables:
-    """By set of names: seconds, price and FLOPs of recomputation, bytes kept for the backward pass,
-    those of them that names hold, and the most bytes that one region makes again at once."""
-
-    seconds: np.ndarray
-    price: np.ndarray
-    flops: np.ndarray
-    kept: np.ndarray
-    named: np.ndarray
-    inside: np.ndarray
-
-    @classmethod
-    def zeros(cls, count: int) -> "_Tables":
-        return cls(*(np.zeros(count) for _ in dataclasses.fields(cls)))
-
-
 class Names:
     """All choices over the names of a program. Sets are numbers whose bits are the names.
 
@@ -103,9 +58,9 @@ class Names:
         if count > MOST:
             raise ValueError(f"{count} names; at most {MOST} are counted")
         self.root, self.count, self.rates, self.fixed = root, count, rates, fixed or {}
-        self.tables = self._counted()
-        counted = int(self.tables.kept[0] + self.tables.inside[0])
-        base = self.projected(frozenset()) - counted
+        self.tables = counted(root, count, rates)
+        none = int(self.tables.kept[0] + self.tables.inside[0])
+        base = self.projected(frozenset()) - none
         self.forced = sum(1 << name for name, how in self.fixed.items() if how == "offload")
         self._on_host = sum(self.sizes[name] for name in _names(self.forced))
         # Projected bytes by set, beyond inputs, outputs and gradients.
@@ -117,7 +72,7 @@ class Names:
     def projected(self, saved: frozenset[int]) -> int:
         """Bytes beyond inputs, outputs and gradients by the layout of the whole step, with some
         names saved on the device: slower, and what all other counts rest on."""
-        return _laid_out(self.root, saved)
+        return laid_out(self.root, saved)
 
     @functools.cache  # noqa: B019 (this lives as long as the call that made it)
     def laid_out(self, choice: NamedChoice) -> int:
@@ -285,115 +240,6 @@ class Names:
                     best = found
         return best
 
-    def _counted(self) -> _Tables:
-        tables = _Tables.zeros(2**self.count)
-        for start in range(0, 2**self.count, _CHUNK):
-            part = slice(start, min(start + _CHUNK, 2**self.count))
-            numbers = np.arange(part.start, part.stop)
-            bits = [((numbers >> name) & 1).astype(bool) for name in range(self.count)]
-            view = _Tables(
-                *(getattr(tables, field.name)[part] for field in dataclasses.fields(tables))
-            )
-            for place, times in self.root.all():
-                _Counting(place, times, self.rates, bits, view).run()
-        return tables
-
-
-def spared_alone(root: Place, count: int, rates: Rates) -> list[float]:
-    """For each of any number of names the seconds of recomputation that it spares if it alone is
-    saved."""
-    tables = _Tables.zeros(count + 1)
-    bits = [np.arange(count + 1) == name + 1 for name in range(count)]
-    for place, times in root.all():
-        _Counting(place, times, rates, bits, tables).run()
-    return [float(tables.seconds[0] - seconds) for seconds in tables.seconds[1:]]
-
-
-class _Counting:
-    """Counts what sets of names cost in one place, and adds it to tables."""
-
-    def __init__(self, place: Place, times: int, rates: Rates, bits, tables: _Tables):
-        self.place, self.times, self.tables, self.bits = place, times, tables, bits
-        self.program = program = place.program
-        self.seconds = of_each(program, rates.seconds)
-        self.prices = of_each(program, rates.price)
-        self.names = {value: name for name, values in enumerate(place.groups) for value in values}
-        self.never = np.zeros(len(tables.price), bool)
-        self.always = ~self.never
-        # Sets for which a value is kept for the backward pass: made outside of the region that
-        # reads it.
-        self.kept: dict[int, np.ndarray] = {}
-
-    def run(self) -> None:
-        program, stop = self.program, len(self.program.kernels)
-        for start, end in reversed(self.place.spans):
-            for number in reversed(range(end, stop)):
-                self.plain(number)
-            self.region(start, end)
-            stop = start
-        for number in reversed(range(stop)):
-            self.plain(number)
-        inputs = (value for value in self.kept if value in self.place.carry)
-        for value in inputs:
-            self.tables.kept += self.times * program.sizes[value] * self.kept[value]
-
-    def plain(self, number: int) -> None:
-        """A kernel outside of all regions: what its derivative reads is kept."""
-        kernel = self.program.kernels[number]
-        if any(self.program.active[value] for value in kernel.results):
-            for value in kernel.reads:
-                self.keep(value, self.always)
-        if number in self.place.scans and kernel.residuals is not None:
-            self.kept.pop(kernel.residuals, None)  # its turns are counted by themselves
-        for value in kernel.results:
-            self.settle(value)
-
-    def keep(self, value: int, when: np.ndarray) -> None:
-        self.kept[value] = self.kept[value] | when if value in self.kept else when
-
-    def settle(self, value: int) -> None:
-        """Counts a value whose readers are all known."""
-        when = self.kept.pop(value, None)
-        if when is not None:
-            self.tables.kept += self.times * self.program.sizes[value] * when
-
-    def region(self, start: int, stop: int) -> None:
-        program, tables = self.program, self.tables
-        kernels = program.kernels[start:stop]
-        made = {value for kernel in kernels for value in kernel.results}
-        needed: dict[int, np.ndarray] = {}
-        for kernel in kernels:
-            if any(program.active[value] for value in kernel.results):
-                needed |= dict.fromkeys(kernel.reads, self.always)
-        inside = np.zeros(len(tables.price))
-        for number in reversed(range(start, stop)):
-            kernel = program.kernels[number]
-            runs = self.never
-            for value in kernel.results:
-                when = needed.get(value)
-                if when is None:
-                    continue
-                name = self.names.get(value)
-                if name is not None:
-                    held = when & self.bits[name]
-                    tables.named += self.times * program.sizes[value] * held
-                    self.keep(value, held)
-                    when = when & ~self.bits[name]
-                inside += program.sizes[value] * when
-                runs = runs | when
-            if runs.any():
-                tables.seconds += self.times * self.seconds[number] * runs
-                tables.price += self.times * self.prices[number] * runs
-                tables.flops += self.times * float(kernel.flops) * runs
-                for value in kernel.sources:
-                    needed[value] = needed[value] | runs if value in needed else runs
-        for value, when in needed.items():
-            if value not in made:
-                self.keep(value, when)
-        for value in made:
-            self.settle(value)
-        np.maximum(tables.inside, inside, out=tables.inside)
-
 
 def spans_of_blocks(program: Program, rates: Rates) -> Spans:
     """The blocks of a program without regions, where its author would place them; empty: nothing
@@ -405,42 +251,3 @@ def spans_of_blocks(program: Program, rates: Rates) -> Spans:
 
 def _names(number: int) -> list[int]:
     return [name for name in range(number.bit_length()) if number >> name & 1]
-
-
-def _laid_out(place: Place, saved: frozenset[int]) -> int:
-    """The projected peak of the whole program, with some names saved."""
-    program = _decided(place, saved)
-    return simulate(program, _regions(place, saved)).peak
-
-
-def _decided(place: Place, saved: frozenset[int]) -> Program:
-    """The program of a place, its scans with what they keep and take inside."""
-    loops = {}
-    for number, scan in place.scans.items():
-        body = _decided(scan, saved)
-        regions = _regions(scan, saved)
-        within = {k for start, stop in scan.spans for k in range(start, stop)}
-        given = {value for region in regions for value in region.saved}
-        for at, kernel in enumerate(body.kernels):
-            out = [v for v in kernel.results if at not in within or _leaves(scan, v, at)]
-            given.update(value for value in out if value != kernel.residuals)
-        cost = simulate_block(body, 0, len(body.kernels), given, regions)
-        read = cost.read & (given | scan.carry)
-        kept = sum(body.sizes[value] for value in read)
-        loops[number] = scan.length * kept, cost.peak
-    return place.program.with_loops(loops) if loops else place.program
-
-
-def _leaves(place: Place, value: int, kernel: int) -> bool:
-    """Whether a value of a region is read after it."""
-    stop = next(stop for start, stop in place.spans if start <= kernel < stop)
-    return place.program.last_used[value] > stop
-
-
-def _regions(place: Place, saved: frozenset[int]) -> list[Region]:
-    held = {value for name in saved for value in place.groups[name]}
-    regions = []
-    for start, stop in place.spans:
-        made = {v for kernel in place.program.kernels[start:stop] for v in kernel.results}
-        regions.append(Region(start, stop, tuple(sorted(made & held))))
-    return regions

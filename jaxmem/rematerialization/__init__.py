@@ -3,6 +3,10 @@
 from jaxmem.rematerialization.choices import Choice as Choice, Row as Row
 from jaxmem.rematerialization.constraints import Constraints as Constraints
 from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto
+from jaxmem.rematerialization.named_policy import (
+    BuiltIn as BuiltIn,
+    NamedPolicy as NamedPolicy,
+)
 from jaxmem.rematerialization.plan import (
     Compiled as Compiled,
     Plan as Plan,
@@ -15,6 +19,11 @@ from jaxmem.rematerialization.search import (
     Begun as Begun,
     Outcome as Outcome,
     Search as Search,
+)
+from jaxmem.rematerialization.suggesting import suggest_names as suggest_names
+from jaxmem.rematerialization.suggestions import (
+    Suggestion as Suggestion,
+    Suggestions as Suggestions,
 )
 from jaxmem.rematerialization.timelines import Timeline as Timeline
 from jaxmem.rematerialization.traced import TracedFunction as TracedFunction

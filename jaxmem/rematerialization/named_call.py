@@ -8,8 +8,9 @@ import jax
 from jaxmem import jaxprs
 from jaxmem.ground.checks import check_call
 from jaxmem.ground.errors import PlanError
+from jaxmem.rematerialization.named_choices import Limits
 from jaxmem.rematerialization.named_policy import NamedPolicy
-from jaxmem.rematerialization.named_search import Limits, NamedSearch
+from jaxmem.rematerialization.named_search import named_policy
 from jaxmem.rematerialization.traced import TracedFunction, check_function, input_names
 from jaxmem.targets import LocalDevice, Target, resolve
 
@@ -52,4 +53,4 @@ def policy_of(
     known = resolve(chosen).known if chosen is not None else None
     allowed = Limits(plan.budget, plan.reserved, known, **limits)
     traced.check_loss("Plan.as_policy", scalar=known is not None and allowed.compilations > 0)
-    return NamedSearch(traced, allowed, fixed).policy()
+    return named_policy(traced, allowed, fixed)

@@ -283,6 +283,7 @@ class Plan(Printed):
             PlanError: the program has no names in regions, or not the ``fixed`` ones; or ``fun`` is
                 not the function that was planned.
             BudgetError: no choice fits; names the lowest budget that works.
+            OffloadError: XLA keeps on the device what is fixed to be in host memory.
         """
         from jaxmem.rematerialization.named_call import policy_of
 

@@ -14,7 +14,7 @@ from jaxmem.ground.errors import PlanError
 from jaxmem.planning import MOST, NamedChoice, Names, Place, Rates, spans_of_blocks, spared_alone
 from jaxmem.program import NAMED, Kernel, Operation, Program
 from jaxmem.rematerialization.named import marked, place_of_stretch
-from jaxmem.rematerialization.named_search import Limits
+from jaxmem.rematerialization.named_choices import Limits
 from jaxmem.rematerialization.suggestions import LINE, Suggestion, Suggestions
 from jaxmem.rematerialization.traced import TracedFunction, check_function
 from jaxmem.reports.drawn.grouping import common_path, without_numbers
