@@ -64,14 +64,13 @@ def suggest_names(
         JaxmemError: the target is not known.
 
     >>> import jax, jax.numpy as jnp, jaxmem
+    >>> layer = jax.checkpoint(lambda x, w: (jnp.sin(x @ w), None))
     >>> def loss(ws, x):
-    ...     for w in ws:
-    ...         x = jax.checkpoint(lambda w, x: jnp.sin(jnp.sin(x @ w) @ w))(w, x)
-    ...     return x.sum()
+    ...     return jnp.sum(jax.lax.scan(layer, x, ws)[0])
     >>> shapes = [jax.ShapeDtypeStruct(s, "float32") for s in [(8, 512, 512), (8192, 512)]]
-    >>> for row in jaxmem.suggest_names(loss, *shapes, budget="280MiB").rows:
-    ...     print(row.operation, row.type, row.count, row.action)
-    dot_general float32[8192, 512] 16 recompute
+    >>> found = jaxmem.suggest_names(loss, *shapes, budget="380MiB")
+    >>> [(row.operation, row.type, row.count, row.action) for row in found.rows]
+    [('dot_general', 'float32[8192, 512]', 8, 'save')]
     """
     check_function(fun, "jaxmem.suggest_names")
     check_call(fun, args, kwargs, "jaxmem.suggest_names")
