@@ -26,6 +26,8 @@ from jaxmem.planning import (
     spared_alone,
 )
 from jaxmem.rematerialization.named import named_place, names_of
+from jaxmem.rematerialization.named_choices import Limits, NamedChoices
+from jaxmem.rematerialization.named_search import NamedSearch
 from jaxmem.rematerialization.traced import TracedFunction
 
 MIB = 2**20
@@ -319,9 +321,31 @@ def test_a_flax_model_with_its_own_scan_and_remat():
     assert report.device == policy.bytes <= 50 * MIB
     assert policy.names == {"up": "save", "down": "recompute"}
     assert policy.recompute == pytest.approx(1.0, abs=1e-3)
+    told = {one.name: one for one in policy.built_ins}
+    assert not told["dots_saveable"].unnamed, "each matmul's result has a name, past its bias"
     rows = jaxmem.suggest_names(loss, params, x, target=TARGET).rows
     assert {row.name: row.count for row in rows if row.named} == {"up": LAYERS, "down": LAYERS}
     assert all("test_names.py" in row.line for row in rows)
+
+
+def test_what_a_built_in_keeps_is_a_choice_where_all_of_it_has_names():
+    def loss(w, x, policy=None):
+        def layer(x):
+            x = jnp.sin(checkpoint_name(x @ w, "one"))
+            return jnp.sin(checkpoint_name(x @ w, "two"))
+
+        return jnp.sum(jax.checkpoint(layer, policy=policy)(x))
+
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in [(256, 256), (8192, 256)]]
+    traced = TracedFunction(loss, args, {}, 0)
+    target = jaxmem.target(TARGET)
+    search = NamedSearch(NamedChoices(traced, Limits(64 * MIB, 0, target), {}), target)
+    assert search._like("dots_saveable").saved == {0, 1}
+    assert search._like("everything_saveable") is None, "the first sine has no name"
+    plan = jaxmem.plan(loss, *args, budget="64MiB", target=TARGET, compilations=0)
+    policy = plan.as_policy()
+    assert not any(one.better for one in policy.built_ins)
+    assert policy.recompute == 1
 
 
 def test_nnx_modules_are_arguments_like_others():

@@ -156,15 +156,16 @@ class NamedSearch:
         return min(chosen, key=lambda one: one.price, default=None)
 
     def _better(self, name: str) -> bool:
-        """Whether a policy of JAX's fits and recomputes less, compiled, than every choice that
-        does."""
+        """Whether a policy of JAX's fits and recomputes less, compiled, than the best choice: in
+        FLOPs, or by price."""
         best = self.search.best
         if self.limits.budget is None or not self.search.fits(name):
             return False
         if not isinstance(best, NamedChoice):
             return True
-        ours = self.search.outcomes[best].price
-        return self.compiler.price(self.compiler.reports[name]) < ours * (1 - _LESS)
+        report, ours = (self.compiler.reports[one] for one in (name, best))
+        fewer = report.work.flops < ours.work.flops * (1 - _LESS)
+        return fewer or self.compiler.price(report) < self.compiler.price(ours) * (1 - _LESS)
 
     def _like(self, name: str) -> NamedChoice | None:
         """The choice that keeps what a policy of JAX's does, where all of that has names."""
