@@ -45,6 +45,10 @@ from jaxmem.levers.precision.policy import Precision as Precision, precision as 
 from jaxmem.levers.sharding import Sharding as Sharding, shard as shard
 from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto
 from jaxmem.rematerialization.loop_budgets import scan as scan, while_loop as while_loop
+from jaxmem.rematerialization.named.policy import NamedPolicy as NamedPolicy
+from jaxmem.rematerialization.named.shaped import ShapedPolicy as ShapedPolicy
+from jaxmem.rematerialization.named.suggesting import suggest_names as suggest_names
+from jaxmem.rematerialization.named.suggestions import Suggestions as Suggestions
 from jaxmem.rematerialization.plan import Plan as Plan
 from jaxmem.rematerialization.plans import plan as plan
 from jaxmem.rematerialization.policies import remat_policy as remat_policy

@@ -473,6 +473,42 @@ def test_a_policy_within_a_budget():
         jaxmem.remat_policy(tanh_chain, *SHAPES)
 
 
+def test_a_policy_within_a_budget_looks_into_scans():
+    """And says what it saves; what that compiles to is within the budget."""
+
+    def block(x, w):
+        up, down = w
+        return x + jax.nn.gelu(x @ up) @ down, None
+
+    def make(policy):
+        body = jax.checkpoint(block, policy=policy)
+        return lambda ws, x: jnp.sum(jax.lax.scan(body, x, ws)[0] ** 2)
+
+    shapes = (8, 512, 2048), (8, 2048, 512), (4096, 512)
+    *weights, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    args = weights, x
+
+    def compiled(policy):
+        return jaxmem.memory(jax.grad(make(policy)), *args, target="rtx-4090", timeline=False)
+
+    def policy(budget):
+        return jaxmem.remat_policy(make(None), *args, budget=budget, target="rtx-4090")
+
+    wide, none = policy("2GiB"), policy(None)
+    (saved,) = wide.saved
+    assert saved.operation == "dot_general" and "[4096, 512]" in saved.operands[0]
+    assert saved.count == 8 and saved.bytes == 8 * 4096 * 2048 * 4
+    assert saved.line.startswith("test_plans.py:") and saved.line.endswith("block)")
+    assert str(wide).startswith("fits: ") and "of 2.00 GiB (projected)" in str(wide)
+    assert none.saved == () and "saves nothing" in str(none)
+    assert none.bytes < wide.bytes and none.recompute_share > wide.recompute_share
+    for one in (wide, none):
+        assert abs(compiled(one).device / one.bytes - 1) <= 0.1
+    assert compiled(none).work.flops > 1.1 * compiled(wide).work.flops
+    with pytest.raises(jaxmem.BudgetError, match="No policy for these regions fits the budget of"):
+        policy(none.bytes - 1)
+
+
 def test_tracing_a_planned_function_takes_about_as_long(monkeypatch):
     """What is counted is equations evaluated, not seconds: each operation once, and what several
     kernels read once for each."""

@@ -11,6 +11,7 @@ from jaxmem.jaxprs.barriers import (
 from jaxmem.jaxprs.equations import (
     closed_of as closed_of,
     custom_function as custom_function,
+    expression_of as expression_of,
     find_callback as find_callback,
     inner_jaxprs as inner_jaxprs,
     is_callback as is_callback,
@@ -46,6 +47,13 @@ from jaxmem.jaxprs.lowering import (
     lower_for as lower_for,
     results_on_host as results_on_host,
     to_bytecode as to_bytecode,
+)
+from jaxmem.jaxprs.names import (
+    Stretch as Stretch,
+    given_name as given_name,
+    names_in as names_in,
+    stretches as stretches,
+    with_policy as with_policy,
 )
 from jaxmem.jaxprs.nested import (
     Loop as Loop,

@@ -31,10 +31,24 @@ def line_of(equation: JaxprEqn) -> str:
 
 
 @functools.lru_cache(maxsize=2**14)  # layers that a loop of Python makes have the same tracebacks
-def _line(traceback) -> str:
+def _frame(traceback) -> Any:
     frames = list(internals.source_info_util.user_frames(traceback))
     own = (frame for frame in frames if not _is_library(frame.file_name))
-    frame = next(own, frames[0] if frames else None)
+    return next(own, frames[0] if frames else None)
+
+
+def expression_of(equation: JaxprEqn) -> tuple | None:
+    """Where the expression of the user's own code stands that an equation is of: file, lines and
+    columns; None: not known."""
+    frame = _frame(equation.source_info.traceback)
+    if frame is None:
+        return None
+    lines = (frame.start_line, frame.end_line, frame.start_column, frame.end_column)
+    return (frame.file_name, *lines)
+
+
+def _line(traceback) -> str:
+    frame = _frame(traceback)
     if frame is None:
         return "unknown"
     return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"

@@ -61,7 +61,8 @@ class FlatJaxpr:
     Values 0 to ``len(consts) + number of array arguments - 1`` are its inputs, the closed-over
     ones (``consts``, possibly tracers) first. ``regions`` are the bounds of the user's own regions
     that were written in place among the steps, and ``opened`` is how many there were, with those in
-    the bodies of scans.
+    the bodies of scans. ``scans`` are the scans among the steps that had some in their bodies, by
+    number of the step, as they were written.
     """
 
     steps: tuple[Step, ...]
@@ -72,6 +73,7 @@ class FlatJaxpr:
     out_tree: Any
     regions: tuple[tuple[int, int], ...] = ()
     opened: int = 0
+    scans: tuple[tuple[int, JaxprEqn], ...] = ()
 
     @property
     def arrays_closed_over(self) -> set[int]:
@@ -145,6 +147,7 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
     regions: list[tuple[int, int]] = []
     avals: list[Any] = []
     steps: list[Step] = []
+    scans: list[tuple[int, JaxprEqn]] = []
     in_scans = 0
 
     def new(variable) -> int:
@@ -159,8 +162,11 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
 
         for equation in jaxpr.eqns:
             if open_regions and equation.primitive.name == "scan":
+                written = equation
                 equation, count = opened_scan(equation)
                 in_scans += count
+                if count:
+                    scans.append((len(steps), written))
             inputs = tuple(map(number, equation.invars))
             inner = inlinable(equation)
             opened = open_regions and is_region(equation)
@@ -199,6 +205,7 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
         out_tree,
         tuple(regions),
         len(regions) + in_scans,
+        tuple(scans),
     )
 
 

@@ -2,8 +2,16 @@
 
 from jaxmem.planning.dp import Layout as Layout, Variant as Variant
 from jaxmem.planning.loops import LoopOption as LoopOption, loop_options as loop_options
+from jaxmem.planning.named_counts import spared_alone as spared_alone
+from jaxmem.planning.named_places import Place as Place
+from jaxmem.planning.names import (
+    MOST as MOST,
+    NamedChoice as NamedChoice,
+    Names as Names,
+    spans_of_blocks as spans_of_blocks,
+)
 from jaxmem.planning.one_liners import one_liners as one_liners
-from jaxmem.planning.rates import Rates as Rates
+from jaxmem.planning.rates import DEAR as DEAR, Rates as Rates, of_each as of_each
 from jaxmem.planning.regions import Loop as Loop, Region as Region, place_of as place_of
 from jaxmem.planning.registry import PLANNERS as PLANNERS, Planner as Planner, lowest as lowest
 from jaxmem.planning.simulate import (

@@ -5,7 +5,11 @@ from jaxmem.program.costs import (
     contraction_flops as contraction_flops,
     precision_of as precision_of,
 )
-from jaxmem.program.kernels import Kernel as Kernel, read_kernels as read_kernels
+from jaxmem.program.kernels import (
+    NAMED as NAMED,
+    Kernel as Kernel,
+    read_kernels as read_kernels,
+)
 from jaxmem.program.laid_out import compiled_by as compiled_by
 from jaxmem.program.operations import Operation as Operation, Program as Program
 from jaxmem.program.reading import (

@@ -24,6 +24,7 @@ _VIEWS = frozenset(
     bitcast_convert_type copy copy_p expand_dims name optimization_barrier reshape squeeze
     """.split()
 )
+NAMED = "named"  # a name that a policy may save: what it marks is not made again for it
 # What reads other elements than it writes: its derivative cannot be written over what it read.
 _SHIFTS = frozenset("concatenate dynamic_slice pad rev slice".split())
 _REDUCTIONS = frozenset(
@@ -196,7 +197,9 @@ def _stored(program) -> list[bool]:
                 or _takes_few(operation, sizes)
                 or (rules.fuses_operands and operation.name in CONTRACTIONS)
             )
-        if rules.writes_concatenations and operation.name == "concatenate":
+        if operation.name == NAMED or (
+            rules.writes_concatenations and operation.name == "concatenate"
+        ):
             wanted[operation.outputs[0]] = True
     for value in program.outputs:
         wanted[value] = True

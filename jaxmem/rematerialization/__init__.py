@@ -3,6 +3,19 @@
 from jaxmem.rematerialization.choices import Choice as Choice, Row as Row
 from jaxmem.rematerialization.constraints import Constraints as Constraints
 from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto
+from jaxmem.rematerialization.named.policy import (
+    BuiltIn as BuiltIn,
+    NamedPolicy as NamedPolicy,
+)
+from jaxmem.rematerialization.named.shaped import (
+    Saved as Saved,
+    ShapedPolicy as ShapedPolicy,
+)
+from jaxmem.rematerialization.named.suggesting import suggest_names as suggest_names
+from jaxmem.rematerialization.named.suggestions import (
+    Suggestion as Suggestion,
+    Suggestions as Suggestions,
+)
 from jaxmem.rematerialization.plan import (
     Compiled as Compiled,
     Plan as Plan,

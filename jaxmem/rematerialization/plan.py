@@ -4,10 +4,9 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
-from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import PlanError
 from jaxmem.loops import Schedule
 from jaxmem.planning import Loop, Region
@@ -15,9 +14,10 @@ from jaxmem.program import Program
 from jaxmem.rematerialization import plan_text
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.emission import planned_function
+from jaxmem.rematerialization.named.policy import NamedPolicy
 from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
 from jaxmem.reports.drawn.tables import Part, Printed
-from jaxmem.targets import FAMILIES, Family, Rules, family_of
+from jaxmem.targets import FAMILIES, Family, Rules, Target, family_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,6 +125,8 @@ class Plan(Printed):
     opened: int = 0
     keeps_regions: bool = False
     written: Written | None = None
+    # What it was made of: the function, its abstract arguments, and how it is differentiated.
+    _call: ClassVar[Any] = None
 
     @property
     def plain_bytes(self) -> int:
@@ -246,32 +248,52 @@ class Plan(Printed):
                 f"No value of this plan was made at {path!r}. It has values of "
                 f"{', '.join(paths[:8])}{', ...' * (len(paths) > 8)}; print(plan) shows the rest."
             )
-        return "\n".join(map(self._reason, found))
+        return "\n".join(plan_text.reason(self, choice) for choice in found)
 
-    def _reason(self, choice: Choice) -> str:
-        rate = choice.seconds / max(choice.bytes, 1) * 2**30
-        made = f"{choice.operation} in {choice.path or 'the function'} ({choice.line})"
-        cost = (
-            f"{format_bytes(choice.bytes)}; making it again takes {choice.seconds * 1e6:.0f} us, "
-            f"{rate * 1e3:.2f} ms per GiB {plan_text.checked(self.time_error)}"
-        )
-        saved = [c for c in self.choices if c.action == "save"]
-        again = [c for c in self.choices if c.action == "recompute"]
+    def as_policy(
+        self,
+        fun: Callable | None = None,
+        *args: Any,
+        offload: bool = False,
+        fixed: Mapping[str, str] | None = None,
+        target: str | Target | None = None,
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        compilations: int = 8,
+        compiler_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> NamedPolicy:
+        """The plan for a trainer that is not yours to wrap: the best policy over the names that the
+        program has (`jax.ad_checkpoint.checkpoint_name`). The regions that hold them stay where
+        they are, and the policy is what the trainer is to put there: it is within this plan's
+        budget, compiled for its target, and recomputes the least of all choices over the names.
 
-        def average(choices: list[Choice]) -> str:
-            size = max(sum(c.bytes for c in choices), 1)
-            rate = sum(c.seconds for c in choices) / size * 2**30
-            return f"{rate * 1e3:.2f} ms per GiB {plan_text.checked(self.time_error)}"
+        Args:
+            fun, *args, **kwargs: the function that was planned; None: as `jaxmem.plan` was given
+                them. A plan that was read from JSON needs them.
+            offload: whether names in the bodies of scans may wait in host memory.
+            fixed: names whose choice is given, ``"save"``, ``"offload"`` or ``"recompute"``.
+            target: where the plan's own is none that `jaxmem.target` knows by name.
+            argnums, has_aux: as for `jax.value_and_grad`, where ``fun`` is given.
+            compilations: how many choices are compiled at most, three of JAX's own policies beside
+                them; 0: none.
+            compiler_options: the XLA flags that the trainer compiles with; None: XLA's defaults.
 
-        why = {
-            "keep": "it is outside of all regions, so nothing of it is recomputed",
-            "offload": "it waits in host memory for the backward pass, beside which it is fetched",
-            "save": "it is saved, and what is recomputed instead averages "
-            + (average(again) if again else "nothing"),
-            "recompute": f"it is recomputed {choice.times} times in the backward pass, and what "
-            "is saved instead averages " + (average(saved) if saved else "nothing"),
-        }[choice.action]
-        return f"{made}: {cost}. In this plan {why}."
+        Raises:
+            PlanError: the program has no names in regions, or not the ``fixed`` ones; or ``fun`` is
+                not the function that was planned.
+            BudgetError: no choice fits; names the lowest budget that works.
+            OffloadError: XLA keeps on the device what is fixed to be in host memory.
+        """
+        from jaxmem.rematerialization.named.call import policy_of
+
+        given = {"argnums": argnums, "has_aux": has_aux}
+        call = self._call if fun is None else (fun, args, kwargs, given)
+        limits = {"offload": offload, "compilations": compilations, "options": compiler_options}
+        return policy_of(self, call, fixed or {}, target, limits)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_call"}
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.rematerialization.choices import Row
+from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.reports.drawn.grouping import common_path, grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Table
 from jaxmem.reports.drawn.text import columns, fit
@@ -82,6 +82,33 @@ def plan_parts(plan: Any) -> Iterator[Part]:
     )
     if plan.rows:
         yield _regions(plan.rows)
+
+
+def reason(plan: Any, choice: Choice) -> str:
+    """Why a plan saves one of its values or not."""
+    rate = choice.seconds / max(choice.bytes, 1) * 2**30
+    made = f"{choice.operation} in {choice.path or 'the function'} ({choice.line})"
+    cost = (
+        f"{format_bytes(choice.bytes)}; making it again takes {choice.seconds * 1e6:.0f} us, "
+        f"{rate * 1e3:.2f} ms per GiB {checked(plan.time_error)}"
+    )
+    saved = [c for c in plan.choices if c.action == "save"]
+    again = [c for c in plan.choices if c.action == "recompute"]
+
+    def average(choices: list[Choice]) -> str:
+        size = max(sum(c.bytes for c in choices), 1)
+        rate = sum(c.seconds for c in choices) / size * 2**30
+        return f"{rate * 1e3:.2f} ms per GiB {checked(plan.time_error)}"
+
+    why = {
+        "keep": "it is outside of all regions, so nothing of it is recomputed",
+        "offload": "it waits in host memory for the backward pass, beside which it is fetched",
+        "save": "it is saved, and what is recomputed instead averages "
+        + (average(again) if again else "nothing"),
+        "recompute": f"it is recomputed {choice.times} times in the backward pass, and what "
+        "is saved instead averages " + (average(saved) if saved else "nothing"),
+    }[choice.action]
+    return f"{made}: {cost}. In this plan {why}."
 
 
 def _regions(rows: tuple[Row, ...]) -> Table:

@@ -7,6 +7,7 @@ from typing import Any
 from jaxmem.ground.checks import check_call
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.named.call import remembered
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.traced import TracedFunction, check_function
 from jaxmem.rematerialization.written import written
@@ -83,4 +84,6 @@ def plan(
         found = constraints.plan(traced.program)
     else:
         found = CompiledPlans(traced, constraints, resolve(target)).plan(compilations)
-    return dataclasses.replace(found, written=written(traced, constraints))
+    found = dataclasses.replace(found, written=written(traced, constraints))
+    how = {"argnums": argnums, "has_aux": has_aux, "target": constraints.device}
+    return remembered(found, fun, args, kwargs, how)

@@ -5,19 +5,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem import jaxprs
-from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_call
-from jaxmem.ground.errors import BudgetError, JaxmemError, PlanError
-from jaxmem.planning import Region, simulate
+from jaxmem.ground.errors import JaxmemError
 from jaxmem.program import (
     CONTRACTIONS,
-    Program,
     contraction_flops,
     precision_of,
     size_of,
-    type_of,
 )
 from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.named.choices import Limits
+from jaxmem.rematerialization.named.shaped import shaped_policy
 from jaxmem.rematerialization.traced import TracedFunction, check_function
 from jaxmem.targets import LocalDevice, Target, family_of, known_targets, resolve
 
@@ -46,10 +44,11 @@ def remat_policy(
     1.25 times the time of writing the result alone counts as cheap. Unlike
     `jax.checkpoint_policies.dots_saveable` it covers convolutions, and it knows the target.
 
-    With a function whose blocks are regions already (``nn.remat(Block)``), its arguments and a
-    budget: of all such policies the one that recomputes the least and is projected to fit. What a
-    policy can tell apart are operations and the shapes of their operands; `jaxmem.plan` can do
-    more, since it places regions and nests them.
+    With a function whose blocks are regions already (``nn.remat(Block)``, in scans too), its
+    arguments and a budget: of all policies that tell operations apart by the types of their
+    operands, the one that recomputes the least and is projected to fit. It prints as what it saves
+    and takes. `jaxmem.plan` can do more, since it places regions and nests them;
+    `jaxmem.Plan.as_policy` tells values apart that have names.
 
     Args:
         fun: a differentiable function with regions of its own, usually the loss.
@@ -67,6 +66,9 @@ def remat_policy(
         PlanError: the function has no regions.
         BudgetError: no policy is projected to fit; names the lowest budget that works.
 
+    Returns:
+        The policy; with a function a `ShapedPolicy`, which says what it saves.
+
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> block = jax.checkpoint(lambda w, x: jnp.tanh(x @ w), policy=jaxmem.remat_policy())
     >>> jax.grad(lambda w: block(w, jnp.ones((2, 3))).sum())(jnp.eye(3)).shape
@@ -78,7 +80,8 @@ def remat_policy(
         check_function(fun, "jaxmem.remat_policy")
         check_call(fun, args, kwargs, "jaxmem.remat_policy")
         constraints = Constraints.parse(budget, reserved, target, "dp")
-        return _within(TracedFunction(fun, args, kwargs, argnums), constraints)
+        limits = Limits(constraints.budget, constraints.reserved, constraints.device)
+        return shaped_policy(TracedFunction(fun, args, kwargs, argnums), limits)
 
     def policy(primitive, /, *avals, **parameters) -> bool:
         if primitive.name not in CONTRACTIONS:
@@ -95,73 +98,6 @@ def remat_policy(
         return max(work / rate, moved / bandwidth) >= _DEAR * written / bandwidth
 
     return jaxprs.OperationPolicy(policy)
-
-
-def _within(traced: TracedFunction, constraints: Constraints) -> Callable[..., bool]:
-    program, flat = traced.program.as_written, traced.flat
-    if not flat.regions:
-        raise PlanError(
-            "The function has no regions for a policy to act in. Put its blocks under "
-            "jax.checkpoint, nn.remat or nnx.remat first, or let jaxmem.remat place regions."
-        )
-    spans = [
-        [k for k, kernel in enumerate(program.kernels) if start <= kernel.operations[-1] < stop]
-        for start, stop in flat.regions
-    ]
-    # What a policy sees of a kernel, and the time that saving all such results spares per byte.
-    kinds: dict[tuple, list[int]] = {}
-    for numbers in spans:
-        for number in numbers:
-            kernel = program.kernels[number]
-            if not kernel.fused and kernel.residuals is None:
-                kinds.setdefault(_kind(flat.steps[kernel.operations[-1]]), []).append(number)
-
-    def density(kind: tuple) -> float:
-        kernels = [program.kernels[number] for number in kinds[kind]]
-        written = sum(program.sizes[value] for kernel in kernels for value in kernel.results)
-        return sum(map(constraints.rates.seconds, kernels)) / max(written, 1)
-
-    ranked = sorted(kinds, key=density, reverse=True)
-    total = constraints.budget_for(program).total
-    tried = []
-    for count in range(len(ranked), -1, -1):
-        saved = {
-            value
-            for kind in ranked[:count]
-            for number in kinds[kind]
-            for value in program.kernels[number].results
-        }
-        regions = tuple(
-            Region(numbers[0], numbers[-1] + 1, tuple(sorted(_results(program, numbers) & saved)))
-            for numbers in spans
-            if numbers
-        )
-        tried.append((total(simulate(program, regions).peak), count))
-        if constraints.budget is not None and tried[-1][0] <= constraints.budget:
-            break
-    peak, count = tried[-1] if constraints.budget is not None else min(tried)
-    if constraints.budget is not None and peak > constraints.budget:
-        lowest, _ = min(tried)
-        raise BudgetError(
-            f"No policy for these regions fits the budget of {format_bytes(constraints.budget)}; "
-            f"the lowest one that does is {format_bytes(lowest)} ({lowest} bytes projected). "
-            "Raise the budget, or let jaxmem.remat place and nest regions."
-        )
-    chosen = frozenset(ranked[:count])
-
-    def policy(primitive, /, *avals, **_) -> bool:
-        return (primitive.name, *map(type_of, avals)) in chosen
-
-    return jaxprs.OperationPolicy(policy)
-
-
-def _kind(step: jaxprs.Step) -> tuple:
-    avals = [atom.aval for atom in step.equation.invars]
-    return (step.primitive, *map(type_of, avals))
-
-
-def _results(program: Program, numbers: list[int]) -> set[int]:
-    return {value for number in numbers for value in program.kernels[number].results}
 
 
 @functools.cache

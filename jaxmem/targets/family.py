@@ -61,9 +61,13 @@ class Family(abc.ABC):
             options |= self.widening_options
         if copies:
             options |= self.copying_options
-        if self.limit_option and limit is not None:
-            options[self.limit_option] = max(limit >> 20, 1)
-        return options
+        return options | self.limit_options(limit)
+
+    def limit_options(self, limit: int | None) -> dict[str, Any]:
+        """XLA flags of a step that may take so many bytes of a device, whoever planned it."""
+        if not self.limit_option or limit is None:
+            return {}
+        return {self.limit_option: max(limit >> 20, 1)}
 
     def pass_limit(self, target: Target, boundary: int, options: Mapping[str, Any]) -> int | None:
         """Bytes of temporary values above which XLA's own rematerialization pass acts, in a step

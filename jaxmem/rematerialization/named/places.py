@@ -1,0 +1,111 @@
+"""A traced function whose regions stay where they are: which values its names mark."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxmem import jaxprs
+from jaxmem.planning import Place
+from jaxmem.program import NAMED, Program, compiled_by, read_program
+from jaxmem.rematerialization.traced import TracedFunction
+from jaxmem.targets import Target
+
+# What shows a value that something else made.
+_VIEWS = frozenset("bitcast_convert_type copy copy_p expand_dims name reshape squeeze".split())
+
+# The values of a program that each group marks, given the stretch that it was read from and the
+# kernels of each region.
+Groups = Callable[[Program, jaxprs.Stretch, Sequence[tuple[int, int]]], tuple[frozenset[int], ...]]
+
+
+def names_of(traced: TracedFunction) -> tuple[list[str], list[str]]:
+    """The names in regions, and those that are in none, both in the order of the program."""
+    inside = dict.fromkeys(name for name, within in jaxprs.names_in(traced.closed) if within)
+    every = dict.fromkeys(name for name, _ in jaxprs.names_in(traced.closed))
+    return list(inside), [name for name in every if name not in inside]
+
+
+def named_place(traced: TracedFunction, target: Target | None, names: Sequence[str]) -> Place:
+    """The program of a function by its regions, with the values that some names mark."""
+    number = {name: at for at, name in enumerate(names)}
+
+    def groups(program, stretch, spans):
+        return marked(program, stretch, spans, number)
+
+    return place_of_stretch(traced, jaxprs.stretches(traced.closed), target, groups)
+
+
+def place_of_stretch(
+    traced: TracedFunction, stretch: jaxprs.Stretch, target: Target | None, groups: Groups
+) -> Place:
+    """The place of a stretch; ``groups`` says which values are chosen together."""
+    differentiated = traced.program.differentiated
+    return _place(stretch, target, groups, differentiated)
+
+
+def _place(
+    stretch: jaxprs.Stretch,
+    target: Target | None,
+    groups: Groups,
+    differentiated: frozenset[int] | None = None,
+) -> Place:
+    program = read_program(stretch.flat, differentiated).as_written
+    if target is not None:
+        program = compiled_by(program, target.rules)
+    program = _with_names(program, stretch)
+    of_step = {kernel.operations[-1]: at for at, kernel in enumerate(program.kernels)}
+    spans = []
+    for start, stop in stretch.regions:
+        inside = [at for at, k in enumerate(program.kernels) if start <= k.operations[-1] < stop]
+        if inside:
+            spans.append((inside[0], inside[-1] + 1))
+    return Place(
+        program,
+        tuple(spans),
+        groups(program, stretch, spans),
+        stretch.length,
+        stretch.carry,
+        {
+            of_step[at]: _place(inner, target, groups)
+            for at, inner in stretch.scans
+            if at in of_step and program.kernels[of_step[at]].residuals is not None
+        },
+    )
+
+
+def _with_names(program: Program, stretch: jaxprs.Stretch) -> Program:
+    """The program with every named value in memory: what XLA would fuse is written where its name
+    is. A name of what is in memory anyway is that value."""
+    maker = {value: one for one in program.operations for value in one.outputs}
+    operations = list(program.operations)
+    for at, _ in stretch.names:
+        made_by = maker.get(_shown(maker, operations[at].inputs[0]))
+        if made_by is None or made_by.fused:
+            operations[at] = dataclasses.replace(operations[at], name=NAMED)
+    return dataclasses.replace(program, operations=tuple(operations))
+
+
+def _shown(maker: Mapping, value: int) -> int:
+    """The value that a view, or a view of a view, shows."""
+    while value in maker and maker[value].name in _VIEWS and len(maker[value].inputs) == 1:
+        (value,) = maker[value].inputs
+    return value
+
+
+def marked(
+    program: Program,
+    stretch: jaxprs.Stretch,
+    spans: Sequence[tuple[int, int]],
+    number: Mapping[str, int],
+) -> tuple[frozenset[int], ...]:
+    """For each name the values in memory that it marks, and that need not be made again for it."""
+    maker = {value: one for one in program.operations for value in one.outputs}
+    spared = {v for a, b in spans for kernel in program.kernels[a:b] for v in kernel.spared}
+    found: list[set[int]] = [set() for _ in number]
+    for at, name in stretch.names:
+        operation = program.operations[at]
+        (value,) = operation.outputs
+        if operation.name != NAMED:
+            value = _shown(maker, value)
+        if name in number and value in spared:
+            found[number[name]].add(value)
+    return tuple(map(frozenset, found))
