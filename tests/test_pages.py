@@ -12,6 +12,7 @@ from test_reports import deep_step, remat_step
 
 import jaxmem
 from jaxmem import cli
+from jaxmem.reports.drawn.page import page as draw
 
 __all__ = ["one_browser"]  # a fixture of this module
 pytestmark = needs_browser
@@ -261,6 +262,22 @@ def test_the_page_of_a_diff(path, plain, planned):
         (row,) = page.locator("#body tr").all_inner_texts()
         change = jaxmem.format_bytes(found.changes["by_kind"]["residuals"])
         assert change in row and "residuals" in row
+
+
+def test_padding_has_a_table_where_it_is_worth_a_look(path, of_cnn):
+    """As a report for a TPU has it; on a GPU nothing is padded."""
+    about = json.loads(of_cnn.to_json())
+    assert about["padding"] == []
+    one = {"shape": "f32[1000,3]", "count": 2, "logical": 24000, "why": "axis 1 has 3 of 4 rows"}
+    for taken, shown in ((about["device"] // 2, True), (24000 + about["device"] // 200, False)):
+        path.write_text(draw(about | {"padding": [one | {"bytes": taken}]}), "utf-8")
+        with opened(path) as page:
+            assert page.is_visible("#padded") == shown
+            if shown:
+                cells = page.locator("#padding td").all_inner_texts()
+                padding = jaxmem.format_bytes(taken - 24000)
+                sizes = [padding, jaxmem.format_bytes(taken), jaxmem.format_bytes(24000)]
+                assert cells == [*sizes, f"{TIMES} 2", one["shape"], one["why"]]
 
 
 def test_a_page_of_what_an_earlier_version_wrote(path, plain):

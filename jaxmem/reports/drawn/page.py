@@ -11,8 +11,10 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.reports.drawn.grouping import common_path, group_numbers, without_numbers
 from jaxmem.reports.drawn.plot import COLORS, check_timeline
 from jaxmem.reports.drawn.verdict import fits, verdict
+from jaxmem.reports.where.padding import WORTH_A_LOOK
 
 _POINTS = 4000  # at most, in a timeline; each of more then stands for its worst
+_PADDED = 20  # rows of the table of what is padded
 _BUFFERS = 1500  # rows of the table of buffers; the rest is one row
 
 
@@ -30,6 +32,7 @@ def page(about: dict[str, Any], budget: int | None = None, name: str = "") -> st
     check_timeline(about)
     shown = about | {
         "timeline": _thinned(about["timeline"]),
+        "padding": _padding(about),
         "colors": COLORS,
         **_grouped(_shortened(about["buffers"])),
         **_answer(about, budget, name),
@@ -68,6 +71,13 @@ def _answer(about: dict[str, Any], budget: int | None, name: str) -> dict[str, A
         "fits": fits(device, budget, usable),
         "verdict": verdict(device, budget, usable),
     }
+
+
+def _padding(about: dict[str, Any]) -> list[dict[str, Any]]:
+    """What tiles pad, where that is worth a look."""
+    rows = about.get("padding", [])
+    total = sum(one["bytes"] - one["logical"] for one in rows)
+    return rows[:_PADDED] if total >= WORTH_A_LOOK * about["device"] else []
 
 
 def _title(shown: dict[str, Any]) -> str:

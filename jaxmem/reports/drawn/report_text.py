@@ -11,13 +11,13 @@ from jaxmem.reports.drawn.grouping import common_path, grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Table
 from jaxmem.reports.drawn.text import columns, fit
 from jaxmem.reports.drawn.verdict import verdict
+from jaxmem.reports.where.padding import WORTH_A_LOOK
 
 if TYPE_CHECKING:
     from jaxmem.reports.report import MemoryReport
     from jaxmem.reports.where.peak import Buffer
 
 _BUFFERS = 6  # rows; the page has all of them
-_PADDING = 0.01  # of the device bytes
 _EQUAL = 3  # modules of the same bytes that are worth one row
 
 
@@ -70,7 +70,7 @@ def _peak(report: "MemoryReport") -> Iterator[Part]:
 def _padding(report: "MemoryReport") -> Iterator[Part]:
     """What the tiles of a TPU cost, where that is worth a look."""
     total = sum(one.padding for one in report.padding)
-    if total < _PADDING * report.device:
+    if total < WORTH_A_LOOK * report.device:
         return
     rows = [(format_bytes(one.padding), str(one)) for one in report.padding[:_BUFFERS]]
     yield Table(("", ""), rows, f"padding to tiles: {format_bytes(total)}", (1,))

@@ -10,6 +10,9 @@ from jaxmem.reports.xla.hlo import array_bytes
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]+)\]\{([\d,]+):T\((\d+(?:,\d+)?)\)")
 
+# Of a step's bytes: less padding than this is not shown. Chosen.
+WORTH_A_LOOK = 0.01
+
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
