@@ -9,6 +9,7 @@ import pytest
 import jaxmem
 from jaxmem.reports.speed.model import collective_seconds
 from jaxmem.reports.speed.step_time import step_time
+from jaxmem.reports.xla.groups import first_group
 from jaxmem.reports.xla.hlo import computations_of, operands_of, result_bytes
 
 A100 = jaxmem.target("a100-80gb")
@@ -129,6 +130,52 @@ def test_a_ring_is_as_fast_as_its_slowest_link(groups, bandwidth):
     seconds = collective_seconds(line, "all-gather", 10**9, target)
     sent = (count - 1) / count * 1e9
     assert seconds == pytest.approx(sent / (SHARES.link * bandwidth) + SHARES.launch)
+
+
+@pytest.mark.parametrize(
+    ("written", "devices"),
+    [
+        ("{{0,2},{1,3}}", [0, 2]),
+        ("[2,4]<=[8]", [0, 1, 2, 3]),
+        ("[2,4]<=[4,2]T(1,0)", [0, 2, 4, 6]),
+        ("mesh['data'=4,'model'=2] {'data'}", [0, 2, 4, 6]),
+        ("mesh['data'=4,'model'=2] {'model'}", [0, 1]),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [0, 1, 4, 5]),
+        ("mesh['a'=2,'b'=8] {'b':(1)2}", [0, 4]),
+        ("mesh['a'=2,'b'=8] {'b':(4)2}", [0, 1]),
+        ("mesh['a'=2,'b'=8] {'b':(1)2,'b':(4)2}", [0, 1, 4, 5]),
+        ("mesh['a'=2,'b'=4], device_ids=([2,4]<=[4,2]T(1,0)) {'b'}", [0, 2, 4, 6]),
+        ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [3, 1]),
+        ("", [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_groups_are_read_in_every_form(written, devices):
+    line = f"f32[8] all-gather(%x), channel_id=1, replica_groups={written}, dimensions={{0}}"
+    assert first_group(line, 8).tolist() == devices
+
+
+def test_groups_of_a_mesh_are_those_of_its_axes():
+    """Whatever form XLA writes: float16 maxima over windows are gathered, and the program has
+    groups by axes then."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=auto)
+
+    def rows(shape, *axes):
+        spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(shape, "float16", sharding=spec)
+
+    def loss(w, x):
+        x = (x @ w).reshape(-1, 32, 32)
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2), (1, 2, 2), "SAME").sum()
+
+    args = rows((512, 1024), None, "model"), rows((1024, 512), "data", None)
+    report = jaxmem.memory(jax.grad(loss), *args, target=jaxmem.target("h100", count=8))
+    lines = [line for line in report.hlo.splitlines() if "replica_groups=" in line]
+    groups = {tuple(sorted(first_group(line, 8).tolist())) for line in lines}
+    assert groups and groups <= {(0, 1), (0, 2, 4, 6), tuple(range(8))}
+    for form in ("replica_groups={{", "replica_groups=[", "replica_groups=mesh["):
+        lines = [line for line in lines if form not in line]
+    assert lines == []
 
 
 def test_collectives_of_a_sharded_step_are_waited_for():
