@@ -208,3 +208,21 @@ def test_no_places_and_no_zeros_are_in_memory():
     plain, planned = report(loss), report(plan.apply(loss))
     assert planned.work.flops == plain.work.flops
     assert planned.device < 0.65 * plain.device  # 153 of 249 MiB
+
+
+def test_a_sharded_batch_stays_apart():
+    """XLA gathers it for its own derivative in float16, and for none of ours."""
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=auto)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((64, 28, 28, 64), jnp.float16, sharding=rows)
+
+    def loss(x):
+        return jnp.sum(nn.max_pool(x * 2, (3, 3), (2, 2), padding="SAME") ** 2)
+
+    target = jaxmem.target("a100-80gb", count=8)
+    plain, planned = (
+        jaxmem.memory(jax.grad(fun), x, target=target, timeline=False).collectives.count
+        for fun in (loss, jaxmem.remat(loss))
+    )
+    assert plain["all-gather"] and "all-gather" not in planned
