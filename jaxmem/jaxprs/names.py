@@ -52,7 +52,7 @@ def with_policy(closed: ClosedJaxpr, policy: Callable | None) -> ClosedJaxpr:
         return made[id(value)][1]
 
     def rewritten(jaxpr: Any) -> Any:
-        if hasattr(jaxpr, "consts"):
+        if getattr(jaxpr, "jaxpr", jaxpr) is not jaxpr:  # since jax 0.12 the two are one
             inner = rewritten(jaxpr.jaxpr)
             return jaxpr if inner is jaxpr.jaxpr else ClosedJaxpr(inner, jaxpr.consts)
         equations = [changed(equation) for equation in jaxpr.eqns]
