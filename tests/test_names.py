@@ -25,7 +25,8 @@ from jaxmem.planning import (
     simulate_block,
     spared_alone,
 )
-from jaxmem.rematerialization.named.choices import Limits, NamedChoices
+from jaxmem.rematerialization.limits import Limits
+from jaxmem.rematerialization.named.choices import NamedChoices
 from jaxmem.rematerialization.named.places import named_place, names_of
 from jaxmem.rematerialization.named.search import NamedSearch
 from jaxmem.rematerialization.traced import TracedFunction

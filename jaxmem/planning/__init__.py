@@ -9,6 +9,7 @@ from jaxmem.planning.names import (
     NamedChoice as NamedChoice,
     Names as Names,
     spans_of_blocks as spans_of_blocks,
+    worth_most as worth_most,
 )
 from jaxmem.planning.one_liners import one_liners as one_liners
 from jaxmem.planning.rates import DEAR as DEAR, Rates as Rates, of_each as of_each

@@ -9,15 +9,18 @@ sets are counted at once, as arrays with an entry a set; up to `MOST` names that
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from jaxmem.planning.named_counts import counted
+from jaxmem.planning.named_counts import counted, spared_alone
 from jaxmem.planning.named_places import Place, laid_out
 from jaxmem.planning.rates import DEAR, Rates, of_each
 from jaxmem.planning.rows import Spans, tilings
 from jaxmem.program import Program
+
+_Name = TypeVar("_Name")
 
 MOST = 20  # names whose sets are all counted: a million sets, some seconds
 # Of the time of a loop: how much of it copies to and from the host may run beside, as in `loops`.
@@ -79,10 +82,10 @@ class Names:
         """`projected`, of a choice."""
         return self.projected(choice.saved | choice.offloaded) - choice.host
 
-    def laid_out_within(self, budget: float) -> NamedChoice:
+    def laid_out_within(self, budget: float | None) -> NamedChoice:
         """Of the `front` the lowest price whose layout takes at most so many bytes; where none
-        does, the one of the fewest."""
-        fits = (one for one in self.front if self.laid_out(one) <= budget)
+        does, and without a budget, the one of the fewest."""
+        fits = (one for one in self.front if budget is not None and self.laid_out(one) <= budget)
         return next(fits, None) or min(self.front, key=self.laid_out)
 
     @functools.cached_property
@@ -239,6 +242,21 @@ class Names:
                 if best is None or found.price < best.price:
                     best = found
         return best
+
+
+def worth_most(
+    names: Sequence[_Name],
+    place_of: Callable[[Sequence[_Name]], Place],
+    rates: Rates,
+    first: Collection[_Name] = (),
+) -> list[_Name]:
+    """At most `MOST` of some names, in their order: those that alone spare the most time, the
+    ``first`` before all others. ``place_of`` is the program with the values that names mark."""
+    if len(names) <= MOST:
+        return list(names)
+    spared = spared_alone(place_of(names), len(names), rates)
+    ranked = sorted(range(len(names)), key=lambda at: (names[at] not in first, -spared[at]))
+    return [names[at] for at in sorted(ranked[:MOST])]
 
 
 def spans_of_blocks(program: Program, rates: Rates) -> Spans:

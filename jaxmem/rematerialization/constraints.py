@@ -1,14 +1,15 @@
 """What a plan may cost, and on what: the budget, the target, the planner."""
 
 from jaxmem.ground.budget import Budget
-from jaxmem.ground.bytes import device_budget, format_bytes, parse_budget
+from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
-from jaxmem.planning import PLANNERS, Layout, Planner, Rates, lowest, one_liners
+from jaxmem.planning import PLANNERS, Layout, Planner, lowest, one_liners
 from jaxmem.program import Program, compiled_by
 from jaxmem.rematerialization.choices import choices_of, rows_of
+from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.plan import Plan, Predicted
 from jaxmem.rematerialization.timelines import Timeline
-from jaxmem.targets import Target, family_of, known_targets, resolve
+from jaxmem.targets import Target
 
 
 class Constraints:
@@ -26,8 +27,7 @@ class Constraints:
     ):
         self.keeps_regions = keeps_regions
         self.budget, self.reserved, self.device, self.name = budget, reserved, device, name
-        planned_for = device or known_targets()[family_of(None).example]
-        self.rates = Rates(planned_for, planned_for.host_bandwidth if offload else 0.0)
+        self.rates = Limits(budget, reserved, device, offload).rates
 
     @classmethod
     def parse(
@@ -42,17 +42,9 @@ class Constraints:
         if planner not in PLANNERS:
             known = ", ".join(map(repr, PLANNERS))
             raise PlanError(f"There is no planner named {planner!r}; the known ones are {known}.")
-        chosen = None if target is None else resolve(target)
-        limits = (chosen.usable_bytes, chosen.name) if chosen else ()
-        capacity = chosen.usable_bytes if chosen else None
-        return cls(
-            None if budget is None else device_budget(budget, *limits),
-            0 if reserved == 0 else parse_budget(reserved, capacity),
-            chosen.known if chosen else None,
-            planner,
-            offload,
-            regions == "keep",
-        )
+        limits = Limits.parse(budget, reserved, target)
+        kept = regions == "keep"
+        return cls(limits.budget, limits.reserved, limits.target, planner, offload, kept)
 
     def as_run(self, program: Program) -> Program:
         """A program as the device runs it."""

@@ -13,11 +13,10 @@ from jaxmem.program import (
     precision_of,
     size_of,
 )
-from jaxmem.rematerialization.constraints import Constraints
-from jaxmem.rematerialization.named.choices import Limits
+from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.shaped import shaped_policy
 from jaxmem.rematerialization.traced import TracedFunction, check_function
-from jaxmem.targets import LocalDevice, Target, family_of, known_targets, resolve
+from jaxmem.targets import LocalDevice, Target, example_target, known_targets, resolve
 
 # Times the time of writing the result. Chosen: at half every matmul is saved, since all read or
 # write at least once what they write; twice would recompute those that read 1.5 times of it.
@@ -79,8 +78,7 @@ def remat_policy(
     if fun is not None:
         check_function(fun, "jaxmem.remat_policy")
         check_call(fun, args, kwargs, "jaxmem.remat_policy")
-        constraints = Constraints.parse(budget, reserved, target, "dp")
-        limits = Limits(constraints.budget, constraints.reserved, constraints.device)
+        limits = Limits.parse(budget, reserved, target)
         return shaped_policy(TracedFunction(fun, args, kwargs, argnums), limits)
 
     def policy(primitive, /, *avals, **parameters) -> bool:
@@ -106,7 +104,7 @@ def _known(target: Target | LocalDevice | None) -> Target:
     if isinstance(chosen, Target):
         return chosen
     if chosen.known or target is None:
-        return chosen.known or known_targets()[family_of(None).example]
+        return chosen.known or example_target()
     raise JaxmemError(
         f"The rates of the attached device ({chosen.description}) are not known, so what is dear "
         f"on it is not either. Name a target: {', '.join(known_targets())}."

@@ -8,6 +8,7 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports.drawn.grouping import grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Printed, Table
+from jaxmem.reports.drawn.text import milliseconds
 from jaxmem.reports.lowered import Lowered
 from jaxmem.reports.speed.schedule import Schedule
 from jaxmem.reports.totals import Totals
@@ -79,7 +80,7 @@ class Rematerialized(Printed):
             times = sum(each.times for each in group)
             rows.append(
                 (
-                    f"{1e3 * sum(each.seconds for each in group):.4g} ms",
+                    milliseconds(sum(each.seconds for each in group)),
                     f"x {times}" if times > 1 else "",
                     f"{one.flops / 1e9:.4g} GFLOP" if one.flops else "",
                     f"{without_numbers(one.module)} · {one.source}",

@@ -90,7 +90,7 @@ class _Absent(Compiling):
         totals = _totals(compiled.stats) if compiled.stats else totals_of(compiled.text(DUMPED[0]))
         self.dump = {kind: compiled.texts[kind] for kind in DUMPED}
         dump = self.dump if self.timeline else {}
-        lowered = Lowered.of(self.module, self.options)
+        lowered = Lowered(self.module, dict(self.options))
         report = MemoryReport(self.target, *totals, hlo, dump, self.arguments, lowered)
         _check_offload(self.traced, self.lowered, hlo)
         if self.target.count == 1:

@@ -18,6 +18,7 @@ from jaxmem.targets.peaks import Peaks as Peaks
 from jaxmem.targets.registry import (
     FAMILIES as FAMILIES,
     example as example,
+    example_target as example_target,
     family_of as family_of,
     known_targets as known_targets,
     resolve as resolve,

@@ -19,6 +19,11 @@ def family_of(chosen: Target | None) -> Family:
     return FAMILIES[chosen.family] if chosen else next(iter(FAMILIES.values()))
 
 
+def example_target() -> Target:
+    """The target whose rates stand for those of none."""
+    return known_targets()[family_of(None).example]
+
+
 def example() -> str:
     """A target as a message names it."""
     return f"target={family_of(None).example!r}"

@@ -8,7 +8,7 @@ import jax
 from jaxmem import jaxprs
 from jaxmem.ground.checks import check_call
 from jaxmem.ground.errors import PlanError
-from jaxmem.rematerialization.named.choices import Limits
+from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.policy import NamedPolicy
 from jaxmem.rematerialization.named.search import named_policy
 from jaxmem.rematerialization.traced import TracedFunction, check_function, input_names

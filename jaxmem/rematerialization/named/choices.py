@@ -1,38 +1,18 @@
 """The choices over a function's names, in bytes on one device."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
-from jaxmem.planning import MOST, NamedChoice, Names, Rates, of_each, spared_alone
+from jaxmem.planning import MOST, NamedChoice, Names, of_each, worth_most
+from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import named_place, names_of
 from jaxmem.rematerialization.traced import TracedFunction
-from jaxmem.targets import Target, family_of, known_targets
 
 _SAYS = "jaxmem.suggest_names(fun, *args) says which values are worth one, and on which lines"
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a policy may cost, and on what: bytes with what is reserved, None: as few as there are;
-    a target, None: nothing is compiled; and the XLA flags of who compiles it in the end."""
-
-    budget: int | None
-    reserved: int
-    target: Target | None
-    offload: bool = False
-    compilations: int = 8
-    options: Mapping[str, Any] | None = None
-
-    @property
-    def rates(self) -> Rates:
-        device = self.target or known_targets()[family_of(None).example]
-        return Rates(device, device.host_bandwidth if self.offload else 0.0)
 
 
 class NamedChoices:
@@ -56,13 +36,14 @@ class NamedChoices:
         if outside:
             self.notes.append(f"in no region, where no policy decides: {', '.join(outside)}")
         self.order = tuple(found)
-        self.names = self._ranked(found, fixed)
+        place_of = functools.partial(named_place, traced, limits.target)
+        self.names = worth_most(found, place_of, limits.rates, fixed)
         if len(self.names) < len(found):
             self.notes.append(
                 f"of {len(found)} names the {MOST} that spare the most time are weighed; the "
                 "others are recomputed"
             )
-        self.place = named_place(traced, limits.target, self.names)
+        self.place = place_of(self.names)
         sizes = [
             sum(len(one.groups[at]) for one, _ in self.place.all()) for at in range(len(self.names))
         ]
@@ -78,15 +59,6 @@ class NamedChoices:
         count = limits.target.count if limits.target else 1
         self.budget = Budget(limits.budget, boundary + limits.reserved, count)
 
-    def _ranked(self, found: Sequence[str], fixed: Mapping[str, str]) -> list[str]:
-        """The names that are weighed: all, or those that alone spare the most time."""
-        if len(found) <= MOST:
-            return list(found)
-        place = named_place(self.traced, self.limits.target, found)
-        spared = spared_alone(place, len(found), self.limits.rates)
-        ranked = sorted(range(len(found)), key=lambda at: (found[at] not in fixed, -spared[at]))
-        return [found[at] for at in sorted(ranked[:MOST])]
-
     def projected(self, choice: NamedChoice) -> int:
         """Projected bytes of everything on one device."""
         return self.budget.total(self.found.laid_out(choice))
@@ -97,11 +69,8 @@ class NamedChoices:
         Raises:
             BudgetError: nothing is.
         """
-        if self.limits.budget is None:
-            return min(self.found.front, key=self.projected)
-        assert self.budget.left is not None
         best = self.found.laid_out_within(self.budget.left)
-        if self.projected(best) > self.limits.budget:
+        if not self.budget.fits(self.projected(best)):
             raise self.too_small(self.projected(best), best, "projected")
         return best
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jaxmem.ground.errors import OffloadError
 from jaxmem.planning import NamedChoice
+from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.built_ins import BUILT_INS, kept_by
-from jaxmem.rematerialization.named.choices import Limits, NamedChoices
+from jaxmem.rematerialization.named.choices import NamedChoices
 from jaxmem.rematerialization.named.compiler import NamedCompiler
 from jaxmem.rematerialization.named.policy import BuiltIn, NamedPolicy
 from jaxmem.rematerialization.search import Search
@@ -99,7 +100,7 @@ class NamedSearch:
 
     def _rounds(self, allowed: int) -> Iterator[Sequence[NamedChoice | str]]:
         if self.limits.budget is None:
-            yield [min(self.found.front, key=self.choices.projected)]
+            yield [self.found.laid_out_within(None)]
         else:
             yield from self._choices(allowed)
         for name in BUILT_INS:

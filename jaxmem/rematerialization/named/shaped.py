@@ -7,9 +7,9 @@ from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
-from jaxmem.planning import MOST, NamedChoice, Names, Place, Rates, spared_alone
+from jaxmem.planning import Names, Place, worth_most
 from jaxmem.program import Kernel, Program, type_of
-from jaxmem.rematerialization.named.choices import Limits
+from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import Groups, place_of_stretch
 from jaxmem.rematerialization.plan_text import checked
 from jaxmem.rematerialization.traced import TracedFunction
@@ -112,15 +112,6 @@ class _Kinds:
 
         return self._place(groups)
 
-    def weighed(self, rates: Rates) -> list[Kind]:
-        """The kinds that are chosen from: all, or those that alone spare the most time."""
-        every = list(self.lines)
-        if len(every) <= MOST:
-            return every
-        spared = spared_alone(self.place(every), len(every), rates)
-        ranked = sorted(range(len(every)), key=lambda at: -spared[at])
-        return [every[at] for at in sorted(ranked[:MOST])]
-
     def _place(self, groups: Groups) -> Place:
         return place_of_stretch(self.traced, self.stretch, self.device, groups)
 
@@ -135,20 +126,14 @@ def shaped_policy(traced: TracedFunction, limits: Limits) -> ShapedPolicy:
     """
     rates, device = limits.rates, limits.target
     kinds = _Kinds(traced, device)
-    weighed = kinds.weighed(rates)
+    weighed = worth_most(list(kinds.lines), kinds.place, rates)
     place = kinds.place(weighed)
     names = Names(place, len(weighed), rates)
     budget = Budget(limits.budget, place.program.boundary_bytes + limits.reserved)
-
-    def total(choice: NamedChoice) -> int:
-        return budget.total(names.laid_out(choice))
-
-    if budget.left is None:
-        chosen = min(names.front, key=total)
-    else:
-        chosen = names.laid_out_within(budget.left)
-        if not budget.fits(total(chosen)):
-            raise _too_small(budget, total(chosen))
+    chosen = names.laid_out_within(budget.left)
+    total = budget.total(names.laid_out(chosen))
+    if not budget.fits(total):
+        raise _too_small(budget, total)
     wanted = frozenset(weighed[at] for at in chosen.saved)
 
     def saves(primitive, /, *avals, **_) -> bool:
@@ -158,7 +143,7 @@ def shaped_policy(traced: TracedFunction, limits: Limits) -> ShapedPolicy:
     return ShapedPolicy(
         saves,
         tuple(sorted(saved, key=lambda one: (-one.bytes, one.operation, one.operands))),
-        total(chosen),
+        total,
         chosen.seconds / max(3 * rates.forward(place.program), 1e-12),
         limits.budget,
         device.time_error if device else None,

@@ -8,17 +8,16 @@ from typing import Any
 
 from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
-from jaxmem.ground.bytes import device_budget, parse_budget
 from jaxmem.ground.checks import check_call
 from jaxmem.ground.errors import PlanError
 from jaxmem.planning import MOST, NamedChoice, Names, Place, Rates, spans_of_blocks, spared_alone
 from jaxmem.program import NAMED, Kernel, Operation, Program
-from jaxmem.rematerialization.named.choices import Limits
+from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import marked, place_of_stretch
 from jaxmem.rematerialization.named.suggestions import LINE, Suggestion, Suggestions
 from jaxmem.rematerialization.traced import TracedFunction, check_function
 from jaxmem.reports.drawn.grouping import common_path, without_numbers
-from jaxmem.targets import LocalDevice, Target, resolve
+from jaxmem.targets import LocalDevice, Target
 
 # Rows whose choices are weighed together: a sixteenth of what would be exact, and of its seconds.
 _WEIGHED = MOST - 4
@@ -76,17 +75,14 @@ def suggest_names(
     check_call(fun, args, kwargs, "jaxmem.suggest_names")
     if not isinstance(most, int) or not 1 <= most <= _WEIGHED:
         raise PlanError(f"most= is a number of rows, 1 to {_WEIGHED}; got {most!r}.")
-    chosen = None if target is None else resolve(target)
-    known = chosen.known if chosen else None
-    allowed = (chosen.usable_bytes, chosen.name) if chosen else ()
-    limit = None if budget is None else device_budget(budget, *allowed)
-    capacity = chosen.usable_bytes if chosen else None
-    beside = 0 if reserved == 0 else parse_budget(reserved, capacity)
+    limits = Limits.parse(budget, reserved, target, offload)
+    known, rates = limits.target, limits.rates
     traced = TracedFunction(fun, args, kwargs, argnums, has_aux)
     traced.check_loss("jaxmem.suggest_names", scalar=False)
-    rates = Limits(limit, beside, known, offload).rates
     collected, regions = _collected(traced, known, rates)
-    return _suggestions(collected, regions, rates, Budget(limit, beside), known, most)
+    return _suggestions(
+        collected, regions, rates, Budget(limits.budget, limits.reserved), known, most
+    )
 
 
 @dataclasses.dataclass
@@ -208,9 +204,7 @@ def _suggestions(
     total = Budget(budget.allowed, place.program.boundary_bytes + budget.reserved, _count(target))
     size = total.total(found.projected(frozenset()))
     if budget.allowed is not None:
-        left = total.left
-        assert left is not None
-        choice = found.laid_out_within(left)
+        choice = found.laid_out_within(total.left)
         size = total.total(found.laid_out(choice))
         chosen = [
             dataclasses.replace(one, action=_action(at, choice)) for at, one in enumerate(chosen)

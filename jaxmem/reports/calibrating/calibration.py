@@ -14,6 +14,7 @@ from jaxmem.reports.calibrating.fitted import Checked, check, errors_of, fit_rat
 from jaxmem.reports.calibrating.probes import ladders
 from jaxmem.reports.calibrating.running import Device, Sample, samples
 from jaxmem.reports.drawn.tables import Part, Printed, Table
+from jaxmem.reports.drawn.text import milliseconds
 from jaxmem.targets import (
     LocalDevice,
     MeasuredRates,
@@ -229,4 +230,4 @@ def _rate(rate: float, unit: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+    return milliseconds(seconds) if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"

@@ -18,6 +18,11 @@ def side_by_side(left: list[str], right: list[str]) -> Iterable[str]:
         yield f"{fit(first, half - 2):{half}}{fit(second, half)}".rstrip()
 
 
+def milliseconds(seconds: float) -> str:
+    """Seconds as they are printed."""
+    return f"{1e3 * seconds:.4g} ms"
+
+
 def fit(text: str, width: int) -> str:
     """The text in at most that many columns; its end is what tells most."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]

@@ -9,6 +9,7 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports.drawn.breakdown import Breakdown
 from jaxmem.reports.drawn.grouping import grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Printed, Table
+from jaxmem.reports.drawn.text import milliseconds
 from jaxmem.reports.speed.model import parts_of
 from jaxmem.reports.speed.schedule import Ran, Schedule
 from jaxmem.reports.where.arguments import Argument
@@ -20,15 +21,11 @@ _KERNELS = 6  # rows
 WAITING = "(copies and collectives)"
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"
-
-
 class Seconds(Breakdown):
     """Seconds by name: a dict that prints as a table in milliseconds and shares of the whole."""
 
     def unit(self, size: float) -> str:
-        return _ms(size)
+        return milliseconds(size)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -102,7 +99,7 @@ class StepTime(Printed):
 
     def _parts(self) -> Iterable[Part]:
         name, checked = self.target.name, self.target.checked
-        yield f"{_ms(self.seconds)} a step on {name}, predicted ({checked})"
+        yield f"{milliseconds(self.seconds)} a step on {name}, predicted ({checked})"
         yield self.by_phase.table("by phase"), self.by_limit.table("by limit")
         yield self.by_source.table("by line")
         yield self.by_module.table("by module")
@@ -121,7 +118,7 @@ class StepTime(Printed):
             flops, _, where, _, _ = group[0]
             times, seconds = sum(one[3] for one in group), sum(one[4] for one in group)
             work = f"{flops / 1e9:.4g} GFLOP" if flops else ""
-            rows.append((_ms(seconds), f"x {times}", work, where))
+            rows.append((milliseconds(seconds), f"x {times}", work, where))
         return Table(("",) * 4, rows, "longest kernels, equal ones together", (3,))
 
 

@@ -19,6 +19,8 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _OPERATION = re.compile(r"(?:^|\s)([a-z][\w\-]*)\(")
 CALLED = re.compile(r"(?:calls|to_apply|body|async_execution_thread_calls)=%?([\w.\-]+)")
+CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+INDEX = re.compile(r"\bindex=(\d+)")  # of a tuple's element
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)

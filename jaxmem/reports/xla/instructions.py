@@ -6,6 +6,8 @@ from typing import Any
 
 from jaxmem.reports.xla.hlo import (
     CALLED,
+    CONDITION,
+    INDEX,
     TARGET,
     computations_of,
     entry_of,
@@ -18,7 +20,6 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computat
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
 _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
-_INDEX = re.compile(r"\bindex=(\d+)")
 _PARAMETER = re.compile(r"\bparameter\((\d+)\)")
 _TABLE = re.compile(r"(\d+) (?:\"(.*)\"|\{(.*)\})$")
 _FIELD = re.compile(r"(\w+)=(\d+)")
@@ -92,10 +93,10 @@ def _instruction(name: str, computation: str, line: str) -> Instruction:
     frame = _FRAME_ID.search(line) if "stack_frame_id=" in line else None
     called: list[str] = []
     if "=%" in line or "={%" in line:
-        called = [*CALLED.findall(line), *re.findall(r"condition=%?([\w.\-]+)", line)]
+        called = [*CALLED.findall(line), *CONDITION.findall(line)]
         for match in _BRANCHES.finditer(line):  # in the order of the operands that they get
             called += [one.strip().lstrip("%") for one in (match[1] or match[2]).split(",")]
-    form = {"parameter": _PARAMETER, "get-tuple-element": _INDEX}.get(opcode)
+    form = {"parameter": _PARAMETER, "get-tuple-element": INDEX}.get(opcode)
     number = form.search(line) if form else None
     target = TARGET.search(line) if opcode == "custom-call" else None
     return Instruction(

@@ -1,10 +1,11 @@
 """The memory that XLA's rematerialization pass takes a program to need, which is not quite what the
 buffer assignment gives it afterwards."""
 
-import re
 from collections.abc import Iterator, Mapping
 
 from jaxmem.reports.xla.hlo import (
+    CONDITION,
+    INDEX,
     SHAPE,
     Lines,
     array_bytes,
@@ -17,8 +18,6 @@ from jaxmem.reports.xla.hlo import (
     result_bytes,
 )
 
-_INDEX = re.compile(r"\bindex=(\d+)")
-_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 # What has the buffers of its operands.
 _PASSES_ON = frozenset({"bitcast", "get-tuple-element", "tuple", "opt-barrier", "add-dependency"})
 
@@ -65,7 +64,7 @@ def _called(line: str) -> list[str]:
     calls = calls_of(line)
     if calls is None or operation_of(line) == "async-start":
         return []
-    return [*calls.computations, *_CONDITION.findall(line)]
+    return [*calls.computations, *CONDITION.findall(line)]
 
 
 def _lives(lines: Lines) -> tuple[dict[str, int], dict[str, list[str]], dict[str, int]]:
@@ -92,7 +91,7 @@ def _buffers(name: str, line: str, operation: str, read: list[Buffers]):
     if operation == "tuple":
         return read, {}
     if operation == "get-tuple-element":
-        found = _INDEX.search(line)
+        found = INDEX.search(line)
         assert found
         return read[0][int(found[1])], {}
     if operation in _PASSES_ON or operation == "while":

@@ -75,12 +75,12 @@ def contractions(
             for inner in computations[called].values():
                 yield from contractions(inner, computations[called], computations)
     elif operation in _CONTRACTIONS:
-        work = work_of(line, computation)
+        work = _work_of(line, computation)
         if work != Work():
             yield line, computation, work
 
 
-def work_of(line: str, computation: Lines) -> Work:
+def _work_of(line: str, computation: Lines) -> Work:
     """Work of an instruction itself, given as its right-hand side, without what it calls."""
     operation = operation_of(line)
     if operation == "dot":

@@ -1,0 +1,42 @@
+"""What a plan or a policy may cost, and on what."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmem.ground.bytes import device_budget, parse_budget
+from jaxmem.planning import Rates
+from jaxmem.targets import Target, example_target, resolve
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What something may cost, and on what: bytes with what is reserved, None: as few as there are;
+    a target, None: nothing is compiled; whether residuals may wait in host memory; how much may be
+    compiled, and with the XLA flags of who compiles it in the end."""
+
+    budget: int | None
+    reserved: int
+    target: Target | None
+    offload: bool = False
+    compilations: int = 8
+    options: Mapping[str, Any] | None = None
+
+    @classmethod
+    def parse(cls, budget, reserved, target, offload: bool = False) -> "Limits":
+        """From what a user writes."""
+        chosen = None if target is None else resolve(target)
+        limits = (chosen.usable_bytes, chosen.name) if chosen else ()
+        capacity = chosen.usable_bytes if chosen else None
+        return cls(
+            None if budget is None else device_budget(budget, *limits),
+            0 if reserved == 0 else parse_budget(reserved, capacity),
+            chosen.known if chosen else None,
+            offload,
+        )
+
+    @property
+    def rates(self) -> Rates:
+        """Those of the target, or of one that stands for none."""
+        device = self.target or example_target()
+        return Rates(device, device.host_bandwidth if self.offload else 0.0)
