@@ -64,7 +64,12 @@ class Costs:
         params, *others = jax.tree.map(whole, (state.params, state.model_state, state.key))
         args = (params, part, *others)
         return TracedFunction(
-            problem.step(loss).loss, args, {}, 0, open_regions=not self._keeps_regions
+            problem.step(loss).loss,
+            args,
+            {},
+            0,
+            open_regions=not self._keeps_regions,
+            several=False,  # an even share of what all devices take is counted
         )
 
     def _read(self, loss: Levers, cut: int) -> Program:

@@ -100,3 +100,9 @@ from jaxmem.jaxprs.residuals import (
     saved_residuals as saved_residuals,
     scan_residuals as scan_residuals,
 )
+from jaxmem.jaxprs.spread import (
+    Spread as Spread,
+    gradient_pieces as gradient_pieces,
+    mesh_of as mesh_of,
+    spread as spread,
+)

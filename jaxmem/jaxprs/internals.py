@@ -14,7 +14,10 @@ from jaxmem.ground.errors import JaxmemError
 NAMES = {
     "_optimization_barrier_lowering_rule": ("jax._src.lax.lax", "barriers in planned functions"),
     "NamedAxisEffect": ("jax._src.core", "collectives in planned functions"),
-    "PassManager": ("jaxlib.mlir.passmanager", "compiling without a timeline"),
+    "PassManager": (
+        "jaxlib.mlir.passmanager",
+        "compiling without a timeline, bytes on several devices",
+    ),
     "_ragged_dot_general_impl": ("jax._src.lax.lax", "bytes of jax.lax.ragged_dot"),
     "ad": ("jax._src.interpreters", "derivatives of planned functions"),
     "batching": ("jax._src.interpreters", "planned functions under jax.vmap"),
@@ -24,6 +27,7 @@ NAMES = {
     "partial_eval": ("jax._src.interpreters", "regions of planned functions"),
     "primal_left_tangent_right": ("jax._src.ad_checkpoint", "policies under the flag jax_remat3"),
     "remat": ("jax._src.interpreters", "policies under the flag jax_remat3"),
+    "sdy": ("jaxlib.mlir.dialects", "bytes of programs on several devices"),
     "source_info_util": ("jax._src", "lines and modules of a program"),
 }
 # What an array, a traced step or a lowered one has, and its documentation does not promise.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.equations import inner_jaxprs, is_region, operation_of
+from jaxmem.jaxprs.equations import inlinable, inner_jaxprs, is_region, operation_of
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.operands import of_some
 
@@ -138,10 +138,7 @@ def saved_residuals(
 
     closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*leaves)
     jaxpr = getattr(closed, "jaxpr", closed)
-    made_of = {variable: frozenset([number]) for number, variable in enumerate(jaxpr.invars)}
-    for equation in jaxpr.eqns:
-        read = (made_of.get(x, frozenset()) for x in equation.invars if not isinstance(x, Literal))
-        made_of |= dict.fromkeys(equation.outvars, frozenset().union(*read))
+    made_of = _made_of(jaxpr, [frozenset([number]) for number in range(len(jaxpr.invars))])
     count = jax.tree.structure(shapes[1]).num_leaves
     made = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     found: dict[Any, Kept] = {}
@@ -161,6 +158,26 @@ def saved_residuals(
         result = max((at for at, one in enumerate(results) if one is variable), default=-1)
         found[variable] = Kept(variable.aval, number, equation, sources, result)
     return list(found.values())
+
+
+def _made_of(jaxpr, inputs: Sequence[frozenset[int]]) -> dict[Any, frozenset[int]]:
+    """The arguments that each value of a jaxpr is made of, given those of its inputs. Of what a
+    call returns, each is made of what it reads (a mask of constants of none)."""
+    made_of = dict(zip(jaxpr.invars, inputs, strict=True))
+    for equation in jaxpr.eqns:
+        read = [
+            frozenset() if isinstance(x, Literal) else made_of.get(x, frozenset())
+            for x in equation.invars
+        ]
+        inner = inlinable(equation)
+        if inner is None:
+            made_of |= dict.fromkeys(equation.outvars, frozenset().union(*read))
+            continue
+        inside = _made_of(inner.jaxpr, read)
+        for variable, result in zip(equation.outvars, inner.jaxpr.outvars, strict=True):
+            own = isinstance(result, Literal)
+            made_of[variable] = frozenset() if own else inside.get(result, frozenset())
+    return made_of
 
 
 def _passed_on(equation: JaxprEqn, variable: Any) -> Any:

@@ -13,7 +13,13 @@ from jaxmem.planning.names import (
 )
 from jaxmem.planning.one_liners import one_liners as one_liners
 from jaxmem.planning.rates import DEAR as DEAR, Rates as Rates, of_each as of_each
-from jaxmem.planning.regions import Loop as Loop, Region as Region, place_of as place_of
+from jaxmem.planning.regions import (
+    Loop as Loop,
+    Region as Region,
+    as_emitted as as_emitted,
+    loops_as_emitted as loops_as_emitted,
+    place_of as place_of,
+)
 from jaxmem.planning.registry import PLANNERS as PLANNERS, Planner as Planner, lowest as lowest
 from jaxmem.planning.simulate import (
     recomputed as recomputed,

@@ -48,7 +48,10 @@ class Rates:
         return kernel.flops / (self.device.shares.matmul * peak)
 
     def _traffic(self, kernel: Kernel) -> float:
-        return kernel.moved / (self.device.shares.memory * self.device.memory_bandwidth)
+        device, sent = self.device, 0.0
+        if kernel.sent:
+            sent = kernel.sent / (device.shares.link * device.links.among(device.count))
+        return kernel.moved / (device.shares.memory * device.memory_bandwidth) + sent
 
 
 def of_each(program: Program, rate: Callable[[Kernel], float]) -> list[float]:

@@ -1,8 +1,11 @@
 """Where a plan recomputes: regions, and loops with regions in their bodies."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 from jaxmem.loops import Schedule
+from jaxmem.program import Program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +28,22 @@ def place_of(regions: tuple[Region, ...], kernel: int) -> tuple[int, ...]:
     return (kernel,)
 
 
+def as_emitted(program: Program, regions: Sequence[Region]) -> tuple[Region, ...]:
+    """Regions by the numbers that kernels have where the program is emitted: what devices send each
+    other is no kernel there."""
+    before = _emitted_before(program)
+    found = (
+        dataclasses.replace(
+            one,
+            start=before[one.start],
+            stop=before[one.stop],
+            regions=as_emitted(program, one.regions),
+        )
+        for one in regions
+    )
+    return tuple(one for one in found if one.start < one.stop)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
     """A `scan`, whose body is recomputed in the backward pass but for the values ``saved`` of it;
@@ -44,3 +63,25 @@ class Loop:
     schedule: Schedule | None = None
     whole: bool = False
     loops: "tuple[Loop, ...]" = ()
+
+
+def loops_as_emitted(program: Program, loops: Sequence[Loop]) -> tuple[Loop, ...]:
+    """Loops by the numbers that kernels have where the program is emitted."""
+    before = _emitted_before(program)
+
+    def emitted(loop: Loop) -> Loop:
+        body = program.operation_of(loop.kernel).body
+        assert body is not None
+        return dataclasses.replace(
+            loop,
+            kernel=before[loop.kernel],
+            regions=as_emitted(body, loop.regions),
+            loops=loops_as_emitted(body, loop.loops),
+        )
+
+    return tuple(map(emitted, loops))
+
+
+def _emitted_before(program: Program) -> list[int]:
+    """For each kernel, and the end, how many are emitted before it."""
+    return [0, *itertools.accumulate(not kernel.sent for kernel in program.kernels)]

@@ -63,7 +63,9 @@ def policies(program: Program) -> dict[str, frozenset[int]]:
 
     return {
         "nothing_saveable": frozenset(),
-        "dots_with_no_batch_dims_saveable": saved(lambda operation: not operation.batched),
+        "dots_with_no_batch_dims_saveable": saved(
+            lambda operation: not operation.contraction.batched
+        ),
         "dots_saveable": saved(lambda _: True),
     }
 

@@ -21,7 +21,8 @@ _SMALL = 16
 
 _VIEWS = frozenset(
     """
-    bitcast_convert_type copy copy_p expand_dims name optimization_barrier reshape squeeze
+    bitcast_convert_type copy copy_p expand_dims mesh_cast name optimization_barrier reshape reshard
+    sharding_constraint squeeze
     """.split()
 )
 NAMED = "named"  # a name that a policy may save: what it marks is not made again for it
@@ -50,6 +51,9 @@ class Kernel:
         widened: whether it is computed in float32, from copies, and its result rounded.
         residuals: the one of its results that only its own derivative reads (a scan's), or None.
         shifted: the sources that it reads from other places than it writes to (a slice's, say).
+        sent: bytes that a device is sent by others, where that is all it does: it is none of the
+            program's operations, but comes before the last of ``operations``, which reads its
+            result. That is no value with a name, and counts as its ``residuals``.
     """
 
     operations: tuple[int, ...]
@@ -66,6 +70,7 @@ class Kernel:
     residuals: int | None
     shifted: frozenset[int] = frozenset()
     precision: str = "default"
+    sent: int = 0
 
     @property
     def spared(self) -> tuple[int, ...]:
@@ -77,51 +82,53 @@ class Kernel:
 
 def read_kernels(program) -> tuple[Kernel, ...]:
     """Groups the operations of a program as XLA's fusion would."""
-    stored = _stored(program)
+    whole = program.together
+    stored = _stored(whole)
     maker = {}
     for index, operation in enumerate(program.operations):
         for value in operation.outputs:
             maker[value] = index
     kernels: list[Kernel] = []
+    # What is gathered, and not yet: the operand that it is made of.
+    gathered = {new: old for operation in program.operations for old, new in operation.gathers}
+    stored.extend([True] * (len(program.sizes) - len(stored)))
     reduced = False  # whether the kernel before is a reduction
     for index, operation in enumerate(program.operations):
         results = tuple(value for value in operation.outputs if stored[value])
         if not results:
             continue
-        cluster, pending = {index}, [index]
-        sources: set[int] = set()
+        cluster, sources = _cluster(program, [index], stored, maker)
+        for source in sources:
+            if source in gathered:
+                kernels.append(_gather(program, index, gathered.pop(source), source, stored, maker))
         reads: set[int] = set()
-        while pending:
-            number = pending.pop()
-            member = program.operations[number]
-            for value in member.inputs:
-                if stored[value]:
-                    sources.add(value)
-                elif maker[value] not in cluster:
-                    cluster.add(maker[value])
-                    pending.append(maker[value])
         # What the derivatives read: a stored value itself, of others what they are made of.
         made_of: dict[int, frozenset[int]] = {}
         shifted: frozenset[int] = frozenset()
         ordered = tuple(sorted(cluster))
+
+        def made(member, value: int, made_of=made_of) -> frozenset[int]:
+            value = member.read_as(value)
+            return made_of.get(value, frozenset([value]))
+
         for number in ordered:
             member = program.operations[number]
-            under = frozenset().union(*(made_of.get(v, frozenset([v])) for v in member.inputs))
+            under = frozenset().union(*(made(member, value) for value in member.inputs))
             if member.derivative_reads == "result":
                 reads |= set(results) if number == index else under
             else:
                 read = _read_by_derivative(member, program.active)
-                reads |= frozenset().union(*(made_of.get(v, {v}) for v in read))
+                reads |= frozenset().union(*(made(member, value) for value in read))
             if member.name in _SHIFTS:
                 shifted |= under
             made_of.update(dict.fromkeys(member.outputs, under))
         if operation.residuals is not None:
             reads.add(operation.residuals)
         inside = operation.inside
-        if _takes_few(operation, program.sizes) and not stored[operation.inputs[0]]:
+        if _takes_few(operation, whole.sizes) and not stored[operation.inputs[0]]:
             # Its derivative scatters into a cotangent of the operand, which it has to write.
-            made = sum(program.sizes[v] for v in made_of[operation.inputs[0]])
-            inside += max(program.sizes[operation.inputs[0]] - made, 0)
+            of_few = sum(program.sizes[v] for v in made(operation, operation.inputs[0]))
+            inside += max(program.sizes[operation.inputs[0]] - of_few, 0)
         reduces = _reduces(operation)
         # Reductions of the same values are one kernel of several results: it reads them once.
         again = set(kernels[-1].sources) if reduces and reduced else set()
@@ -132,10 +139,10 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         workspace = operation.workspace
         if operation.widened:
             dtype = "float32"
-            left, right, made = (_copy(program, v) for v in (*operation.inputs, *results))
+            left, right, wide = (_copy(program, v) for v in (*operation.inputs, *results))
             # What is rounded is made, in the place of what was wide, once the operands are gone.
-            workspace = left + right + made // 2
-            inside += left // 2 + right + made
+            workspace = left + right + wide // 2
+            inside += left // 2 + right + wide
         kernels.append(
             Kernel(
                 ordered,
@@ -151,10 +158,52 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 operation.widened,
                 operation.residuals,
                 shifted,
-                operation.precision,
+                operation.contraction.precision,
             )
         )
     return tuple(kernels)
+
+
+def _cluster(
+    program, operations: list[int], stored: list[bool], maker: dict[int, int]
+) -> tuple[set[int], set[int]]:
+    """The operations that a kernel computes to have the results of some, and what it reads."""
+    cluster, pending = set(operations), list(operations)
+    sources: set[int] = set()
+    while pending:
+        member = program.operations[pending.pop()]
+        for value in map(member.read_as, member.inputs):
+            if stored[value]:
+                sources.add(value)
+            elif maker[value] not in cluster:
+                cluster.add(maker[value])
+                pending.append(maker[value])
+    return cluster, sources
+
+
+def _gather(
+    program, index: int, value: int, result: int, stored: list[bool], maker: dict[int, int]
+) -> Kernel:
+    """What devices send each other of a value before an operation."""
+    sources = {value}
+    if not stored[value]:
+        _, sources = _cluster(program, [maker[value]], stored, maker)
+    read = sum(program.sizes[source] for source in sources)
+    return Kernel(
+        operations=(index,),
+        results=(result,),
+        sources=tuple(sorted(sources)),
+        reads=(),
+        flops=0,
+        moved=read + program.sizes[result],
+        dtype="",
+        fused=False,
+        inside=0,
+        workspace=0,
+        widened=False,
+        residuals=result,
+        sent=max(program.sizes[result] - program.sizes[value], program.sizes[result] // 2, 1),
+    )
 
 
 def _read_by_derivative(operation, active: list[bool]) -> tuple[int, ...]:

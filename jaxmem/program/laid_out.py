@@ -28,11 +28,21 @@ def _compiled_by(program: Program, rules: Rules) -> Program:
         dataclasses.replace(operation, body=operation.body and compiled_by(operation.body, rules))
         for operation in program.operations
     ]
-    sizes = tuple(
-        _bytes(kind, size, apart, rules)
-        for kind, size, apart in zip(program.types, program.sizes, _apart(program), strict=True)
+    apart = _apart(program)
+
+    def sizes(types, bare) -> tuple[int, ...]:
+        return tuple(
+            _bytes(kind, size, axes, rules)
+            for kind, size, axes in zip(types, bare, apart[: len(bare)], strict=True)
+        )
+
+    return dataclasses.replace(
+        program,
+        operations=tuple(operations),
+        sizes=sizes(program.types, program.sizes),
+        rules=rules,
+        whole_sizes=sizes(program.whole_types, program.whole_sizes),
     )
-    return dataclasses.replace(program, operations=tuple(operations), sizes=sizes, rules=rules)
 
 
 def _bytes(kind: str, size: int, apart: frozenset[int], rules: Rules) -> int:
@@ -48,7 +58,7 @@ def _apart(program: Program) -> list[frozenset[int]]:
     of its result, and of what is made of that without moving axes."""
     apart: list[frozenset[int]] = [frozenset()] * len(program.sizes)
     for operation in program.operations:
-        found = operation.slides
+        found = operation.contraction.slides
         if not found and operation.name not in _ANEW:
             found = max((apart[value] for value in operation.inputs), key=len, default=frozenset())
         for value in operation.outputs:

@@ -13,12 +13,26 @@ _PLAIN = Rules()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Contraction:
+    """What is particular to a matmul or a convolution.
+
+    Attributes:
+        batched: whether a matmul has batch dimensions, as attention's scores have.
+        slides: the axes of its result that a convolution slides along.
+        precision: how exactly it multiplies float32 (`precision_of`).
+    """
+
+    batched: bool = False
+    slides: frozenset[int] = frozenset()
+    precision: str = "default"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
     """One operation: the values it reads and makes (by number), its FLOPs, whether XLA fuses it
     with its neighbours, what its derivative reads (``"nothing"``, its ``"result"``, its
     ``"operands"``, or some of those: see `derivative_reads`), and where it came from: the module
-    path (``ResNet/Block_3/Conv_1``) and the user's source line. A matmul is ``batched`` if it has
-    batch dimensions, as attention's scores have.
+    path (``ResNet/Block_3/Conv_1``) and the user's source line.
 
     A `scan` also has ``body``, what it repeats ``length`` times; ``carry`` are the inputs of the
     body that one iteration hands to the next. A user's own `jax.checkpoint` has the ``body`` that
@@ -28,8 +42,8 @@ class Operation:
     returns. ``reads`` are those of them that its derivative reads, where that is known exactly.
     ``inside`` are bytes that the derivative takes beside all of that, ``workspace`` those that the
     operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
-    ``slides`` are the axes of its result that a convolution slides along; ``precision`` is how
-    exactly a matmul or a convolution multiplies float32 (`precision_of`).
+    ``gathers`` are operands that devices send each other first: the value as it is made, and as it
+    is read.
     """
 
     name: str
@@ -48,10 +62,13 @@ class Operation:
     workspace: int = 0
     reads: frozenset[int] | None = None
     widened: bool = False
-    batched: bool = False
     results: int = 0
-    slides: frozenset[int] = frozenset()
-    precision: str = "default"
+    contraction: Contraction = Contraction()
+    gathers: tuple[tuple[int, int], ...] = ()
+
+    def read_as(self, value: int) -> int:
+        """An operand as it is read, where devices send it each other first."""
+        return next((new for old, new in self.gathers if old == value), value)
 
     @property
     def is_region(self) -> bool:
@@ -64,7 +81,10 @@ class Program:
     """Operations in order, and the bytes and types of every value. Values below ``input_count``
     are the function's inputs, which live in any case; ``differentiated`` are those of them that
     gradients are taken of (None: all), ``opened`` is how many regions of the user's own were
-    written in place. Sizes and kernels are those that a compiler makes by ``rules``."""
+    written in place. Sizes and kernels are those that a compiler makes by ``rules``. On several
+    devices sizes, types and costs are those of one, and ``whole_sizes`` and ``whole_types`` those
+    of all devices together: kernels are told by them, so that they are the same ones wherever the
+    function is traced. ``gradient_bytes`` are those of all gradients; None: those of the inputs."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
@@ -74,6 +94,9 @@ class Program:
     differentiated: frozenset[int] | None = None
     opened: int = 0
     rules: Rules = _PLAIN
+    whole_sizes: tuple[int, ...] = ()
+    whole_types: tuple[str, ...] = ()
+    gradient_bytes: int | None = None
 
     @functools.cached_property
     def input_bytes(self) -> int:
@@ -84,8 +107,11 @@ class Program:
     def boundary_bytes(self) -> int:
         """Bytes of inputs, outputs and gradients: XLA holds them from the first kernel of
         ``value_and_grad`` to the last."""
-        gradients = (value for value in range(self.input_count) if self.active[value])
-        return self.input_bytes + sum(self.sizes[v] for v in (*set(self.outputs), *gradients))
+        gradients = self.gradient_bytes
+        if gradients is None:
+            wanted = (value for value in range(self.input_count) if self.active[value])
+            gradients = sum(self.sizes[value] for value in wanted)
+        return self.input_bytes + gradients + sum(self.sizes[v] for v in set(self.outputs))
 
     @functools.cached_property
     def flops(self) -> int:
@@ -95,13 +121,32 @@ class Program:
     @functools.cached_property
     def fingerprint(self) -> str:
         """A digest of operations, connections and sizes: a plan belongs to one of them."""
-        whole = (self.sizes, self.types, self.input_count, self.outputs)
+        together = self.together
+        whole = (together.sizes, together.types, self.input_count, self.outputs)
         digest = hashlib.sha256(repr(whole).encode())
         for operation in self.operations:
             digest.update(repr((operation.name, operation.inputs, operation.outputs)).encode())
             if operation.body:
                 digest.update(operation.body.fingerprint.encode())
         return digest.hexdigest()[:16]
+
+    @functools.cached_property
+    def together(self) -> "Program":
+        """The program with the sizes of all devices together."""
+        if not self.whole_sizes:
+            return self
+        operations = (
+            dataclasses.replace(operation, gathers=()) if operation.gathers else operation
+            for operation in self.operations
+        )
+        return dataclasses.replace(
+            self,
+            operations=tuple(operations),
+            sizes=self.whole_sizes,
+            types=self.whole_types,
+            whole_sizes=(),
+            whole_types=(),
+        )
 
     @functools.cached_property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -145,6 +190,8 @@ class Program:
             for value in range(count)
         ]
         for operation in self.operations:
+            for value, gathered in operation.gathers:
+                active[gathered] = active[value]
             if operation.name != "stop_gradient" and any(active[v] for v in operation.inputs):
                 for value in operation.outputs:
                     active[value] = real[value] and value != operation.residuals
@@ -166,6 +213,7 @@ class Program:
             index
             for index in range(len(self.kernels))
             if (last := self.operation_of(index)).name == "scan" and last.length
+            if not self.kernels[index].sent
         ]
 
     @functools.cached_property

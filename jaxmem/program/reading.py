@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Set
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -12,6 +14,7 @@ from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
 from jaxmem.jaxprs.joint import joint as joint_of
 from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of
 from jaxmem.jaxprs.residuals import scan_residuals
+from jaxmem.jaxprs.spread import Spread
 from jaxmem.program.costs import (
     derivative_reads,
     flops,
@@ -20,8 +23,8 @@ from jaxmem.program.costs import (
     precision_of,
     slides,
 )
-from jaxmem.program.opaque import halves, peak
-from jaxmem.program.operations import Operation, Program
+from jaxmem.program.opaque import Halves, halves, peak
+from jaxmem.program.operations import Contraction, Operation, Program
 
 # What has a program inside that nothing is planned in.
 _OPAQUE = frozenset(
@@ -33,16 +36,22 @@ _OPAQUE = frozenset(
 
 
 def read_program(
-    flat: FlatJaxpr, differentiated: Set[int] | None = None, fixed: Set[int] = frozenset()
+    flat: FlatJaxpr,
+    differentiated: Set[int] | None = None,
+    fixed: Set[int] = frozenset(),
+    spread: Spread | None = None,
 ) -> Program:
     """The operations of a flat jaxpr as plain data.
 
     ``differentiated`` are the inputs that gradients are taken of; None: all. Of ``fixed`` inputs
-    and of arrays closed over none ever are.
+    and of arrays closed over none ever are. ``spread`` says what one device has of each value;
+    None: there is one.
     """
+    spread = spread or Spread(flat)
     fixed = {*fixed, *flat.arrays_closed_over}
-    sizes = [size_of(aval) for aval in flat.avals]
-    types = [type_of(aval) for aval in flat.avals]
+    pieces = [spread.aval(value) for value in range(len(flat.avals))]
+    sizes, types = list(map(size_of, pieces)), list(map(type_of, pieces))
+    whole_sizes, whole_types = list(map(size_of, flat.avals)), list(map(type_of, flat.avals))
     operations = []
     read = {value for step in flat.steps for value in step.uses}
     read |= {value for value in flat.outputs if isinstance(value, int)}
@@ -50,18 +59,20 @@ def read_program(
         constant = [not isinstance(one, int) or one in fixed for one in step.inputs]
         if all(constant):
             fixed.update(step.outputs)
-        held = _held(step, constant, read)
+        held = _held(step, constant, read, spread)
         outputs = step.outputs
         if held.residuals is not None:
             outputs = (*outputs, len(sizes))
-            sizes.append(held.residuals)
-            types.append("residuals[]")
+            for all_sizes, residuals in ((sizes, held.residuals), (whole_sizes, held.whole)):
+                all_sizes.append(residuals)
+            for all_types in (types, whole_types):
+                all_types.append("residuals[]")
         operations.append(
             Operation(
                 step.primitive,
                 tuple(step.uses),
                 outputs,
-                flops(step.equation),
+                _flops(step, held.body, spread),
                 is_fused(step.equation),
                 derivative_reads(step),
                 str(step.name_stack),
@@ -74,12 +85,25 @@ def read_program(
                 held.workspace,
                 held.reads,
                 results=held.results,
-                batched=is_batched(step.equation),
-                precision=precision_of(step.equation.params),
-                slides=slides(step.equation),
+                contraction=Contraction(
+                    is_batched(step.equation),
+                    slides(step.equation),
+                    precision_of(step.equation.params),
+                ),
             )
         )
+    gathered: dict[Any, int] = {}
+    for gather in spread.gathers:
+        piece = spread.aval(gather.value, gather.parts)
+        value = gathered.setdefault((gather.value, gather.parts), len(sizes))
+        if value == len(sizes):
+            sizes.append(size_of(piece))
+            types.append(type_of(piece))
+        operation = operations[gather.step]
+        gathers = (*operation.gathers, (gather.value, value))
+        operations[gather.step] = dataclasses.replace(operation, gathers=gathers)
     outputs = tuple(value for value in flat.outputs if isinstance(value, int))
+    several = spread.mesh is not None
     return Program(
         tuple(operations),
         tuple(sizes),
@@ -88,31 +112,35 @@ def read_program(
         tuple(types),
         None if differentiated is None else frozenset(differentiated),
         flat.opened,
+        whole_sizes=tuple(whole_sizes) if several else (),
+        whole_types=tuple(whole_types) if several else (),
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Held:
-    """What an operation holds, as in `Operation`."""
+    """What an operation holds, as in `Operation`; ``whole`` are the residuals of all devices."""
 
     body: Program | None = None
     residuals: int | None = None
+    whole: int = 0
     inside: int = 0
     workspace: int = 0
     reads: frozenset[int] | None = None
     results: int = 0
 
 
-def _held(step: Step, constant: list[bool], read: Set[int]) -> _Held:
+def _held(step: Step, constant: list[bool], read: Set[int], spread: Spread) -> _Held:
     """What a step holds whose operands are ``constant`` or not, and whose results are ``read`` or
     not."""
     if step.primitive == "scan":
         if not step.equation.params["length"]:
             return _Held()
-        return _of_scan(step, constant, [value in read for value in step.outputs])
+        return _of_scan(step, constant, [value in read for value in step.outputs], spread)
     if is_region(step.equation):
         called = called_jaxpr(step.equation)
-        body = read_program(called, fixed=_inputs(called, constant))
+        inside = spread.inside(called, step.inputs)
+        body = read_program(called, fixed=_inputs(called, constant), spread=inside)
         return _Held(body, inside=_made(body))
     if step.primitive in _OPAQUE and not is_fused(step.equation):
         real = [
@@ -120,25 +148,44 @@ def _held(step: Step, constant: list[bool], read: Set[int]) -> _Held:
             for at, variable in enumerate(step.equation.invars)
             if not constant[at] and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
         ]
-        return (_of_opaque(step, real) if real else None) or _Held(workspace=_workspace(step))
+        found = _of_opaque(step, real, spread) if real else None
+        return found or _Held(workspace=_workspace(step, spread))
     return _Held()
 
 
-def _of_scan(step: Step, constant: list[bool], wanted: list[bool]) -> _Held:
+def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Spread) -> _Held:
     loop = loop_of(step.equation)
+    inside = spread.inside(loop.body, step.inputs, loop.carry.stop)
     if all(constant):
-        body = read_program(loop.body, fixed=set(range(loop.body.input_count)))
-        return _Held(body, 0, 0, _turn(loop))
+        body = read_program(loop.body, fixed=set(range(loop.body.input_count)), spread=inside)
+        return _Held(body, 0, 0, 0, _turn(loop, inside))
     constant = list(constant)
     constant[loop.carry] = [False] * len(constant[loop.carry])  # the next ones may not be
-    body = read_program(loop.body, fixed=_inputs(loop.body, constant))
+    body = read_program(loop.body, fixed=_inputs(loop.body, constant), spread=inside)
     kept, results = scan_residuals(step.equation, constant, wanted)
-    each = sum(map(size_of, kept))
     length = step.equation.params["length"]
-    return _Held(body, each * length, _made(body), results=sum(map(size_of, results)))
+    return _Held(
+        body,
+        length * _bytes_alike(kept, body),
+        length * sum(map(size_of, kept)),
+        _made(body),
+        results=_bytes_alike(results, body),
+    )
 
 
-def _of_opaque(step: Step, real: list[int]) -> _Held | None:
+def _bytes_alike(values: list, body: Program) -> int:
+    """Bytes that one device has of values of a scan's body, which are known by their shapes: of
+    each, what it has of most values of the body that have the same."""
+    if not body.whole_sizes:
+        return sum(map(size_of, values))
+    shares: dict[str, list[float]] = {}
+    for kind, size, whole in zip(body.whole_types, body.sizes, body.whole_sizes, strict=False):
+        shares.setdefault(kind, []).append(size / max(whole, 1))
+    share = {kind: statistics.median_low(found) for kind, found in shares.items()}
+    return round(sum(size_of(one) * share.get(type_of(one), 1.0) for one in values))
+
+
+def _of_opaque(step: Step, real: list[int], spread: Spread) -> _Held | None:
     """By the operation and its derivative by some operands, as JAX has them; None: the derivative
     refuses, in words of its own, which who differentiates the function is told."""
     try:
@@ -151,28 +198,39 @@ def _of_opaque(step: Step, real: list[int]) -> _Held | None:
         for at, value in zip(real, joint.flat.outputs[len(joint.results) :], strict=True)
         if isinstance(value, int)
     }
-    found = halves(
-        _forward(joint.flat),
-        joint.boundary,
-        set(joint.cotangents),
-        results,
-        set(gradients.values()),
-    )
+    moving = [
+        out
+        for out, variable in zip(step.outputs, step.equation.outvars, strict=True)
+        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    ]
+    program = _forward(joint.flat, spread.inside(joint.flat, [*step.inputs, *moving]))
+
+    def taken(program: Program) -> Halves:
+        return halves(
+            program, joint.boundary, set(joint.cotangents), results, set(gradients.values())
+        )
+
+    found = taken(program)
     values = zip((*joint.operands, *joint.results), (*step.inputs, *step.outputs), strict=True)
     reads = {one for inner, one in values if inner in found.reads and isinstance(one, int)}
+    whole = taken(program.together).kept if program.whole_sizes else found.kept
     kept = found.kept or None  # a value of no bytes would have to be made again too
-    return _Held(None, kept, found.backward, found.forward, frozenset(reads))
+    return _Held(None, kept, whole, found.backward, found.forward, frozenset(reads))
 
 
-def _workspace(step: Step) -> int:
+def _workspace(step: Step, spread: Spread) -> int:
     """The most bytes that an operation takes inside, beside operands and results."""
     if step.primitive == "shard_map":  # what is inside has a part of each value
         return 0
     if step.primitive == "while":
-        return _turn(loop_of(step.equation))
+        loop = loop_of(step.equation)
+        operands = step.inputs[loop.body_consts], step.inputs[loop.carry]
+        return _turn(loop, spread.inside(loop.body, [*operands[0], *operands[1]]))
     most = 0
     for jaxpr in inner_jaxprs(step.equation):
-        program = _forward(flatten_jaxpr(jaxpr))
+        flat = flatten_jaxpr(jaxpr)
+        count = flat.input_count - len(flat.consts)
+        program = _forward(flat, spread.inside(flat, step.inputs[len(step.inputs) - count :]))
         inputs = set(range(program.input_count))
         results = set(program.outputs) - inputs
         taken = peak(program, program.kernels, inputs, last=results)
@@ -180,10 +238,10 @@ def _workspace(step: Step) -> int:
     return most
 
 
-def _turn(loop: Loop) -> int:
+def _turn(loop: Loop, spread: Spread) -> int:
     """The most bytes that a turn of a loop takes beside what it is handed, which it may write over:
     what it hands on has the same memory in the end."""
-    program = _forward(loop.body)
+    program = _forward(loop.body, spread)
     count = loop.carry.stop - loop.carry.start
     first = program.input_count - loop.operands + loop.body_consts.stop - loop.body_consts.start
     handed = set(range(first, first + count))
@@ -193,9 +251,9 @@ def _turn(loop: Loop) -> int:
     return max(most - sum(program.sizes[value] for value in handed), 0)
 
 
-def _forward(flat: FlatJaxpr) -> Program:
+def _forward(flat: FlatJaxpr, spread: Spread) -> Program:
     """A program that nothing is differentiated in."""
-    return read_program(flat, frozenset(), set(range(flat.input_count)))
+    return read_program(flat, frozenset(), set(range(flat.input_count)), spread)
 
 
 def _made(body: Program) -> int:
@@ -206,6 +264,13 @@ def _inputs(body: FlatJaxpr, chosen: list[bool]) -> set[int]:
     """The inputs of a body that some operands of its equation become."""
     first = body.input_count - len(chosen)  # the body's own constants come first
     return {first + at for at, one in enumerate(chosen) if one}
+
+
+def _flops(step: Step, body: Program | None, spread: Spread) -> int:
+    """FLOPs of a step on one device."""
+    if body is None or spread.mesh is None:
+        return flops(step.equation) // spread.devices(step)
+    return body.flops * step.equation.params.get("length", 1)
 
 
 def _carry(step: Step, body: Program | None) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ class CompiledPlans:
         """Layouts to compile: the bytes to plan for are corrected by what was compiled, between
         what fitted and what did not."""
         search, planner = self.search, self.planner
-        goal: float = budget * self.target.count
+        goal: float = budget
         goals: dict[Layout, float] = {}  # projected bytes that it was planned for
         fits, fails = 0.0, float("inf")  # of those, what did, and did not
         while fits * _SAME < fails:
@@ -127,7 +127,7 @@ class CompiledPlans:
             return along
         projected, compiled = min(apart, key=lambda other: abs(other[0] - outcome.projected))
         slope = (outcome.compiled - compiled) / (outcome.projected - projected)
-        low, high = sorted([outcome.ratio, 1 / self.target.count])
+        low, high = sorted([outcome.ratio, 1.0])
         slope = min(max(slope, low), high)
         return outcome.projected + (budget - outcome.compiled) / slope
 
@@ -155,10 +155,9 @@ class CompiledPlans:
 
     def expected(self, layout: Layout) -> float:
         """Projected bytes, corrected where another plan was compiled that peaks at the same place:
-        how far a projection is off depends on what is there. Of a partitioned program every GPU has
-        its share."""
+        how far a projection is off depends on what is there."""
         projected = self.constraints.budget_for(self.traced.program).total(layout.peak)
-        return projected * self.search.ratios.get(layout.place, 1 / self.target.count)
+        return projected * self.search.ratios.get(layout.place, 1.0)
 
     def aim(self, budget: int, low: float, high: float) -> float:
         """Projected bytes to plan for next, where a plan for ``high`` did not fit and ``low`` would
@@ -191,7 +190,7 @@ class CompiledPlans:
     def slightly_above(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Plans that are projected not to fit, by little, until one does."""
         for share in _ABOVE:
-            layout = self.layout_for(share * budget * self.target.count)
+            layout = self.layout_for(share * budget)
             if layout and layout not in self.search.outcomes:
                 yield [layout]
                 if self.search.fits(layout):
@@ -246,7 +245,7 @@ class CompiledPlans:
         traced = self.traced
 
         def planned(*leaves):
-            return traced.value(emit(traced.flat, traced.program, plan, leaves))
+            return traced.value(emit(traced.flat, traced.program.together, plan, leaves))
 
         return begin(
             jax.jit(traced.differentiated(planned)),

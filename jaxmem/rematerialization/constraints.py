@@ -3,7 +3,15 @@
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
-from jaxmem.planning import PLANNERS, Layout, Planner, lowest, one_liners
+from jaxmem.planning import (
+    PLANNERS,
+    Layout,
+    Planner,
+    as_emitted,
+    loops_as_emitted,
+    lowest,
+    one_liners,
+)
 from jaxmem.program import Program, compiled_by
 from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.limits import Limits
@@ -83,8 +91,8 @@ class Constraints:
         return Plan(
             self.name,
             fingerprint,
-            layout.regions,
-            layout.loops,
+            as_emitted(program, layout.regions),
+            loops_as_emitted(program, layout.loops),
             Predicted(
                 plain_bytes=total(planner.plain.peak),
                 bytes=total(layout.peak),
@@ -105,7 +113,7 @@ class Constraints:
             family=self.device.family if self.device else "",
             time_error=self.device.time_error if self.device else None,
             widens=program.widens,
-            inputs=program.types[: program.input_count],
+            inputs=program.together.types[: program.input_count],
             opened=program.opened,
             keeps_regions=self.keeps_regions,
         )

@@ -1,5 +1,7 @@
 """A function with its arguments, traced as a program that can be planned."""
 
+import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -12,12 +14,13 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import array_call
 from jaxmem.ground.checks import name_of, noted, shapes_of
 from jaxmem.ground.errors import JaxmemError, PlanError
-from jaxmem.program import Program, read_program
+from jaxmem.program import Program, read_program, size_of
 
 
 class TracedFunction:
-    """A function, its arguments, and the program that it is; the user's own regions are written in
-    place, unless ``open_regions`` is false."""
+    """A function, its arguments, and the program that it is on one of the devices that they are on,
+    or, unless ``several``, on one that has them all; the user's own regions are written in place,
+    unless ``open_regions`` is false."""
 
     def __init__(
         self,
@@ -27,8 +30,10 @@ class TracedFunction:
         argnums: int | Sequence[int],
         has_aux: bool = False,
         open_regions: bool = True,
+        several: bool = True,
     ):
-        self.has_aux = has_aux
+        self.has_aux, self.several = has_aux, several
+        self._spreads: dict[int, jaxprs.Spread] = {}  # each keeps its jaxpr, and its id
         with array_call(fun, args, kwargs) as call:
             self.leaves, self.value = call.leaves, call.value
             with noted(name_of(fun), fun, args, kwargs):
@@ -38,7 +43,29 @@ class TracedFunction:
         wanted = _differentiated(argnums, args)
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
         first = self.flat.input_count - len(call.leaves)
-        self.program = read(self.flat, frozenset(first + at for at in self.wanted))
+        program = read(
+            self.flat, frozenset(first + at for at in self.wanted), self.spread(self.flat)
+        )
+        if program.whole_sizes:
+            real = [at for at in range(program.input_count) if program.active[at]]
+            pieces = jaxprs.gradient_pieces(self.flat, self.shardings, real)
+            program = dataclasses.replace(program, gradient_bytes=sum(map(size_of, pieces)))
+        self.program = program
+
+    @functools.cached_property
+    def shardings(self) -> list[Any]:
+        """Those of the arrays that the function takes; None: not known, or on one device."""
+        return [getattr(jaxprs.abstract(leaf), "sharding", None) for leaf in self.leaves]
+
+    def spread(self, flat: jaxprs.FlatJaxpr) -> jaxprs.Spread:
+        """How the function, or what was made of it, is spread over the devices that its arguments
+        are on."""
+        if not self.several:
+            return jaxprs.Spread(flat)
+        found = self._spreads.get(id(flat))
+        if found is None:
+            found = self._spreads[id(flat)] = jaxprs.spread(flat, self.shardings)
+        return found
 
     def check_loss(self, name: str, scalar: bool) -> None:
         """Raises `PlanError` if nothing that the function returns can be differentiated, or if it
@@ -81,7 +108,11 @@ def _loss_of(results: Any, name: str) -> Any:
     return results[0]
 
 
-def read(flat: jaxprs.FlatJaxpr, differentiated: frozenset[int] | None = None) -> Program:
+def read(
+    flat: jaxprs.FlatJaxpr,
+    differentiated: frozenset[int] | None = None,
+    spread: jaxprs.Spread | None = None,
+) -> Program:
     """The program of a traced function.
 
     Raises:
@@ -102,7 +133,7 @@ def read(flat: jaxprs.FlatJaxpr, differentiated: frozenset[int] | None = None) -
                 f"The function draws random bits without a key ({step.primitive} at {step.line}), "
                 "and a region would draw others the second time. Use jax.random with a key."
             )
-    return read_program(flat, differentiated)
+    return read_program(flat, differentiated, spread=spread)
 
 
 def input_names(

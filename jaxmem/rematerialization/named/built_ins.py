@@ -35,12 +35,14 @@ def _in_regions(place: Place) -> Iterator[Kernel]:
 
 
 def _kept(name: str, program: Program, kernel: Kernel) -> Iterator[int]:
+    if kernel.sent:
+        return
     operation = program.operations[kernel.operations[-1]]
     if name == "everything_saveable":
         read = _read(program)
         yield from (v for v in kernel.results if v in read and v != kernel.residuals)
         return
-    without_batch = operation.name == "dot_general" and not operation.batched
+    without_batch = operation.name == "dot_general" and not operation.contraction.batched
     if without_batch or (name == "dots_saveable" and operation.name in CONTRACTIONS):
         yield from kernel.results
 

@@ -56,8 +56,7 @@ class NamedChoices:
         given = {at: fixed[name] for at, name in enumerate(self.names) if name in fixed}
         self.found = Names(self.place, len(self.names), limits.rates, given)
         boundary = self.place.program.boundary_bytes
-        count = limits.target.count if limits.target else 1
-        self.budget = Budget(limits.budget, boundary + limits.reserved, count)
+        self.budget = Budget(limits.budget, boundary + limits.reserved)
 
     def projected(self, choice: NamedChoice) -> int:
         """Projected bytes of everything on one device."""

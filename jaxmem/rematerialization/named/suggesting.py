@@ -201,7 +201,7 @@ def _suggestions(
     picked = sorted(worthy, key=lambda row: -spared[row])[:most]
     chosen = [every[row] for row in picked]
     found = Names(_of_rows(place, picked), len(picked), rates)
-    total = Budget(budget.allowed, place.program.boundary_bytes + budget.reserved, _count(target))
+    total = Budget(budget.allowed, place.program.boundary_bytes + budget.reserved)
     size = total.total(found.projected(frozenset()))
     if budget.allowed is not None:
         choice = found.laid_out_within(total.left)
@@ -218,10 +218,6 @@ def _suggestions(
         target.name if target else "",
         target.time_error if target else None,
     )
-
-
-def _count(target: Target | None) -> int:
-    return target.count if target else 1
 
 
 def _action(at: int, choice: NamedChoice) -> str:
