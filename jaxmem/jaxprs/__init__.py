@@ -100,7 +100,7 @@ from jaxmem.jaxprs.residuals import (
     saved_residuals as saved_residuals,
     scan_residuals as scan_residuals,
 )
-from jaxmem.jaxprs.spread import (
+from jaxmem.jaxprs.spreading import (
     Spread as Spread,
     gradient_pieces as gradient_pieces,
     mesh_of as mesh_of,

@@ -136,8 +136,8 @@ class Program:
         if not self.whole_sizes:
             return self
         operations = (
-            dataclasses.replace(operation, gathers=()) if operation.gathers else operation
-            for operation in self.operations
+            dataclasses.replace(one, gathers=(), body=one.body and one.body.together)
+            for one in self.operations
         )
         return dataclasses.replace(
             self,

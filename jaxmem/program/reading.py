@@ -14,7 +14,7 @@ from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
 from jaxmem.jaxprs.joint import joint as joint_of
 from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of
 from jaxmem.jaxprs.residuals import scan_residuals
-from jaxmem.jaxprs.spread import Spread
+from jaxmem.jaxprs.spreading import Spread
 from jaxmem.program.costs import (
     derivative_reads,
     flops,
