@@ -109,7 +109,8 @@ def spread(flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None) -> Spread:
     own: list[Any] = [None] * (flat.input_count - len(given))
     if len(own) == len(flat.consts):
         own = [getattr(abstract(one), "sharding", None) for one in flat.consts]
-    arrays = [at for at, aval in enumerate(flat.avals) if hasattr(aval, "shape")]
+    made = {*range(flat.input_count), *(value for step in flat.steps for value in step.outputs)}
+    arrays = [at for at, aval in enumerate(flat.avals) if at in made and hasattr(aval, "shape")]
 
     def everything(*inputs):
         values = dict(enumerate(inputs))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -175,14 +175,32 @@ def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Sprea
 
 def _bytes_alike(values: list, body: Program) -> int:
     """Bytes that one device has of values of a scan's body, which are known by their shapes: of
-    each, what it has of most values of the body that have the same."""
+    each, what it has of most values of the body that have the same; of what a scan inside stacks,
+    of those that it stacks; of others, what it has of all values together."""
     if not body.whole_sizes:
         return sum(map(size_of, values))
     shares: dict[str, list[float]] = {}
-    for kind, size, whole in zip(body.whole_types, body.sizes, body.whole_sizes, strict=False):
-        shares.setdefault(kind, []).append(size / max(whole, 1))
-    share = {kind: statistics.median_low(found) for kind, found in shares.items()}
-    return round(sum(size_of(one) * share.get(type_of(one), 1.0) for one in values))
+    for kind, share in _shares(body):
+        shares.setdefault(kind, []).append(share)
+    middle = {kind: statistics.median_low(found) for kind, found in shares.items()}
+    every = sum(body.sizes) / max(sum(body.whole_sizes), 1)
+
+    def share_of(aval) -> float:
+        dtype, shape = getattr(aval, "dtype", ""), tuple(getattr(aval, "shape", ()))
+        kinds = (_type(dtype, shape[first:]) for first in range(len(shape)))
+        return next((middle[kind] for kind in kinds if kind in middle), every)
+
+    return round(sum(size_of(one) * share_of(one) for one in values))
+
+
+def _shares(program: Program) -> Iterator[tuple[str, float]]:
+    """Of each value of a program and of what it repeats: its type, and which part of it one device
+    has."""
+    values = zip(program.whole_types, program.sizes, program.whole_sizes, strict=False)
+    yield from ((kind, size / max(whole, 1)) for kind, size, whole in values)
+    for operation in program.operations:
+        if operation.body:
+            yield from _shares(operation.body)
 
 
 def _of_opaque(step: Step, real: list[int], spread: Spread) -> _Held | None:
