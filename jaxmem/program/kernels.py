@@ -98,7 +98,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         if not results:
             continue
         cluster, sources = _cluster(program, [index], stored, maker)
-        for source in sources:
+        for source in sorted(sources):
             if source in gathered:
                 kernels.append(_gather(program, index, gathered.pop(source), source, stored, maker))
         reads: set[int] = set()

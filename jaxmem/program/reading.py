@@ -221,7 +221,9 @@ def _of_opaque(step: Step, real: list[int], spread: Spread) -> _Held | None:
         for out, variable in zip(step.outputs, step.equation.outvars, strict=True)
         if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
     ]
-    program = _forward(joint.flat, spread.inside(joint.flat, [*step.inputs, *moving]))
+    inside = spread.inside(joint.flat, [*step.inputs, *moving])
+    # What is gathered of an operand is counted where the operation reads it.
+    program = _forward(joint.flat, dataclasses.replace(inside, gathers=()))
 
     def taken(program: Program) -> Halves:
         return halves(
