@@ -122,12 +122,14 @@ def spread(flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None) -> Spread:
         return Spread(flat, mesh, tuple(_evenly(aval, mesh) for aval in flat.avals))
     with module.context:
         function = _main(module)
-        shardings = dict(zip(arrays, _shardings(function.attributes["res_attrs"]), strict=True))
+        *_, returned = function.regions[0].blocks[0].operations
+        values = dict(zip(arrays, map(_before_return, returned.operands), strict=True))
+        given = _shardings(function.attributes["arg_attrs"])
         parts = tuple(
-            _parts(shardings.get(at), len(getattr(aval, "shape", ())), mesh)
+            _parts(_sharding_of(values.get(at), given), len(getattr(aval, "shape", ())), mesh)
             for at, aval in enumerate(flat.avals)
         )
-        return Spread(flat, mesh, parts, tuple(_gathers(flat, function, arrays, parts, mesh)))
+        return Spread(flat, mesh, parts, tuple(_gathers(flat, function, values, parts, mesh)))
 
 
 def gradient_pieces(flat: FlatJaxpr, given: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
@@ -217,14 +219,13 @@ def _shardings(attributes) -> list[Any]:
 
 
 def _gathers(
-    flat: FlatJaxpr, function: Any, arrays: Sequence[int], parts: Sequence[Parts], mesh: Any
+    flat: FlatJaxpr, function: Any, values: Mapping[int, Any], parts: Sequence[Parts], mesh: Any
 ) -> Iterator[Gather]:
-    *operations, returned = function.regions[0].blocks[0].operations
     numbers: dict[Any, list[int]] = {}
-    for number, value in zip(arrays, returned.operands, strict=True):
+    for number, value in values.items():
         numbers.setdefault(value, []).append(number)
     maker = {value: at for at, step in enumerate(flat.steps) for value in step.outputs}
-    for operation in operations:
+    for operation in function.regions[0].blocks[0].operations:
         if operation.name != "sdy.reshard":
             continue
         source = numbers.get(operation.operands[0], ())
@@ -237,6 +238,39 @@ def _gathers(
             read = next((one for one in source if one in flat.steps[step].inputs), None)
             if read is not None and parts[read] != wanted:
                 yield Gather(step, read, wanted)
+
+
+def _before_return(value: Any) -> Any:
+    """A value as it is made: an axis that does not divide by its devices is gathered for the
+    return alone."""
+    while not _is_argument(value) and value.owner.name == "sdy.reshard":
+        if any(use.owner.name != "func.return" for use in value.uses):
+            break
+        value = value.owner.operands[0]
+    return value
+
+
+def _sharding_of(value: Any, given: Sequence[Any]) -> Any:
+    """What is said of a value's sharding, where it is made; None: nothing."""
+    if value is None:
+        return None
+    if _is_argument(value):
+        return given[list(value.owner.arguments).index(value)]
+    said = value.owner.attributes
+    if value.owner.name.startswith("sdy."):
+        for name in ("sharding", "out_sharding"):
+            if name in said:
+                return said[name]
+    for name in (_SHARDING, "out_shardings"):  # of all results
+        if name in said:
+            number = list(value.owner.results).index(value)
+            return internals.sdy.TensorShardingPerValueAttr(said[name]).shardings[number]
+    return None
+
+
+def _is_argument(value: Any) -> bool:
+    """Whether a value is what the function takes: a block has it, and no operation."""
+    return hasattr(value.owner, "arguments")
 
 
 def _first(value: Any, numbers: Mapping[Any, Sequence[int]]) -> set[int]:
