@@ -265,3 +265,20 @@ def test_an_axis_that_does_not_divide_is_in_pieces_of_one_size():
     )
     # XLA pads in copies, which are not projected: 30 % off, and 140 % with whole axes.
     assert jaxmem.plan(loss, *args).plain_bytes == pytest.approx(report.device, rel=0.35)
+
+
+def test_an_axis_that_does_not_divide_inside_of_a_loop():
+    lying = NamedSharding(MESH, P("data", None))
+
+    def lies(x):
+        return jax.lax.with_sharding_constraint(x, lying)
+
+    def loss(ws, x):
+        y, _ = jax.lax.scan(lambda x, w: (lies(jnp.tanh(x @ w)), None), lies(jnp.sin(x)), ws)
+        return jnp.mean(y**2)
+
+    shapes = _array((4, 64, 64), None, None, "model"), jax.ShapeDtypeStruct((1022, 64), "float32")
+    program = TracedFunction(loss, shapes, {}, 0).program
+    (body,) = (one.body for one in program.operations if one.body)
+    made = [body.types[value] for one in body.operations for value in one.outputs]
+    assert made == ["float32[256, 32]", "float32[256, 64]", "float32[256, 64]"]

@@ -95,9 +95,15 @@ class Spread:
         return {axis for part in self.parts[value] for axis in part}
 
     def _sharding(self, value: int, element: bool) -> NamedSharding:
-        parts = self.parts[value][1:] if element else self.parts[value]
-        whole = [tuple(name for name, _ in part if name in self.mesh.shape) for part in parts]
-        return NamedSharding(self.mesh, PartitionSpec(*whole))
+        """Of a value, or of its elements; JAX takes nothing else than whole axes that divide."""
+        parts, shape = self.parts[value], self.flat.avals[value].shape
+        whole = [
+            tuple(name for name, _ in part if name in self.mesh.shape)
+            if length % _count(part) == 0
+            else ()
+            for part, length in zip(parts, shape, strict=False)
+        ]
+        return NamedSharding(self.mesh, PartitionSpec(*whole[element:]))
 
 
 def spread(flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None) -> Spread:
