@@ -17,16 +17,26 @@ import jax
 import jax.numpy as jnp
 
 GIB = 2**30
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 @functools.cache
 def example(name: str, file: str = "model"):
     """A file of an example as a module; its neighbours are importable, as for a script."""
-    path = EXAMPLES / name / f"{file}.py"
-    spec = importlib.util.spec_from_file_location(f"{name}_{file}", path)
-    assert spec and spec.loader
+    path = ROOT / "examples" / name / f"{file}.py"
     sys.path.insert(0, str(path.parent))
+    return _module(f"{name}_{file}", path)
+
+
+@functools.cache
+def of_tests(name: str):
+    """A file of the tests as a module: some have programs that are measured too."""
+    return _module(name, ROOT / "tests" / f"{name}.py")
+
+
+def _module(name: str, path: pathlib.Path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

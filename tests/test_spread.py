@@ -165,7 +165,7 @@ def test_what_cannot_be_asked_is_spread_evenly(monkeypatch):
     flat = jaxprs.flatten(jnp.tanh, [jax.ShapeDtypeStruct((16, 64), "float32", sharding=lying)])
     found = jaxprs.spread(flat, [lying])
     assert [found.aval(value).shape for value in range(2)] == [(2, 64), (2, 64)]
-    monkeypatch.setattr(jaxprs.spreading, "_lowered", lambda *_: None)
+    monkeypatch.setattr(jaxprs.spreading, "propagated", lambda *_: None)
     found = jaxprs.spread(flat, [lying])
     assert [found.aval(value).shape for value in range(2)] == [(16, 8), (16, 8)]
 

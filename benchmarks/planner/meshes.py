@@ -5,24 +5,18 @@ a scan: bytes of each device as projected and as compiled, for the step as it is
 within half of its bytes, and the FLOPs of that plan.
 """
 
-import importlib.util
-import pathlib
-
 import jax
 
 import jaxmem
+from benchmarks._models import of_tests
 from benchmarks._record import record
 from jaxmem.ground.errors import BudgetError
 
-TEST = pathlib.Path(__file__).parents[2] / "tests" / "test_spread.py"
 TARGET = "h100"
 
 
 def programs():
-    spec = importlib.util.spec_from_file_location("test_spread", TEST)
-    assert spec and spec.loader
-    test = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(test)
+    test = of_tests("test_spread")
     for kind in test.MESHES:
         for form in ("unrolled", "scan"):
             yield f"{kind}, {form}", *test.transformer(kind, form, layers=8)

@@ -6,22 +6,15 @@ is, and of the plan with the fewest projected bytes at one more forward pass, wi
 it predicts beside those that are compiled for the step as it is.
 """
 
-import importlib.util
-import pathlib
-
 import jax
 
 import jaxmem
+from benchmarks._models import of_tests
 from benchmarks._record import record
-
-TEST = pathlib.Path(__file__).parents[2] / "tests" / "test_opaque.py"
 
 
 def programs():
-    spec = importlib.util.spec_from_file_location("test_opaque", TEST)
-    assert spec and spec.loader
-    test = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(test)
+    test = of_tests("test_opaque")
     for name, (make, what, options) in test.PROGRAMS.items():
         yield name, *make(what, **options)
     yield "ragged matmul", test.experts, test.of_experts(groups=8)

@@ -10,9 +10,7 @@ numbers, and "equal" counts the budgets at which both have the same least time.
 """
 
 import functools
-import importlib.util
 import json
-import pathlib
 import resource
 import subprocess
 import sys
@@ -22,14 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks._models import ViT, classifier, resnet50, unet
+from benchmarks._models import ViT, classifier, of_tests, resnet50, unet
 from benchmarks._record import record
 from benchmarks.planner.planner_gpt import problem as gpt2_medium
 from jaxmem.planning.chain import Chain, Solution
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction
-
-TEST = pathlib.Path(__file__).parents[2] / "tests" / "test_chain.py"
 
 
 def chain(layers):
@@ -118,10 +114,7 @@ def in_its_own_process(name) -> dict:
 
 
 def exact(count: int, chains: int = 10) -> dict:
-    spec = importlib.util.spec_from_file_location("test_chain", TEST)
-    assert spec and spec.loader
-    test = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(test)
+    test = of_tests("test_chain")
     random = np.random.default_rng(count)
     own = other = 0.0
     equal = budgets = 0

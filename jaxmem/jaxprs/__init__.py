@@ -103,6 +103,5 @@ from jaxmem.jaxprs.residuals import (
 from jaxmem.jaxprs.spreading import (
     Spread as Spread,
     gradient_pieces as gradient_pieces,
-    mesh_of as mesh_of,
     spread as spread,
 )

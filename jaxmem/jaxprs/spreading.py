@@ -1,32 +1,21 @@
 """How the values of a program are spread over the devices of a mesh.
 
-XLA asks Shardy, whose propagation of shardings comes with jaxlib. It is asked here too, about the
-program as it is written, with all of its values as results (https://openxla.org/shardy).
+Shardy is asked about the program as it is written, with all of its values as results.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
-from jaxmem.jaxprs.lowering import lower_for
+from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.placement import abstract, of_shape
-from jaxmem.targets import FAMILIES
-
-# For each axis of an array the axes of the mesh, or parts of them, that it is cut along, and into
-# how many pieces each cuts.
-Parts = tuple[tuple[tuple[str, int], ...], ...]
-_PASSES = (
-    "builtin.module(sdy-propagation-pipeline)",
-    "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))",
-)
-_SHARDING = "sdy.sharding"
+from jaxmem.jaxprs.shardy import Parts, Propagated, propagated
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,16 +66,20 @@ class Spread:
             along |= set.intersection(*operands)
         return _count(along)
 
-    def inside(
-        self, body: FlatJaxpr, operands: Sequence[Any], first: int | None = None
-    ) -> "Spread":
+    def inside(self, body: FlatJaxpr, operands: Sequence[Any]) -> "Spread":
         """How a program inside of a step is spread, given its operands as values of this one or
-        literals; ``first`` is the first of those that it is given an element of at a time."""
+        literals."""
+        return self._inside(body, operands, len(operands))
+
+    def of_turn(self, scan: Step, body: FlatJaxpr) -> "Spread":
+        """How the body of a scan is spread; of some operands it has an element at a time."""
+        return self._inside(body, scan.inputs, loop_of(scan.equation).carry.stop)
+
+    def _inside(self, body: FlatJaxpr, operands: Sequence[Any], whole: int) -> "Spread":
         if self.mesh is None:
             return Spread(body)
-        count = len(operands) if first is None else first
         given = [
-            self._sharding(operand, at >= count) if isinstance(operand, int) else None
+            self._sharding(operand, at >= whole) if isinstance(operand, int) else None
             for at, operand in enumerate(operands)
         ]
         return spread(body, given, self.mesh)
@@ -109,7 +102,7 @@ class Spread:
 def spread(flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None) -> Spread:
     """How a program is spread whose last inputs have the shardings that are ``given`` (None: not
     known); over the mesh of those that are on several devices, if none is named."""
-    mesh = mesh or mesh_of([*given, *_written(flat)])
+    mesh = mesh or _mesh_of([*given, *_written(flat)])
     if mesh is None:
         return Spread(flat)
     own: list[Any] = [None] * (flat.input_count - len(given))
@@ -123,19 +116,13 @@ def spread(flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None) -> Spread:
         flat.run(flat.steps, values)
         return [values[at] for at in arrays]
 
-    module = _lowered(everything, flat.avals, [*own, *given], mesh)
-    if module is None:
+    found = propagated(everything, flat.avals, [*own, *given], mesh)
+    if found is None:
         return Spread(flat, mesh, tuple(_evenly(aval, mesh) for aval in flat.avals))
-    with module.context:
-        function = _main(module)
-        *_, returned = function.regions[0].blocks[0].operations
-        values = dict(zip(arrays, map(_before_return, returned.operands), strict=True))
-        given = _shardings(function.attributes["arg_attrs"])
-        parts = tuple(
-            _parts(_sharding_of(values.get(at), given), len(getattr(aval, "shape", ())), mesh)
-            for at, aval in enumerate(flat.avals)
-        )
-        return Spread(flat, mesh, parts, tuple(_gathers(flat, function, values, parts, mesh)))
+    parts: list[Parts] = [((),) * len(getattr(aval, "shape", ())) for aval in flat.avals]
+    for at, one in zip(arrays, found.results(), strict=True):
+        parts[at] = one
+    return Spread(flat, mesh, tuple(parts), tuple(_gathers(flat, found, arrays, parts)))
 
 
 def gradient_pieces(flat: FlatJaxpr, given: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
@@ -143,7 +130,7 @@ def gradient_pieces(flat: FlatJaxpr, given: Sequence[Any], wanted: Sequence[int]
     how they are spread; the last inputs have the shardings that are ``given``."""
     own = flat.input_count - len(given)
     avals = flat.avals[: flat.input_count]
-    mesh = mesh_of([*given, *_written(flat)])
+    mesh = _mesh_of([*given, *_written(flat)])
     moving = [at for at in flat.outputs if isinstance(at, int) and _is_real(flat.avals[at])]
 
     def gradients(*inputs):
@@ -155,12 +142,10 @@ def gradient_pieces(flat: FlatJaxpr, given: Sequence[Any], wanted: Sequence[int]
         results, back = jax.vjp(run, *(inputs[at] for at in wanted))
         return results, back([jnp.ones_like(one) for one in results])
 
-    module = mesh and _lowered(gradients, avals, [*[None] * own, *given], mesh)
-    if not module:
+    found = mesh and propagated(gradients, avals, [*[None] * own, *given], mesh)
+    if not found:
         return [avals[at] for at in wanted]
-    with module.context:
-        found = _shardings(_main(module).attributes["res_attrs"])[len(moving) :]
-        parts = [_parts(one, avals[at].ndim, mesh) for at, one in zip(wanted, found, strict=True)]
+    parts = found.returned()[len(moving) :]
     whole = Spread(flat, mesh)
     return [whole.aval(at, one) for at, one in zip(wanted, parts, strict=True)]
 
@@ -169,7 +154,7 @@ def _is_real(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact)
 
 
-def mesh_of(shardings: Iterable[Any]) -> Any:
+def _mesh_of(shardings: Iterable[Any]) -> Any:
     """The mesh of several devices that some arrays are spread over, or None."""
     meshes = (one.mesh for one in shardings if isinstance(one, NamedSharding))
     return next((one for one in meshes if one.size > 1), None)
@@ -185,136 +170,18 @@ def _written(flat: FlatJaxpr) -> Iterator[Any]:
             yield given.get("sharding")
 
 
-def _lowered(fun: Callable, avals: Sequence[Any], given: Sequence[Any], mesh: Any) -> Any:
-    """The module of a function, with shardings of all values, for the first platform that has all
-    of its operations; None: there is none."""
-    inputs = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_on(mesh, one))
-        for aval, one in zip(avals, given, strict=False)
-    ]
-    traced = jax.jit(fun, keep_unused=True).trace(*inputs)
-    for family in FAMILIES.values():
-        try:
-            module = lower_for(traced, family.platform).compiler_ir("stablehlo")
-        except Exception:  # a kernel may raise anything where it cannot be lowered
-            continue
-        with module.context:
-            module = module.operation.clone()
-            for passes in _PASSES:
-                internals.PassManager.parse(passes).run(module)
-        return module
-    return None
-
-
-def _on(mesh: Any, sharding: Any) -> Any:
-    """A sharding over a mesh, without the kind of memory; None: it is over another, or none."""
-    if isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape:
-        return NamedSharding(sharding.mesh, sharding.spec)
-    return None
-
-
-def _main(module) -> Any:
-    found = (one for one in module.regions[0].blocks[0].operations if "sym_name" in one.attributes)
-    return next(one for one in found if one.attributes["sym_name"].value == "main")
-
-
-def _shardings(attributes) -> list[Any]:
-    """What the attributes of arguments or results say of shardings; None: nothing."""
-    name = _SHARDING
-    return [one[name] if name in one else None for one in attributes]  # noqa: SIM401 (no dict)
-
-
 def _gathers(
-    flat: FlatJaxpr, function: Any, values: Mapping[int, Any], parts: Sequence[Parts], mesh: Any
+    flat: FlatJaxpr, found: Propagated, arrays: Sequence[int], parts: Sequence[Parts]
 ) -> Iterator[Gather]:
-    numbers: dict[Any, list[int]] = {}
-    for number, value in values.items():
-        numbers.setdefault(value, []).append(number)
-    maker = {value: at for at, step in enumerate(flat.steps) for value in step.outputs}
-    for operation in function.regions[0].blocks[0].operations:
-        if operation.name != "sdy.reshard":
-            continue
-        source = numbers.get(operation.operands[0], ())
-        rank = len(operation.result.type.shape)
-        wanted = _parts(operation.attributes["sharding"], rank, mesh)
-        for result in _first(operation.result, numbers):
-            step = maker.get(result)
-            if step is None:
-                continue
+    """Where a step reads a value in other pieces than it is made in; ``arrays`` are the values that
+    are results of what Shardy was asked about."""
+    maker = {value: step for step, one in enumerate(flat.steps) for value in one.outputs}
+    for reshard in found.reshards():
+        source = [arrays[at] for at in reshard.results]
+        for step in {maker[arrays[at]] for at in reshard.reads if arrays[at] in maker}:
             read = next((one for one in source if one in flat.steps[step].inputs), None)
-            if read is not None and parts[read] != wanted:
-                yield Gather(step, read, wanted)
-
-
-def _before_return(value: Any) -> Any:
-    """A value as it is made: an axis that does not divide by its devices is gathered for the
-    return alone."""
-    while not _is_argument(value) and value.owner.name == "sdy.reshard":
-        if any(use.owner.name != "func.return" for use in value.uses):
-            break
-        value = value.owner.operands[0]
-    return value
-
-
-def _sharding_of(value: Any, given: Sequence[Any]) -> Any:
-    """What is said of a value's sharding, where it is made; None: nothing."""
-    if value is None:
-        return None
-    if _is_argument(value):
-        return given[list(value.owner.arguments).index(value)]
-    said = value.owner.attributes
-    if value.owner.name.startswith("sdy."):
-        for name in ("sharding", "out_sharding"):
-            if name in said:
-                return said[name]
-    for name in (_SHARDING, "out_shardings"):  # of all results
-        if name in said:
-            number = list(value.owner.results).index(value)
-            return internals.sdy.TensorShardingPerValueAttr(said[name]).shardings[number]
-    return None
-
-
-def _is_argument(value: Any) -> bool:
-    """Whether a value is what the function takes: a block has it, and no operation."""
-    return hasattr(value.owner, "arguments")
-
-
-def _first(value: Any, numbers: Mapping[Any, Sequence[int]]) -> set[int]:
-    """The values of a jaxpr that are made of one of its module, with none of it between."""
-    found: set[int] = set()
-    pending, seen = [value], set()
-    while pending:
-        one = pending.pop()
-        if one in numbers:
-            found.update(numbers[one])
-        elif one not in seen:
-            seen.add(one)
-            for use in one.uses:
-                pending.extend(_outermost(use.owner).results)
-    return found
-
-
-def _outermost(operation: Any) -> Any:
-    """The operation of the function that an operation is in."""
-    while operation.parent is not None and operation.parent.name != "func.func":
-        operation = operation.parent
-    return operation
-
-
-def _parts(sharding: Any, rank: int, mesh: Any) -> Parts:
-    if sharding is None:
-        return ((),) * rank
-    cuts = internals.sdy.TensorShardingAttr(sharding).dimension_shardings
-    axes = (internals.sdy.DimensionShardingAttr(cut).axes for cut in cuts)
-    return tuple(tuple(_axis(internals.sdy.AxisRefAttr(one), mesh) for one in cut) for cut in axes)
-
-
-def _axis(axis: Any, mesh: Any) -> tuple[str, int]:
-    part = axis.sub_axis_info
-    if part is None:
-        return axis.name, mesh.shape[axis.name]
-    part = internals.sdy.SubAxisInfoAttr(part)
-    return f"{axis.name}:{part.pre_size}:{part.size}", part.size
+            if read is not None and parts[read] != reshard.parts:
+                yield Gather(step, read, reshard.parts)
 
 
 def _evenly(aval: Any, mesh: Any) -> Parts:

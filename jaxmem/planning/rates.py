@@ -48,9 +48,8 @@ class Rates:
         return kernel.flops / (self.device.shares.matmul * peak)
 
     def _traffic(self, kernel: Kernel) -> float:
-        device, sent = self.device, 0.0
-        if kernel.sent:
-            sent = kernel.sent / (device.shares.link * device.links.among(device.count))
+        device = self.device
+        sent = device.sending_seconds(kernel.sent, device.count) if kernel.sent else 0.0
         return kernel.moved / (device.shares.memory * device.memory_bandwidth) + sent
 
 

@@ -189,6 +189,9 @@ def _gather(
     if not stored[value]:
         _, sources = _cluster(program, [maker[value]], stored, maker)
     read = sum(program.sizes[source] for source in sources)
+    # What it has already is not sent to it. Pieces along another axis are no larger than those that
+    # it had: of them at least the half is another's (derived; on two devices it is the half).
+    sent = max(program.sizes[result] - program.sizes[value], program.sizes[result] // 2, 1)
     return Kernel(
         operations=(index,),
         results=(result,),
@@ -202,7 +205,7 @@ def _gather(
         workspace=0,
         widened=False,
         residuals=result,
-        sent=max(program.sizes[result] - program.sizes[value], program.sizes[result] // 2, 1),
+        sent=sent,
     )
 
 

@@ -63,10 +63,10 @@ def read_program(
         outputs = step.outputs
         if held.residuals is not None:
             outputs = (*outputs, len(sizes))
-            for all_sizes, residuals in ((sizes, held.residuals), (whole_sizes, held.whole)):
-                all_sizes.append(residuals)
-            for all_types in (types, whole_types):
-                all_types.append("residuals[]")
+            sizes.append(held.residuals)
+            whole_sizes.append(held.whole)
+            types.append("residuals[]")
+            whole_types.append("residuals[]")
         operations.append(
             Operation(
                 step.primitive,
@@ -155,7 +155,7 @@ def _held(step: Step, constant: list[bool], read: Set[int], spread: Spread) -> _
 
 def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Spread) -> _Held:
     loop = loop_of(step.equation)
-    inside = spread.inside(loop.body, step.inputs, loop.carry.stop)
+    inside = spread.of_turn(step, loop.body)
     if all(constant):
         body = read_program(loop.body, fixed=set(range(loop.body.input_count)), spread=inside)
         return _Held(body, 0, 0, 0, _turn(loop, inside))

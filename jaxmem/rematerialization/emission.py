@@ -15,9 +15,9 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.loops import checkpointed_scan
 from jaxmem.planning import Loop, Region, recomputed
-from jaxmem.program import Kernel, Program, compiled_by
+from jaxmem.program import Kernel, Program, compiled_by, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
-from jaxmem.rematerialization.traced import input_names, read
+from jaxmem.rematerialization.traced import check_pure, input_names
 from jaxmem.targets import Rules
 
 _EMISSIONS = itertools.count()
@@ -48,7 +48,8 @@ def planned_function(fun: Callable, layout_for: LayoutFor, keeps_regions: bool =
     def planned(*args, **kwargs):
         def evaluate(call, leaves):
             flat = jaxprs.flatten(call, leaves, not keeps_regions)
-            program = read(flat)
+            check_pure(flat)
+            program = read_program(flat)
             layout = layout_for(program, lambda: input_names(program, fun, args, kwargs))
             return emit(flat, program, layout, leaves)
 

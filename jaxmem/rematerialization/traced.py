@@ -43,14 +43,9 @@ class TracedFunction:
         wanted = _differentiated(argnums, args)
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
         first = self.flat.input_count - len(call.leaves)
-        program = read(
-            self.flat, frozenset(first + at for at in self.wanted), self.spread(self.flat)
-        )
-        if program.whole_sizes:
-            real = [at for at in range(program.input_count) if program.active[at]]
-            pieces = jaxprs.gradient_pieces(self.flat, self.shardings, real)
-            program = dataclasses.replace(program, gradient_bytes=sum(map(size_of, pieces)))
-        self.program = program
+        check_pure(self.flat)
+        self._differentiated = frozenset(first + at for at in self.wanted)
+        self.program = self.read(self.flat)
 
     @functools.cached_property
     def shardings(self) -> list[Any]:
@@ -66,6 +61,24 @@ class TracedFunction:
         if found is None:
             found = self._spreads[id(flat)] = jaxprs.spread(flat, self.shardings)
         return found
+
+    def read(self, flat: jaxprs.FlatJaxpr) -> Program:
+        """The program of the function, or of what was made of it."""
+        program = read_program(flat, self._differentiated, spread=self.spread(flat))
+        return dataclasses.replace(program, gradient_bytes=self._gradient_bytes)
+
+    @functools.cached_property
+    def _gradient_bytes(self) -> int | None:
+        """Those of one device; None: what is differentiated says it, since there is only one."""
+        if self.spread(self.flat).mesh is None:
+            return None
+        differentiable = [
+            at
+            for at in sorted(self._differentiated)
+            if jnp.issubdtype(self.flat.avals[at].dtype, jnp.inexact)
+        ]
+        pieces = jaxprs.gradient_pieces(self.flat, self.shardings, differentiable)
+        return sum(map(size_of, pieces))
 
     def check_loss(self, name: str, scalar: bool) -> None:
         """Raises `PlanError` if nothing that the function returns can be differentiated, or if it
@@ -108,16 +121,9 @@ def _loss_of(results: Any, name: str) -> Any:
     return results[0]
 
 
-def read(
-    flat: jaxprs.FlatJaxpr,
-    differentiated: frozenset[int] | None = None,
-    spread: jaxprs.Spread | None = None,
-) -> Program:
-    """The program of a traced function.
-
-    Raises:
-        PlanError: it has side effects, or random bits that would differ the second time.
-    """
+def check_pure(flat: jaxprs.FlatJaxpr) -> None:
+    """Raises `PlanError` if a function has side effects, or random bits that would differ the
+    second time."""
     for step in flat.steps:
         effects = jaxprs.side_effects(step)
         if effects:
@@ -133,7 +139,6 @@ def read(
                 f"The function draws random bits without a key ({step.primitive} at {step.line}), "
                 "and a region would draw others the second time. Use jax.random with a key."
             )
-    return read_program(flat, differentiated, spread=spread)
 
 
 def input_names(

@@ -1,11 +1,10 @@
 """What a function costs as it is written, with the regions that its author has placed."""
 
-import dataclasses
 from collections.abc import Iterator
 
 from jaxmem import jaxprs
 from jaxmem.planning import Rates, Variant, simulate_block
-from jaxmem.program import Program, read_program
+from jaxmem.program import Program
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Written
 from jaxmem.rematerialization.traced import TracedFunction
@@ -16,8 +15,7 @@ def written(traced: TracedFunction, constraints: Constraints) -> Written | None:
     if not traced.program.opened:
         return None
     flat = jaxprs.flatten_jaxpr(traced.closed, traced.out_tree)
-    program = read_program(flat, traced.program.differentiated, spread=traced.spread(flat))
-    program = dataclasses.replace(program, gradient_bytes=traced.program.gradient_bytes)
+    program = traced.read(flat)
     again = list(_again(flat, program, constraints.rates))
     budget, program = constraints.budget_for(program), constraints.as_run(program)
     return Written(

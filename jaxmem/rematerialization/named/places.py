@@ -38,21 +38,18 @@ def place_of_stretch(
     traced: TracedFunction, stretch: jaxprs.Stretch, target: Target | None, groups: Groups
 ) -> Place:
     """The place of a stretch; ``groups`` says which values are chosen together."""
-    program = traced.program
     spread = traced.spread(stretch.flat)
-    place = _place(stretch, target, groups, spread, program.differentiated)
-    same = dataclasses.replace(place.program, gradient_bytes=program.gradient_bytes)
-    return dataclasses.replace(place, program=same)
+    return _place(stretch, traced.read(stretch.flat), spread, target, groups)
 
 
 def _place(
     stretch: jaxprs.Stretch,
+    program: Program,
+    spread: jaxprs.Spread,
     target: Target | None,
     groups: Groups,
-    spread: jaxprs.Spread,
-    differentiated: frozenset[int] | None = None,
 ) -> Place:
-    program = read_program(stretch.flat, differentiated, spread=spread).as_written
+    program = program.as_written
     if target is not None:
         program = compiled_by(program, target.rules)
     program = _with_names(program, stretch)
@@ -69,17 +66,22 @@ def _place(
         stretch.length,
         stretch.carry,
         {
-            of_step[at]: _place(inner, target, groups, _inside(spread, at, inner))
+            of_step[at]: _place_of_body(stretch.flat.steps[at], inner, spread, target, groups)
             for at, inner in stretch.scans
             if at in of_step and program.kernels[of_step[at]].residuals is not None
         },
     )
 
 
-def _inside(spread: jaxprs.Spread, at: int, body: jaxprs.Stretch) -> jaxprs.Spread:
-    """How the body of the scan that is a step is spread."""
-    step = spread.flat.steps[at]
-    return spread.inside(body.flat, step.inputs, jaxprs.loop_of(step.equation).carry.stop)
+def _place_of_body(
+    scan: jaxprs.Step,
+    body: jaxprs.Stretch,
+    spread: jaxprs.Spread,
+    target: Target | None,
+    groups: Groups,
+) -> Place:
+    inside = spread.of_turn(scan, body.flat)
+    return _place(body, read_program(body.flat, spread=inside), inside, target, groups)
 
 
 def _with_names(program: Program, stretch: jaxprs.Stretch) -> Program:

@@ -34,5 +34,4 @@ def collective_seconds(line: str, kind: str, moved: int, target: Target) -> floa
     if count < 2:
         return target.shares.launch
     sent = moved * _RINGS.get(kind, 1) * ((count - 1) / count if kind in _RINGS else 1)
-    bandwidth = target.shares.link * target.links.among(count, max(apart, 1))
-    return sent / bandwidth + target.shares.launch
+    return target.sending_seconds(sent, count, max(apart, 1)) + target.shares.launch
