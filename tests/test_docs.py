@@ -77,6 +77,7 @@ def words(line: str) -> list[str]:
     return re.sub(r"[\d.]+", "#", line.partition("…")[0]).split()
 
 
+@pytest.mark.slow
 def test_every_command_runs_on_the_whole_train_py(tmp_path, monkeypatch, capsys):
     page = ROOT / "docs" / "command-line.md"
     monkeypatch.chdir(tmp_path)

@@ -117,6 +117,7 @@ def test_each_lever_alone(options, expected):
         assert step.fitting.refused[name] == "it is to be kept"
 
 
+@pytest.mark.slow
 def test_residuals_of_a_scan_wait_in_host_memory_where_that_is_needed(monkeypatch):
     def loss(weights, x):
         def body(x, w):

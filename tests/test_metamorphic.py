@@ -1,6 +1,6 @@
 """Random programs under random plans, against themselves unplanned, in many ways.
 
-``make test`` runs 100 programs with fixed seeds, ``make test-all`` 400, ``make fuzz`` as many as
+``make test`` runs 60 programs with fixed seeds, ``make test-all`` 400, ``make fuzz`` as many as
 JAXMEM_FUZZ says with seeds of the day. ``JAXMEM_SEED=n pytest tests/test_metamorphic.py`` runs
 every check on one program and prints it.
 """
@@ -22,7 +22,7 @@ from metamorphic import program
 ONE = os.environ.get("JAXMEM_SEED")
 COUNT = int(os.environ.get("JAXMEM_FUZZ", 400))
 CHUNK = 20
-EVERY_TIME = 5  # chunks that `make test` runs
+EVERY_TIME = 3  # chunks that `make test` runs
 DAY = os.environ.get("JAXMEM_DAY", datetime.date.today().strftime("%Y%m%d"))
 FIRST = int(DAY) * 100_000 if "JAXMEM_FUZZ" in os.environ else 0
 

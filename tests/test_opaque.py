@@ -322,7 +322,9 @@ def test_a_rule_that_refuses_is_projected_by_its_operands():
         jax.grad(jaxmem.remat(lambda x: jnp.sum(rule(x))))(jnp.ones((8, 8)))
 
 
-@pytest.mark.parametrize("planner", ["dp", "dots", "sqrt"])
+@pytest.mark.parametrize(
+    "planner", ["dp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dots", "sqrt"))]
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_of_plans(name, planner):
     make, what, options = PROGRAMS[name]

@@ -86,6 +86,7 @@ def test_what_is_projected_a_little_too_large_is_tried_last(monkeypatch):
     assert plan.compiled_bytes <= budget < plan.projected_bytes
 
 
+@pytest.mark.slow
 def test_gradients_of_parameters_are_made_in_their_regions_turn(monkeypatch):
     """XLA would make some of them later, and hold hidden layers until then."""
     batch, length, width, heads = 8, 512, 256, 4

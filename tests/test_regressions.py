@@ -52,6 +52,7 @@ def write(folder, width=256, budget="1GiB"):
     (folder / "test_step.py").write_text(TEST.format(budget=budget))
 
 
+@pytest.mark.slow
 def test_a_baseline_is_written_kept_and_missed(tmp_path):
     write(tmp_path)
     done = run(tmp_path)

@@ -172,6 +172,7 @@ CASES = {
     "cond": cond_case,
     "integers_and_keys": integer_wrapped,
 }
+LARGE = ("cnn_batchnorm", "transformer_dropout")  # by the other planners with the heavy tests
 
 
 def every_kernel(fun, *args):
@@ -187,8 +188,14 @@ def assert_same(actual, expected):
     chex.assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("planned_by", ["dp", "sqrt", "every_kernel"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "planned_by"),
+    [
+        pytest.param(name, by, marks=[pytest.mark.slow] * (by != "dp" and name in LARGE))
+        for name in CASES
+        for by in ("dp", "sqrt", "every_kernel")
+    ],
+)
 def test_value_and_gradient_equal_plain(name, planned_by):
     loss, args, has_aux = CASES[name]()
     if planned_by == "every_kernel":
@@ -313,8 +320,8 @@ def test_shard_map_with_a_collective():
         specs = (jax.P(), jax.P("data"))
         return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=jax.P())
 
-    gradient = jax.grad(sharded(jaxmem.remat(per_shard)))(params, x)
-    assert_same(gradient, jax.grad(sharded(per_shard))(params, x))
+    gradient = jax.jit(jax.grad(sharded(jaxmem.remat(per_shard))))(params, x)
+    assert_same(gradient, jax.jit(jax.grad(sharded(per_shard)))(params, x))
 
 
 def test_plan_survives_json_and_refuses_another_program():
@@ -452,8 +459,8 @@ def test_policy_in_linen_and_nnx_remat():
 
         return of
 
-    expected = jax.grad(loss(plain))(variables["params"])
-    assert_same(jax.grad(loss(policed))(variables["params"]), expected)
+    expected = jax.jit(jax.grad(loss(plain)))(variables["params"])
+    assert_same(jax.jit(jax.grad(loss(policed)))(variables["params"]), expected)
 
     class Net(nnx.Module):
         def __init__(self, rngs):
