@@ -96,8 +96,8 @@ def test_bytes_and_flops_are_those_of_one_device(kind, form):
 
 
 def _on_one(loss, args):
-    bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
-    return TracedFunction(loss, bare, {}, 0, several=False).program
+    traced = TracedFunction(loss, args, {}, 0)
+    return read_program(traced.flat, traced.program.differentiated)
 
 
 @pytest.mark.parametrize("kind", MESHES)

@@ -36,15 +36,13 @@ class Costs:
         problem, limits = self.problem, self.budget(levers, budget)
         left = limits.left if limits.left is None else max(limits.left, 1)
         offload = problem.offload and budget is not None
-        loss = Levers(**{lever.name: v for lever, v in levers.used() if lever.changes_loss})
-        key = (loss, limits.share, left, offload)
+        loss = _of_loss(levers)
+        key = (loss, left, offload)
         if key not in self._plans:
-            cut = levers.microbatches * problem.devices // limits.share
-            # Of a share of a program on several GPUs the budget may be more than one has.
             constraints = self._constraints(offload, left or 2**62)
             try:
-                planner = self._planner(loss, cut, offload)
-                self._plans[key] = constraints.plan(self._program(loss, cut), planner)
+                planner = self._planner(loss, offload)
+                self._plans[key] = constraints.plan(self._program(loss), planner)
             except BudgetError as error:
                 self._plans[key] = error.lowest or 0
         found = self._plans[key]
@@ -57,23 +55,29 @@ class Costs:
     def _keeps_regions(self) -> bool:
         return "regions" in self.problem.keep
 
-    def _traced(self, loss: Levers, cut: int) -> TracedFunction:
-        """The loss of one slice of the batch, of so many."""
-        problem, state = self.problem, self.problem.state(loss)
-        part = jax.tree.map(lambda leaf: slice_of(leaf, cut), problem.batch)
-        params, *others = jax.tree.map(whole, (state.params, state.model_state, state.key))
-        args = (params, part, *others)
+    def _traced(self, loss: Levers) -> TracedFunction:
+        """The loss of one slice of the batch."""
+        problem, state, step = self.problem, self.problem.state(loss), self.problem.step(loss)
+        args = (state.params, problem.batch, state.model_state, state.key)
+        cut = loss.microbatches
+        if step.slices_sharding(state, problem.batch) is not None:
+            # Each device takes slices of its own part, with nothing of the others.
+            args, cut = jax.tree.map(whole, args), cut * problem.devices
+        params, batch, *others = args
+        batch = jax.tree.map(lambda leaf: slice_of(leaf, cut), batch)
+        spread = problem.sharding(loss.stage)
+        gradients = spread.place_state(params) if spread and loss.stage >= 2 else params
         return TracedFunction(
-            problem.step(loss).loss,
-            args,
+            step.loss,
+            (params, batch, *others),
             {},
             0,
             open_regions=not self._keeps_regions,
-            several=False,  # an even share of what all devices take is counted
+            gradient_bytes=bytes_of(gradients),
         )
 
-    def _read(self, loss: Levers, cut: int) -> Program:
-        return self._traced(loss, cut).program
+    def _read(self, loss: Levers) -> Program:
+        return self._traced(loss).program
 
     def written(self) -> Written | None:
         """What the loss costs with its own regions, everything else as it is: bytes of the whole
@@ -81,26 +85,24 @@ class Costs:
         as_is = self.problem.as_is
         if not self.plain(as_is).opened:
             return None
-        limits = self.budget(as_is)
-        cut = self.problem.devices // limits.share
-        found = written(self._traced(as_is, cut), self._constraints(False))
-        return found and dataclasses.replace(found, bytes=limits.total(found.bytes))
+        found = written(self._traced(_of_loss(as_is)), self._constraints(False))
+        return found and dataclasses.replace(found, bytes=self.budget(as_is).total(found.bytes))
 
     def one_liners(self) -> Iterator[tuple[str, int, float]]:
         """The policies of `jax.checkpoint` on every block of the loss, everything else as it is:
         name, projected bytes and predicted seconds of the whole step."""
         as_is = self.problem.as_is
         limits, constraints = self.budget(as_is), self._constraints(False)
-        program = self._program(as_is, self.problem.devices // limits.share)
+        program = self._program(_of_loss(as_is))
         total = constraints.budget_for(program).total
         plain = self.priced(as_is, self.plain(as_is)).seconds
         found = one_liners(constraints.as_run(program), constraints.rates)
         for name, layout in found.items():
             size = limits.total(total(layout.peak))
-            yield name, size, plain + layout.seconds / limits.share
+            yield name, size, plain + layout.seconds
 
-    def _make_planner(self, loss: Levers, cut: int, offload: bool) -> Planner:
-        return self._constraints(offload).planner(self._program(loss, cut))
+    def _make_planner(self, loss: Levers, offload: bool) -> Planner:
+        return self._constraints(offload).planner(self._program(loss))
 
     def plain(self, levers: Levers) -> Plan:
         """The plan without recomputation."""
@@ -112,7 +114,7 @@ class Costs:
         """A plan with the bytes and seconds of the whole step."""
         limits, predicted = self.budget(levers), plan.predicted
         slices = levers.microbatches
-        seconds = slices * (3 * predicted.seconds + predicted.recompute_seconds) / limits.share
+        seconds = slices * (3 * predicted.seconds + predicted.recompute_seconds)
         host = 2 * (self.problem.host_bytes(levers) + slices * predicted.host_bytes)
         projected = limits.total(plan.projected_bytes)
         return Candidate(levers, plan, projected, seconds + self.overhead(levers), host)
@@ -121,7 +123,7 @@ class Costs:
         """No plan of these levers takes less time: the whole batch at once takes the fewest
         launches and the least traffic of parameters."""
         plain = self.plain(self.problem.as_is.replace(precision=levers.precision))
-        return 3 * plain.predicted.seconds / self.problem.devices + self.overhead(levers)
+        return 3 * plain.predicted.seconds + self.overhead(levers)
 
     def overhead(self, levers: Levers) -> float:
         """Seconds of a step outside the loss and its gradient."""
@@ -136,17 +138,12 @@ class Costs:
     def budget(self, levers: Levers, allowed: int | None = None) -> Budget:
         """A budget of the whole step on each device, of which the optimizer's state and what the
         levers add are reserved; the loss, its arguments and gradients are planned."""
-        share = self._share(levers)
         reserved = bytes_of(self.problem.state(levers).opt_state) + sum(
-            lever.reserved_bytes(self.problem, levers, share) for lever, _ in levers.used()
+            lever.reserved_bytes(self.problem, levers) for lever, _ in levers.used()
         )
-        return Budget(allowed, reserved, share)
+        return Budget(allowed, reserved)
 
-    def _share(self, levers: Levers) -> int:
-        """Among how many GPUs the program that is planned is divided: all of them, but where each
-        takes slices of its own part."""
-        problem = self.problem
-        if problem.devices == 1 or levers.microbatches == 1:
-            return problem.devices
-        sharding = problem.step(levers).slices_sharding(problem.state(levers), problem.batch)
-        return problem.devices if sharding is None else 1
+
+def _of_loss(levers: Levers) -> Levers:
+    """Those that the program of the loss depends on."""
+    return Levers(**{lever.name: value for lever, value in levers.used() if lever.changes_loss})

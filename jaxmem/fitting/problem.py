@@ -101,7 +101,7 @@ class Problem:
                 f"jaxmem.fit plans for a device whose figures it knows, and {target.description} "
                 f"is none. Name one: {example()} (python -m jaxmem targets lists them)."
             )
-        self.target, self.device = target, dataclasses.replace(target.known, count=1)
+        self.target, self.device = target, target.known.of_count(self.devices)
         if mesh is not None:
             self.batch = shard(mesh).place_batch(self.batch)
 

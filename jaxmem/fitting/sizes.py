@@ -23,8 +23,9 @@ def slice_counts(batch: Any, devices: int) -> list[int]:
 
 def slice_of(leaf: Any, count: int) -> jax.ShapeDtypeStruct:
     if count == 1:
-        return whole(leaf)
-    return jax.ShapeDtypeStruct((leaf.shape[0] // count, *leaf.shape[1:]), leaf.dtype)
+        return leaf
+    shape = (leaf.shape[0] // count, *leaf.shape[1:])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
 
 
 def _shape_here(leaf: Any) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ NAMES = {
     "batching": ("jax._src.interpreters", "planned functions under jax.vmap"),
     "callback": ("jax._src", "reports of steps that call into Python"),
     "debugging": ("jax._src", "reports of steps that call into Python"),
+    "hlo": ("jax._src.lib.mlir.dialects", "bytes of programs on several devices"),
     "mlir": ("jax._src.interpreters", "compiling for an absent device"),
     "partial_eval": ("jax._src.interpreters", "regions of planned functions"),
     "primal_left_tangent_right": ("jax._src.ad_checkpoint", "policies under the flag jax_remat3"),

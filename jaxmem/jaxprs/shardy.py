@@ -5,6 +5,7 @@ does jaxmem: it lowers the function, runs those passes over its module, and read
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -111,10 +112,91 @@ def propagated(
             continue
         with module.context:
             module = module.operation.clone()
+            _inline(module)
+            with internals.mlir.ir.Location.unknown():
+                _reshape_before_broadcasts(_main(module).regions[0].blocks[0])
             for passes in _PASSES:
                 internals.PassManager.parse(passes).run(module)
         return Propagated(module, mesh)
     return None
+
+
+def _inline(module: Any) -> None:
+    """Writes what is called in place, as XLA has done before it asks: Shardy looks into a call, but
+    decides otherwise there. (The inliner of MLIR leaves calls in loops.)"""
+    whole = module.regions[0].blocks[0]
+    functions = {
+        one.attributes["sym_name"].value: one
+        for one in whole.operations
+        if one.operation.name == "func.func"
+    }
+    inlined: set[str] = set()
+
+    def inline(block: Any) -> None:
+        for one in list(block.operations):
+            for region in one.regions:
+                for inner in region.blocks:
+                    inline(inner)
+            if one.operation.name == "func.call":
+                _write_in_place(one, body_of(one.attributes["callee"].value))
+
+    def body_of(name: str) -> Any:
+        function = functions[name].operation
+        if name not in inlined:
+            inlined.add(name)
+            inline(function.regions[0].blocks[0])
+        return function
+
+    inline(_main(module).regions[0].blocks[0])
+    for name in inlined:
+        functions[name].operation.erase()
+
+
+def _write_in_place(call: Any, function: Any) -> None:
+    copy = function.clone(internals.mlir.ir.InsertionPoint(function))
+    body = copy.regions[0].blocks[0]
+    *operations, returned = list(body.operations)
+    for argument, operand in zip(body.arguments, call.operands, strict=True):
+        argument.replace_all_uses_with(operand)
+    for operation in operations:
+        operation.move_before(call)
+    for result, value in zip(call.results, returned.operands, strict=True):
+        result.replace_all_uses_with(value)
+    call.operation.erase()
+    copy.erase()
+
+
+def _reshape_before_broadcasts(block: Any) -> None:
+    """Axes of one element come and go by a reshape, and are not broadcast, as in XLA's own form of
+    a program: Shardy looks through a reshape sooner."""
+    for one in list(block.operations):
+        for region in one.regions:
+            for inner in region.blocks:
+                _reshape_before_broadcasts(inner)
+        if one.operation.name == "stablehlo.broadcast_in_dim":
+            _reshape_before_broadcast(one)
+
+
+def _reshape_before_broadcast(broadcast: Any) -> None:
+    ir, hlo = internals.mlir.ir, internals.hlo
+    (operand,), (result,) = broadcast.operands, broadcast.results
+    shape, wanted = list(operand.type.shape), list(result.type.shape)
+    if not operand.type.has_static_shape or not result.type.has_static_shape:
+        return
+    axes = [int(axis) for axis in broadcast.attributes["broadcast_dimensions"]]
+    kept = [at for at, axis in enumerate(axes) if shape[at] == wanted[axis]]
+    with ir.InsertionPoint(broadcast.operation):
+        if math.prod(shape) == math.prod(wanted):
+            same = hlo.ReshapeOp(result.type, operand).result
+        elif len(kept) < len(axes):
+            few = ir.RankedTensorType.get([shape[at] for at in kept], operand.type.element_type)
+            less = hlo.ReshapeOp(few, operand).result
+            along = ir.DenseI64ArrayAttr.get([axes[at] for at in kept])
+            same = hlo.BroadcastInDimOp(result.type, less, along).result
+        else:
+            return
+    result.replace_all_uses_with(same)
+    broadcast.operation.erase()
 
 
 def _on(mesh: Any, sharding: Any) -> Any:

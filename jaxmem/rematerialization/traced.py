@@ -18,9 +18,9 @@ from jaxmem.program import Program, read_program, size_of
 
 
 class TracedFunction:
-    """A function, its arguments, and the program that it is on one of the devices that they are on,
-    or, unless ``several``, on one that has them all; the user's own regions are written in place,
-    unless ``open_regions`` is false."""
+    """A function, its arguments, and the program that it is on one of the devices that they are on;
+    the user's own regions are written in place, unless ``open_regions`` is false.
+    ``gradient_bytes`` are those of one device, where it is known how gradients are spread."""
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class TracedFunction:
         argnums: int | Sequence[int],
         has_aux: bool = False,
         open_regions: bool = True,
-        several: bool = True,
+        gradient_bytes: int | None = None,
     ):
-        self.has_aux, self.several = has_aux, several
+        self.has_aux = has_aux
         self._spreads: dict[int, jaxprs.Spread] = {}  # each keeps its jaxpr, and its id
         with array_call(fun, args, kwargs) as call:
             self.leaves, self.value = call.leaves, call.value
@@ -45,6 +45,9 @@ class TracedFunction:
         first = self.flat.input_count - len(call.leaves)
         check_pure(self.flat)
         self._differentiated = frozenset(first + at for at in self.wanted)
+        self._gradient_bytes = (
+            self._propagated_gradients() if gradient_bytes is None else gradient_bytes
+        )
         self.program = self.read(self.flat)
 
     @functools.cached_property
@@ -55,8 +58,6 @@ class TracedFunction:
     def spread(self, flat: jaxprs.FlatJaxpr) -> jaxprs.Spread:
         """How the function, or what was made of it, is spread over the devices that its arguments
         are on."""
-        if not self.several:
-            return jaxprs.Spread(flat)
         found = self._spreads.get(id(flat))
         if found is None:
             found = self._spreads[id(flat)] = jaxprs.spread(flat, self.shardings)
@@ -67,9 +68,9 @@ class TracedFunction:
         program = read_program(flat, self._differentiated, spread=self.spread(flat))
         return dataclasses.replace(program, gradient_bytes=self._gradient_bytes)
 
-    @functools.cached_property
-    def _gradient_bytes(self) -> int | None:
-        """Those of one device; None: what is differentiated says it, since there is only one."""
+    def _propagated_gradients(self) -> int | None:
+        """Bytes of gradients that one device has where nobody says how they are spread; None: as
+        many as of what is differentiated, since there is only one."""
         if self.spread(self.flat).mesh is None:
             return None
         differentiable = [

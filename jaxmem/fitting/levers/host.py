@@ -22,7 +22,7 @@ class HostLever(Lever):
     def optimizer(self, problem, optimizer, value):
         return offload(optimizer)
 
-    def reserved_bytes(self, problem, levers, share):
+    def reserved_bytes(self, problem, levers):
         return -problem.host_bytes(levers)
 
     def seconds(self, problem, levers):

@@ -56,9 +56,9 @@ class Lever:
         """Arguments of `jaxmem.train_step` for a value that is not neutral."""
         return {}
 
-    def reserved_bytes(self, problem: "Problem", levers: "Levers", share: int) -> int:
+    def reserved_bytes(self, problem: "Problem", levers: "Levers") -> int:
         """What a value that is not neutral adds, on each device, to what is alive beside the loss
-        and its gradient. The program that is planned is divided among ``share`` devices."""
+        and its gradient."""
         return 0
 
     def seconds(self, problem: "Problem", levers: "Levers") -> float:

@@ -55,7 +55,7 @@ class MicrobatchesLever(Lever):
     def options(self, problem, value):
         return {"microbatches": value}
 
-    def reserved_bytes(self, problem, levers, share):
+    def reserved_bytes(self, problem, levers):
         """The rest of the batch, and the sum of the gradients."""
         batch, params = bytes_of(problem.batch), problem.state(levers).params
         return batch - batch // levers.microbatches + bytes_in_float32(params)

@@ -10,7 +10,7 @@ class StageLever(Lever):
     """``stage``: ZeRO's on the mesh; 0: there is none."""
 
     name, neutral = "stage", 0
-    shrinks_state = own_ratio = True
+    shrinks_state = changes_loss = own_ratio = True
 
     def as_is(self, problem):
         return 0 if problem.mesh is None else 1
@@ -27,23 +27,11 @@ class StageLever(Lever):
     def options(self, problem, value):
         return {"sharding": problem.sharding(value)}
 
-    def reserved_bytes(self, problem, levers, share):
-        """Of parameters and gradients a device may have more than its share."""
-        if share == 1:
-            return 0
-        params = problem.state(levers).params
-        everywhere, own = bytes_of(jax.tree.map(whole, params)), bytes_of(params)
-        gradients = everywhere // share if levers.stage >= 2 else everywhere
-        reserved = own + gradients - 2 * everywhere // share
-        if levers.stage == 3:  # XLA gathers all of them early and keeps them
-            reserved += everywhere - own
-        return reserved
-
     def seconds(self, problem, levers):
-        """Gradients are summed and updates gathered; at stage 3 parameters once more."""
-        if problem.devices == 1:
+        """Gradients are summed and updates gathered. At stage 3 both are in the time of the loss
+        and its gradient: parameters are gathered where they are read."""
+        if problem.devices == 1 or levers.stage == 3:
             return 0.0
-        crossings = 3 if levers.stage == 3 else 2
-        moved = crossings * bytes_of(jax.tree.map(whole, problem.state(levers).params))
-        bandwidth = problem.device.links.among(problem.devices)
-        return moved * (problem.devices - 1) // problem.devices / bandwidth
+        moved = 2 * bytes_of(jax.tree.map(whole, problem.state(levers).params))
+        sent = moved * (problem.devices - 1) // problem.devices
+        return problem.device.sending_seconds(sent, problem.devices)
