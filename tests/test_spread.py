@@ -5,11 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import jaxprs
+from jaxmem.fitting import Levers, Problem, Search
+from jaxmem.program import read_program
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction
 
@@ -283,3 +286,59 @@ def test_an_axis_that_does_not_divide_inside_of_a_loop():
     (body,) = (one.body for one in program.operations if one.body)
     made = [body.types[value] for one in body.operations for value in one.outputs]
     assert made == ["float32[256, 32]", "float32[256, 64]", "float32[256, 64]"]
+
+
+def test_a_vector_that_scales_features_does_not_spread_them():
+    """As XLA has it: an axis of one element comes by a reshape, which Shardy looks through."""
+    mesh = _mesh({"data": 8})
+
+    def array(shape, *parts, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*parts)))
+
+    def layer(x, scaled):
+        scale, w = scaled
+        return x + jnp.tanh((x * scale[None, None]) @ w), None
+
+    def loss(words, layers, tokens):
+        x, _ = jax.lax.scan(layer, words[tokens], layers)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    words = array((1024, 256), "data")
+    layers = array((4, 256), None, "data"), array((4, 256, 256), None, "data")
+    tokens = array((16, 128), "data", dtype=jnp.int32)
+    found = TracedFunction(loss, (words, layers, tokens), {}, 0)
+    (scan,) = [step for step in found.flat.steps if step.primitive == "scan"]
+    assert found.spread(found.flat).aval(scan.outputs[0]).shape == (2, 128, 256)
+    step = jax.value_and_grad(loss, (0, 1))
+    report = jaxmem.memory(step, words, layers, tokens, target=jaxmem.target("h100", count=8))
+    assert "bf16[2,128,256]" in report.hlo and "bf16[16,128,32]" not in report.hlo
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("form", ["unrolled", "scan"])
+def test_fit_projects_what_a_device_has(form, stage):
+    """Without recomputation; plans of half the bytes: benchmarks/scale/stages.py."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+    def loss(layers, x):
+        if form == "scan":
+            x, _ = jax.lax.scan(layer, x, layers)
+        else:
+            x = functools.reduce(lambda x, w: layer(x, w)[0], layers, x)
+        return jnp.mean(x**2)
+
+    shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    one = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    layers = [one] * 6
+    if form == "scan":
+        layers = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((6, *leaf.shape), leaf.dtype), one)
+    x = jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)
+    mesh = AbstractMesh((8,), ("data",))
+    problem = Problem(loss, optax.adam(1e-3), layers, x, target="h100", mesh=mesh)
+    costs, levers = Search(problem).costs, Levers(stage=stage)
+    plain = costs.plain(levers)
+    step, state = problem.step(levers, plain), problem.state(levers)
+    report = jaxmem.memory(step, state, problem.batch, target=problem.target, timeline=False)
+    assert costs.priced(levers, plain).projected == pytest.approx(report.device, rel=0.12)

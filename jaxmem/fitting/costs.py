@@ -65,15 +65,13 @@ class Costs:
             args, cut = jax.tree.map(whole, args), cut * problem.devices
         params, batch, *others = args
         batch = jax.tree.map(lambda leaf: slice_of(leaf, cut), batch)
-        spread = problem.sharding(loss.stage)
-        gradients = spread.place_state(params) if spread and loss.stage >= 2 else params
         return TracedFunction(
             step.loss,
             (params, batch, *others),
             {},
             0,
             open_regions=not self._keeps_regions,
-            gradient_bytes=bytes_of(gradients),
+            gradient_bytes=list(map(bytes_of, jax.tree.leaves(problem.gradients(loss)))),
         )
 
     def _read(self, loss: Levers) -> Program:

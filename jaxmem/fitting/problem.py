@@ -170,6 +170,12 @@ class Problem:
             )
         return self._states[alike]
 
+    def gradients(self, levers: Levers) -> Any:
+        """Abstract gradients as they lie: spread like the optimizer's state at every stage, also
+        where that is not asked for, since the update reads them so."""
+        params, sharding = self.state(levers).params, self.sharding(levers.stage)
+        return params if sharding is None else sharding.place_state(params)
+
     def host_bytes(self, levers: Levers) -> int:
         """Of the optimizer's state, on each device's host."""
         leaves = jax.tree.leaves(self.state(levers).opt_state)

@@ -43,9 +43,9 @@ def bytes_of(tree: Any) -> int:
     return sum(math.prod(_shape_here(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def bytes_in_float32(params: Any) -> int:
+def bytes_in_float32(gradients: Any) -> int:
     """Bytes on each device of the gradients' sum over microbatches."""
     return sum(
         math.prod(_shape_here(leaf)) * max(leaf.dtype.itemsize, 4)
-        for leaf in jax.tree.leaves(params)
+        for leaf in jax.tree.leaves(gradients)
     )

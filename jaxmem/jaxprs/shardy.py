@@ -112,69 +112,25 @@ def propagated(
             continue
         with module.context:
             module = module.operation.clone()
-            _inline(module)
             with internals.mlir.ir.Location.unknown():
-                _reshape_before_broadcasts(_main(module).regions[0].blocks[0])
+                _reshape_before_broadcasts(module)
             for passes in _PASSES:
                 internals.PassManager.parse(passes).run(module)
         return Propagated(module, mesh)
     return None
 
 
-def _inline(module: Any) -> None:
-    """Writes what is called in place, as XLA has done before it asks: Shardy looks into a call, but
-    decides otherwise there. (The inliner of MLIR leaves calls in loops.)"""
-    whole = module.regions[0].blocks[0]
-    functions = {
-        one.attributes["sym_name"].value: one
-        for one in whole.operations
-        if one.operation.name == "func.func"
-    }
-    inlined: set[str] = set()
-
-    def inline(block: Any) -> None:
-        for one in list(block.operations):
-            for region in one.regions:
-                for inner in region.blocks:
-                    inline(inner)
-            if one.operation.name == "func.call":
-                _write_in_place(one, body_of(one.attributes["callee"].value))
-
-    def body_of(name: str) -> Any:
-        function = functions[name].operation
-        if name not in inlined:
-            inlined.add(name)
-            inline(function.regions[0].blocks[0])
-        return function
-
-    inline(_main(module).regions[0].blocks[0])
-    for name in inlined:
-        functions[name].operation.erase()
-
-
-def _write_in_place(call: Any, function: Any) -> None:
-    copy = function.clone(internals.mlir.ir.InsertionPoint(function))
-    body = copy.regions[0].blocks[0]
-    *operations, returned = list(body.operations)
-    for argument, operand in zip(body.arguments, call.operands, strict=True):
-        argument.replace_all_uses_with(operand)
-    for operation in operations:
-        operation.move_before(call)
-    for result, value in zip(call.results, returned.operands, strict=True):
-        result.replace_all_uses_with(value)
-    call.operation.erase()
-    copy.erase()
-
-
-def _reshape_before_broadcasts(block: Any) -> None:
+def _reshape_before_broadcasts(operation: Any) -> None:
     """Axes of one element come and go by a reshape, and are not broadcast, as in XLA's own form of
-    a program: Shardy looks through a reshape sooner."""
-    for one in list(block.operations):
-        for region in one.regions:
-            for inner in region.blocks:
-                _reshape_before_broadcasts(inner)
-        if one.operation.name == "stablehlo.broadcast_in_dim":
-            _reshape_before_broadcast(one)
+    a program: Shardy looks through a reshape sooner. Without it layers whose parameters are spread
+    like a vector that scales their input were taken for spread over features, and XLA spreads them
+    over examples (benchmarks/scale/llama.py)."""
+    for region in operation.regions:
+        for block in region.blocks:
+            for one in list(block.operations):
+                _reshape_before_broadcasts(one)
+                if one.operation.name == "stablehlo.broadcast_in_dim":
+                    _reshape_before_broadcast(one)
 
 
 def _reshape_before_broadcast(broadcast: Any) -> None:

@@ -20,7 +20,8 @@ from jaxmem.program import Program, read_program, size_of
 class TracedFunction:
     """A function, its arguments, and the program that it is on one of the devices that they are on;
     the user's own regions are written in place, unless ``open_regions`` is false.
-    ``gradient_bytes`` are those of one device, where it is known how gradients are spread."""
+    ``gradient_bytes`` are those of one device in the end, of each differentiated array, where it
+    is known how gradients are spread."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class TracedFunction:
         argnums: int | Sequence[int],
         has_aux: bool = False,
         open_regions: bool = True,
-        gradient_bytes: int | None = None,
+        gradient_bytes: Sequence[int] | None = None,
     ):
         self.has_aux = has_aux
         self._spreads: dict[int, jaxprs.Spread] = {}  # each keeps its jaxpr, and its id
@@ -46,7 +47,9 @@ class TracedFunction:
         check_pure(self.flat)
         self._differentiated = frozenset(first + at for at in self.wanted)
         self._gradient_bytes = (
-            self._propagated_gradients() if gradient_bytes is None else gradient_bytes
+            self._propagated_gradients()
+            if gradient_bytes is None
+            else self._late_gradients(gradient_bytes)
         )
         self.program = self.read(self.flat)
 
@@ -80,6 +83,22 @@ class TracedFunction:
         ]
         pieces = jaxprs.gradient_pieces(self.flat, self.shardings, differentiable)
         return sum(map(size_of, pieces))
+
+    def _late_gradients(self, spread: Sequence[int]) -> int:
+        """Bytes of gradients that one device has if they are spread so in the end. Those of what a
+        loop slices are, turn by turn; of others XLA combines several to one sum, as late as may
+        be, and until then there is as much of each as of what it is the gradient of."""
+        turns = {
+            value
+            for step in self.flat.steps
+            if step.primitive == "scan"
+            for value in step.inputs[jaxprs.loop_of(step.equation).carry.stop :]
+        }
+        pieces = self.spread(self.flat)
+        return sum(
+            size if value in turns else size_of(pieces.aval(value))
+            for value, size in zip(sorted(self._differentiated), spread, strict=True)
+        )
 
     def check_loss(self, name: str, scalar: bool) -> None:
         """Raises `PlanError` if nothing that the function returns can be differentiated, or if it

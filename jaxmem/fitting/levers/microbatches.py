@@ -57,10 +57,10 @@ class MicrobatchesLever(Lever):
 
     def reserved_bytes(self, problem, levers):
         """The rest of the batch, and the sum of the gradients."""
-        batch, params = bytes_of(problem.batch), problem.state(levers).params
-        return batch - batch // levers.microbatches + bytes_in_float32(params)
+        batch, gradients = bytes_of(problem.batch), problem.gradients(levers)
+        return batch - batch // levers.microbatches + bytes_in_float32(gradients)
 
     def seconds(self, problem, levers):
         """The sum is read and written, and the gradients read, for each slice."""
-        moved = 3 * levers.microbatches * bytes_in_float32(problem.state(levers).params)
+        moved = 3 * levers.microbatches * bytes_in_float32(problem.gradients(levers))
         return moved / problem.device.memory_bandwidth

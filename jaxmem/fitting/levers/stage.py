@@ -28,10 +28,11 @@ class StageLever(Lever):
         return {"sharding": problem.sharding(value)}
 
     def seconds(self, problem, levers):
-        """Gradients are summed and updates gathered. At stage 3 both are in the time of the loss
-        and its gradient: parameters are gathered where they are read."""
+        """Gradients are summed, those of each slice, and updates gathered. At stage 3 both are in
+        the time of the loss and its gradient: parameters are gathered where they are read."""
         if problem.devices == 1 or levers.stage == 3:
             return 0.0
-        moved = 2 * bytes_of(jax.tree.map(whole, problem.state(levers).params))
+        crossings = levers.microbatches + 1
+        moved = crossings * bytes_of(jax.tree.map(whole, problem.state(levers).params))
         sent = moved * (problem.devices - 1) // problem.devices
         return problem.device.sending_seconds(sent, problem.devices)
