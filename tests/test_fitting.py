@@ -117,6 +117,49 @@ def test_each_lever_alone(options, expected):
         assert step.fitting.refused[name] == "it is to be kept"
 
 
+def attention_loss(params, batch):
+    """Scores of 128 MiB."""
+    x = batch["x"]
+    query, key, value = (
+        jnp.reshape(x @ params[name], (*x.shape[:2], 8, 8)) for name in ("query", "key", "value")
+    )
+    mixed = jax.nn.dot_product_attention(query, key, value).reshape(x.shape)
+    return jnp.mean((mixed @ params["out"]) ** 2)
+
+
+def test_operations_that_hold_no_scores_are_searched_where_they_are_allowed():
+    names = ("query", "key", "value", "out")
+    params = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in names}
+    batch = {"x": jax.ShapeDtypeStruct((4, 1024, 64), jnp.float32)}
+    given = attention_loss, ADAM, params, batch
+    options = {"target": "h200", "keep": ("batch", "placement")}
+    plain = jaxmem.fit(*given, **options).fitting
+    text = " ".join(str(plain).split())
+    assert (
+        "operations: would put jaxmem.ops in the place of attention and cross-entropy, with other "
+        "rounding; allow=('operations',) (scores float32[4, 8, 1024, 1, 1024], 128.00 MiB, of "
+    ) in text
+    step = jaxmem.fit(*given, **options, allow="operations", budget="300MiB")
+    chosen = step.fitting.chosen
+    assert chosen.levers.operations and "jaxmem.ops" in str(chosen.levers)
+    assert chosen.compiled <= 300 * MIB < plain.chosen.compiled
+    drawn = jax.random.split(jax.random.key(0), 5)
+    values = {name: jax.random.normal(key, (64, 64)) / 8 for name, key in zip(names, drawn)}
+    real = {"x": jax.random.normal(drawn[4], (4, 1024, 64), jnp.float32)}
+    values = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), values)
+    expected = attention_loss(values, real)
+    _, metrics = step(step.init(values), real)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+def test_where_there_are_no_operations_to_replace_the_table_says_so():
+    refused = fit("1GiB", allow="operations").fitting.refused
+    assert refused["operations"] == (
+        "the loss has no attention and no cross-entropy of 64 MiB or more"
+    )
+    assert "operations" not in fit("1GiB").fitting.refused
+
+
 @pytest.mark.slow
 def test_residuals_of_a_scan_wait_in_host_memory_where_that_is_needed(monkeypatch):
     def loss(weights, x):
@@ -497,7 +540,10 @@ def test_losses_that_cannot_be_differentiated_and_batches_without_examples():
 
 def test_wrong_input_is_told_before_compiling():
     for options, text in (
-        ({"allow": "bf16"}, r"knows no allow='bf16'; the names are 'precision', 'statistics', 'm"),
+        (
+            {"allow": "bf16"},
+            r"knows no allow='bf16'; the names are 'precision', 'operations', 'statistics', 'm",
+        ),
         ({"keep": ["everything"]}, r"knows no keep='everything'; the names are 'precision', "),
         ({"allow": "precision", "keep": "precision"}, r"to allow 'precision' and to keep it"),
         ({"target": "local"}, r"plans for a device whose figures it knows, and cpu is none\. Name"),

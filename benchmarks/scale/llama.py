@@ -2,12 +2,12 @@
 
 Decoders of the sizes of Llama 3 (8 and 70 billion parameters) in plain JAX: a scan over the layers,
 `jax.nn.dot_product_attention`, the loss in float32, parameters in float32 and layers in bfloat16,
-AdamW. For each the step that `fit` chooses within the GPUs' memory, what is projected beside what
-compiles, and what it recomputes.
+AdamW. For each the step that `fit` chooses within the GPUs' memory, with plain attention and where
+`jaxmem.ops` may take its place: what is projected beside what compiles, and what it recomputes, in
+predicted time and as a share of the step's FLOPs.
 """
 
 import dataclasses
-import sys
 import time
 
 import jax
@@ -99,22 +99,20 @@ CASES = {
 }
 
 
-def row(name: str) -> dict:
+def row(name: str, allow: str) -> dict:
     model, devices, batch, length = CASES[name]
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     mesh = AbstractMesh((devices,), ("data",))
     start = time.perf_counter()
-    found = {"model": name}
+    found = {"model": name, "allowed": allow}
+    given = model.loss, optax.adamw(1e-4), model.params(), tokens
     try:
-        step = jaxmem.fit(
-            model.loss, optax.adamw(1e-4), model.params(), tokens, target="h100", mesh=mesh
-        )
+        step = jaxmem.fit(*given, target="h100", mesh=mesh, allow=(allow,) if allow else ())
     except jaxmem.BudgetError as error:
         return found | {"chosen": str(error).splitlines()[0]}
     fitting, seconds = step.fitting, time.perf_counter() - start
     chosen = fitting.chosen
     predicted = chosen.plan.predicted
-    print(fitting, file=sys.stderr)
     return found | {
         "chosen": f"{chosen.levers}",
         "recomputed": f"{predicted.recompute_share:.1%} of a step",
@@ -128,8 +126,7 @@ def row(name: str) -> dict:
 
 
 def main():
-    names = sys.argv[1:] or CASES
-    rows = [row(name) for name in names]
+    rows = [row(name, allow) for name in CASES for allow in ("", "operations")]
     record("fit on several GPUs", rows, __doc__.split("\n\n")[1])
 
 

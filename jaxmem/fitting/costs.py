@@ -120,7 +120,8 @@ class Costs:
     def bound(self, levers: Levers) -> float:
         """No plan of these levers takes less time: the whole batch at once takes the fewest
         launches and the least traffic of parameters."""
-        plain = self.plain(self.problem.as_is.replace(precision=levers.precision))
+        changes = {"precision": levers.precision, "operations": levers.operations}
+        plain = self.plain(self.problem.as_is.replace(**changes))
         return 3 * plain.predicted.seconds + self.overhead(levers)
 
     def overhead(self, levers: Levers) -> float:

@@ -140,9 +140,10 @@ class Problem:
         return self._steps[levers]
 
     def _make_step(self, levers: Levers, plan: Plan | None) -> TrainStep:
-        optimizer = self.optimizer
+        loss_fn, optimizer = self.loss_fn, self.optimizer
         options: dict[str, Any] = {}
         for lever, value in levers.used():
+            loss_fn = lever.loss(self, loss_fn, value)
             optimizer = lever.optimizer(self, optimizer, value)
             options |= lever.options(self, value)
         transform: Callable | None = functools.partial(remat, plan=plan)
@@ -150,7 +151,7 @@ class Problem:
             transform = None
         planned = family_of(self.device).planned_options(self.budget)
         step = train_step(
-            self.loss_fn,
+            loss_fn,
             optimizer,
             remat=transform,
             reduction=self.reduction,

@@ -1,5 +1,6 @@
 """Attention and cross-entropy of an unmodified function, put in the place of the plain ones."""
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -49,33 +50,67 @@ def swap(fun: Callable, *, least: int | str = "64MiB") -> Callable:
     """
     if not callable(fun) or isinstance(fun, type):
         raise JaxmemError(f"jaxmem.ops.swap takes a function of arrays; got {fun!r}.")
-    swapper = _Swapper(parse_budget(least, None))
+    size = parse_budget(least, None)
+
+    def tell(found: list[Swap]) -> None:
+        name = getattr(fun, "__qualname__", repr(fun))
+        nothing = f"no attention and no cross-entropy of at least {format_bytes(size)} found in"
+        for said in map(str, found) if found else [f"{nothing} {name}"]:
+            print(f"jaxmem.ops.swap: {said}", file=sys.stderr)
+
+    return swapped(fun, size, tell)
+
+
+@dataclasses.dataclass(frozen=True)
+class Swap:
+    """An operation in the place of a plain one, whose scores or logits (``kind``) are no longer
+    made."""
+
+    operation: str
+    kind: str
+    aval: Any
+    line: str
+
+    @property
+    def matrix(self) -> str:
+        """What is no longer made, and its bytes."""
+        size = format_bytes(self.aval.size * self.aval.dtype.itemsize)
+        return f"{self.kind} {self.aval.dtype}{list(self.aval.shape)}, {size}, of {self.line}"
+
+    def __str__(self):
+        return f"{self.operation} instead of {self.matrix}"
+
+
+def swapped(
+    fun: Callable, least: int, tell: Callable[[list[Swap]], Any] = lambda found: None
+) -> Callable:
+    """``fun`` as `swap` makes it; ``tell`` is told what was found whenever it is traced."""
 
     def evaluate(call, leaves):
         flat = jaxprs.flatten(call, leaves)
-        swapper.count = 0
+        swapper = _Swapper(least)
         results = swapper.run(flat, [*flat.consts, *leaves])
-        if not swapper.count:
-            name = getattr(fun, "__qualname__", repr(fun))
-            size = format_bytes(swapper.least)
-            _say(f"no attention and no cross-entropy of at least {size} found in {name}")
+        tell(swapper.found)
         return jax.tree.unflatten(flat.out_tree, results)
 
     @functools.wraps(fun)
-    def swapped(*args, **kwargs):
+    def run(*args, **kwargs):
         return on_arrays(evaluate, fun, args, kwargs)
 
-    return swapped
+    return run
 
 
-def _say(text: str) -> None:
-    print(f"jaxmem.ops.swap: {text}", file=sys.stderr)
+def swaps(fun: Callable, args: tuple, least: int) -> list[Swap]:
+    """What `swap` would put in place, given abstract arguments."""
+    found: list[Swap] = []
+    jax.eval_shape(swapped(fun, least, found.extend), *args)
+    return found
 
 
 class _Swapper:
     def __init__(self, least: int):
         self.least = least
-        self.count = 0
+        self.found: list[Swap] = []
 
     def run(self, flat: jaxprs.FlatJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """The results of a flat jaxpr, each value computed where it is first needed: what a
@@ -146,10 +181,6 @@ class _Swapper:
             replacement = LossReplacement.of(graph, match) or AttentionReplacement.of(graph, match)
             if replacement:
                 found |= dict.fromkeys(match.results, replacement)
-                self.count += 1
                 kind = "scores" if isinstance(replacement, AttentionReplacement) else "logits"
-                _say(
-                    f"{replacement.name} instead of {kind} {aval.dtype}{list(aval.shape)}, "
-                    f"{format_bytes(size)}, of {step.line}"
-                )
+                self.found.append(Swap(replacement.name, kind, aval, step.line))
         return found

@@ -4,12 +4,20 @@ from jaxmem.fitting.levers.host import HostLever
 from jaxmem.fitting.levers.lever import Lever as Lever, names_of
 from jaxmem.fitting.levers.microbatches import MicrobatchesLever
 from jaxmem.fitting.levers.moments import MomentsLever
+from jaxmem.fitting.levers.operations import OperationsLever
 from jaxmem.fitting.levers.precision import PrecisionLever
 from jaxmem.fitting.levers.setting import AS_IT_IS as AS_IT_IS, Levers as Levers, register
 from jaxmem.fitting.levers.stage import StageLever
 
 # In the order in which they wrap the optimizer: what goes outside comes last.
-LEVERS = register(PrecisionLever(), MicrobatchesLever(), MomentsLever(), StageLever(), HostLever())
+LEVERS = register(
+    PrecisionLever(),
+    OperationsLever(),
+    MicrobatchesLever(),
+    MomentsLever(),
+    StageLever(),
+    HostLever(),
+)
 
 
 def allowed() -> dict[str, str]:

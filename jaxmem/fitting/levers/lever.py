@@ -46,6 +46,10 @@ class Lever:
         """A value that is not neutral, in a few words for the table."""
         raise NotImplementedError
 
+    def loss(self, problem: "Problem", loss_fn: Callable, value: Any) -> Callable:
+        """The loss of a step with a value that is not neutral; levers wrap it in order."""
+        return loss_fn
+
     def optimizer(
         self, problem: "Problem", optimizer: optax.GradientTransformation, value: Any
     ) -> optax.GradientTransformation:
