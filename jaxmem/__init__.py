@@ -8,8 +8,10 @@ import importlib
 
 from jaxmem import optim as optim
 from jaxmem.fitting import (
+    DevicesNeeded as DevicesNeeded,
     Fitting as Fitting,
     Largest as Largest,
+    devices_needed as devices_needed,
     fit as fit,
     largest as largest,
     max_batch_size as max_batch_size,

@@ -144,11 +144,26 @@ def test_operations_that_hold_no_scores_are_searched_where_they_are_allowed():
     assert chosen.levers.operations and "jaxmem.ops" in str(chosen.levers)
     assert chosen.compiled <= 300 * MIB < plain.chosen.compiled
     drawn = jax.random.split(jax.random.key(0), 5)
-    values = {name: jax.random.normal(key, (64, 64)) / 8 for name, key in zip(names, drawn)}
+    values = {
+        name: jax.random.normal(key, (64, 64)) / 8
+        for name, key in zip(names, drawn[:4], strict=True)
+    }
     real = {"x": jax.random.normal(drawn[4], (4, 1024, 64), jnp.float32)}
     values = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), values)
     expected = attention_loss(values, real)
     _, metrics = step(step.init(values), real)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+def test_what_is_proved_of_a_loss_holds_with_operations_in_it(recwarn):
+    """A mean over examples; blocks of an attention count examples, and would stand in the way."""
+    names = ("query", "key", "value", "out")
+    params = {name: jnp.ones((64, 64), jnp.float32) / 64 for name in names}
+    batch = {"x": jnp.cos(jnp.arange(4 * 1024 * 64.0, dtype=jnp.float32)).reshape(4, 1024, 64)}
+    swapped, expected = jaxmem.ops.swap(attention_loss, least="1MiB"), attention_loss(params, batch)
+    step = jaxmem.train_step(swapped, optax.sgd(0.1), microbatches=2)
+    _, metrics = step(step.init(params), batch)
+    assert not [one for one in recwarn if issubclass(one.category, jaxmem.JaxmemWarning)]
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
 
 

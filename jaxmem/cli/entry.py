@@ -3,7 +3,8 @@
 A step is named ``module:function``: a function without arguments, in a module that Python finds
 from the working directory, that returns ``(step, args)``: a function or jitted function, and the
 tuple of its arguments, real or `jax.ShapeDtypeStruct`. For ``max-batch`` it takes the batch size;
-for ``plan`` it returns ``(loss, args)``, and for ``fit`` and ``explore`` what `jaxmem.fit` takes,
+for ``plan`` it returns ``(loss, args)``, and for ``fit``, ``explore`` and ``devices`` what
+`jaxmem.fit` takes,
 ``(loss_fn, optimizer, params, batch)`` and perhaps a dict of its options, over which the command
 line wins.
 
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxmem.cli.calibrate import add_calibrate
 from jaxmem.cli.compare import add_diff
+from jaxmem.cli.devices import add_devices
 from jaxmem.cli.estimate import add_estimate
 from jaxmem.cli.explore import add_explore
 from jaxmem.cli.fitted import add_fit
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="command", required=True)
     for add in (
         *(add_estimate, add_profile, add_plan, add_fit, add_explore, add_max_batch, add_diff),
-        *(add_calibrate, add_targets, add_install),
+        *(add_devices, add_calibrate, add_targets, add_install),
     ):
         add(commands)
     options = parser.parse_args(arguments)

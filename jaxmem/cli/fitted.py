@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from typing import Any
 
 from jaxmem.cli.loading import FIT, described, load_function
 from jaxmem.cli.options import add_command, add_files, check_files
@@ -46,6 +47,14 @@ def _fit(options) -> int:
 
 def search_of(options) -> tuple[Search, int]:
     """The search of the problem that is named, and how much it may compile."""
+    parts, chosen = arguments_of(options)
+    compilations = chosen.pop("compilations", 6)
+    return Search(Problem(*parts, **chosen)), compilations
+
+
+def arguments_of(options) -> tuple[tuple, dict[str, Any]]:
+    """What `jaxmem.fit` takes for the problem that is named, and its options, over which those of
+    the command line win."""
     returns = "(loss_fn, optimizer, params, batch)"
     made = load_function(
         options.problem, FIT, (), returns, "one that makes the loss, the optimizer"
@@ -63,6 +72,4 @@ def search_of(options) -> tuple[Search, int]:
     names = ("budget", "target", "allow", "keep", "compilations")
     given = {name: getattr(options, name) for name in names}
     given = {name: value for name, value in given.items() if value not in (None, [])}
-    chosen = {"compilations": 6, **extra, **given}
-    compilations = chosen.pop("compilations")
-    return Search(Problem(*parts[:4], **chosen)), compilations
+    return parts[:4], {**extra, **given}

@@ -6,6 +6,11 @@ from jaxmem.fitting.capacity import (
     largest as largest,
     max_batch_size as max_batch_size,
 )
+from jaxmem.fitting.devices import (
+    DevicesNeeded as DevicesNeeded,
+    Tried as Tried,
+    devices_needed as devices_needed,
+)
 from jaxmem.fitting.levers import (
     LEVERS as LEVERS,
     Lever as Lever,

@@ -27,6 +27,7 @@ class Costs:
     def __init__(self, problem: Problem):
         self.problem = problem
         self._plans: dict[tuple, Plan | int] = {}
+        self._lowest: dict[tuple, int] = {}  # bytes of a plan of these levers, at least
         self._program = functools.lru_cache(_PROGRAMS)(self._read)
         self._planner = functools.lru_cache(_PLANNERS)(self._make_planner)
 
@@ -37,14 +38,16 @@ class Costs:
         left = limits.left if limits.left is None else max(limits.left, 1)
         offload = problem.offload and budget is not None
         loss = _of_loss(levers)
-        key = (loss, left, offload)
+        key, lowest = (loss, left, offload), self._lowest.get((loss, offload), 0)
+        if left is not None and left < lowest:
+            return limits.total(lowest)
         if key not in self._plans:
             constraints = self._constraints(offload, left or 2**62)
             try:
                 planner = self._planner(loss, offload)
                 self._plans[key] = constraints.plan(self._program(loss), planner)
             except BudgetError as error:
-                self._plans[key] = error.lowest or 0
+                self._plans[key] = self._lowest[loss, offload] = error.lowest or 0
         found = self._plans[key]
         return limits.total(found) if isinstance(found, int) else found
 

@@ -83,6 +83,14 @@ class Search:
             self.made[key] = step, begin(step, state, problem.batch, target=problem.target)
         return self.made[key]
 
+    def bytes_of(self, candidate: Candidate) -> int:
+        """Device bytes of a candidate's step, compiled.
+
+        Raises:
+            CompileError: XLA does not compile it.
+        """
+        return self._made(candidate)[1].report().device
+
     def _reject(self, best: Candidate, error: CompileError) -> None:
         """Its buffers could be assigned, and no code can be generated for it."""
         proposal, why = self.compiled.best, f"XLA could not compile it: {_reason(error)}"
@@ -118,7 +126,7 @@ class Search:
             last = self.found and self.compiled.left == 1
             candidate = self.cheapest(best)
             if best is None and (candidate is None or last):
-                candidate = self._smallest() or self._between()
+                candidate = self.smallest() or self._between()
             if candidate is None:
                 return
             yield [candidate, *self._beside(candidate, best)]
@@ -164,7 +172,7 @@ class Search:
             self.seen[levers] = candidate
         return candidate if plan else None
 
-    def _smallest(self) -> Candidate | None:
+    def smallest(self) -> Candidate | None:
         """The fewest projected bytes of what is not compiled yet: the state as small as may be, and
         the batch whole or in the most slices. None: there is no hope in it."""
         most = max((levers.microbatches for levers in self.options), default=1)

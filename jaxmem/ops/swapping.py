@@ -97,6 +97,7 @@ def swapped(
     def run(*args, **kwargs):
         return on_arrays(evaluate, fun, args, kwargs)
 
+    run.unplanned = fun  # type: ignore[attr-defined]  # what is proved of it holds of this one
     return run
 
 

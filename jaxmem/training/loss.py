@@ -20,7 +20,14 @@ class Loss:
 
     def functional(self) -> Callable:
         """The user's function, of a state's parameters."""
+        return self._of_parameters(self.settings.loss_fn)
+
+    def unplanned(self) -> Callable:
+        """The same without what `jaxmem.remat` or `jaxmem.ops.swap` has made of it."""
         loss_fn = self.settings.loss_fn
+        return self._of_parameters(getattr(loss_fn, "unplanned", loss_fn))
+
+    def _of_parameters(self, loss_fn: Callable) -> Callable:
         return self.structure.functional(loss_fn) if self.structure else loss_fn
 
     def in_precision(

@@ -51,7 +51,7 @@ class Program:
                 loss = self.settings.loss_scale.scale(loss, state.loss_scale)
             return (loss, *others, metrics)
 
-        loss_of.unplanned = self.loss.functional()  # type: ignore[attr-defined]
+        loss_of.unplanned = self.loss.unplanned()  # type: ignore[attr-defined]
         if callable(self.settings.microbatches):
             value_and_grad = self.settings.microbatches(loss_of)
         else:

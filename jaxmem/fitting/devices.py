@@ -1,0 +1,195 @@
+"""The fewest devices that a training step fits on."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh
+
+from jaxmem.fitting.problem import Problem
+from jaxmem.fitting.search import Search
+from jaxmem.fitting.table import Fitting, time_error
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.checks import is_count
+from jaxmem.ground.errors import BudgetError, JaxmemError
+from jaxmem.ground.progress import tell
+from jaxmem.rematerialization import checked
+from jaxmem.reports.drawn.tables import Part, Printed, Table
+from jaxmem.targets import LocalDevice, Target
+from jaxmem.training import TrainStep
+
+# Times the budget: of a step that is projected to take more, nothing is compiled. Chosen well above
+# the farthest that compiled bytes were below projected ones (benchmarks/scale/stages.py: by 14 %);
+# twice would cost compilations, and less could miss a number of devices that is enough.
+_HOPELESS = 1.5
+_NODE = 8  # counts above are multiples of it, as devices are rented; below, powers of two
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tried:
+    """A number of devices that was considered.
+
+    Attributes:
+        devices: how many.
+        bytes: of each device: of the step that was chosen, or the fewest that were met.
+        compiled: whether XLA says so; else they are projected.
+        said: the step that was chosen, or why there is none.
+        seconds: predicted time of the step that was chosen, or None.
+    """
+
+    devices: int
+    bytes: int
+    compiled: bool
+    said: str
+    seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DevicesNeeded(Printed):
+    """The answer of `devices_needed`: ``int(answer)`` is the number.
+
+    Attributes:
+        count: the fewest devices of those that were tried.
+        tried: all numbers that were considered, the smallest first.
+        step: the `TrainStep` that fits on them; its ``fitting`` is the table of that search.
+    """
+
+    count: int
+    tried: tuple[Tried, ...]
+    step: TrainStep = dataclasses.field(compare=False, repr=False)
+
+    def __int__(self):
+        return self.count
+
+    __index__ = __int__
+
+    @property
+    def fitting(self) -> Fitting:
+        """How the step was chosen."""
+        return self.step.fitting
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {"count": self.count, "tried": [dataclasses.asdict(one) for one in self.tried]}
+
+    def _parts(self) -> Iterator[Part]:
+        target = self.fitting.target
+        yield Table(
+            ("devices", "each", f"ms {checked(time_error(target))}", "step"),
+            [
+                (
+                    str(one.devices),
+                    format_bytes(one.bytes) + ("" if one.compiled else " projected"),
+                    "" if one.seconds is None else f"{one.seconds * 1e3:.4g}",
+                    one.said,
+                )
+                for one in self.tried
+            ],
+            f"{self.count} devices are needed, of {target.description}, with "
+            f"{format_bytes(self.fitting.budget)} to use on each",
+            left=(3,),
+            wraps=True,
+        )
+
+
+def devices_needed(
+    loss_fn: Callable,
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    batch: Any,
+    *,
+    target: str | Target | LocalDevice | None = None,
+    most: int = 1024,
+    compilations: int = 3,
+    **options: Any,
+) -> DevicesNeeded:
+    """The fewest devices of a target that a training step fits on, with the step.
+
+    For one device, then for more, `jaxmem.fit` is asked: with the batch spread over all of them
+    and, by ZeRO's stages, parameters, gradients and optimizer state too. Tried are 1, 2, 4 and the
+    multiples of 8 that divide the batch. Where jaxmem's own arithmetic says that even the smallest
+    step is far too large, nothing is compiled.
+
+    Args:
+        loss_fn, optimizer, params, batch: as for `jaxmem.fit`; the batch is that of all devices.
+        target: the accelerator, present or not; None: the attached one.
+        most: devices, at most.
+        compilations: how many at most for each number of devices.
+        options: more of `jaxmem.fit`'s (``budget``, of each device; ``allow``, ``keep``,
+            ``precision``, ...), but for ``mesh``.
+
+    Raises:
+        BudgetError: it fits on no number of devices that was tried; names the fewest bytes met.
+        JaxmemError: what `jaxmem.fit` raises; or a mesh, which is what is searched.
+
+    >>> import jax, jax.numpy as jnp, jaxmem, optax
+    >>> def loss_fn(params, batch):
+    ...     return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2)
+    >>> shapes = {"up": (1024, 8192), "down": (8192, 1024)}
+    >>> params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    >>> batch = jax.ShapeDtypeStruct((512, 1024), "float32")
+    >>> needed = jaxmem.devices_needed(
+    ...     loss_fn, optax.adam(1e-3), params, batch, target="h100", budget="150MiB"
+    ... )
+    >>> int(needed)
+    2
+    """
+    if "mesh" in options:
+        raise JaxmemError(
+            "jaxmem.devices_needed searches the number of devices and takes no mesh=; "
+            "jaxmem.fit(..., mesh=mesh) is for one that is known."
+        )
+    if not is_count(most):
+        raise JaxmemError(f"jaxmem.devices_needed takes most=, an int of 1 or more; got {most!r}.")
+    tried: list[Tried] = []
+    for count in _counts(batch, most):
+        mesh = AbstractMesh((count,), ("data",)) if count > 1 else None
+        problem = Problem(loss_fn, optimizer, params, batch, target=target, mesh=mesh, **options)
+        search = Search(problem)
+        smallest = search.smallest()
+        assert smallest is not None and smallest.projected is not None
+        named = f"{smallest.name}; recompute {smallest.remat}"
+        if smallest.projected > _HOPELESS * problem.budget:
+            found = Tried(count, smallest.projected, False, f"too large: {named}")
+        elif smallest.projected > problem.budget < (size := search.bytes_of(smallest)):
+            found = Tried(count, size, True, f"too large: {named}")
+        else:
+            tell(f"jaxmem: fit on {count} devices")
+            try:
+                step = search.run(compilations)
+            except BudgetError as error:
+                size = error.lowest or smallest.projected
+                found = Tried(count, size, error.lowest is not None, "nothing fits")
+            else:
+                chosen = step.fitting.chosen
+                said = f"{chosen.name}; recompute {chosen.remat}"
+                done = Tried(count, chosen.compiled or 0, True, said, chosen.seconds)
+                return DevicesNeeded(count, (*tried, done), step)
+        tried.append(found)
+    raise _too_small(tried, problem)
+
+
+def _counts(batch: Any, most: int) -> list[int]:
+    """Numbers of devices that divide the batch, as they are rented."""
+    sizes = {leaf.shape[0] if leaf.shape else 1 for leaf in jax.tree.leaves(batch)}
+    return [
+        count
+        for count in (1, 2, 4, *range(_NODE, most + 1, _NODE))
+        if count <= most and all(size % count == 0 for size in sizes)
+    ]
+
+
+def _too_small(tried: list[Tried], problem: Problem) -> BudgetError:
+    least = min(tried, key=lambda one: one.bytes)
+    word = "compiled" if least.compiled else "projected"
+    counts = ", ".join(str(one.devices) for one in tried)
+    return BudgetError(
+        f"The step fits the budget of {format_bytes(problem.budget)} on no number of devices of "
+        f"{problem.target.name} that divides the batch and was tried ({counts}). The fewest bytes "
+        f"of each device were {format_bytes(least.bytes)} ({word}), on {least.devices}. Raise the "
+        "batch, most= or the budget, or allow more: "
+        + "; ".join(f"{name}: {why}" for name, why in problem.refused.items()),
+        least.bytes,
+    )

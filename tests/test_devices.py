@@ -1,0 +1,64 @@
+"""The fewest devices that a step fits on."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxmem
+from jaxmem import cli
+from jaxmem.fitting import devices
+
+ADAM, WIDTH = optax.adam(1e-3), 1024
+
+
+def loss_fn(layers, x):
+    for w in layers:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def shapes(rows=512):
+    layers = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 8
+    return layers, jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+
+
+def problem():
+    return loss_fn, ADAM, *shapes(), {"budget": "60MiB", "target": "h100", "keep": "placement"}
+
+
+def test_the_fewest_devices_that_fit_and_no_fewer():
+    """32 MiB of parameters, with gradients and moments 128."""
+    needed = jaxmem.devices_needed(*problem()[:4], **problem()[4])
+    assert int(needed) == needed.count == 4 and [one.devices for one in needed.tried] == [1, 2, 4]
+    assert needed.step.sharding.mesh.shape == {"data": 4}
+    assert needed.tried[-1].bytes == needed.fitting.chosen.compiled <= 60 * 2**20
+    for one in needed.tried[:-1]:
+        assert one.bytes > 60 * 2**20
+    text = " ".join(str(needed).split())
+    assert text.startswith("4 devices are needed, of NVIDIA H100 80GB HBM3, with 60.00 MiB")
+    with pytest.raises(jaxmem.BudgetError, match=r"fits the budget of 60.00 MiB on no number of"):
+        jaxmem.devices_needed(*problem()[:4], **problem()[4], most=2)
+
+
+def test_only_counts_that_divide_the_batch_are_tried():
+    assert devices._counts(shapes(24)[1], 1024) == [1, 2, 4, 8, 24]
+    assert devices._counts(shapes(512)[1], 64) == [1, 2, 4, 8, 16, 32, 64]
+    assert devices._counts(shapes(3)[1], 64) == [1]
+
+
+def test_what_is_no_question_is_told():
+    with pytest.raises(jaxmem.JaxmemError, match="searches the number of devices and takes no me"):
+        jaxmem.devices_needed(*problem()[:4], mesh=jax.sharding.AbstractMesh((2,), ("data",)))
+    with pytest.raises(jaxmem.JaxmemError, match="takes most=, an int of 1 or more; got 0"):
+        jaxmem.devices_needed(*problem()[:4], most=0)
+
+
+def test_the_command_line(capsys):
+    assert cli.main(["devices", f"{__name__}:problem", "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["count"] == 4 and about["tried"][-1]["compiled"]
+    assert cli.main(["devices", f"{__name__}:problem", "--most", "1"]) == 3
+    assert "on no number of devices" in capsys.readouterr().err
