@@ -44,9 +44,11 @@ def test_the_fewest_devices_that_fit_and_no_fewer():
 
 
 def test_only_counts_that_divide_the_batch_are_tried():
-    assert devices._counts(shapes(24)[1], 1024) == [1, 2, 4, 8, 24]
-    assert devices._counts(shapes(512)[1], 64) == [1, 2, 4, 8, 16, 32, 64]
-    assert devices._counts(shapes(3)[1], 64) == [1]
+    h100, v5e = jaxmem.target("h100"), jaxmem.target("v5e")
+    assert devices._counts(shapes(24)[1], 1024, h100) == [1, 2, 4, 8, 24]
+    assert devices._counts(shapes(512)[1], 64, h100) == [1, 2, 4, 8, 16, 32, 64]
+    assert devices._counts(shapes(3)[1], 64, h100) == [1]
+    assert devices._counts(shapes(24)[1], 1024, v5e) == [1, 4, 8]  # there are no other slices
 
 
 def test_what_is_no_question_is_told():

@@ -13,11 +13,11 @@ from jaxmem.fitting.search import Search
 from jaxmem.fitting.table import Fitting, time_error
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import is_count
-from jaxmem.ground.errors import BudgetError, JaxmemError
+from jaxmem.ground.errors import BudgetError, CompileError, JaxmemError
 from jaxmem.ground.progress import tell
 from jaxmem.rematerialization import checked
 from jaxmem.reports.drawn.tables import Part, Printed, Table
-from jaxmem.targets import LocalDevice, Target
+from jaxmem.targets import LocalDevice, Target, resolve
 from jaxmem.training import TrainStep
 
 # Times the budget: of a step that is projected to take more, nothing is compiled. Chosen well above
@@ -144,41 +144,53 @@ def devices_needed(
     if not is_count(most):
         raise JaxmemError(f"jaxmem.devices_needed takes most=, an int of 1 or more; got {most!r}.")
     tried: list[Tried] = []
-    for count in _counts(batch, most):
+    for count in _counts(batch, most, resolve(target)):
         mesh = AbstractMesh((count,), ("data",)) if count > 1 else None
         problem = Problem(loss_fn, optimizer, params, batch, target=target, mesh=mesh, **options)
         search = Search(problem)
         smallest = search.smallest()
         assert smallest is not None and smallest.projected is not None
-        named = f"{smallest.name}; recompute {smallest.remat}"
-        if smallest.projected > _HOPELESS * problem.budget:
-            found = Tried(count, smallest.projected, False, f"too large: {named}")
-        elif smallest.projected > problem.budget < (size := search.bytes_of(smallest)):
-            found = Tried(count, size, True, f"too large: {named}")
-        else:
+        try:
+            hopeless = smallest.projected > _HOPELESS * problem.budget
+            size = smallest.projected
+            if not hopeless and size > problem.budget:
+                size = search.bytes_of(smallest)
+            if size > problem.budget:
+                said = f"too large: {smallest.name}; recompute {smallest.remat}"
+                tried.append(Tried(count, size, not hopeless, said))
+                continue
             tell(f"jaxmem: fit on {count} devices")
-            try:
-                step = search.run(compilations)
-            except BudgetError as error:
-                size = error.lowest or smallest.projected
-                found = Tried(count, size, error.lowest is not None, "nothing fits")
-            else:
-                chosen = step.fitting.chosen
-                said = f"{chosen.name}; recompute {chosen.remat}"
-                done = Tried(count, chosen.compiled or 0, True, said, chosen.seconds)
-                return DevicesNeeded(count, (*tried, done), step)
-        tried.append(found)
+            step = search.run(compilations)
+        except BudgetError as error:
+            size = error.lowest or smallest.projected
+            tried.append(Tried(count, size, error.lowest is not None, "nothing fits"))
+        except CompileError as error:
+            said = f"XLA could not compile it: {str(error).splitlines()[0]}"
+            tried.append(Tried(count, smallest.projected, False, said))
+        else:
+            chosen = step.fitting.chosen
+            said = f"{chosen.name}; recompute {chosen.remat}"
+            tried.append(Tried(count, chosen.compiled or 0, True, said, chosen.seconds))
+            return DevicesNeeded(count, tuple(tried), step)
     raise _too_small(tried, problem)
 
 
-def _counts(batch: Any, most: int) -> list[int]:
+def _counts(batch: Any, most: int, target: Target | LocalDevice) -> list[int]:
     """Numbers of devices that divide the batch, as they are rented."""
     sizes = {leaf.shape[0] if leaf.shape else 1 for leaf in jax.tree.leaves(batch)}
     return [
         count
         for count in (1, 2, 4, *range(_NODE, most + 1, _NODE))
-        if count <= most and all(size % count == 0 for size in sizes)
+        if count <= most and all(size % count == 0 for size in sizes) and _has(target, count)
     ]
+
+
+def _has(target: Target | LocalDevice, count: int) -> bool:
+    """Whether there is so much of a target: of TPUs there are slices of some counts."""
+    try:
+        return not isinstance(target, Target) or bool(target.of_count(count))
+    except JaxmemError:
+        return False
 
 
 def _too_small(tried: list[Tried], problem: Problem) -> BudgetError:

@@ -89,8 +89,8 @@ class Problem:
         if mesh is not None:
             shard(mesh)  # checks it
         self.mesh, self.devices = mesh, mesh.size if mesh is not None else 1
-        if target.count == 1:
-            target = dataclasses.replace(target, count=self.devices)
+        if target.count == 1 < self.devices:
+            target = _of_count(target, self.devices)
         if target.count != self.devices:
             raise JaxmemError(
                 f"The mesh has {self.devices} devices and the target {target.count}: pass "
@@ -101,7 +101,9 @@ class Problem:
                 f"jaxmem.fit plans for a device whose figures it knows, and {target.description} "
                 f"is none. Name one: {example()} (python -m jaxmem targets lists them)."
             )
-        self.target, self.device = target, target.known.of_count(self.devices)
+        known = target.known
+        self.target = target
+        self.device = known if known.count == self.devices else known.of_count(self.devices)
         if mesh is not None:
             self.batch = shard(mesh).place_batch(self.batch)
 
@@ -181,6 +183,12 @@ class Problem:
         """Of the optimizer's state, on each device's host."""
         leaves = jax.tree.leaves(self.state(levers).opt_state)
         return bytes_of([leaf for leaf in leaves if jaxprs.memory_space(leaf) is jaxprs.HOST])
+
+
+def _of_count(target: Target | LocalDevice, count: int) -> Target | LocalDevice:
+    if isinstance(target, Target):
+        return target.of_count(count)
+    return dataclasses.replace(target, count=count)
 
 
 def _abstract(leaf: Any) -> Any:
