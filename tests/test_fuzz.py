@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings, strate
 import jaxmem
 from jaxmem import jaxprs
 from jaxmem.loops import Schedule
-from jaxmem.planning import Loop, Region
+from jaxmem.planning import Head, Loop, Region
 from jaxmem.program import Program, read_program
 from jaxmem.rematerialization.plan import Plan, Predicted
 
@@ -256,24 +256,33 @@ def draw_regions(draw, program: Program, start: int, stop: int, depth: int) -> t
 
 
 def draw_loops(draw, program: Program, depth: int) -> tuple[Loop, ...]:
-    """Any legal loops of the scans of a program, with others inside each."""
+    """Any legal loops of the scans of a program, with others inside each, and some whose first
+    iterations are run otherwise."""
     loops = []
     for number in program.scans if depth else ():
         operation = program.operations[program.kernels[number].operations[-1]]
-        body = operation.body
-        values = [v for kernel in body.kernels for v in kernel.results if v != kernel.residuals]
         blocks = draw(st.sampled_from([0, 1, 2, 3, 4]))
         if blocks:
-            whole = draw(st.booleans())
-            saved = () if whole else some(draw, values)
-            inner = () if whole else draw_regions(draw, body, 0, len(body.kernels), 2)
             size = (operation.length - 1) // max(blocks - 1, 1)
             states = draw(st.integers(1, blocks))
             schedule = Schedule(operation.length, blocks, size, states) if size else None
             schedule = None if blocks == 1 else schedule
-            inside = draw_loops(draw, body, depth - 1)
-            loops.append(Loop(number, saved, inner, (), schedule, whole, inside))
+            loop = draw_iterations(draw, number, operation.body, depth)
+            head = None
+            if schedule is None and operation.length > 1 and draw(st.booleans()):
+                count = draw(st.integers(1, operation.length - 1))
+                head = Head(count, draw_iterations(draw, number, operation.body, depth))
+            loops.append(dataclasses.replace(loop, schedule=schedule, head=head))
     return tuple(loops)
+
+
+def draw_iterations(draw, number: int, body: Program, depth: int) -> Loop:
+    """Any legal way to run the iterations of a scan."""
+    values = [v for kernel in body.kernels for v in kernel.results if v != kernel.residuals]
+    whole = draw(st.booleans())
+    saved = () if whole else some(draw, values)
+    inner = () if whole else draw_regions(draw, body, 0, len(body.kernels), 2)
+    return Loop(number, saved, inner, whole=whole, loops=draw_loops(draw, body, depth - 1))
 
 
 @st.composite

@@ -1,6 +1,7 @@
 """Scans whose states are made again: values, derivatives, evaluations and bytes."""
 
 import functools
+import itertools
 import time
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxmem
-from jaxmem.loops import Schedule, cheapest, checkpointed_scan, checkpointed_while
+from jaxmem.loops import Schedule, cheapest, checkpointed_scan, checkpointed_while, split_scan
 from jaxmem.loops.schedules import advances
 from jaxmem.reports.xla.schedule import Transfers
 
@@ -29,6 +30,9 @@ def step(constants, carry, slices):
     return [h, n + 1], [jnp.sum(h * x), n]
 
 
+in_region = jax.checkpoint(step, prevent_cse=False)
+
+
 def loss_of(schedule, reverse=False):
     def loss(w, h, xs):
         carry = [h, jnp.int32(0)]
@@ -36,8 +40,11 @@ def loss_of(schedule, reverse=False):
             (h, n), (y, m) = jax.lax.scan(
                 lambda carry, x: step([w], carry, [x]), carry, xs, reverse=reverse
             )
-        else:
+        elif isinstance(schedule, Schedule):
             (h, n), (y, m) = checkpointed_scan(step, [w], carry, [xs], schedule, reverse)
+        else:
+            parts = zip(schedule, itertools.cycle([in_region, step]), strict=False)
+            (h, n), (y, m) = split_scan(list(parts), [w], carry, [xs], reverse)
         return jnp.sum(h**2) + jnp.sum(jnp.sin(y)) * n + jnp.sum(m * y)
 
     return loss
@@ -65,11 +72,16 @@ def equal(got, expected, tolerance=1e-11):
         Schedule(13, 5, 3, 5),
         Schedule(13, 5, 3, 4, host=True),
         Schedule(7, 2, 3, 1, host=True),
+        (2, 5),
+        (1, 1),
+        (4, 2, 1),
     ],
     ids=str,
 )
 def test_values_and_gradients_are_those_of_the_scan(schedule, reverse):
-    args = W, H, slices(schedule.length)
+    """Of schedules, and of parts that keep other residuals."""
+    length = schedule.length if isinstance(schedule, Schedule) else sum(schedule)
+    args = W, H, slices(length)
     expected = jax.jit(jax.value_and_grad(loss_of(None, reverse), (0, 1, 2)))(*args)
     equal(jax.jit(jax.value_and_grad(loss_of(schedule, reverse), (0, 1, 2)))(*args), expected)
 
@@ -97,8 +109,9 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("jitted", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("schedule", [Schedule(7, 3, 2, 2), (3, 4)], ids=["schedule", "parts"])
 @pytest.mark.parametrize("transform", list(TRANSFORMS.values()), ids=list(TRANSFORMS))
-def test_transformations(transform, jitted):
+def test_transformations(transform, schedule, jitted):
     xs = slices(7)
 
     def made(schedule):
@@ -107,7 +120,7 @@ def test_transformations(transform, jitted):
 
         return (jax.jit(run) if jitted else run)(W, H, xs)
 
-    equal(made(Schedule(7, 3, 2, 2)), made(None), 1e-10)
+    equal(made(schedule), made(None), 1e-10)
 
 
 def test_random_keys_are_carried():

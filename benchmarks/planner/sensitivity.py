@@ -44,7 +44,7 @@ from benchmarks.speed.planner_time import chain
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.search import Begun, Outcome
-from jaxmem.rematerialization.traced import TracedFunction, read
+from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import resolve
 
 SHARES = (0.25, 0.6)
@@ -234,7 +234,7 @@ class Plans:
 
 def planned(name: str, planner: str, offload: bool, budgets: tuple[float, ...]) -> Plans:
     one = traced(name)
-    program = read(one.flat, one.program.differentiated)  # nothing of it is known yet
+    program = one.read(one.flat)  # nothing of it is known yet
     constraints = Constraints.parse(None, 0, "h200", planner, offload)
     began = time.process_time()
     plans = constraints.planner(program)

@@ -9,3 +9,4 @@ from jaxmem.loops.schedules import (
     on_host as on_host,
     repeats as repeats,
 )
+from jaxmem.loops.split import split_scan as split_scan

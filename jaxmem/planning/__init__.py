@@ -14,6 +14,7 @@ from jaxmem.planning.names import (
 from jaxmem.planning.one_liners import one_liners as one_liners
 from jaxmem.planning.rates import DEAR as DEAR, Rates as Rates, of_each as of_each
 from jaxmem.planning.regions import (
+    Head as Head,
     Loop as Loop,
     Region as Region,
     as_emitted as as_emitted,

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
-from jaxmem.planning.options import Body, LoopOption, together
+from jaxmem.planning.options import Body, LoopOption, lower_hull, together
 from jaxmem.planning.rates import DEAR, Rates, of_each
 from jaxmem.planning.regions import Loop, place_of
 from jaxmem.planning.simulate import simulate_block
@@ -49,21 +49,21 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     first, *others = iterations
     bodies = first.saving()
     found = [one.option() for one in bodies]
+    hosted: list[LoopOption] = []
     if rates.host:
         seconds = first.forward[2]
         for one in bodies:
             for values in {one.carried, (*one.carried, *one.loop.saved)} - {()}:
-                found.append(_offloaded(one.option(), values, operation, seconds, rates))
+                hosted.append(_offloaded(one.option(), values, operation, seconds, rates))
     if others:  # where the inner ones take the fewest bytes, what is beside them counts
         bodies += others[-1].saving()
     bodies += [one.whole() for one in iterations]
     found += [one.option() for one in bodies if one.loop.loops]
     bodies = _undominated(bodies)
-    for one in bodies:
-        for option in one.menu(rates.host):
-            own = () if option.host else tuple(bodies)
-            found.append(dataclasses.replace(option, bodies=own))
-    return [plain, *_pareto(found)]
+    found += [option for one in bodies for option in one.menu(rates.host)]
+    own = tuple(bodies)
+    found = [o if o.host else dataclasses.replace(o, bodies=own) for o in found]
+    return [plain, *_pareto([*found, *hosted])]
 
 
 def _inside(body: Program, rates: Rates) -> list[list[LoopOption]]:
@@ -153,13 +153,17 @@ class _Iteration:
 
 
 def _undominated(bodies: list[Body]) -> list[Body]:
-    """The bodies that no other betters in bytes kept, bytes inside and price."""
+    """The bodies that no other betters in bytes kept, bytes inside and price. Of too many those
+    that no two together better in what they keep and their price, and some of the others."""
     found: list[Body] = []
     for one in sorted(bodies, key=lambda one: (one.again[3], one.step, one.inside)):
         if all(one.step < other.step or one.inside < other.inside for other in found):
             found.append(one)
     if len(found) > _BODIES:
-        found = [found[int(at)] for at in np.linspace(0, len(found) - 1, _BODIES)]
+        hull = lower_hull(found, lambda one: (one.step, one.again[3]))[:_BODIES]
+        others = [one for one in found if one not in hull]
+        some = np.linspace(0, len(others) - 1, _BODIES - len(hull))
+        found = [*hull, *(others[int(at)] for at in some)]
     return found
 
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import numpy as np
 
 from jaxmem.loops import IN_FLIGHT, Schedule, cheapest, on_host
 from jaxmem.planning.rates import DEAR
-from jaxmem.planning.regions import Loop
+from jaxmem.planning.regions import Head, Loop
 
 # The bytes of schedules in a menu are so many times apart. Chosen: a plan asks for the schedule of
 # the bytes that are left to it anyway (`LoopOption.with_room`).
@@ -39,9 +41,11 @@ class LoopOption:
         return self.residuals + self.inside
 
     def with_room(self, room: int) -> "LoopOption | None":
-        """The body and the schedule for the lowest price that take at most so many bytes."""
-        found = filter(None, (body.scheduled(room) for body in self.bodies))
-        return min(found, key=lambda option: option.price, default=None)
+        """The body and the schedule, or the two bodies, for the lowest price that take at most so
+        many bytes."""
+        found = [body.scheduled(room) for body in self.bodies]
+        found += [split(*pair, room) for pair in itertools.permutations(self.bodies, 2)]
+        return min(filter(None, found), key=lambda option: option.price, default=None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,6 +136,27 @@ class Body:
         return found
 
 
+def split(head: Body, rest: Body, room: int) -> LoopOption | None:
+    """As many of the last iterations as there is room for by a body that keeps more than that of
+    the first ones and runs less again. Of the last ones all is freed before the first ones are
+    differentiated. At least two of each: XLA makes no loop of one."""
+    more, length = rest.step - head.step, rest.length
+    if more <= 0 or rest.again[3] >= head.again[3]:
+        return None
+    last = int(min((room - length * head.step - rest.inside) // more, length - 2))
+    first = length - last
+    residuals = first * head.step + last * rest.step
+    inside = max(rest.inside, head.inside - last * rest.step)
+    if last < 2 or residuals + inside > room:
+        return None
+    flops, moved, seconds, price = (
+        first * one + last * other for one, other in zip(head.again, rest.again, strict=True)
+    )
+    loop = dataclasses.replace(rest.loop, head=Head(first, head.loop))
+    place = rest.place if inside == rest.inside else head.place
+    return LoopOption(loop, residuals, inside, place, int(flops), int(moved), seconds, price)
+
+
 def together(menus: list[list[LoopOption]]) -> list[list[LoopOption]]:
     """Ways to run all scans, from the lowest price to the fewest bytes: one menu as it is; of
     several the next entry always of that where a byte less costs the least."""
@@ -139,15 +164,10 @@ def together(menus: list[list[LoopOption]]) -> list[list[LoopOption]]:
         return [[option] for option in menus[0]]
     steps = []
     for number, menu in enumerate(menus):
-        hull = [menu[0]]
-        for option in menu[1:]:
-            if option.bytes >= hull[-1].bytes:
-                continue
-            while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
-                hull.pop()
-            hull.append(option)
+        hull = lower_hull(menu, lambda option: (option.bytes, option.price))
         for before, after in itertools.pairwise(hull):
-            steps.append((_slope(before, after), number, after))
+            slope = (after.price - before.price) / (before.bytes - after.bytes)
+            steps.append((slope, number, after))
     found = [[menu[0] for menu in menus]]
     for _, number, option in sorted(steps, key=lambda step: step[:2]):
         found.append([*found[-1][:number], option, *found[-1][number + 1 :]])
@@ -156,6 +176,22 @@ def together(menus: list[list[LoopOption]]) -> list[list[LoopOption]]:
     return found
 
 
-def _slope(before: LoopOption, option: LoopOption) -> float:
-    """The price of each byte that an option takes less."""
-    return (option.price - before.price) / (before.bytes - option.bytes)
+T = TypeVar("T")
+
+
+def lower_hull(ways: Iterable[T], cost: Callable[[T], tuple[int, float]]) -> list[T]:
+    """Of ways by their bytes and prices, from the first one on those with fewer and fewer bytes
+    that no two others together better."""
+    hull: list[T] = []
+
+    def slope(before: T, after: T) -> float:
+        (more, low), (less, high) = cost(before), cost(after)
+        return (high - low) / (more - less)
+
+    for one in ways:
+        if hull and cost(one)[0] >= cost(hull[-1])[0]:
+            continue
+        while len(hull) > 1 and slope(hull[-2], one) <= slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(one)
+    return hull

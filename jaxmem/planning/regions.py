@@ -53,7 +53,8 @@ class Loop:
     ``kernel`` is its number in the program; values and ``regions`` are by the numbers of the body's
     own program. With a ``schedule`` states are kept for some iterations alone, and the others run
     again. ``whole`` is a body that is not recomputed: all that its derivative reads is saved.
-    ``loops`` are the scans of the body that are not left as they are.
+    ``loops`` are the scans of the body that are not left as they are. With a ``head`` all this is
+    of the iterations behind it.
     """
 
     kernel: int
@@ -63,6 +64,15 @@ class Loop:
     schedule: Schedule | None = None
     whole: bool = False
     loops: "tuple[Loop, ...]" = ()
+    head: "Head | None" = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Head:
+    """The first ``count`` iterations of a `scan`, which are run as ``loop`` says."""
+
+    count: int
+    loop: Loop
 
 
 def loops_as_emitted(program: Program, loops: Sequence[Loop]) -> tuple[Loop, ...]:
@@ -72,11 +82,13 @@ def loops_as_emitted(program: Program, loops: Sequence[Loop]) -> tuple[Loop, ...
     def emitted(loop: Loop) -> Loop:
         body = program.operation_of(loop.kernel).body
         assert body is not None
+        head = loop.head
         return dataclasses.replace(
             loop,
             kernel=before[loop.kernel],
             regions=as_emitted(body, loop.regions),
             loops=loops_as_emitted(body, loop.loops),
+            head=head and Head(head.count, emitted(head.loop)),
         )
 
     return tuple(map(emitted, loops))

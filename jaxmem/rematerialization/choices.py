@@ -1,7 +1,7 @@
 """What a plan does with each region and with each value, for people."""
 
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.planning import Layout, Loop, Rates, Region, simulate_block
@@ -45,12 +45,12 @@ def rows_of(program: Program, layout: Layout):
 
 
 def _loop_rows(program: Program, loops: Sequence[Loop], depth: int):
-    for loop in loops:
+    for loop, times, which in _pieces(program, loops):
         operation = program.operation_of(loop.kernel)
         assert operation.body is not None
-        sizes, length, kept = operation.body.sizes, operation.length, operation.length
+        sizes, length, kept = operation.body.sizes, operation.length, times
         offloaded = sum(sizes[value] for value in loop.offloaded) * length
-        parts = f" ({format_bytes(offloaded)} to the host)" * bool(offloaded)
+        parts = which + f" ({format_bytes(offloaded)} to the host)" * bool(offloaded)
         if schedule := loop.schedule:
             kept = max(schedule.tail, schedule.block)
             where = " in host memory" * schedule.host
@@ -68,9 +68,20 @@ def _loop_rows(program: Program, loops: Sequence[Loop], depth: int):
                 row.last,
                 row.saved_bytes * kept,
                 row.kept_bytes * kept,
-                row.flops * length * (not loop.whole),
+                row.flops * times * (not loop.whole),
             )
         yield from _loop_rows(operation.body, loop.loops, depth + 1)
+
+
+def _pieces(program: Program, loops: Sequence[Loop]) -> Iterator[tuple[Loop, int, str]]:
+    """Loops, how many of a scan's iterations each is of, and which, where not of all."""
+    for loop in loops:
+        length = program.operation_of(loop.kernel).length
+        if head := loop.head:
+            yield head.loop, head.count, f" (the first {head.count})"
+            yield loop, length - head.count, f" (the last {length - head.count})"
+        else:
+            yield loop, length, ""
 
 
 def _region_rows(program: Program, regions: Sequence[Region], depth: int):
@@ -104,9 +115,8 @@ def choices_of(program: Program, rates: Rates, layout: Layout):
 
 
 def _loop_choices(program: Program, rates: Rates, loops: Sequence[Loop], around: str):
-    for loop in loops:
-        operation = program.operation_of(loop.kernel)
-        body = operation.body
+    for loop, count, _ in _pieces(program, loops):
+        body = program.operation_of(loop.kernel).body
         assert body is not None
         saved = {*loop.saved, *loop.offloaded}
         if loop.whole:
@@ -115,7 +125,7 @@ def _loop_choices(program: Program, rates: Rates, loops: Sequence[Loop], around:
         # Every run of the body is in the backward pass, beside one in the forward pass.
         runs = {number: times + 1 for number, times in cost.runs.items()}
         everything = set(range(len(body.kernels)))
-        times, offloaded = f"{around}{operation.length} x ", frozenset(loop.offloaded)
+        times, offloaded = f"{around}{count} x ", frozenset(loop.offloaded)
         yield from _values(body, rates, saved, everything, runs, times, offloaded)
         yield from _loop_choices(body, rates, loop.loops, times)
 

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
-from jaxmem.loops import checkpointed_scan
+from jaxmem.loops import checkpointed_scan, split_scan
 from jaxmem.planning import Loop, Region, recomputed
 from jaxmem.program import Kernel, Program, compiled_by, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
@@ -265,19 +265,39 @@ class _Emission:
         values.update(zip(keeps, wrapped(*[values[value] for value in reads]), strict=True))
 
     def looped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
-        """A scan whose body is a region, or is run by a schedule."""
-        equation = step.equation
+        """A scan whose body is a region, or is run by a schedule; whose first iterations may have
+        another one."""
+        options = step.equation.params
         operands = [_array(jaxprs.read(values, operand)) for operand in step.inputs]
-        parts = jaxprs.loop_of(equation)
-        body, program = parts.body, self.program.operation_of(loop.kernel).body
-        assert program is not None
+        parts = jaxprs.loop_of(step.equation)
+        body = parts.body
         constants = [*body.consts, *operands[parts.body_consts]]
         carry, slices = operands[parts.carry], operands[parts.carry.stop :]
+        one = self.iteration(loop, body)
+        with jaxprs.context(step):
+            if loop.schedule:
+                carry, stacked = checkpointed_scan(
+                    one, constants, carry, slices, loop.schedule, options["reverse"]
+                )
+            elif head := loop.head:
+                first = self.iteration(head.loop, body)
+                pieces = (head.count, first), (options["length"] - head.count, one)
+                carry, stacked = split_scan(pieces, constants, carry, slices, options["reverse"])
+            else:
+                carry, stacked = jax.lax.scan(
+                    functools.partial(one, constants), carry, slices,
+                    options["length"], options["reverse"], options["unroll"],
+                )  # fmt: skip
+        values.update(zip(step.outputs, [*carry, *stacked], strict=True))
+
+    def iteration(self, loop: Loop, body: jaxprs.FlatJaxpr) -> Callable:
+        """One iteration of a scan: constants, carry and slices to the next carry and results."""
+        program = self.program.operation_of(loop.kernel).body
+        assert program is not None
         region = Region(0, len(program.kernels), loop.saved, loop.regions)
         loops = {inner.kernel: inner for inner in loop.loops}
         emission = _Emission(body, program, loops, () if loop.whole else [region])
         emission.saved |= frozenset(loop.offloaded)
-        options = equation.params
 
         def one(constants, carry, slices):
             inner = dict(enumerate([*constants, *carry, *slices]))
@@ -289,17 +309,7 @@ class _Emission:
             results = emission.outputs(inner)
             return results[: len(carry)], results[len(carry) :]
 
-        with jaxprs.context(step):
-            if loop.schedule:
-                carry, stacked = checkpointed_scan(
-                    one, constants, carry, slices, loop.schedule, options["reverse"]
-                )
-            else:
-                carry, stacked = jax.lax.scan(
-                    functools.partial(one, constants), carry, slices,
-                    options["length"], options["reverse"], options["unroll"],
-                )  # fmt: skip
-        values.update(zip(step.outputs, [*carry, *stacked], strict=True))
+        return one
 
 
 def _named(value: Any, name: str) -> Any:

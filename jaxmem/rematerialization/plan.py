@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from jaxmem.ground.errors import PlanError
 from jaxmem.loops import Schedule
-from jaxmem.planning import Loop, Region
+from jaxmem.planning import Head, Loop, Region
 from jaxmem.program import Program
 from jaxmem.rematerialization import plan_text
 from jaxmem.rematerialization.choices import Choice, Row
@@ -332,7 +332,7 @@ class Plan(Printed):
 
 
 def _loop(row: dict[str, Any]) -> Loop:
-    regions, schedule = _regions(row["regions"]), row["schedule"]
+    regions, schedule, head = _regions(row["regions"]), row["schedule"], row.get("head")
     return Loop(
         row["kernel"],
         tuple(row["saved"]),
@@ -341,6 +341,7 @@ def _loop(row: dict[str, Any]) -> Loop:
         schedule and Schedule(**schedule),
         row["whole"],
         tuple(map(_loop, row.get("loops", ()))),
+        head and Head(head["count"], _loop(head["loop"])),
     )
 
 
