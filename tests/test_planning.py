@@ -263,6 +263,51 @@ def test_a_schedule_has_the_room_that_is_left():
     assert prices == sorted(prices)
 
 
+def every_split(bodies, room):
+    """The prices of all that two bodies can do within so many bytes, from their own numbers."""
+    for head, rest in itertools.permutations(bodies, 2):
+        length = rest.length if rest.step > head.step else 0
+        for first in range(2, length - 1):
+            left = first * head.step
+            most = max(left + (length - first) * rest.step + rest.inside, left + head.inside)
+            if most <= room:
+                yield first * head.again[3] + (length - first) * rest.again[3]
+
+
+@pytest.mark.parametrize("host", [0.0, 1e9])
+def test_the_first_iterations_keep_less_than_the_last_ones(host):
+    """The lowest price that any two bodies and any place to part the iterations have."""
+    program = loop_program()
+    menu = loop_options(program, 0, dataclasses.replace(RATES, host=host))
+    bodies = next(option.bodies for option in menu if option.bodies)
+    plain = menu[0].bytes
+    parted = 0
+    for percent in range(95, 5, -6):
+        room = plain * percent // 100
+        found = menu[1].with_room(room)
+        best = min(every_split(bodies, room), default=np.inf)
+        if found is None:
+            assert best == np.inf
+            continue
+        assert found.bytes <= room
+        assert found.price <= best * (1 + 1e-9)
+        if head := found.loop.head:
+            parted += 1
+            assert found.price == pytest.approx(best)
+            both = head.loop, found.loop
+            waits = [sum(10**6 for _ in one.offloaded) for one in both]
+            assert found.host == head.count * waits[0] + (16 - head.count) * waits[1]
+    assert parted > 3
+
+
+def test_budgets_between_two_places_of_a_menu_are_used():
+    planner = DP(loop_program(length=32), RATES)
+    plain = planner.plain.peak
+    for percent in range(45, 95, 7):
+        layout = planner.cheapest_within(plain * percent // 100)
+        assert 0.96 < layout.peak / (plain * percent // 100) <= 1
+
+
 def test_several_scans_share_a_budget_by_what_a_byte_costs():
     """Each has a menu of its own; they are not tied by their places in it."""
 

@@ -295,6 +295,19 @@ def test_a_scan_is_planned_from_inside():
         jaxmem.plan(scanned, *STACK, budget="100MiB")
 
 
+@pytest.mark.parametrize("share", [0.6, 0.7, 0.8])
+def test_the_first_iterations_of_a_scan_keep_less_than_the_last_ones(share):
+    stack = (jax.ShapeDtypeStruct((24, WIDTH, WIDTH), jnp.float32), SHAPES[1])
+    budget = int(share * compiled(scanned, *stack).device)
+    plan = jaxmem.plan(scanned, *stack, budget=budget, target="h200")
+    count = plan.loops[0].head.count
+    assert 0.94 * budget < plan.compiled_bytes <= budget
+    assert 0.95 < plan.compiled_bytes / plan.projected_bytes < 1.05
+    assert f"24 x scan (the first {count})" in str(plan)
+    assert f"24 x scan (the last {24 - count})" in str(plan)
+    assert jaxmem.Plan.from_json(plan.to_json()) == plan
+
+
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("schedule", [None, Schedule(8, 4, 2, 2), Schedule(8, 3, 3, 3)])
 @pytest.mark.parametrize("reverse", [False, True])

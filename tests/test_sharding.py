@@ -1,4 +1,7 @@
 import functools
+import os
+import subprocess
+import sys
 
 import chex
 import jax
@@ -198,3 +201,57 @@ def test_hundreds_of_gpus(count):
     mesh = AbstractMesh((count,), ("data",))
     report = compiled(mesh=mesh, count=count, layers=2)
     assert report.argument == pytest.approx((4 * MATRIX + BATCH) / count, rel=0.03)
+
+
+LOOPS = """
+import dataclasses, functools
+import jax, jax.numpy as jnp, numpy as np, optax
+import jaxmem
+from jaxmem.planning import Head, Rates, loop_options
+from jaxmem.rematerialization.traced import TracedFunction
+
+jax.config.update("jax_enable_x64", True)
+
+def loss(params, x):
+    def body(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w.T), x.sum(1)
+    x, sums = jax.lax.scan(body, x, params)
+    return jnp.mean(x**2) + jnp.mean(sums)
+
+params = jax.random.normal(jax.random.key(0), (6, 32, 32)) / 6
+x = jax.random.normal(jax.random.key(1), (64, 32))
+program = TracedFunction(loss, (params, x), {}, 0).program
+menu = loop_options(program, program.scans[0], Rates(jaxmem.target("h200"), host=64e9))
+bodies = next(option.bodies for option in menu if option.bodies)
+hosted = next(one.loop for one in bodies if one.host)
+kept = next(one.loop for one in bodies if not one.host and not one.loop.whole)
+plan = jaxmem.plan(loss, params, x)
+
+def trained(plan, sharding):
+    given = {"remat": functools.partial(jaxmem.remat, plan=plan)} if plan else {}
+    step = jaxmem.train_step(loss, optax.adam(0.1), sharding=sharding, **given)
+    state = step.init(jnp.copy(params))
+    for _ in range(3):
+        state, metrics = step(state, sharding.place_batch(x) if sharding else x)
+    return jax.device_get(state.params), float(metrics["loss"])
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+assert mesh.size == 4
+expected, loss_of_one = trained(None, None)
+for head, rest in ((hosted, kept), (kept, hosted), (hosted, hosted)):
+    loop = dataclasses.replace(rest, head=Head(4, head))
+    for stage in (1, 3):
+        planned = dataclasses.replace(plan, loops=(loop,))
+        found, other = trained(planned, jaxmem.shard(mesh, stage=stage))
+        np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-12)
+        np.testing.assert_allclose(other, loss_of_one, rtol=1e-8)
+"""
+
+
+def test_parted_loops_and_residuals_on_the_host_train_as_one_device_does():
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    subprocess.run([sys.executable, "-c", LOOPS], env=environment, check=True, timeout=600)

@@ -71,11 +71,7 @@ class Problem:
         self.reduction: str | None = None
         self._steps: dict[Levers, TrainStep] = {}  # before they are planned
         self._states: dict[Levers, TrainState] = {}
-        # Residuals of scans may wait in host memory; of partitioned programs nobody has tried it.
-        self.offload = "placement" not in self.keep
-        if self.offload and self.devices > 1:
-            self.offload = False
-            self.refused["residuals in host memory"] = "not tried on several devices"
+        self.offload = "placement" not in self.keep  # residuals of scans may wait in host memory
         self.as_is = Levers(**{name: lever.as_is(self) for name, lever in LEVERS.items()})
         self.may("residuals")
         self.may("regions")

@@ -48,22 +48,19 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     iterations = [_Iteration(program, kernel, rates, inner) for inner in _inside(body, rates)]
     first, *others = iterations
     bodies = first.saving()
-    found = [one.option() for one in bodies]
-    hosted: list[LoopOption] = []
+    hosted: list[Body] = []
     if rates.host:
-        seconds = first.forward[2]
         for one in bodies:
             for values in {one.carried, (*one.carried, *one.loop.saved)} - {()}:
-                hosted.append(_offloaded(one.option(), values, operation, seconds, rates))
+                hosted.append(_offloaded(one, values, first.body, rates))
     if others:  # where the inner ones take the fewest bytes, what is beside them counts
         bodies += others[-1].saving()
     bodies += [one.whole() for one in iterations]
-    found += [one.option() for one in bodies if one.loop.loops]
+    found = [one.option() for one in [*bodies, *hosted] if one.loop.loops or not one.loop.whole]
     bodies = _undominated(bodies)
     found += [option for one in bodies for option in one.menu(rates.host)]
-    own = tuple(bodies)
-    found = [o if o.host else dataclasses.replace(o, bodies=own) for o in found]
-    return [plain, *_pareto([*found, *hosted])]
+    own = (*bodies, *_undominated(hosted))
+    return [plain, *_pareto([dataclasses.replace(option, bodies=own) for option in found])]
 
 
 def _inside(body: Program, rates: Rates) -> list[list[LoopOption]]:
@@ -167,26 +164,23 @@ def _undominated(bodies: list[Body]) -> list[Body]:
     return found
 
 
-def _offloaded(
-    option: LoopOption, values: tuple[int, ...], scan: Operation, seconds: float, rates: Rates
-) -> LoopOption:
-    """An option with some of its residuals in host memory: a body's worth of them is on the
-    device, and the next on its way. ``seconds`` are those of one run of the body."""
-    assert scan.body is not None and option.loop is not None
-    moved = sum(scan.body.sizes[value] for value in values)
+def _offloaded(one: Body, values: tuple[int, ...], body: Program, rates: Rates) -> Body:
+    """A way to run an iteration with some of its residuals in host memory: one iteration's of them
+    are on the device, and the next ones' on their way."""
+    moved = sum(body.sizes[value] for value in values)
     link = moved / rates.host
-    beside = (seconds, 2 * seconds + option.seconds / scan.length)
-    exposed = scan.length * sum(max(link - _OVERLAP * time, 0.0) for time in beside)
-    loop = option.loop
-    saved = tuple(value for value in loop.saved if value not in values)
+    flops, bytes_moved, seconds, price = one.again
+    forward = one.forward[2]
+    beside = (forward, 2 * forward + seconds)
+    exposed = sum(max(link - _OVERLAP * time, 0.0) for time in beside)
+    saved = tuple(value for value in one.loop.saved if value not in values)
     return dataclasses.replace(
-        option,
-        loop=dataclasses.replace(loop, saved=saved, offloaded=values),
-        residuals=option.residuals - scan.length * moved,
-        inside=option.inside + 2 * moved,
-        seconds=option.seconds + exposed,
-        price=option.price + DEAR * exposed,
-        host=scan.length * moved,
+        one,
+        loop=dataclasses.replace(one.loop, saved=saved, offloaded=values),
+        step=one.step - moved,
+        inside=one.inside + 2 * moved,
+        again=(flops, bytes_moved, seconds + exposed, price + DEAR * exposed),
+        host=moved,
     )
 
 

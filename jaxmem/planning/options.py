@@ -43,7 +43,7 @@ class LoopOption:
     def with_room(self, room: int) -> "LoopOption | None":
         """The body and the schedule, or the two bodies, for the lowest price that take at most so
         many bytes."""
-        found = [body.scheduled(room) for body in self.bodies]
+        found = [body.scheduled(room) for body in self.bodies if not body.host]
         found += [split(*pair, room) for pair in itertools.permutations(self.bodies, 2)]
         return min(filter(None, found), key=lambda option: option.price, default=None)
 
@@ -52,7 +52,8 @@ class LoopOption:
 class Body:
     """A way to run the iterations of a scan: what one of them keeps (``step`` bytes, ``carried``
     among it: what it needs of the carry, which has ``state`` bytes) and has inside, what its
-    derivative runs again, and what the iteration itself costs."""
+    derivative runs again, and what the iteration itself costs; ``host`` bytes of what it keeps wait
+    in host memory, in no other count."""
 
     loop: Loop
     carried: tuple[int, ...]
@@ -63,6 +64,7 @@ class Body:
     place: tuple[int, ...]
     again: tuple[float, float, float, float]  # FLOPs, bytes moved, seconds, price
     forward: tuple[float, float, float, float]
+    host: int = 0
 
     @property
     def bytes(self) -> int:
@@ -84,9 +86,9 @@ class Body:
             self.length * again + runs * forward
             for again, forward in zip(self.again, self.forward, strict=True)
         )
-        loop = dataclasses.replace(self.loop, schedule=schedule)
+        loop, host = dataclasses.replace(self.loop, schedule=schedule), self.length * self.host
         return LoopOption(
-            loop, residuals, inside, self.place, int(flops), int(moved), seconds, price
+            loop, residuals, inside, self.place, int(flops), int(moved), seconds, price, host
         )
 
     def scheduled(self, room: int) -> LoopOption | None:
@@ -154,7 +156,8 @@ def split(head: Body, rest: Body, room: int) -> LoopOption | None:
     )
     loop = dataclasses.replace(rest.loop, head=Head(first, head.loop))
     place = rest.place if inside == rest.inside else head.place
-    return LoopOption(loop, residuals, inside, place, int(flops), int(moved), seconds, price)
+    host = first * head.host + last * rest.host
+    return LoopOption(loop, residuals, inside, place, int(flops), int(moved), seconds, price, host)
 
 
 def together(menus: list[list[LoopOption]]) -> list[list[LoopOption]]:

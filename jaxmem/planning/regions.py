@@ -96,4 +96,4 @@ def loops_as_emitted(program: Program, loops: Sequence[Loop]) -> tuple[Loop, ...
 
 def _emitted_before(program: Program) -> list[int]:
     """For each kernel, and the end, how many are emitted before it."""
-    return [0, *itertools.accumulate(not kernel.sent for kernel in program.kernels)]
+    return [0, *itertools.accumulate(int(not kernel.sent) for kernel in program.kernels)]
