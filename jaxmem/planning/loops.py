@@ -15,7 +15,7 @@ from jaxmem.planning.options import Body, LoopOption, lower_hull, together
 from jaxmem.planning.rates import DEAR, Rates, of_each
 from jaxmem.planning.regions import Loop, place_of
 from jaxmem.planning.simulate import simulate_block
-from jaxmem.program import Operation, Program
+from jaxmem.program import Program
 
 # Chosen: half and twice change what a GPT's scan recomputes by at most 0.4 points of the step's
 # time (benchmarks/planner/sensitivity.py). They bound the time of planning.
