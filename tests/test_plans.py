@@ -308,6 +308,46 @@ def test_the_first_iterations_of_a_scan_keep_less_than_the_last_ones(share):
     assert jaxmem.Plan.from_json(plan.to_json()) == plan
 
 
+def attending(weights, x):
+    """Layers of grouped attention, in a scan."""
+
+    def layer(x, weights):
+        inner, outer = weights
+        rows, length, width = x.shape
+        query, key, value = jnp.split((x @ inner).reshape(rows, length, -1, 64), [16, 20], 2)
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return x + mixed.reshape(x.shape) @ outer, None
+
+    return jnp.mean(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2)
+
+
+def stacked(*shape, sharding=None):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+
+ATTENDING = (stacked(8, 1024, 24 * 64), stacked(8, 1024, 1024))
+
+
+@pytest.mark.parametrize("share", [0.55, 0.9])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_what_a_scan_keeps_is_not_laid_out_anew(devices, share):
+    """Scores by groups of heads: XLA would copy the whole stack between the passes, for a layout
+    that moves the layers' axis, and of each device all of it if they were not partitioned."""
+    mesh = jax.sharding.AbstractMesh((devices,), ("data",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    args = ATTENDING, stacked(devices, 2048, 1024, sharding=rows if devices > 1 else None)
+    plain = jaxmem.plan(attending, *args, compilations=0, argnums=(0, 1)).plain_bytes
+    plan = jaxmem.plan(attending, *args, budget=int(share * plain), compilations=0, argnums=(0, 1))
+    assert plan.loops[0].saved
+    report = jaxmem.memory(
+        jax.value_and_grad(plan.apply(attending), (0, 1)),
+        *args,
+        target=jaxmem.target("h100", count=devices),
+        compiler_options=plan.compiler_options,
+    )
+    assert report.device < 1.1 * plan.projected_bytes
+
+
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("schedule", [None, Schedule(8, 4, 2, 2), Schedule(8, 3, 3, 3)])
 @pytest.mark.parametrize("reverse", [False, True])

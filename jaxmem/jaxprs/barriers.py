@@ -31,8 +31,8 @@ def after(value: Any, other: Any) -> Any:
 
 @functools.cache
 def _together() -> Primitive:
-    barrier = _identity("together")
-    internals.ad.primitive_jvps[barrier] = _with_tangents_as_they_are(barrier)
+    barrier = identity("together")
+    internals.ad.primitive_jvps[barrier] = with_tangents_as_they_are(barrier)
     internals.mlir.register_lowering(barrier, internals._optimization_barrier_lowering_rule)
     internals.partial_eval.dce_rules[barrier] = _needed_together
     return barrier
@@ -40,8 +40,8 @@ def _together() -> Primitive:
 
 @functools.cache
 def _after() -> Primitive:
-    barrier = _identity("after")
-    internals.ad.primitive_jvps[barrier] = _with_tangents_as_they_are(barrier)
+    barrier = identity("after")
+    internals.ad.primitive_jvps[barrier] = with_tangents_as_they_are(barrier)
     internals.mlir.register_lowering(barrier, internals._optimization_barrier_lowering_rule)
     return barrier
 
@@ -49,30 +49,31 @@ def _after() -> Primitive:
 @functools.cache
 def _back_together() -> Primitive:
     """A primitive, since only a primitive can say how it is transposed."""
-    identity = _identity("back_together")
-    internals.ad.primitive_jvps[identity] = lambda values, tangents: (
+    barrier = identity("back_together")
+    internals.ad.primitive_jvps[barrier] = lambda values, tangents: (
         list(values),
-        _among_those_there(identity.bind, tangents),
+        _among_those_there(barrier.bind, tangents),
     )
-    internals.ad.primitive_transposes[identity] = lambda cotangents, *_: _among_those_there(
+    internals.ad.primitive_transposes[barrier] = lambda cotangents, *_: _among_those_there(
         _together().bind, cotangents
     )
-    internals.mlir.register_lowering(identity, lambda _, *values: list(values))
-    internals.partial_eval.dce_rules[identity] = _needed_together
-    return identity
+    internals.mlir.register_lowering(barrier, lambda _, *values: list(values))
+    internals.partial_eval.dce_rules[barrier] = _needed_together
+    return barrier
 
 
-def _identity(name: str) -> Primitive:
-    identity = Primitive(name)
-    identity.multiple_results = True
-    identity.def_impl(lambda *values: list(values))
-    identity.def_abstract_eval(lambda *values: values)
+def identity(name: str) -> Primitive:
+    """A primitive that returns what it gets, with rules for all but derivatives and lowering."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *values: list(values))
+    primitive.def_abstract_eval(lambda *values: values)
     batchers = internals.batching.primitive_batchers
-    batchers[identity] = lambda values, axes: (identity.bind(*values), axes)
-    return identity
+    batchers[primitive] = lambda values, axes: (primitive.bind(*values), axes)
+    return primitive
 
 
-def _with_tangents_as_they_are(primitive: Primitive) -> Callable:
+def with_tangents_as_they_are(primitive: Primitive) -> Callable:
     return lambda values, tangents: (primitive.bind(*values), tangents)
 
 

@@ -98,6 +98,7 @@ class _Emission:
     program: Program
     loops: dict[int, Loop]
     regions: Sequence[Region]
+    in_loop: bool = False
 
     def __post_init__(self):
         self.saved = _saved(self.regions)
@@ -116,6 +117,14 @@ class _Emission:
     def readers(self) -> collections.Counter[int]:
         """How many operations read each value."""
         return collections.Counter(value for step in self.flat.steps for value in step.uses)
+
+    @functools.cached_property
+    def stacks_rows(self) -> bool:
+        """Whether what is saved lies row by row. Not where there are convolutions, which have
+        layouts of their own."""
+        names = {step.primitive for step in self.flat.steps}
+        rows = self.program.rules.row_major and "conv_general_dilated" not in names
+        return self.in_loop and rows
 
     def run(self, start: int, stop: int, regions: Sequence[Region], values: dict[int, Any]) -> None:
         """Kernels ``start`` to ``stop - 1``, reading and writing ``values`` by number."""
@@ -173,6 +182,7 @@ class _Emission:
             for value in kernel.results:
                 if value in self.saved:
                     named = _named(inside[value], self.name(value))
+                    named = jaxprs.row_major(named) if self.stacks_rows else named
                     values[value] = self.in_turn(value, named)
                 elif value != kernel.residuals:
                     values[value] = inside[value]
@@ -296,7 +306,7 @@ class _Emission:
         assert program is not None
         region = Region(0, len(program.kernels), loop.saved, loop.regions)
         loops = {inner.kernel: inner for inner in loop.loops}
-        emission = _Emission(body, program, loops, () if loop.whole else [region])
+        emission = _Emission(body, program, loops, () if loop.whole else [region], True)
         emission.saved |= frozenset(loop.offloaded)
 
         def one(constants, carry, slices):

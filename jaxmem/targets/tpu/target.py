@@ -15,7 +15,13 @@ from jaxmem.targets.target import Target
 _CHIPS_OF_A_HOST = {2: (2, 2), 3: (2, 2, 1)}  # a topology is of whole hosts, or of one chip
 
 # Found in what libtpu 0.0.42 makes of GPT-2, ViT, EfficientNet, DenseNet and ResNet50 for a v5e.
-RULES = Rules(fuses_operands=True, writes_concatenations=True, tile=(8, 128), picks_poolings=False)
+RULES = Rules(
+    fuses_operands=True,
+    writes_concatenations=True,
+    tile=(8, 128),
+    picks_poolings=False,
+    row_major=False,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

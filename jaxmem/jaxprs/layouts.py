@@ -1,0 +1,37 @@
+"""How arrays lie in memory."""
+
+import functools
+from typing import Any
+
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import Primitive
+
+from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.barriers import identity, with_tangents_as_they_are
+
+
+def row_major(value: Any) -> Any:
+    """The value with its last axis innermost, where a compiler may choose; cotangents lie as they
+    like."""
+    return _row_major().bind(value)[0] if value.ndim > 1 else value
+
+
+@functools.cache
+def _row_major() -> Primitive:
+    primitive = identity("row_major")
+    internals.ad.primitive_jvps[primitive] = with_tangents_as_they_are(primitive)
+    internals.mlir.register_lowering(primitive, _lowered)
+    return primitive
+
+
+def _lowered(ctx, value) -> Any:
+    """JAX's own constraint. XLA does not partition that one: where there are several devices the
+    value is said to be in their memory, which it is, and most layouts end there too."""
+    if getattr(ctx.module_context.axis_context, "num_devices", None) == 1:
+        return internals.mlir.lower_fun(_laid_out, multiple_results=True)(ctx, value)
+    kind = internals.mlir.wrap_with_memory_kind
+    return [kind(ctx.module_context, value, "device", ctx.avals_out[0])]
+
+
+def _laid_out(*values: Any) -> list[Any]:
+    return [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in values]
