@@ -14,6 +14,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_optimizer, check_state, shown
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.levers.gathering import gathered_where_read
 from jaxmem.targets import HOST_KIND
 
 _SMALL = 2**14  # values, 64 KiB of float32; chosen, and not measured
@@ -151,6 +152,22 @@ class Sharding:
 
         return functools.wraps(fun)(jax.checkpoint(region, policy=policy))
 
+    def gathered_where_read(self, fun: Callable) -> Callable:
+        """``fun(params, *args)`` whose parameters are gathered where it reads them, as a step with
+        ``sharding=`` has them: a scan over layers gathers one layer's at a time, and again in the
+        backward pass, as do regions of the function's own and plans. At stages 1 and 2 there is
+        nothing to gather."""
+        if self.stage < 3 or self.count == 1:
+            return fun
+
+        @functools.wraps(fun)
+        def gathered(params, *args):
+            specs = jax.tree.leaves(self.specs(params), is_leaf=_is_spec)
+            spread = [self.axis in spec for spec in specs]
+            return gathered_where_read(fun, spread, self._gathered)(params, *args)
+
+        return gathered
+
     def report(self, params: Any, state: Any = ()) -> str:
         """Bytes on each device of parameters and optimizer state, and what is not spread."""
         lines = [f"{self}", f"{'':12}{'whole':>14}{'each device':>14}"]
@@ -217,6 +234,10 @@ class Sharding:
 
     def _gathered(self, leaf: Any) -> Any:
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec()))
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec)
 
 
 def shard(

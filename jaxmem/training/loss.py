@@ -34,7 +34,14 @@ class Loss:
         self, params: Any, batch: Any, model_state: Any = None, key: Any = None
     ) -> tuple:
         """What ``remat=`` is given: loss, model state if there is one, and metrics, in the
-        precision asked for. A plan of it, at the shapes of one microbatch, is one for the step."""
+        precision asked for. A plan of it, at the shapes of one microbatch, is one for the step.
+        Parameters that are spread over devices are gathered where they are read."""
+        sharding = self.settings.sharding
+        fun = self._in_precision
+        fun = sharding.gathered_where_read(fun) if sharding is not None else fun
+        return fun(params, batch, model_state, key)
+
+    def _in_precision(self, params: Any, batch: Any, model_state: Any, key: Any) -> tuple:
         chosen = self.settings.precision
 
         def plain(params, batch, model_state, key):

@@ -1,0 +1,137 @@
+"""Parameters that are spread over devices, gathered where a function reads them (ZeRO-3, FSDP).
+
+Without it XLA may leave a layer's weights where they are and send the activations of all devices
+instead: it knows nothing of how often either is used.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxmem import jaxprs
+
+# A value is made of spread parameters alone, of constants alone, or of anything else.
+SPREAD, CONSTANT, OTHER = range(3)
+
+
+def gathered_where_read(fun: Callable, spread: Sequence[bool], gather: Callable) -> Callable:
+    """``fun(params, *args)``, in which what is made of ``spread`` parameters alone (a leaf each) is
+    passed through ``gather`` where it meets anything else.
+
+    So a weight is cast before it is gathered. A scan slices it first: each iteration gathers its
+    own, and does it again in the backward pass, as a region of the function's own does. Elsewhere
+    what is gathered is kept, unless a plan or a region has it gathered again.
+    """
+
+    @functools.wraps(fun)
+    def gathered(params, *args):
+        leaves, tree = jax.tree.flatten(params)
+        flat = jaxprs.flatten(
+            lambda *leaves: fun(jax.tree.unflatten(tree, leaves), *args), leaves
+        )
+        arrays = flat.arrays_closed_over
+        kinds = [CONSTANT if at in arrays else OTHER for at in range(len(flat.consts))]
+        kinds += [SPREAD if one else OTHER for one in spread]
+        results = _Gathering(gather).run(flat, kinds, [*flat.consts, *leaves])
+        return jax.tree.unflatten(flat.out_tree, results)
+
+    return gathered
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gathering:
+    gather: Callable
+
+    def run(self, flat: jaxprs.FlatJaxpr, kinds: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
+        """The results of a flat jaxpr on inputs of these kinds."""
+        found, values = kinds_of(flat, kinds), dict(enumerate(inputs))
+        for step in flat.steps:
+            of = [_kind(found, operand) for operand in step.inputs]
+            operands = [jaxprs.read(values, operand) for operand in step.inputs]
+            values.update(zip(step.outputs, self._results(step, of, operands), strict=True))
+        return [jaxprs.read(values, output) for output in flat.outputs]
+
+    def _results(self, step: jaxprs.Step, of: list[int], operands: list[Any]) -> list[Any]:
+        if not meets(step, of):
+            return jaxprs.evaluate(step, operands)
+        if step.primitive == "scan":
+            return self._scan(step, of, operands)
+        if jaxprs.is_region(step.equation):
+            flat = jaxprs.called_jaxpr(step.equation)
+            kinds = [CONSTANT] * len(flat.consts) + of
+
+            def region(*operands):
+                # XLA would merge what is gathered here with what is gathered again.
+                operands = jax.lax.optimization_barrier(operands)
+                return self.run(flat, kinds, [*flat.consts, *operands])
+
+            return jaxprs.checkpoint_like(step, region, operands)
+        return jaxprs.evaluate(step, self._gathered(of, operands))
+
+    def _scan(self, step: jaxprs.Step, of: list[int], operands: list[Any]) -> list[Any]:
+        """Slices are gathered in the body, constants and the first carry before it."""
+        loop = jaxprs.loop_of(step.equation)
+        first, carry = loop.carry.stop, loop.carry
+        operands = [*self._gathered(of[:first], operands[:first]), *operands[first:]]
+        constants, slices = operands[loop.body_consts], operands[first:]
+        kinds = [
+            *[CONSTANT] * len(loop.body.consts),
+            *[CONSTANT if kind == CONSTANT else OTHER for kind in of[loop.body_consts]],
+            *[OTHER] * (carry.stop - carry.start),
+            *of[first:],
+        ]
+
+        def body(carry, slices):
+            given = [*loop.body.consts, *constants, *carry, *slices]
+            results = self.run(loop.body, kinds, given)
+            return results[: len(carry)], results[len(carry) :]
+
+        found = kinds_of(loop.body, kinds)
+        if any(
+            meets(one, [_kind(found, operand) for operand in one.inputs])
+            and not jaxprs.is_region(one.equation)
+            for one in loop.body.steps
+        ):
+            policy = jaxprs.OperationPolicy(_saves_all_but_what_is_gathered)
+            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        with jaxprs.context(step):
+            last, stacked = jax.lax.scan(body, operands[carry], slices, **loop.options)
+        return [*last, *stacked]
+
+    def _gathered(self, of: Sequence[int], operands: Sequence[Any]) -> list[Any]:
+        return [
+            self.gather(x) if kind == SPREAD and x.ndim else x
+            for kind, x in zip(of, operands, strict=True)
+        ]
+
+
+def kinds_of(flat: jaxprs.FlatJaxpr, kinds: Sequence[int]) -> dict[int, int]:
+    """The kind of each value, from those of the inputs."""
+    found = dict(enumerate(kinds))
+    for step in flat.steps:
+        of = [_kind(found, operand) for operand in step.inputs]
+        if step.primitive == "optimization_barrier":
+            found.update(zip(step.outputs, of, strict=True))
+            continue
+        placed = step.primitive == "sharding_constraint"  # the function's own
+        alone = not placed and OTHER not in of and not jaxprs.side_effects(step)
+        kind = (SPREAD if SPREAD in of else CONSTANT) if alone else OTHER
+        found.update(dict.fromkeys(step.outputs, kind))
+    return found
+
+
+def meets(step: jaxprs.Step, of: Sequence[int]) -> bool:
+    """Whether a step reads spread parameters together with anything else."""
+    apart = step.primitive in ("optimization_barrier", "sharding_constraint", "shard_map")
+    return SPREAD in of and OTHER in of and not apart
+
+
+def _kind(found: dict[int, int], operand: Any) -> int:
+    return found[operand] if isinstance(operand, int) else CONSTANT
+
+
+def _saves_all_but_what_is_gathered(primitive, *_, **__) -> bool:
+    return primitive.name != "sharding_constraint"
