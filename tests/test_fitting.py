@@ -142,7 +142,7 @@ def test_operations_that_hold_no_scores_are_searched_where_they_are_allowed():
     step = jaxmem.fit(*given, **options, allow="operations", budget="300MiB")
     chosen = step.fitting.chosen
     assert chosen.levers.operations and "jaxmem.ops" in str(chosen.levers)
-    assert chosen.compiled <= 450 * MIB < plain.chosen.compiled
+    assert chosen.compiled <= 300 * MIB < plain.chosen.compiled
     drawn = jax.random.split(jax.random.key(0), 5)
     values = {
         name: jax.random.normal(key, (64, 64)) / 8

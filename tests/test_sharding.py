@@ -207,7 +207,7 @@ LOOPS = """
 import dataclasses, functools
 import jax, jax.numpy as jnp, numpy as np, optax
 import jaxmem
-from jaxmem.planning import Head, Rates, loop_options
+from jaxmem.planning import Head, Rates, loop_options, loops_as_emitted
 from jaxmem.rematerialization.traced import TracedFunction
 
 jax.config.update("jax_enable_x64", True)
@@ -218,14 +218,22 @@ def loss(params, x):
     x, sums = jax.lax.scan(body, x, params)
     return jnp.mean(x**2) + jnp.mean(sums)
 
-params = jax.random.normal(jax.random.key(0), (6, 32, 32)) / 6
-x = jax.random.normal(jax.random.key(1), (64, 32))
-program = TracedFunction(loss, (params, x), {}, 0).program
-menu = loop_options(program, program.scans[0], Rates(jaxmem.target("h200"), host=64e9))
-bodies = next(option.bodies for option in menu if option.bodies)
-hosted = next(one.loop for one in bodies if one.host)
-kept = next(one.loop for one in bodies if not one.host and not one.loop.whole)
-plan = jaxmem.plan(loss, params, x)
+params = jax.random.normal(jax.random.key(0), (6, 64, 64)) / 8
+x = jax.random.normal(jax.random.key(1), (64, 64))
+
+def plans(step):
+    # The scan in two parts, with residuals on the host in one, the other or both.
+    state, batch = step.abstract(params), step.sharding.place_batch(jax.eval_shape(lambda: x))
+    traced = TracedFunction(step.loss, (state.params, batch), {}, 0)
+    program = traced.program
+    menu = loop_options(program, program.scans[0], Rates(jaxmem.target("h200"), host=64e9))
+    bodies = next(option.bodies for option in menu if option.bodies)
+    hosted = next(one.loop for one in bodies if one.host)
+    kept = next(one.loop for one in bodies if not one.host and not one.loop.whole)
+    plan = jaxmem.plan(step.loss, state.params, batch)
+    for head, rest in ((hosted, kept), (kept, hosted), (hosted, hosted)):
+        loops = loops_as_emitted(program, [dataclasses.replace(rest, head=Head(4, head))])
+        yield dataclasses.replace(plan, loops=loops, regions=())
 
 def trained(plan, sharding):
     given = {"remat": functools.partial(jaxmem.remat, plan=plan)} if plan else {}
@@ -238,11 +246,11 @@ def trained(plan, sharding):
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
 assert mesh.size == 4
 expected, loss_of_one = trained(None, None)
-for head, rest in ((hosted, kept), (kept, hosted), (hosted, hosted)):
-    loop = dataclasses.replace(rest, head=Head(4, head))
-    for stage in (1, 3):
-        planned = dataclasses.replace(plan, loops=(loop,))
-        found, other = trained(planned, jaxmem.shard(mesh, stage=stage))
+for stage in (1, 3):
+    sharding = jaxmem.shard(mesh, stage=stage)
+    step = jaxmem.train_step(loss, optax.adam(0.1), sharding=sharding)
+    for plan in [None, *plans(step)]:
+        found, other = trained(plan, sharding)
         np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-12)
         np.testing.assert_allclose(other, loss_of_one, rtol=1e-8)
 """
@@ -255,3 +263,93 @@ def test_parted_loops_and_residuals_on_the_host_train_as_one_device_does():
         "JAX_PLATFORMS": "cpu",
     }
     subprocess.run([sys.executable, "-c", LOOPS], env=environment, check=True, timeout=600)
+
+
+# ---- stage 3 gathers weights, and no activations
+
+WEIGHTS = {"in": (8, 256, 1024), "out": (8, 1024, 256)}
+ROWS_OF_EACH = 4096
+
+
+def mlp_layer(x, layer):
+    layer = {name: w.astype(jnp.bfloat16) for name, w in layer.items()}
+    return x + jnp.tanh(x @ layer["in"]) @ layer["out"], None
+
+
+def mlp(run):
+    def loss(params, x):
+        return jnp.mean(run(x.astype(jnp.bfloat16), params).astype(jnp.float32) ** 2)
+
+    return loss
+
+
+def unrolled(layer):
+    def run(x, params):
+        for one in params:
+            x, _ = layer(x, one)
+        return x
+
+    return mlp(run)
+
+
+MLPS = {
+    "scan": mlp(lambda x, params: jax.lax.scan(mlp_layer, x, params)[0]),
+    "scan of regions": mlp(lambda x, params: jax.lax.scan(jax.checkpoint(mlp_layer), x, params)[0]),
+    "regions": unrolled(jax.checkpoint(mlp_layer)),
+    "unrolled": unrolled(mlp_layer),
+}
+
+
+@functools.cache
+def sharded_report(name, wrapped=False):
+    fsdp = jaxmem.shard(EIGHT, stage=3)
+    loss = MLPS[name]
+    if wrapped:
+        layer = fsdp.gather(lambda layer, x: mlp_layer(x, layer)[0])
+        loss = mlp(lambda x, params: jax.lax.scan(lambda x, w: (layer(w, x), None), x, params)[0])
+    step = jaxmem.train_step(loss, fsdp.optimizer(optax.sgd(0.1)), sharding=fsdp)
+    params = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in WEIGHTS.items()}
+    if not name.startswith("scan"):
+        one = {k: jax.ShapeDtypeStruct(shape[1:], jnp.float32) for k, shape in WEIGHTS.items()}
+        params = [one] * 8
+    batch = fsdp.place_batch(jax.ShapeDtypeStruct((8 * ROWS_OF_EACH, 256), jnp.float32))
+    target = jaxmem.target("h100", count=8)
+    return step.memory(step.abstract(params), batch, target=target)
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_stage_3_sends_weights_and_no_activations(name):
+    """In bfloat16, as they are read: once where all is kept, twice where it is gathered again."""
+    report = sharded_report(name)
+    weights = 2 * sum(functools.reduce(lambda a, b: a * b, shape) for shape in WEIGHTS.values())
+    sent = report.collectives.bytes["all-gather"]
+    times = 1 if name == "unrolled" else 2
+    assert 0.99 * times * weights <= sent <= 1.01 * times * weights
+    activations = ROWS_OF_EACH * 1024 * 2
+    assert f"bf16[{8 * ROWS_OF_EACH}," not in report.hlo  # those of all devices
+    assert report.temp > activations
+
+
+def test_stage_3_takes_as_much_as_layers_that_are_wrapped_by_hand():
+    assert sharded_report("scan of regions").temp <= 1.1 * sharded_report("scan", True).temp
+
+
+def test_what_is_made_of_parameters_alone_is_not_gathered():
+    """Weight decay in the loss, a norm of a weight, and a table that a scan reads in each turn."""
+    fsdp = jaxmem.shard(EIGHT, stage=3)
+
+    def loss(params, x):
+        decay = sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
+        scaled = params["w"] / jnp.linalg.norm(params["w"], axis=0, keepdims=True)
+
+        def body(x, _):
+            return jnp.tanh(x @ scaled), None
+
+        return jnp.mean(jax.lax.scan(body, x, length=3)[0]) + 1e-3 * decay
+
+    params = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
+    given = params, jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    text = str(jax.make_jaxpr(fsdp.gathered_where_read(loss))(*given))
+    assert text.count("sharding_constraint") == 1, "before the loop, of what it reads"
+    assert text.index("sharding_constraint") < text.index("scan[")
+    assert jaxmem.shard(EIGHT, stage=2).gathered_where_read(loss) is loss

@@ -10,16 +10,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxmem import jaxprs
 
-# A value is made of spread parameters alone, of constants alone, or of anything else.
+# A value is made of spread parameters alone, of constants alone, or of anything else. Of a spread
+# parameter, or a cast of one, a `PartitionSpec` is in the place of SPREAD.
 SPREAD, CONSTANT, OTHER = range(3)
+Kind = int | PartitionSpec
 
 
-def gathered_where_read(fun: Callable, spread: Sequence[bool], gather: Callable) -> Callable:
-    """``fun(params, *args)``, in which what is made of ``spread`` parameters alone (a leaf each) is
-    passed through ``gather`` where it meets anything else.
+def gathered_where_read(
+    fun: Callable, specs: Sequence[PartitionSpec | None], gather: Callable
+) -> Callable:
+    """``fun(params, *args)``, in which what is made of spread parameters alone (a leaf each has a
+    spec; None: it is whole) is passed through ``gather(value, spec)`` where it meets anything else;
+    the spec is None where it is not known.
 
     So a weight is cast before it is gathered. A scan slices it first: each iteration gathers its
     own, and does it again in the backward pass, as a region of the function's own does. Elsewhere
@@ -29,12 +35,10 @@ def gathered_where_read(fun: Callable, spread: Sequence[bool], gather: Callable)
     @functools.wraps(fun)
     def gathered(params, *args):
         leaves, tree = jax.tree.flatten(params)
-        flat = jaxprs.flatten(
-            lambda *leaves: fun(jax.tree.unflatten(tree, leaves), *args), leaves
-        )
+        flat = jaxprs.flatten(lambda *leaves: fun(jax.tree.unflatten(tree, leaves), *args), leaves)
         arrays = flat.arrays_closed_over
-        kinds = [CONSTANT if at in arrays else OTHER for at in range(len(flat.consts))]
-        kinds += [SPREAD if one else OTHER for one in spread]
+        kinds: list[Kind] = [CONSTANT if at in arrays else OTHER for at in range(len(flat.consts))]
+        kinds += [OTHER if spec is None else spec for spec in specs]
         results = _Gathering(gather).run(flat, kinds, [*flat.consts, *leaves])
         return jax.tree.unflatten(flat.out_tree, results)
 
@@ -45,7 +49,9 @@ def gathered_where_read(fun: Callable, spread: Sequence[bool], gather: Callable)
 class _Gathering:
     gather: Callable
 
-    def run(self, flat: jaxprs.FlatJaxpr, kinds: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
+    def run(
+        self, flat: jaxprs.FlatJaxpr, kinds: Sequence[Kind], inputs: Sequence[Any]
+    ) -> list[Any]:
         """The results of a flat jaxpr on inputs of these kinds."""
         found, values = kinds_of(flat, kinds), dict(enumerate(inputs))
         for step in flat.steps:
@@ -54,7 +60,7 @@ class _Gathering:
             values.update(zip(step.outputs, self._results(step, of, operands), strict=True))
         return [jaxprs.read(values, output) for output in flat.outputs]
 
-    def _results(self, step: jaxprs.Step, of: list[int], operands: list[Any]) -> list[Any]:
+    def _results(self, step: jaxprs.Step, of: list[Kind], operands: list[Any]) -> list[Any]:
         if not meets(step, of):
             return jaxprs.evaluate(step, operands)
         if step.primitive == "scan":
@@ -71,7 +77,7 @@ class _Gathering:
             return jaxprs.checkpoint_like(step, region, operands)
         return jaxprs.evaluate(step, self._gathered(of, operands))
 
-    def _scan(self, step: jaxprs.Step, of: list[int], operands: list[Any]) -> list[Any]:
+    def _scan(self, step: jaxprs.Step, of: list[Kind], operands: list[Any]) -> list[Any]:
         """Slices are gathered in the body, constants and the first carry before it."""
         loop = jaxprs.loop_of(step.equation)
         first, carry = loop.carry.stop, loop.carry
@@ -81,7 +87,7 @@ class _Gathering:
             *[CONSTANT] * len(loop.body.consts),
             *[CONSTANT if kind == CONSTANT else OTHER for kind in of[loop.body_consts]],
             *[OTHER] * (carry.stop - carry.start),
-            *of[first:],
+            *map(_of_slices, of[first:]),
         ]
 
         def body(carry, slices):
@@ -101,14 +107,14 @@ class _Gathering:
             last, stacked = jax.lax.scan(body, operands[carry], slices, **loop.options)
         return [*last, *stacked]
 
-    def _gathered(self, of: Sequence[int], operands: Sequence[Any]) -> list[Any]:
+    def _gathered(self, of: Sequence[Kind], operands: Sequence[Any]) -> list[Any]:
         return [
-            self.gather(x) if kind == SPREAD and x.ndim else x
+            self.gather(x, None if kind == SPREAD else kind) if _is_spread(kind) and x.ndim else x
             for kind, x in zip(of, operands, strict=True)
         ]
 
 
-def kinds_of(flat: jaxprs.FlatJaxpr, kinds: Sequence[int]) -> dict[int, int]:
+def kinds_of(flat: jaxprs.FlatJaxpr, kinds: Sequence[Kind]) -> dict[int, Kind]:
     """The kind of each value, from those of the inputs."""
     found = dict(enumerate(kinds))
     for step in flat.steps:
@@ -118,18 +124,31 @@ def kinds_of(flat: jaxprs.FlatJaxpr, kinds: Sequence[int]) -> dict[int, int]:
             continue
         placed = step.primitive == "sharding_constraint"  # the function's own
         alone = not placed and OTHER not in of and not jaxprs.side_effects(step)
-        kind = (SPREAD if SPREAD in of else CONSTANT) if alone else OTHER
+        kind: Kind = (SPREAD if any(map(_is_spread, of)) else CONSTANT) if alone else OTHER
+        if alone and step.primitive == "convert_element_type":
+            (kind,) = of
         found.update(dict.fromkeys(step.outputs, kind))
     return found
 
 
-def meets(step: jaxprs.Step, of: Sequence[int]) -> bool:
+def meets(step: jaxprs.Step, of: Sequence[Kind]) -> bool:
     """Whether a step reads spread parameters together with anything else."""
     apart = step.primitive in ("optimization_barrier", "sharding_constraint", "shard_map")
-    return SPREAD in of and OTHER in of and not apart
+    return any(map(_is_spread, of)) and OTHER in of and not apart
 
 
-def _kind(found: dict[int, int], operand: Any) -> int:
+def _is_spread(kind: Kind) -> bool:
+    return kind == SPREAD or isinstance(kind, PartitionSpec)
+
+
+def _of_slices(kind: Kind) -> Kind:
+    """The kind of a scan's slices, by that of what it slices."""
+    if not isinstance(kind, PartitionSpec):
+        return kind
+    return SPREAD if kind[0] is not None else PartitionSpec(*kind[1:])
+
+
+def _kind(found: dict[int, Kind], operand: Any) -> Kind:
     return found[operand] if isinstance(operand, int) else CONSTANT
 
 

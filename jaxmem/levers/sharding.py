@@ -163,7 +163,7 @@ class Sharding:
         @functools.wraps(fun)
         def gathered(params, *args):
             specs = jax.tree.leaves(self.specs(params), is_leaf=_is_spec)
-            spread = [self.axis in spec for spec in specs]
+            spread = [spec if self.axis in spec else None for spec in specs]
             return gathered_where_read(fun, spread, self._gathered)(params, *args)
 
         return gathered
@@ -232,7 +232,11 @@ class Sharding:
             self.specs(tree),
         )
 
-    def _gathered(self, leaf: Any) -> Any:
+    def _gathered(self, leaf: Any, spec: PartitionSpec | None = None) -> Any:
+        """A leaf, whole. With its spec it is sent as it is, and not what it was cast from; its
+        cotangent is summed into that spec."""
+        if spec is not None:
+            leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec()))
 
 
