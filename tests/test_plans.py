@@ -313,7 +313,7 @@ def attending(weights, x):
 
     def layer(x, weights):
         inner, outer = weights
-        rows, length, width = x.shape
+        rows, length, _ = x.shape
         query, key, value = jnp.split((x @ inner).reshape(rows, length, -1, 64), [16, 20], 2)
         mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
         return x + mixed.reshape(x.shape) @ outer, None

@@ -249,6 +249,14 @@ expected, loss_of_one = trained(None, None)
 for stage in (1, 3):
     sharding = jaxmem.shard(mesh, stage=stage)
     step = jaxmem.train_step(loss, optax.adam(0.1), sharding=sharding)
+    if stage == 3:
+        of_loss = jaxmem.plan(loss, params, x)
+        try:
+            trained(of_loss, sharding)
+        except jaxmem.PlanError as error:
+            assert "gathers its parameters at stage 3" in str(error)
+        else:
+            raise AssertionError("the step's loss is another program")
     for plan in [None, *plans(step)]:
         found, other = trained(plan, sharding)
         np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-12)

@@ -7,7 +7,7 @@ instead: it knows nothing of how often either is used.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
@@ -17,7 +17,7 @@ from jaxmem import jaxprs
 # A value is made of spread parameters alone, of constants alone, or of anything else. Of a spread
 # parameter, or a cast of one, a `PartitionSpec` is in the place of SPREAD.
 SPREAD, CONSTANT, OTHER = range(3)
-Kind = int | PartitionSpec
+Kind: TypeAlias = "int | PartitionSpec"
 
 
 def gathered_where_read(

@@ -214,7 +214,10 @@ class Plan(Printed):
         elif differing:
             said = "; ".join(differing[:3]) + (" ..." if len(differing) > 3 else "")
         else:
-            said = "its arrays are the same, and its operations are others"
+            said = (
+                "its arrays are the same, and its operations are others (a step with sharding= "
+                "gathers its parameters at stage 3, and one with precision= casts: plan step.loss)"
+            )
         raise PlanError(
             f"This plan belongs to another program: {said}. A plan holds for one function at one "
             "set of shapes and dtypes. Make another with jaxmem.plan(), or leave it to "
