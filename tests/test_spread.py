@@ -342,3 +342,28 @@ def test_fit_projects_what_a_device_has(form, stage):
     step, state = problem.step(levers, plain), problem.state(levers)
     report = jaxmem.memory(step, state, problem.batch, target=problem.target, timeline=False)
     assert costs.priced(levers, plain).projected == pytest.approx(report.device, rel=0.12)
+
+
+def test_zeros_that_a_loop_begins_with_are_made_in_pieces():
+    """Shardy makes a constant anew for each reader; of those that it returns it knows none."""
+
+    def summed(x):
+        def turn(carry, _):
+            total, count = carry
+            return (total + jnp.sin(x), count + 1), None
+
+        (total, _), _ = jax.lax.scan(turn, (jnp.zeros(x.shape), 0), length=3)
+        return total * (1 + jnp.ones(x.shape))
+
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    flat = jaxprs.flatten(summed, [x])
+    rows = NamedSharding(_mesh({"data": 8}), P("data"))
+    pieces = jaxprs.spread(flat, [rows])
+    made = [step.outputs[0] for step in flat.steps if not [*step.uses]]
+    assert len(made) >= 2
+    shapes = {flat.avals[at].shape: pieces.aval(at).shape for at in made}
+    assert shapes.get((64, 32), (8, 32)) == (8, 32)
+    for step in flat.steps:
+        for at in step.outputs:
+            if flat.avals[at].shape == (64, 32):
+                assert pieces.aval(at).shape == (8, 32), step.primitive

@@ -20,8 +20,8 @@ _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "tr
 
 def scan_residuals(
     equation: JaxprEqn, constant: Sequence[bool], wanted: Sequence[bool]
-) -> tuple[list[Any], list[Any]]:
-    """Abstract values that each iteration of a scan keeps for its derivative: what JAX saves of
+) -> "tuple[list[Kept], list[Kept]]":
+    """What each iteration of a scan keeps for its derivative: the values that JAX saves of
     the body, but for slices and constants, and what is made of constants alone, which are there
     anyway, or once; and those of them that the scan stacks as a result that is ``wanted``. Operands
     that are ``constant`` are not differentiated: a `jax.custom_vjp` refuses that of arrays that it
@@ -35,13 +35,13 @@ def scan_residuals(
     loop = loop_of(equation)
     carry, constants = (range(len(avals))[part] for part in (loop.carry, loop.body_consts))
     stacked = {at for at, one in enumerate(wanted) if one and at >= len(carry)}
-    kept: list[Any] = []
-    results: list[Any] = []
+    kept: list[Kept] = []
+    results: list[Kept] = []
     for one in saved_residuals(jaxpr_as_fun(closed), avals, real):
         if one.argument in carry:
-            kept.append(one.aval)
+            kept.append(one)
         elif one.equation and one.made_of - {*constants}:
-            (results if one.result in stacked else kept).append(one.aval)
+            (results if one.result in stacked else kept).append(one)
     return kept, results
 
 
@@ -113,6 +113,11 @@ class Kept:
     @property
     def operation(self) -> str:
         return self.equation.primitive.name if self.equation else ""
+
+    @property
+    def sharding(self) -> Any:
+        """That which the program asks for where it makes the value, or None."""
+        return self.equation.params.get("sharding") if self.equation else None
 
     @property
     def name_stack(self) -> str:

@@ -122,7 +122,43 @@ def spread(flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None) -> Spread:
     parts: list[Parts] = [((),) * len(getattr(aval, "shape", ())) for aval in flat.avals]
     for at, one in zip(arrays, found.results(), strict=True):
         parts[at] = one
+    _as_read(flat, parts)
     return Spread(flat, mesh, tuple(parts), tuple(_gathers(flat, found, arrays, parts)))
+
+
+def _as_read(flat: FlatJaxpr, parts: list[Parts]) -> None:
+    """Values that are made of no input, such as the zeros that a loop begins with, are made in the
+    pieces in which they are read, anew for each reader: as results, which they are where Shardy is
+    asked, they would be whole. Here they are in the largest of those pieces that are known: of the
+    results of the same shape, and for a loop of what it carries."""
+    made: set[int] = set()
+    for step in flat.steps:
+        if not set(step.uses) - made and not step.equation.effects:
+            made.update(step.outputs)
+    readers: dict[int, list[Parts]] = {value: [] for value in made}
+    for step in reversed(flat.steps):
+        for value in step.outputs:
+            found = readers.get(value, ())
+            if found and not any(parts[value]) and all(map(any, found)):
+                parts[value] = min(found, key=lambda one: _count(x for cut in one for x in cut))
+        for at, value in enumerate(step.inputs):
+            if isinstance(value, int) and value in made:
+                shape = flat.avals[value].shape
+                readers[value].append(
+                    next(
+                        (parts[out] for out in _like(step, at) if flat.avals[out].shape == shape),
+                        (),
+                    )
+                )
+
+
+def _like(step: Step, at: int) -> Sequence[int]:
+    """The results of a step that lie as one of its operands does, if they have its shape."""
+    if step.primitive not in ("scan", "while"):
+        return step.outputs
+    loop = loop_of(step.equation)
+    carried = at - loop.carry.start
+    return step.outputs[carried : carried + 1] if carried >= 0 and at < loop.carry.stop else ()
 
 
 def gradient_pieces(flat: FlatJaxpr, given: Sequence[Any], wanted: Sequence[int]) -> list[Any]:

@@ -48,6 +48,10 @@ _WORTH = 0.95  # of the last peak: worth one more round. Chosen: 0.9 and 0.975 c
 # Times the least peak: as good, for a lower price. Chosen: 1.01 recomputes 10 points more for 0.4 %
 # less of the plain bytes, 1.04 recomputes 6 less for 2 % more.
 _NEAR = 1.02
+# Times that a loop's bytes are fitted into what a plan leaves. Derived: the second try knows what
+# is there beside the loop's residuals, where that takes more than the loop inside; with less room
+# the residuals may grow, at the cost of what is inside, which takes one or two more.
+_FITTINGS = 4
 # Blocks more than a straight line between all of them and none says that a budget asks for. Chosen.
 _BLOCKS_MORE = 3
 
@@ -102,18 +106,23 @@ class DP:
         return self._filled(chosen, best, budget)
 
     def _filled(self, variant: "Variant", layout: Layout, budget: int) -> Layout:
-        """The layout with its loops' schedules for the bytes that it leaves."""
+        """The layout with its loops run as the bytes that it leaves allow."""
         for at in range(len(variant.options)):
             option = variant.options[at]
-            room = option.residuals + option.inside + budget - layout.peak
-            other = option.with_room(room)
-            if other is None or other.price >= option.price:
-                continue
-            options = [*variant.options[:at], other, *variant.options[at + 1 :]]
-            filled = Variant(self.program, self.rates, options)
-            found = filled.layout(layout.regions)
-            if found.peak <= budget and found.price < layout.price:
-                variant, layout = filled, found
+            room = option.bytes + budget - layout.peak
+            for _ in range(_FITTINGS):
+                other = option.with_room(room)
+                if other is None or other.price >= option.price:
+                    break
+                options = [*variant.options[:at], other, *variant.options[at + 1 :]]
+                filled = Variant(self.program, self.rates, options)
+                found = filled.layout(layout.regions)
+                if found.peak <= budget:
+                    if found.price < layout.price:
+                        variant, layout = filled, found
+                    break
+                # Beside what the loop keeps something else takes more than the loop inside.
+                room = other.bytes - (found.peak - budget)
         return layout
 
     def smallest(self) -> Layout:

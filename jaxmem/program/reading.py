@@ -8,12 +8,13 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.jaxprs.equations import inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
 from jaxmem.jaxprs.joint import joint as joint_of
 from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of
-from jaxmem.jaxprs.residuals import scan_residuals
+from jaxmem.jaxprs.residuals import Kept, scan_residuals
 from jaxmem.jaxprs.spreading import Spread
 from jaxmem.program.costs import (
     derivative_reads,
@@ -167,30 +168,35 @@ def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Sprea
     return _Held(
         body,
         length * _bytes_alike(kept, body),
-        length * sum(map(size_of, kept)),
+        length * sum(size_of(one.aval) for one in kept),
         _made(body),
         results=_bytes_alike(results, body),
     )
 
 
-def _bytes_alike(values: list, body: Program) -> int:
-    """Bytes that one device has of values of a scan's body, which are known by their shapes: of
-    each, what it has of most values of the body that have the same; of what a scan inside stacks,
-    of those that it stacks; of others, what it has of all values together."""
+def _bytes_alike(values: list[Kept], body: Program) -> int:
+    """Bytes that one device has of values of a scan's body, which are known by the sharding that
+    is asked for, or by their shapes: of each, what it has of most values of the body that have the
+    same; of what a scan inside stacks, of those that it stacks; of others, what it has of all
+    values together."""
     if not body.whole_sizes:
-        return sum(map(size_of, values))
+        return sum(size_of(one.aval) for one in values)
     shares: dict[str, list[float]] = {}
     for kind, share in _shares(body):
         shares.setdefault(kind, []).append(share)
     middle = {kind: statistics.median_low(found) for kind, found in shares.items()}
     every = sum(body.sizes) / max(sum(body.whole_sizes), 1)
 
-    def share_of(aval) -> float:
+    def share_of(one: Kept) -> float:
+        aval = one.aval
+        asked = one.sharding if isinstance(one.sharding, NamedSharding) else None
+        if asked and aval.size and PartitionSpec.UNCONSTRAINED not in asked.spec:
+            return math.prod(asked.shard_shape(aval.shape)) / aval.size
         dtype, shape = getattr(aval, "dtype", ""), tuple(getattr(aval, "shape", ()))
         kinds = (_type(dtype, shape[first:]) for first in range(len(shape)))
         return next((middle[kind] for kind in kinds if kind in middle), every)
 
-    return round(sum(size_of(one) * share_of(one) for one in values))
+    return round(sum(size_of(one.aval) * share_of(one) for one in values))
 
 
 def _shares(program: Program) -> Iterator[tuple[str, float]]:
