@@ -402,6 +402,23 @@ def test_residuals_of_a_scan_wait_in_host_memory(monkeypatch):
         jaxmem.plan(loss, weights, x, budget=budget, target="h200", offload=True)
 
 
+@pytest.mark.parametrize("budget", ["340MiB", "400MiB"])
+def test_stacks_in_host_memory_begin_there(budget):
+    """Of a loop in two parts, whose stacks are jaxmem's own: XLA made one on the device first."""
+
+    def loss(weights, x):
+        def body(x, w):
+            hidden = jnp.tanh(jnp.dot(x, w, precision="highest"))
+            return jnp.tanh(jnp.dot(hidden, w.T, precision="highest")), None
+
+        return jnp.mean(jax.lax.scan(body, x, weights)[0] ** 2)
+
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in [(16, 1024, 1024), (4096, 1024)]]
+    plan = jaxmem.plan(loss, *args, budget=budget, target="h200", offload=True, compilations=1)
+    assert plan.loops[0].head and plan.predicted.host_bytes == 16 * 4096 * 1024 * 4
+    assert 0.9 < plan.compiled_bytes / plan.projected_bytes < 1.03
+
+
 def test_offloaded_residuals_give_the_same_gradients():
     def loss(weights, x):
         def body(x, w):

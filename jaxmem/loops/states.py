@@ -184,5 +184,7 @@ def carried(cotangents: Mapping[int, Any], carry: Arrays) -> Arrays:
 def _filled(aval, count: int, fill: int):
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return None
-    filled = varying(jnp.full((count, *aval.shape), fill, aval.dtype), aval)
-    return jax.device_put(filled, HOST) if memory_space(aval) is HOST else filled
+    one = jnp.full((), fill, aval.dtype)
+    if memory_space(aval) is HOST:  # the number: of the stack XLA would make all on the device
+        one = jax.device_put(one, HOST)
+    return varying(jax.lax.broadcast(one, (count, *aval.shape)), aval)
