@@ -295,7 +295,7 @@ def test_a_scan_is_planned_from_inside():
         jaxmem.plan(scanned, *STACK, budget="100MiB")
 
 
-@pytest.mark.parametrize("share", [0.6, 0.7, 0.8])
+@pytest.mark.parametrize("share", [0.7, 0.8])
 def test_the_first_iterations_of_a_scan_keep_less_than_the_last_ones(share):
     stack = (jax.ShapeDtypeStruct((24, WIDTH, WIDTH), jnp.float32), SHAPES[1])
     budget = int(share * compiled(scanned, *stack).device)
@@ -333,7 +333,8 @@ ATTENDING = (stacked(8, 1024, 24 * 64), stacked(8, 1024, 1024))
 def test_what_a_scan_keeps_is_not_laid_out_anew(devices, share):
     """Scores by groups of heads: XLA would copy the whole stack between the passes, for a layout
     that moves the layers' axis, and of each device all of it if they were not partitioned."""
-    mesh = jax.sharding.AbstractMesh((devices,), ("data",))
+    automatic = (jax.sharding.AxisType.Auto,)  # jax 0.12 has others
+    mesh = jax.sharding.AbstractMesh((devices,), ("data",), axis_types=automatic)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     args = ATTENDING, stacked(devices, 2048, 1024, sharding=rows if devices > 1 else None)
     plain = jaxmem.plan(attending, *args, compilations=0, argnums=(0, 1)).plain_bytes
