@@ -1,6 +1,6 @@
 """What `fit` projects for ZeRO's stages, beside what compiles.
 
-A Llama-like decoder of 8 layers (benchmarks/scale/llama.py) on eight H100, as a scan and unrolled,
+A Llama-like decoder of 8 layers (`examples/llama`) on eight H100, as a scan and unrolled,
 spread over all of them or over four with two copies (hybrid): bytes of each device for the step
 without recomputation and for a plan within half of its bytes, whole and in two slices.
 """
@@ -11,11 +11,12 @@ import optax
 from jax.sharding import AbstractMesh
 
 import jaxmem
+from benchmarks._models import example
 from benchmarks._record import record
-from benchmarks.scale.llama import Llama, normalized
 from jaxmem.fitting import Levers, Problem, Search
 
-MODEL = Llama(layers=8, width=1024, heads=8, keys=8, hidden=4096, words=8192)
+LLAMA = example("llama")
+MODEL = LLAMA.Llama(layers=8, width=1024, heads=8, keys=8, hidden=4096, words=8192)
 MESHES = {
     "8": AbstractMesh((8,), ("data",)),
     "2 x 4": AbstractMesh((2, 4), ("replica", "data")),
@@ -26,7 +27,7 @@ def unrolled(params, tokens):
     x = params["embedding"].astype(jnp.bfloat16)[tokens]
     for layer in params["blocks"]:
         x, _ = MODEL.block(x, layer)
-    x = normalized(x, params["after"])
+    x = LLAMA.normalized(x, params["after"])
     logits = (x @ params["unembedding"].astype(x.dtype)).astype(jnp.float32)
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1))
 

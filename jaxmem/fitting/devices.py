@@ -72,6 +72,7 @@ class DevicesNeeded(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
+        count = "1 device is" if self.count == 1 else f"{self.count} devices are"
         return {"count": self.count, "tried": [dataclasses.asdict(one) for one in self.tried]}
 
     def _parts(self) -> Iterator[Part]:
@@ -87,7 +88,7 @@ class DevicesNeeded(Printed):
                 )
                 for one in self.tried
             ],
-            f"{self.count} devices are needed, of {target.description}, with "
+            f"{count} needed, of {target.description}, with "
             f"{format_bytes(self.fitting.budget)} to use on each",
             left=(3,),
             wraps=True,

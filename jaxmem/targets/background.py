@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 Value = TypeVar("Value")
+_TURN = 0.5  # seconds; chosen: the longest that Ctrl-C may take
 
 
 class Killable(Protocol):
@@ -41,7 +42,10 @@ class Job(threading.Thread, Generic[Value]):
 
     def result(self) -> Value:
         """What the call returned, or raises what it raised."""
-        self.ended.wait()
+        # In turns: Python looks for an interrupt before it begins to wait, and one that comes just
+        # then, or to another thread, would be seen at the end alone.
+        while not self.ended.wait(_TURN):
+            pass
         if self.error is not None:
             raise self.error
         return self.value
