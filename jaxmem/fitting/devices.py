@@ -72,11 +72,11 @@ class DevicesNeeded(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
-        count = "1 device is" if self.count == 1 else f"{self.count} devices are"
         return {"count": self.count, "tried": [dataclasses.asdict(one) for one in self.tried]}
 
     def _parts(self) -> Iterator[Part]:
         target = self.fitting.target
+        count = "1 device is" if self.count == 1 else f"{self.count} devices are"
         yield Table(
             ("devices", "each", f"ms {checked(time_error(target))}", "step"),
             [
