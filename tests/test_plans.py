@@ -416,7 +416,11 @@ def test_stacks_in_host_memory_begin_there(budget):
 
     args = [jax.ShapeDtypeStruct(s, "float32") for s in [(16, 1024, 1024), (4096, 1024)]]
     plan = jaxmem.plan(loss, *args, budget=budget, target="h200", offload=True, compilations=1)
-    assert plan.loops[0].head and plan.predicted.host_bytes == 16 * 4096 * 1024 * 4
+    head, waits = plan.loops[0].head, 16 * 4096 * 1024 * 4
+    assert head and plan.predicted.host_bytes == waits
+    for count in (head.count, 16 - head.count):  # each row has its own iterations' part
+        said = f"({jaxmem.format_bytes(waits * count // 16)} to the host)"
+        assert said in " ".join(str(plan).split())
     assert 0.9 < plan.compiled_bytes / plan.projected_bytes < 1.03
 
 

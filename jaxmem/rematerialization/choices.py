@@ -49,7 +49,7 @@ def _loop_rows(program: Program, loops: Sequence[Loop], depth: int):
         operation = program.operation_of(loop.kernel)
         assert operation.body is not None
         sizes, length, kept = operation.body.sizes, operation.length, times
-        offloaded = sum(sizes[value] for value in loop.offloaded) * length
+        offloaded = sum(sizes[value] for value in loop.offloaded) * times
         parts = which + f" ({format_bytes(offloaded)} to the host)" * bool(offloaded)
         if schedule := loop.schedule:
             kept = max(schedule.tail, schedule.block)
