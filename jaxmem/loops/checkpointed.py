@@ -7,18 +7,17 @@ residuals.
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.jaxprs.placement import DEVICE, HOST, of_shape
-from jaxmem.loops.derivatives import Passes, with_backward
+from jaxmem.jaxprs.placement import DEVICE, HOST
+from jaxmem.loops.looped import Looped
 from jaxmem.loops.schedules import Schedule
-from jaxmem.loops.states import Arrays, Walk, blank, carried, stack
-from jaxmem.loops.tapes import Step, Tape
+from jaxmem.loops.states import Arrays, Walk
+from jaxmem.loops.tapes import Step
 
 
 def checkpointed_scan(
@@ -31,46 +30,34 @@ def checkpointed_scan(
 ) -> tuple[Arrays, Arrays]:
     """The last carry and the stacked results of ``step``, run ``schedule.length`` times, as
     `jax.lax.scan` has them."""
-    operands = [jnp.asarray(value) for value in (*constants, *carry, *slices)]
-    scan = _Scan(step, schedule, reverse, len(constants), len(constants) + len(carry))
-    results = with_backward(scan.plain, scan.passes)(*operands)
-    return list(results[: len(carry)]), list(results[len(carry) :])
+    scan = _Scan(
+        step=step,
+        schedule=schedule,
+        constants=len(constants),
+        carried=len(carry),
+        reverse=reverse,
+    )
+    return scan.run(*constants, *carry, *slices)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scan:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scan(Looped):
     step: Step
     schedule: Schedule
-    reverse: bool
-    first: int  # operands are constants up to here
-    second: int  # the carry up to here, then slices
 
-    def parts(self, values: Sequence[Any]) -> tuple[Arrays, Arrays, Arrays]:
-        return (
-            list(values[: self.first]),
-            list(values[self.first : self.second]),
-            list(values[self.second :]),
-        )
+    @property
+    def length(self) -> int:
+        return self.schedule.length
 
-    def plain(self, *operands):
-        constants, carry, slices = self.parts(operands)
-        carry, results = jax.lax.scan(
-            lambda carry, slices: self.step(constants, carry, slices),
-            carry, slices, self.schedule.length, self.reverse,
-        )  # fmt: skip
-        return tuple(carry + results)
-
-    def passes(self, wanted: Set[int]) -> Passes:
-        return functools.partial(self.forward, wanted), functools.partial(self.backward, wanted)
+    @property
+    def plain_step(self) -> Step:
+        return self.step
 
     def walk(self, operands, wanted) -> Walk:
-        constants, carry, slices = self.parts(list(map(jax.typeof, operands)))
-        slices = [of_shape(aval, aval.shape[1:]) for aval in slices]
-        tape = Tape.of(self.step, constants, carry, slices, wanted)
         schedule = self.schedule
         return Walk(
             self.step,
-            tape,
+            self.tape(self.step, operands, wanted),
             schedule.states,
             schedule.reachable,
             schedule.block,
@@ -93,9 +80,7 @@ class _Scan:
         that, the last one, on the device), and the last block's residuals."""
         constants, carry, slices = self.parts(operands)
         schedule, walk = self.schedule, self.walk(operands, wanted)
-        one = [value[0] for value in slices]
-        _, made = self.step(constants, carry, one)  # its shapes; XLA leaves out the rest
-        results = [stack(blank(value), schedule.length) for value in made]
+        results = self.blank_results(operands)
         others, places = schedule.blocks - 1, None
 
         def sent(loop, at):
@@ -120,23 +105,18 @@ class _Scan:
         carry, results, tail = walk.taped(
             state, schedule.tail, self.tail_start, constants, slices, results
         )
-        constant = walk.tape.constant(constants, carry, one)
+        constant = walk.tape.constant(constants, carry, [value[0] for value in slices])
         return (*carry, *results), (places, kept, tail, constant)
 
     def backward(self, wanted, operands, residuals, cotangents) -> Arrays:
         """The cotangents of the operands."""
-        constants, carry, slices = self.parts(operands)
+        constants, _, slices = self.parts(operands)
         places, kept, tail, constant = residuals
         schedule, walk = self.schedule, self.walk(operands, wanted)
-        made = range(len(carry), len(walk.tape.results))
-        carry_bar = carried(cotangents, carry)
-        results_bar = [cotangents.get(place) for place in made]
-        zeros = [blank(x) if place in wanted else None for place, x in enumerate(operands)]
-        sums, _, slices_bar = self.parts(zeros)
+        bars, results_bar = self.last_bars(operands, wanted, walk.tape, cotangents)
         bars = walk.untaped(
-            (carry_bar, sums, slices_bar),
-            tail, schedule.tail, self.tail_start, constant, slices, results_bar,
-        )  # fmt: skip
+            bars, tail, schedule.tail, self.tail_start, constant, slices, results_bar
+        )
 
         def block(state, at, bars):
             start = at * schedule.block

@@ -179,15 +179,15 @@ def together(menus: list[list[LoopOption]]) -> list[list[LoopOption]]:
     return found
 
 
-T = TypeVar("T")
+Way = TypeVar("Way")
 
 
-def lower_hull(ways: Iterable[T], cost: Callable[[T], tuple[int, float]]) -> list[T]:
+def lower_hull(ways: Iterable[Way], cost: Callable[[Way], tuple[int, float]]) -> list[Way]:
     """Of ways by their bytes and prices, from the first one on those with fewer and fewer bytes
     that no two others together better."""
-    hull: list[T] = []
+    hull: list[Way] = []
 
-    def slope(before: T, after: T) -> float:
+    def slope(before: Way, after: Way) -> float:
         (more, low), (less, high) = cost(before), cost(after)
         return (high - low) / (more - less)
 
