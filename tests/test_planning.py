@@ -295,7 +295,7 @@ def test_the_first_iterations_keep_less_than_the_last_ones(host):
             parted += 1
             assert found.price == pytest.approx(best)
             both = head.loop, found.loop
-            waits = [sum(10**6 for _ in one.offloaded) for one in both]
+            waits = [10**6 * len(one.offloaded) for one in both]
             assert found.host == head.count * waits[0] + (16 - head.count) * waits[1]
     assert parted > 3
 

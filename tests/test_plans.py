@@ -376,13 +376,19 @@ def test_loops_equal_the_plain_scan(whole, schedule, reverse):
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
+def exact(weights, x):
+    """Layers in exact float32: work enough for copies to the host to run beside."""
+
+    def body(x, w):
+        hidden = jnp.tanh(jnp.dot(x, w, precision="highest"))
+        return jnp.tanh(jnp.dot(hidden, w.T, precision="highest")), None
+
+    return jax.lax.scan(body, x, weights)[0]
+
+
 def test_residuals_of_a_scan_wait_in_host_memory(monkeypatch):
     def loss(weights, x):
-        def body(x, w):
-            hidden = jnp.tanh(jnp.dot(x, w, precision="highest"))
-            return jnp.tanh(jnp.dot(hidden, w.T, precision="highest")), None
-
-        return jnp.sum(jax.lax.scan(body, x, weights)[0] ** 2)
+        return jnp.sum(exact(weights, x) ** 2)
 
     # Exact float32 is work enough for copies of all residuals to run beside: nothing is run again.
     weights, x = (jax.ShapeDtypeStruct(s, "float32") for s in [(16, 4096, 4096), (4096, 4096)])
@@ -408,11 +414,7 @@ def test_stacks_in_host_memory_begin_there(budget):
     """Of a loop in two parts, whose stacks are jaxmem's own: XLA made one on the device first."""
 
     def loss(weights, x):
-        def body(x, w):
-            hidden = jnp.tanh(jnp.dot(x, w, precision="highest"))
-            return jnp.tanh(jnp.dot(hidden, w.T, precision="highest")), None
-
-        return jnp.mean(jax.lax.scan(body, x, weights)[0] ** 2)
+        return jnp.mean(exact(weights, x) ** 2)
 
     args = [jax.ShapeDtypeStruct(s, "float32") for s in [(16, 1024, 1024), (4096, 1024)]]
     plan = jaxmem.plan(loss, *args, budget=budget, target="h200", offload=True, compilations=1)
