@@ -9,7 +9,10 @@ A fusion round a reduction (``kInput``) reads each element once, in the thread t
 Fusions that the compiler takes as a whole (``kCustom``: matmuls, sorts) are not judged.
 """
 
+import math
 import re
+
+import numpy as np
 
 from jaxmem.reports.xla.hlo import CALLED, SHAPE, computations_of, operands_of, operation_of
 
@@ -31,7 +34,13 @@ _ELEMENTWISE = frozenset(
     shift-right-logical sign sine sqrt subtract tan tanh tuple xor
     """.split()
 )
-_SAME, _OTHER = "at the same place", "elsewhere"
+_SLICE = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
+_PADDING = re.compile(r"\bpadding=([\d_x-]+)")
+# How a value of a fused computation reads a parameter: the element's number in memory that each
+# element of the value reads, or -1; or one of these words.
+_OWN, _OTHER = "in the thread that writes there", "elsewhere"
+# Of larger parameters no elements are numbered.
+_LARGEST = 1 << 20
 
 
 def overwritten(hlo: str, buffers: str) -> list[str]:
@@ -53,10 +62,10 @@ def overwritten(hlo: str, buffers: str) -> list[str]:
             if root_operations & _IN_PLACE:
                 continue
             written = [place for key, place in places.items() if key.partition("{")[0] == name]
-            reads = _reads(computations[called], "kind=kInput" in line)
+            reads = _read_elsewhere(computations[called], "kind=kInput" in line)
             for at, operand in enumerate(operands_of(line)):
                 source = places.get(_defining(operand, lines))
-                if source is None or reads.get(at) != _OTHER:
+                if source is None or at not in reads:
                     continue
                 if any(_overlap(source, place) for place in written):
                     found.append(f"{name}: {operand}")
@@ -99,34 +108,95 @@ def _overlap(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
     return a == b and first < second + other_size and second < first + size
 
 
-def _reads(lines: dict[str, str], reduces: bool) -> dict[int, str]:
-    """How a fused computation reads each parameter, by number."""
-    read: dict[str, dict[int, str]] = {}
-    last: dict[int, str] = {}
-    outputs = _shapes(lines[_root(lines)])
+def _read_elsewhere(lines: dict[str, str], reduces: bool) -> set[int]:
+    """The parameters of a fused computation, by number, of which an element is read by another
+    thread than the one that writes at its place."""
+    read: dict[str, dict[int, list]] = {}
+    elsewhere: set[int] = set()
+    root = _root(lines)
+    outputs = _shapes(lines[root])
     for name, line in lines.items():
         operation = operation_of(line)
         if operation == "parameter":
             number = _PLACES.search(line)
             assert number is not None
-            read[name] = {int(number[1]): _SAME}
             # Elements of another size lie at other places.
-            if not any(_size(line) == size for size in outputs):
-                read[name] = {int(number[1]): _OTHER}
+            alike = any(_shapes(line)[0] == size for size in outputs)
+            known = alike and math.prod(_dims(line)) <= _LARGEST
+            read[name] = {int(number[1]): [_in_memory(line) if known else _OTHER]}
             continue
-        mine: dict[int, str] = {}
+        mine: dict[int, list] = {}
         for operand in operands_of(line):
-            for number, how in read.get(operand, {}).items():
-                same = operation in _ELEMENTWISE and (
-                    operation in ("bitcast", "tuple")
-                    or (_dims(lines[operand]) == _dims(line) and _layout(operand, name, lines))
+            for number, ways in read.get(operand, {}).items():
+                mine.setdefault(number, []).extend(
+                    _then(how, operation, lines[operand], line, reduces) for how in ways
                 )
-                same = same or (reduces and operation == "reduce")
-                worse = how == _OTHER or not same or mine.get(number) == _OTHER
-                mine[number] = _OTHER if worse else _SAME
         read[name] = mine
-        last = mine
-    return read.get(_root(lines), last)
+        if name == root and operation != "tuple":
+            elsewhere |= _moved(mine, line)
+        elif name == root:
+            for output in operands_of(line):
+                elsewhere |= _moved(read.get(output, {}), lines[output])
+    return elsewhere
+
+
+def _moved(ways: dict[int, list], line: str) -> set[int]:
+    """The parameters that an output of a fusion reads at other places than it is written at."""
+    return {
+        number
+        for number, reads in ways.items()
+        if not all(how is _OWN or (how is not _OTHER and _in_place(how, line)) for how in reads)
+    }
+
+
+def _in_place(numbers: np.ndarray, line: str) -> bool:
+    return bool(np.all((numbers == -1) | (numbers == _in_memory(line))))
+
+
+def _then(how, operation: str, operand: str, line: str, reduces: bool):
+    """What a value reads of a parameter that its operand reads so."""
+    if how is _OTHER or how is _OWN:
+        return how
+    if operation == "bitcast":
+        order = np.transpose(how, _major_to_minor(operand))
+        major = _major_to_minor(line)
+        shape = [_dims(line)[axis] for axis in major]
+        return np.transpose(order.reshape(shape), np.argsort(major))
+    if operation == "reshape":
+        return how.reshape(_dims(line))
+    if operation == "slice":
+        bounds = _SLICE.findall(line.partition("slice={")[2])
+        return how[tuple(slice(int(a), int(b), int(step or 1)) for a, b, step in bounds)]
+    if operation == "pad":
+        match = _PADDING.search(line)
+        assert match is not None
+        return _padded(how, [[int(n) for n in axis.split("_")] for axis in match[1].split("x")])
+    if operation == "reduce" and reduces:
+        return _OWN if _in_place(how, operand) else _OTHER
+    if operation in _ELEMENTWISE and _dims(operand) == _dims(line):
+        return how
+    return _OTHER
+
+
+def _padded(numbers: np.ndarray, padding: list[list[int]]):
+    if any(low < 0 or high < 0 or any(inner) for low, high, *inner in padding):
+        return _OTHER
+    return np.pad(numbers, [axis[:2] for axis in padding], constant_values=-1)
+
+
+def _in_memory(line: str) -> np.ndarray:
+    """Each element's number in memory, in the shape of the value."""
+    major = _major_to_minor(line)
+    shape = [_dims(line)[axis] for axis in major]
+    return np.transpose(np.arange(math.prod(shape)).reshape(shape), np.argsort(major))
+
+
+def _major_to_minor(line: str) -> list[int]:
+    match = SHAPE.search(line)
+    assert match is not None
+    layout = _LAYOUT.match(line[match.end() :])
+    given = layout[1] if layout else ""
+    return [int(axis) for axis in given.split(",") if axis][::-1] or list(range(len(_dims(line))))
 
 
 def _root(lines: dict[str, str]) -> str:
@@ -146,22 +216,7 @@ def _count(dtype: str, dims: str) -> int:
     return size
 
 
-def _size(line: str) -> int:
-    return _shapes(line)[0]
-
-
-def _dims(line: str) -> str:
+def _dims(line: str) -> tuple[int, ...]:
     match = SHAPE.search(line)
     assert match is not None
-    return match[2]
-
-
-def _layout(one: str, other: str, lines: dict[str, str]) -> bool:
-    """Whether two values of one shape lie in memory alike."""
-    layouts = []
-    for name in (one, other):
-        match = SHAPE.search(lines[name])
-        assert match is not None
-        layout = _LAYOUT.match(lines[name][match.end() :])
-        layouts.append(layout[1] if layout else "")
-    return layouts[0] == layouts[1]
+    return tuple(int(dim) for dim in match[2].split(",") if dim)

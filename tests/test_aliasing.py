@@ -55,6 +55,33 @@ def test_the_checker_finds_what_computes_other_numbers(monkeypatch, tmp_path):
     assert right == (not found), found
 
 
+@pytest.mark.parametrize(("padding", "found"), [("0_3x0_0", []), ("3_0x0_0", ["fused: x"])])
+def test_what_is_put_back_in_its_place_is_not_overwritten(padding, found):
+    """A row is cut out, and put where it was or elsewhere."""
+    hlo = f"""HloModule rows
+
+%rows (param_0: f64[4,4]) -> f64[4,4] {{
+  %param_0 = f64[4,4]{{1,0}} parameter(0)
+  %row = f64[1,4]{{1,0}} slice(%param_0), slice={{[0:1], [0:4]}}
+  %flat = f64[4]{{0}} bitcast(%row)
+  %sine = f64[4]{{0}} sine(%flat)
+  %back = f64[1,4]{{1,0}} bitcast(%sine)
+  %zero = f64[] constant(0)
+  ROOT %pad = f64[4,4]{{1,0}} pad(%back, %zero), padding={padding}
+}}
+
+ENTRY %main (x: f64[4,4]) -> f64[4,4] {{
+  %x = f64[4,4]{{1,0}} parameter(0)
+  ROOT %fused = f64[4,4]{{1,0}} fusion(%x), kind=kLoop, calls=%rows
+}}
+"""
+    buffers = """allocation 0: size 128, parameter 0
+ value: <1 x @0> (size=128,offset=0): f64[4,4]{1,0}
+ value: <2 fused @0> (size=128,offset=0): f64[4,4]{1,0}
+"""
+    assert overwritten(hlo, buffers) == found
+
+
 @pytest.mark.parametrize("view", VIEWS)
 def test_pooling_on_a_cpu(view, tmp_path):
     found, _ = compiled_here(jax.grad(jaxmem.remat(viewed(view, "tanh"))), W, X, folder=tmp_path)
