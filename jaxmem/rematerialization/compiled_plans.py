@@ -86,7 +86,7 @@ class CompiledPlans:
                 beside = self.beside(layout, lower)
                 goals |= dict.fromkeys(beside, lower)
                 yield [layout, *beside]
-            elif layout == planner.smallest() and not best:
+            elif not best and layout == planner.smallest():
                 yield from self.rows(budget)
                 if not search.best:
                     yield from self.slightly_above(budget)
