@@ -20,9 +20,9 @@ from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import family_of
 from jaxmem.training import TrainStep
 
-# Chosen. Beside a stand-in for the compiler half and twice of these change the predicted time of the
-# steps that are found by 2 % at most, and no search fails (benchmarks/planner/sensitivity.py); the
-# step that is returned was compiled and fits in any case.
+# Chosen. Beside a stand-in for the compiler half and twice of these change the predicted time of
+# the steps that are found by 2 % at most, and no search fails (benchmarks/planner/sensitivity.py);
+# the step that is returned was compiled and fits in any case.
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between
 _ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less

@@ -98,6 +98,7 @@ from jaxmem.jaxprs.residuals import (
     Kept as Kept,
     has_linear_rule as has_linear_rule,
     making_order as making_order,
+    original as original,
     saved_residuals as saved_residuals,
     scan_residuals as scan_residuals,
 )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.equations import inlinable, inner_jaxprs, is_region, operation_of
+from jaxmem.jaxprs.equations import (
+    inlinable,
+    inner_jaxprs,
+    is_region,
+    operation_of,
+    parameters_of,
+)
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.operands import of_some
 
@@ -149,15 +155,10 @@ def saved_residuals(
     found: dict[Any, Kept] = {}
     results = jaxpr.outvars[: len(jaxpr.outvars) - count]
     for variable in jaxpr.outvars[len(results) :]:
-        equation = None
-        while not isinstance(variable, Literal):
-            equation = made.get(variable)
-            source = None if equation is None else _passed_on(equation, variable)
-            if source is None:
-                break
-            variable = source
+        variable = original(made, variable)
         if isinstance(variable, Literal):
             continue
+        equation = made.get(variable)
         number = jaxpr.invars.index(variable) if variable in jaxpr.invars else None
         sources = made_of.get(variable, frozenset())
         result = max((at for at, one in enumerate(results) if one is variable), default=-1)
@@ -185,10 +186,23 @@ def _made_of(jaxpr, inputs: Sequence[frozenset[int]]) -> dict[Any, frozenset[int
     return made_of
 
 
+def original(made: Mapping[Any, JaxprEqn], variable: Any) -> Any:
+    """The variable, or literal, that has the values of one already, given what makes each."""
+    while not isinstance(variable, Literal):
+        equation = made.get(variable)
+        source = None if equation is None else _passed_on(equation, variable)
+        if source is None:
+            break
+        variable = source
+    return variable
+
+
 def _passed_on(equation: JaxprEqn, variable: Any) -> Any:
-    """The operand that a result only marks, rounds or waits for, or that a region or a call returns
-    as it is, or an earlier result that it is once more; None: the equation made it."""
-    if operation_of(equation) in ("reduce_precision", "name"):
+    """The operand that a result only marks or waits for, or is rounded to what it is already (as
+    JAX does with the residuals of regions), or that a region or a call returns as it is, or an
+    earlier result that it is once more; None: the equation made it."""
+    name = operation_of(equation)
+    if name == "name" or (name == "reduce_precision" and not _rounds(equation)):
         return equation.invars[0]
     if operation_of(equation) in _BARRIERS:
         return equation.invars[equation.outvars.index(variable)]
@@ -203,6 +217,13 @@ def _passed_on(equation: JaxprEqn, variable: Any) -> Any:
         first = inner.outvars.index(result)
         return equation.outvars[first] if first < at else None
     return None
+
+
+def _rounds(equation: JaxprEqn) -> bool:
+    """Whether a ``reduce_precision`` leaves fewer bits than its operand's dtype has."""
+    has = jnp.finfo(equation.invars[0].aval.dtype)
+    left = parameters_of(equation)
+    return left["exponent_bits"] < has.nexp or left["mantissa_bits"] < has.nmant
 
 
 def making_order(values: Sequence[Any]) -> list[int]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
+from jaxmem.jaxprs import original
 from jaxmem.jaxprs.placement import varying
 
 # Of constants, carry and slices, a list each, to the next carry and the results, a list each.
@@ -74,7 +75,11 @@ class Tape:
         sources: list[tuple[str, int]] = []
         places: dict[Any, tuple[str, int]] = {}
         stacked: list[Any] = []
+        makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
         for number, variable in enumerate(jaxpr.outvars[made:]):
+            # Of a value that is saved in one region and read in another JAX keeps a rounded copy,
+            # and XLA for TPUs a stack of each.
+            variable = original(makers, variable)
             if isinstance(variable, Literal) or not depends.get(variable, False):
                 place = ("constant", number)
             elif variable in jaxpr.invars[second:]:

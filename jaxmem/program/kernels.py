@@ -253,6 +253,8 @@ def _stored(program) -> list[bool]:
             rules.writes_concatenations and operation.name == "concatenate"
         ):
             wanted[operation.outputs[0]] = True
+        if rules.writes_gathered and operation.name == "gather":
+            wanted[operation.inputs[0]] = True
     for value in program.outputs:
         wanted[value] = True
     # A view is where what it shows is.

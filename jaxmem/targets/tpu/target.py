@@ -18,6 +18,7 @@ _CHIPS_OF_A_HOST = {2: (2, 2), 3: (2, 2, 1)}  # a topology is of whole hosts, or
 RULES = Rules(
     fuses_operands=True,
     writes_concatenations=True,
+    writes_gathered=True,
     tile=(8, 128),
     picks_poolings=False,
     row_major=False,
