@@ -237,6 +237,21 @@ def test_optimizer_state_is_in_host_memory():
 
 
 @needs_libtpu
+def test_memories_of_the_chip_are_their_own():
+    """XLA keeps what is read next in VMEM, and loop counters in SMEM."""
+
+    def loss(w, x):
+        return jnp.mean(jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=16)[0] ** 2)
+
+    report = jaxmem.memory(jax.grad(loss), TANH[0][0], TANH[1], target="v5e")
+    assert 512 * 512 * 4 <= report.on_chip["VMEM"] <= 128 * 2**20
+    assert 0 < report.on_chip["SMEM"] < 2**20
+    assert f"\non the chip: VMEM {jaxmem.format_bytes(report.on_chip['VMEM'])}, " in str(report)
+    assert report.device == report.peak_bytes + report.fragmentation
+    assert jaxmem.memory(jax.grad(loss), TANH[0][0], TANH[1], target="h200").on_chip == {}
+
+
+@needs_libtpu
 def test_pages_and_json(tmp_path):
     report = jaxmem.memory(jax.grad(tanh_loss), *TANH, target="v6e")
     report.to_html(tmp_path / "page.html")

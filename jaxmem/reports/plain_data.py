@@ -42,6 +42,7 @@ def describe(report: "MemoryReport") -> dict[str, Any]:
         "by_module": report.by_module,
         "by_source": report.by_source,
         "buffers": [dataclasses.asdict(buffer) for buffer in report.peak],
+        "on_chip": report.on_chip,
         "padding": [dataclasses.asdict(one) for one in report.padding],
         "timeline": {
             "schedule": list(report.timeline.schedule),

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pathlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -28,7 +29,7 @@ from jaxmem.reports.where.timeline import Timeline
 from jaxmem.reports.xla.schedule import Collectives, Transfers, count_collectives, find_transfers
 from jaxmem.reports.xla.traffic import count_bytes
 from jaxmem.reports.xla.work import Work, count_work
-from jaxmem.targets import LocalDevice, Target, example
+from jaxmem.targets import LocalDevice, Target, example, family_of
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -132,6 +133,16 @@ class MemoryReport(Sized, Printed):
     def peak_operation(self) -> Origin:
         """What runs at the peak: operation, source line, module and phase."""
         return self._map.describe(self.timeline.peak_point)
+
+    @property
+    def on_chip(self) -> dict[str, int]:
+        """Bytes of the memories of the chip itself that the step uses, by name (a TPU's VMEM, which
+        holds vectors, and SMEM, which holds scalars): part of neither ``device`` nor ``host``."""
+        names = family_of(self.target.known).chip_memories
+        found: Counter[str] = Counter()
+        for number, size in self._map.on_chip.items():
+            found[names.get(number, "other")] += size
+        return dict(found)
 
     @property
     def padding(self) -> tuple[Padded, ...]:

@@ -32,6 +32,7 @@ class Family(abc.ABC):
         copying_options: those of a step whose loops copy to host memory while they compute.
         limit_option: the XLA flag that tells it how many MiB of a device it may use, all of which
             its scheduler spends; empty: it takes what it needs.
+        chip_memories: names of the memories of the chip itself, by XLA's numbers ("colors").
         rules: how it fuses and lays out.
         checks_code: whether `jaxmem.fit` has code generated for the step that it returns.
     """
@@ -48,6 +49,7 @@ class Family(abc.ABC):
     widening_options: Mapping[str, Any]
     copying_options: Mapping[str, Any] = types.MappingProxyType({})
     limit_option: str = ""
+    chip_memories: Mapping[int, str] = types.MappingProxyType({})
     rules: Rules = Rules()
     checks_code: bool = True
 

@@ -50,7 +50,7 @@ class MemoryMap:
     def __init__(
         self, assignment: Assignment, hlo: str, arguments: Sequence[Argument | None]
     ) -> None:
-        self.timeline = Timeline(assignment)
+        self.timeline, self.on_chip = Timeline(assignment), assignment.on_chip
         self._attribution = Attribution(Module(hlo), arguments)
 
     @functools.cached_property

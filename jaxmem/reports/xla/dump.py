@@ -8,6 +8,7 @@ samples in the tests; anything else is refused, since a wrong figure is worse th
 
 import dataclasses
 import re
+from collections import Counter
 
 from jaxmem.ground.errors import JaxmemError
 
@@ -94,9 +95,13 @@ class Assignment:
         return sum(one.size for one in chosen if one.role == role)
 
     @property
-    def on_chip(self) -> int:
-        """Bytes in memories of the chip itself, such as a TPU's VMEM."""
-        return sum(one.size for one in self.allocations if one.color not in (_DEVICE, _HOST))
+    def on_chip(self) -> dict[int, int]:
+        """Bytes in memories of the chip itself, such as a TPU's VMEM, by XLA's numbers of them."""
+        found: Counter[int] = Counter()
+        for one in self.allocations:
+            if one.color not in (_DEVICE, _HOST):
+                found[one.color] += one.size
+        return dict(sorted(found.items()))
 
 
 def read_dump(buffers: str, ranges: str, version: str) -> Assignment:

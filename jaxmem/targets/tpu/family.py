@@ -28,6 +28,8 @@ class Tpu(Family):
     pass_acts = 0.95  # xla_jf_rematerialization_percent_shared_memory_limit
     widening_options = {"xla_allow_excess_precision": False}  # noqa: RUF012
 
+    # As libtpu 0.0.42 numbers them: vectors, scalars, and the flags that copies wait for.
+    chip_memories = {1: "VMEM", 6: "SMEM", 2: "sync flags"}  # noqa: RUF012
     limit_option = "xla_tpu_max_hbm_size_mib"
     rules = RULES
     checks_code = False  # it takes ten to fifty times as long as the rest
