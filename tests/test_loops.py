@@ -14,6 +14,7 @@ import jaxmem
 from jaxmem.loops import Schedule, cheapest, checkpointed_scan, checkpointed_while, split_scan
 from jaxmem.loops.schedules import advances
 from jaxmem.reports.xla.schedule import Transfers
+from tests.absent_tpu import needs_libtpu
 
 W = jax.random.normal(jax.random.key(0), (4, 4))
 H = jnp.ones((3, 4))
@@ -573,3 +574,35 @@ def test_a_while_loop_says_what_it_needs():
     ) as found:
         walked(jnp.eye(64), jnp.ones((8, 64)), 5, budget="1KiB")
     jax.grad(walked)(jnp.eye(64), jnp.ones((8, 64)), 5, budget=found.value.lowest)
+
+
+@pytest.mark.parametrize("target", ["h200", pytest.param("v5e", marks=needs_libtpu)])
+def test_what_the_last_steps_keep_is_there_while_the_rest_runs(target):
+    """The peak is the loss behind a loop, at its logits: residuals of the last block wait there."""
+
+    def loss(params, x, labels):
+        layers, out = params
+
+        def block(x, w):
+            up, down = w
+            return x + jnp.tanh(jnp.sin(x @ up) @ down), None
+
+        logits = (jax.lax.scan(block, x, layers)[0] @ out).astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
+
+    def half(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    params = (half(12, 256, 2048), half(12, 2048, 256)), half(256, 8192)
+    args = params, half(16384, 256), jax.ShapeDtypeStruct((16384,), jnp.int32)
+    plan = jaxmem.plan(loss, *args, target=target, compilations=0)
+    assert plan.loops[0].schedule is not None
+    report = jaxmem.memory(
+        jax.value_and_grad(plan.apply(loss)),
+        *args,
+        target=target,
+        compiler_options=plan.compiler_options,
+        timeline=False,
+    )
+    assert 0.95 < report.device / plan.projected_bytes < 1.05

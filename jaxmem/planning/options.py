@@ -77,11 +77,13 @@ class Body:
             runs = schedule.evaluations
             residuals = schedule.states * self.state
             inside += self.state  # the one that the loop is at
-            if (
-                schedule.host or not schedule.single
-            ):  # else the step's residuals are inside, or that state
-                residuals += schedule.tail * self.step
-                inside += max(schedule.block - schedule.tail, 0) * self.step
+            # Those of the last steps are kept from the forward pass on: they are there while the
+            # rest of the program runs. Of one step they are what its derivative has inside.
+            residuals += schedule.tail * self.step
+            more = max(schedule.block - schedule.tail, 0) * self.step
+            if schedule.single and not schedule.host:
+                more = -self.step
+            inside = max(inside + more, 0)
         flops, moved, seconds, price = (
             self.length * again + runs * forward
             for again, forward in zip(self.again, self.forward, strict=True)

@@ -137,6 +137,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         first = operation.inputs[:1] if program.types else ()
         dtype = program.types[first[0]].partition("[")[0] if first else ""
         workspace = operation.workspace
+        if program.rules.writes_gathered and operation.name == "gather":
+            workspace += program.sizes[operation.inputs[0]] * (not stored[operation.inputs[0]])
         if operation.widened:
             dtype = "float32"
             left, right, wide = (_copy(program, v) for v in (*operation.inputs, *results))
@@ -253,8 +255,6 @@ def _stored(program) -> list[bool]:
             rules.writes_concatenations and operation.name == "concatenate"
         ):
             wanted[operation.outputs[0]] = True
-        if rules.writes_gathered and operation.name == "gather":
-            wanted[operation.inputs[0]] = True
     for value in program.outputs:
         wanted[value] = True
     # A view is where what it shows is.

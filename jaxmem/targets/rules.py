@@ -13,8 +13,8 @@ class Rules:
         fuses_operands: whether what makes an operand of a matmul or a convolution out of values in
             memory, element by element, is computed inside it and never in memory.
         writes_concatenations: whether these are in memory all the same.
-        writes_gathered: whether what a gather takes elements of is in memory, as logits in float32
-            are of which a loss takes those of the labels.
+        writes_gathered: whether what a gather takes elements of is in memory while it does, as
+            logits in float32 are of which a loss takes those of the labels.
         tile: rows and columns of 32 bits that the two dimensions of an array which lie innermost
             are padded to; None: arrays are as long as they are.
         picks_poolings: whether a derivative of poolings made of slices is fused.
