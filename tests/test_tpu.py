@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import jaxmem
 from jaxmem import cli
+from jaxmem.program import costs
 from jaxmem.targets import FAMILIES, known_targets
 from tests.absent_tpu import needs_libtpu
 
@@ -203,6 +204,71 @@ def test_flops_are_those_of_the_matmuls_however_they_are_written():
         for name in ("v5e", "h200")
     )
     assert tpu.work.flops == gpu.work.flops
+
+
+def pallas_matmul(x, w, **options):
+    from jax.experimental import pallas as pl
+
+    def kernel(x, w, out):
+        out[...] = jnp.dot(x[...], w[...], preferred_element_type=jnp.float32)
+
+    (rows, depth), columns = x.shape, w.shape[1]
+    return pl.pallas_call(
+        kernel,
+        out_shape=shape(rows, columns),
+        grid=(rows // 256,),
+        in_specs=[
+            pl.BlockSpec((256, depth), lambda row: (row, 0)),
+            pl.BlockSpec((depth, columns), lambda row: (0, 0)),
+        ],
+        out_specs=pl.BlockSpec((256, columns), lambda row: (row, 0)),
+        **options,
+    )(x, w)
+
+
+@needs_libtpu
+def test_a_pallas_kernel_has_the_flops_of_its_estimate():
+    from jax.experimental import pallas as pl
+
+    args, flops = (shape(1024, 512), shape(512, 256)), 2 * 1024 * 512 * 256
+    estimate = pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=0)
+    told = functools.partial(pallas_matmul, cost_estimate=estimate)
+    report = jaxmem.memory(told, *args, target="v5e")
+    assert report.work.flops == flops
+    assert report.time.seconds > 0
+    assert jaxmem.memory(pallas_matmul, *args, target="v5e", timeline=False).work.flops == 0
+    for fun in (told, pallas_matmul):  # of the second by its body, once for each row of blocks
+        (equation,) = jax.make_jaxpr(fun)(*args).eqns
+        assert costs.flops(equation) == flops
+
+
+@needs_libtpu
+def test_what_follows_a_splash_attention_is_counted():
+    """XLA writes the attributes of such a kernel over several lines."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+        splash_attention_mask as masks,
+    )
+
+    heads, length, depth = 4, 512, 128
+
+    def loss(w, x):
+        mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+        attend = kernels.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
+        for _ in range(2):
+            q, k, v = (jnp.einsum("ld,dhk->hlk", x, w[i]) for i in range(3))
+            x = x + jnp.einsum("hlk,dhk->ld", attend(q, k, v), w[3])
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    width = heads * depth
+    args = shape(4, width, heads, depth, dtype="bfloat16"), shape(length, width, dtype="bfloat16")
+    with jax.enable_x64(False):  # the kernel is not written for it
+        report = jaxmem.memory(jax.grad(loss), *args, target="v5e")
+    # Four matmuls a layer, forward and twice backward, but for the cotangent of the first input;
+    # the value of the last is not needed for the gradient's own.
+    matmul = 2 * length * width**2
+    assert report.work.flops == (2 * 4 * 3 - 3) * matmul
+    assert report.by_source.get("(not attributed)", 0) < report.device / 4
 
 
 @needs_libtpu

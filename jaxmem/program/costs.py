@@ -135,7 +135,8 @@ def flops(equation) -> int:
     """FLOPs of the matmuls and convolutions of one equation (a multiply-add counts 2).
 
     A scan counts its body once per iteration, a cond its dearest branch, a while loop its body
-    once (its length is not known).
+    once (its length is not known), a Pallas kernel what its ``cost_estimate`` says, or its body
+    once for each place of its grid.
     """
     name = operation_of(equation)
     if name in CONTRACTIONS:
@@ -146,6 +147,11 @@ def flops(equation) -> int:
     bodies = [sum(map(flops, jaxpr.eqns)) for jaxpr in _forward(equation)]
     if name == "cond":
         return max(bodies, default=0)
+    if name == "pallas_call":
+        estimate = equation.params.get("cost_estimate")
+        grid = equation.params["grid_mapping"].grid
+        places = math.prod(size for size in grid if isinstance(size, int))
+        return estimate.flops if estimate else sum(bodies) * places
     return sum(bodies) * equation.params.get("length", 1 if bodies else 0)
 
 

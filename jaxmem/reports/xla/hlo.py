@@ -14,6 +14,7 @@ from jaxmem.ground.errors import JaxmemError
 
 Lines = Mapping[str, str]  # of a computation: its instructions' right-hand sides by name
 
+_END = re.compile(r'^\}(?:, execution_thread="[^"]*")?$')
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
@@ -86,22 +87,27 @@ def result_bytes(line: str) -> int:
 
 @functools.lru_cache(maxsize=1)  # what reads a program asks one after the other
 def computations_of(hlo: str) -> Mapping[str, Lines]:
-    """Every computation by name."""
+    """Every computation by name. An instruction whose attributes have line breaks (those of Pallas'
+    splash attention) is one line here."""
     found: dict[str, dict[str, str]] = collections.defaultdict(dict)
     current: dict[str, str] | None = None
+    last = ""
     for line in hlo.splitlines():
         if current is None:
             start = _COMPUTATION.match(line)
             if start:
                 current = found[start[1]]
-        elif line.startswith("}"):
+        elif _END.match(line):
             current = None
         else:
             instruction = _INSTRUCTION.match(line)
             if instruction:
                 for whole, element in _ELEMENT.findall(line.partition(", metadata=")[0]):
                     _write_out(current, whole, element)
-                current[instruction[1]] = instruction[2]
+                last = instruction[1]
+                current[last] = instruction[2]
+            elif last in current:
+                current[last] += line
     return found
 
 

@@ -25,12 +25,14 @@ from jaxmem.reports.xla.run import over_run
 _CONTRACTIONS = ("dot", "convolution", "custom-call")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _FIELD = re.compile(r"(\w+)=(\S+)")
+_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """FLOPs of matmuls and convolutions (a multiply-add counts 2), and how many there are."""
+    """FLOPs of matmuls and convolutions (a multiply-add counts 2), and how many there are. Of a
+    Pallas kernel the FLOPs are those of its ``cost_estimate``; without one, none are known."""
 
     flops: int = 0
     convolutions: int = 0
@@ -97,7 +99,8 @@ def _work_of(line: str, computation: Lines) -> Work:
     if name.startswith("__cudnn$conv"):
         kind = name.removeprefix("__cudnn$conv")
         return Work(_convolution_flops(line, computation, kind), convolutions=1)
-    return Work()
+    estimate = _ESTIMATE.search(line)
+    return Work(int(estimate[1])) if estimate else Work()
 
 
 def _dot_flops(line: str, computation: Lines, contracted: str) -> int:
