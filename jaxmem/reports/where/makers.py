@@ -6,6 +6,8 @@ import functools
 from jaxmem.reports.where.program import Program
 from jaxmem.reports.xla.instructions import Instruction
 
+# JAX rounds what its regions keep to the bits that it has already, and says so of no line.
+_ROUNDED = "reduce-precision"
 _COPIES = frozenset("bitcast opt-barrier copy copy-start copy-done".split())
 
 Element = tuple[int, ...]  # an index into nested tuples; empty: the whole value
@@ -65,11 +67,19 @@ class Makers:
         if inner.opcode != "dynamic-update-slice":
             return None
         stored = self._module.instructions[inner.operands[1]]
-        stored = self._past(stored, "bitcast", "reshape", "convert", "copy")
+        stored = self._past(stored, "bitcast", "reshape", "convert", "copy", _ROUNDED)
         if stored.opcode == "parameter" and stored.computation == inside:
             stored, _ = self.maker(self._module.instructions[made.operands[stored.index]])
         annotated = self.annotated(stored)
         return annotated if "/" in annotated.stack else None
+
+    def _says(self, one: Instruction) -> bool:
+        """Whether an instruction says what computes it; a fusion says what its root does."""
+        if one.opcode == "fusion" and one.called:
+            root = self._module.roots[one.called[0]]
+            if root.opcode == _ROUNDED:
+                return False
+        return "/" in one.stack and one.opcode != _ROUNDED
 
     def _past(self, instruction: Instruction, *opcodes: str) -> Instruction:
         while instruction.opcode in opcodes and instruction.operands:
@@ -91,13 +101,14 @@ class Makers:
             if fused and index and one is made and self._module.roots[fused].opcode == "tuple":
                 root = self._module.roots[fused]
                 element = self._module.instructions[root.operands[index[0]]]
+                element = self._past(element, _ROUNDED)
                 if "/" in element.stack:
                     return element
             # XLA names some instructions after the argument that they read: no slash.
-            if "/" in one.stack or (one.stack and one.opcode == "parameter"):
+            if self._says(one) or (one.stack and one.opcode == "parameter"):
                 return one
             for member in reversed(self._module.members[fused] if fused else []):
-                if "/" in member.stack:
+                if self._says(member):
                     return member
             todo += [self._module.instructions[name] for name in one.operands]
         return made
