@@ -25,7 +25,7 @@ from jaxmem.reports.xla.run import over_run
 _CONTRACTIONS = ("dot", "convolution", "custom-call")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _FIELD = re.compile(r"(\w+)=(\S+)")
-_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
+_ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"(\d+)"')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
