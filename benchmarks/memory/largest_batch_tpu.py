@@ -7,9 +7,9 @@ ResNet50 (224 x 224, bfloat16, SGD with momentum), GPT-2 medium (1,024 tokens, a
 layers in bfloat16, AdamW) and ViT-B/16 (224 x 224, bfloat16, AdamW): the step in plain JAX, with a
 policy of `jax.checkpoint` on every block, and with `jaxmem.remat`, which recomputes at most a whole
 forward pass. Every batch is a multiple of 8 (GPT-2's of 1), found by `max_batch_size`: it was
-compiled and fits, and so was the next one in the table, which does not. XLA's own rematerialization pass is off, and
-its scheduler limited to the chip's memory. FLOPs are those of matmuls and convolutions in the
-optimised program, per example, beside the plain step's.
+compiled and fits, and so was the next one in the table, which does not. XLA's own rematerialization
+pass is off, and its scheduler limited to the chip's memory. FLOPs are those of matmuls and
+convolutions in the optimised program, per example, beside the plain step's.
 """
 
 import functools
