@@ -14,7 +14,8 @@ import re
 
 import numpy as np
 
-from jaxmem.reports.xla.hlo import CALLED, SHAPE, computations_of, operands_of, operation_of
+from jaxmem.reports.xla.computations import computations_of
+from jaxmem.reports.xla.hlo import CALLED, SHAPE, operands_of, operation_of
 
 _ALLOCATION = re.compile(r"allocation (\d+):")
 _VALUE = re.compile(

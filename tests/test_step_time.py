@@ -9,8 +9,9 @@ import pytest
 import jaxmem
 from jaxmem.reports.speed.model import collective_seconds
 from jaxmem.reports.speed.step_time import step_time
+from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.groups import first_group
-from jaxmem.reports.xla.hlo import computations_of, operands_of, result_bytes
+from jaxmem.reports.xla.hlo import operands_of, result_bytes
 
 A100 = jaxmem.target("a100-80gb")
 SHARES = A100.shares

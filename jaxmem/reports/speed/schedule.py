@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from jaxmem.reports.speed.kernels import Kernel, kernel_of
 from jaxmem.reports.speed.model import collective_seconds, seconds_of
+from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.hlo import (
     Lines,
     calls_of,
-    computations_of,
     entry_of,
     operands_of,
     operation_of,

@@ -5,7 +5,6 @@ What else reads HLO in this folder reads it through these functions.
 
 import collections
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ _OPERATION = re.compile(r"(?:^|\s)([a-z][\w\-]*)\(")
 CALLED = re.compile(r"(?:calls|to_apply|body|async_execution_thread_calls)=%?([\w.\-]+)")
 CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 INDEX = re.compile(r"\bindex=(\d+)")  # of a tuple's element
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
 _PARENTHESIS = re.compile("[()]")
@@ -59,7 +58,7 @@ def calls_of(line: str) -> Calls | None:
         return None
     turns: int | None = 1
     if operation == "while":
-        known = _TRIPS.search(line)
+        known = TRIPS.search(line)
         turns = int(known[1]) if known else None
     return Calls(tuple(CALLED.findall(line)), turns)
 
@@ -85,10 +84,9 @@ def result_bytes(line: str) -> int:
     return sum(array_bytes(*match) for match in SHAPE.findall(shape))
 
 
-@functools.lru_cache(maxsize=1)  # what reads a program asks one after the other
-def computations_of(hlo: str) -> Mapping[str, Lines]:
-    """Every computation by name. An instruction whose attributes have line breaks (those of Pallas'
-    splash attention) is one line here."""
+def parsed(hlo: str) -> dict[str, dict[str, str]]:
+    """Every computation by name, as it is written. An instruction whose attributes have line breaks
+    (those of Pallas' splash attention) is one line here."""
     found: dict[str, dict[str, str]] = collections.defaultdict(dict)
     current: dict[str, str] | None = None
     last = ""

@@ -4,12 +4,12 @@ import dataclasses
 import re
 from typing import Any
 
+from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.hlo import (
     CALLED,
     CONDITION,
     INDEX,
     TARGET,
-    computations_of,
     entry_of,
     operands_of,
     operation_of,

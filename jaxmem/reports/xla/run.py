@@ -4,7 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxmem.reports.xla.hlo import Lines, calls_of, computations_of, entry_of
+from jaxmem.reports.xla.computations import computations_of
+from jaxmem.reports.xla.hlo import Lines, calls_of, entry_of
 
 
 def over_run(

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 
 from jaxmem.ground.bytes import format_bytes
+from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.hlo import (
     Lines,
-    computations_of,
     operands_of,
     operation_of,
     result_bytes,

@@ -6,10 +6,10 @@ long as the slice, and what it updates in place as long as the update.
 
 from collections.abc import Mapping
 
+from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.hlo import (
     CALLED,
     Lines,
-    computations_of,
     operands_of,
     operation_of,
     result_bytes,

@@ -3,6 +3,7 @@ buffer assignment gives it afterwards."""
 
 from collections.abc import Iterator, Mapping
 
+from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.hlo import (
     CONDITION,
     INDEX,
@@ -10,7 +11,6 @@ from jaxmem.reports.xla.hlo import (
     Lines,
     array_bytes,
     calls_of,
-    computations_of,
     elements_of,
     entry_of,
     operands_of,

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.hlo import (
     CALLED,
     SHAPE,
     TARGET,
     Lines,
-    computations_of,
     operands_of,
     operation_of,
 )
@@ -52,7 +52,7 @@ class Work:
 def count_work(hlo: str) -> Work:
     """The matmuls and convolutions of one run of a compiled program.
 
-    A loop counts its body once per iteration where XLA knows the number, else once; a
+    A loop counts its body once per iteration where it counts to a known number, else once; a
     conditional counts its dearest branch.
 
     Raises:
