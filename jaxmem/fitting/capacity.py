@@ -19,9 +19,6 @@ from jaxmem.targets import LocalDevice, Target, family_of, resolve
 # Times the largest that fits: how far to go on where the arguments do not grow. Chosen: bytes that
 # grow with the square are passed by so much that what is compiled stays small.
 _FURTHER = 8
-# Of the number where the budget is expected to be met: by how much less the last one compiled is.
-# Chosen: after five compilations estimates were within 3 % (GPT-2's batches, plain and planned).
-_SHORT = 0.05
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -281,8 +278,8 @@ class _Search:
         if not fits or fails == fits + 1 or fits == last:
             return None
         wanted = self._met(fits, fails)
-        if left == 1 and fails:  # rather a little less than one more that does not fit
-            wanted -= math.ceil(_SHORT * wanted)
+        if left == 1:  # rather a little less than one more that does not fit
+            wanted = min(wanted, self._met_below(fits) or wanted)
         wanted = max(wanted, fits + 1)
         return min(wanted, *(end for end in (fails and fails - 1, last) if end), wanted)
 
@@ -303,6 +300,15 @@ class _Search:
         elif fails and len(known) > 2:
             met = self._bent(known, fits, fails) or met
         return int(min(met, 2**62))
+
+    def _met_below(self, fits: int) -> int | None:
+        """Where the line through the two smallest that do not fit meets the budget."""
+        fails = sorted(count for count in self.reports if count > fits)[:2]
+        if len(fails) < 2:
+            return None
+        low, high = (self.reports[count].device for count in fails)
+        slope = (high - low) / (fails[1] - fails[0])
+        return int(fails[0] - (low - self.budget) / slope) if slope > 0 else None
 
     def _bent(self, known: dict[int, int], fits: int, fails: int) -> float | None:
         """Where the parabola through the three nearest meets the budget between two."""
