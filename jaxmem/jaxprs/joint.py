@@ -1,6 +1,7 @@
 """An operation and its derivative as one flat program."""
 
 import dataclasses
+import types
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def joint(step: Step, differentiated: Sequence[int]) -> Joint:
     )
     forward, backward = flat.steps[:boundary], flat.steps[boundary + 1 :]
     same = dict(zip(barrier.outputs, cotangents, strict=True))
-    flat = _merged(dataclasses.replace(flat, steps=(*forward, *backward)), same)
+    flat = merged(dataclasses.replace(flat, steps=(*forward, *backward)), same)
     made = {value for one in forward for value in one.outputs}
     return Joint(
         flat,
@@ -71,7 +72,7 @@ def joint(step: Step, differentiated: Sequence[int]) -> Joint:
     )
 
 
-def _merged(flat: FlatJaxpr, same: Mapping[int, int]) -> FlatJaxpr:
+def merged(flat: FlatJaxpr, same: Mapping[int, int] = types.MappingProxyType({})) -> FlatJaxpr:
     """A program in which nothing is computed twice from the same values, as XLA has it; ``same``
     are values that are others. What has passed a barrier, such as `jax.checkpoint` has, is not the
     same."""
