@@ -113,21 +113,25 @@ def test_a_budget_error_names_the_one_liner():
     assert f"nothing_saveable on each of {LAYERS} blocks takes " in str(caught.value)
 
 
-def test_rows_are_compiled_where_nothing_else_fits(monkeypatch):
-    """XLA may make far less of a block than is projected (of an `associative_scan`, say)."""
-    sizes = []
+@pytest.fixture
+def rows_are_less(monkeypatch):
+    """A compiler that makes far less of a row of regions than is projected, as XLA does of an
+    `associative_scan`, and more of all else."""
 
     class Said(Compiling):
         def __init__(self, plan):
             row = len({region.stop - region.start for region in plan.regions}) == 1
             self.device = plan.projected_bytes * (0.6 if row and len(plan.regions) > 1 else 1.1)
-            sizes.append(self.device)
 
         def report(self, compile="buffers", timeout=3600):
             device = int(self.device)
             return types.SimpleNamespace(device=device, host=0, moved=0, work=Work(0, 0, 0))
 
     monkeypatch.setattr(CompiledPlans, "begin", lambda self, plan, options: Said(plan))
+
+
+@pytest.mark.usefixtures("rows_are_less")
+def test_rows_are_compiled_where_nothing_else_fits():
     fun = functools.partial(loss, lambda f: f)
     least = jaxmem.plan(fun, *arguments(), budget=None, compilations=0)
     lowest = program()[1].budget_for(program()[0]).total(planner().smallest().peak)
@@ -136,6 +140,19 @@ def test_rows_are_compiled_where_nothing_else_fits(monkeypatch):
     assert 0.6 * min(rows) <= budget < least.projected_bytes
     plan = jaxmem.plan(fun, *arguments(), budget=budget, target="h200", compilations=8)
     assert plan.compiled_bytes <= budget and len(plan.regions) == LAYERS
+
+
+@pytest.mark.usefixtures("rows_are_less")
+def test_rows_are_compiled_where_they_cost_less_than_what_fits():
+    fun = functools.partial(loss, lambda f: f)
+    total = program()[1].budget_for(program()[0]).total
+    cheapest = min(planner().rows(), key=lambda layout: layout.price)
+    budget = int(0.85 * total(cheapest.peak))
+    fits = planner().cheapest_within(program()[1].budget_for(program()[0], budget).left)
+    assert fits.price > cheapest.price  # what would be taken without them
+    plan = jaxmem.plan(fun, *arguments(), budget=budget, target="h200")
+    assert plan.compiled_bytes <= budget and len(plan.regions) == LAYERS
+    assert plan.predicted.recompute_flops == cheapest.flops
 
 
 def reads(fun, *shapes, argnums=0):
