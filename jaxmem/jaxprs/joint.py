@@ -62,8 +62,8 @@ def joint(step: Step, differentiated: Sequence[int], apart: bool = False) -> Joi
     )
     forward, backward = flat.steps[:boundary], flat.steps[boundary + 1 :]
     same = dict(zip(barrier.outputs, cotangents, strict=True))
-    whole = dataclasses.replace(flat, steps=(*forward, *backward))
-    flat = merged(whole, same, boundary if apart else None)
+    both = dataclasses.replace(flat, steps=(*forward, *backward))
+    flat = merged(both, same, boundary if apart else None)
     made = {value for one in forward for value in one.outputs}
     return Joint(
         flat,
