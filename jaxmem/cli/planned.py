@@ -55,7 +55,7 @@ def _plan(options) -> int:
             offload=options.offload,
             **common,
         )
-        if not options.json:
+        if found.compiled and not options.json:
             _ = found.bound  # which is printed once it is known
     show(found.to_json() if options.json else found)
     if options.html:

@@ -91,7 +91,7 @@ class CompiledPlans:
             if layout not in search.outcomes:
                 if not self.gains(layout):
                     return
-                lower = (fits + goal) / 2 if fits else goal / _BESIDE
+                lower = (fits + goal) / 2 if fits else self.safer(goal) / _BESIDE
                 beside = self.beside(layout, lower)
                 goals |= dict.fromkeys(beside, lower)
                 yield [layout, *beside]
@@ -142,6 +142,12 @@ class CompiledPlans:
         low, high = sorted([outcome.ratio, 1.0])
         slope = min(max(slope, low), high)
         return outcome.projected + (budget - outcome.compiled) / slope
+
+    def safer(self, goal: float) -> float:
+        """Projected bytes that fit if nothing is further off than what was compiled, wherever it
+        peaks: after that only the fewest bytes are left to try, at any price."""
+        known = (one.ratio for one in self.search.outcomes.values() if one.compiled is not None)
+        return min(goal, self.search.allowed / max(known, default=1.0))
 
     def gains(self, layout: Layout) -> bool:
         """Whether it costs less than the best one so far, by what a compilation is worth."""
