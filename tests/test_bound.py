@@ -93,13 +93,13 @@ def test_a_chain_by_hand():
 @pytest.mark.parametrize("part", range(4))
 def test_no_schedule_is_below_it(part):
     above = 0
-    for seed in range(60 * part, 60 * (part + 1)):
+    for seed in range(25 * part, 25 * (part + 1)):
         step = random_graph(seed)
         for room in range(2, 9):
             bound = least_recomputed(step, room)
             assert least_by_search(step, room) >= step.flops + bound - 0.01, (seed, room)
             above += bound > 0
-    assert above > 20  # it says something
+    assert above > 8  # it says something
 
 
 def test_more_bytes_never_need_more():

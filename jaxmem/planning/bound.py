@@ -15,7 +15,7 @@ from jaxmem.program import Graph, Read
 # Moments that are looked at first, evenly spread, and those of which programs are solved. Chosen:
 # of the benchmarks' networks twice as many of either raise no bound by 0.1 points.
 _LOOKS = 16
-_MOMENTS = 2
+_MOMENTS = 6
 # Of all FLOPs: how far the solver's optimum may be off, times a hundred (its tolerance is 1e-7).
 _TOLERANCE = 1e-5
 
@@ -135,7 +135,14 @@ class _Moment:
                 del last[value]
 
     def least(self, room: int) -> float:
-        """The least share of all FLOPs that is made again."""
+        """The least share of all FLOPs that is made again; where not even the operands fit, and so
+        no schedule does, that of one that keeps nothing."""
+        reads = self.graph.nodes[self.node].reads if self.graph.nodes[self.node].flops else ()
+        found = self._least(room, reads)
+        return self._least(0, ()) or 0.0 if found is None else found
+
+    def _least(self, room: int, operands: tuple[Read, ...]) -> float | None:
+        """The optimum of a program; None: there is no solution."""
         from scipy.optimize import linprog
         from scipy.sparse import csr_array
 
@@ -146,12 +153,15 @@ class _Moment:
             for read in graph.nodes[number].reads
             if any(maker not in later for maker in _makers(graph, [read]))
         }
-        made_of = self._made_of(wanted)
+        made_of = self._made_of([*wanted, *operands])
         again = {number: at for at, number in enumerate(sorted(made_of))}
         values = [value for number in again for value in graph.nodes[number].makes]
         there = {value: len(again) + at for at, value in enumerate(values)}
+        # What its operands are computed from on the way into it: nothing of FLOPs.
+        beside = sorted(self._made_of(operands, free=True))
+        fused = {number: len(again) + len(there) + at for at, number in enumerate(beside)}
         total = max(graph.flops, 1)
-        cost = np.zeros(len(again) + len(there))
+        cost = np.zeros(len(again) + len(there) + len(fused))
         for number, at in again.items():
             if number in done:  # others may be computed now for the first time
                 cost[at] = graph.nodes[number].flops / total
@@ -160,7 +170,7 @@ class _Moment:
         rows: list[dict[int, float]] = []
         limits: list[float] = []
 
-        def needs(read: Read, by: int | None) -> None:
+        def needs(read: Read, by: int | None, run: Mapping[int, int]) -> None:
             """A row: what is read is there, or made again, in as many iterations as it is read."""
             row: dict[int, float] = {} if by is None else {by: 1.0}
             limit = 0.0 if by is not None else -1.0
@@ -169,17 +179,20 @@ class _Moment:
                 if maker not in again:
                     limit += share  # an input; what is yet to come may be there in time
                     continue
-                for column in (again[maker], there[value]):
+                for column in (run.get(maker), there[value]):
+                    if column is None:
+                        continue  # of operands: it has FLOPs, so its results are there or not
                     row[column] = row.get(column, 0.0) - share
             if limit < (0.0 if by is None else 1.0):
                 rows.append(row)
                 limits.append(limit)
 
-        for read in wanted:
-            needs(read, None)
-        for number, at in again.items():
-            for read in graph.nodes[number].reads:
-                needs(read, at)
+        for reads, run in ((wanted, again), (operands, fused)):
+            for read in reads:
+                needs(read, None, run)
+            for number, at in run.items():
+                for read in graph.nodes[number].reads:
+                    needs(read, at, run)
         scale = max(room, 1)
         rows.append({there[value]: graph.sizes[value] / scale for value in values})
         limits.append(room / scale)
@@ -187,15 +200,19 @@ class _Moment:
         lines, columns, numbers = zip(*entries, strict=True)
         matrix = csr_array((numbers, (lines, columns)), shape=(len(rows), len(cost)))
         found = linprog(cost, A_ub=matrix, b_ub=limits, bounds=(0, 1), method="highs")
+        if found.status == 2:  # infeasible
+            return None
         return float(found.fun) if found.status == 0 else 0.0
 
-    def _made_of(self, reads: Iterable[Read]) -> Set[int]:
-        """The nodes that some reads are made of, but for those that come later."""
+    def _made_of(self, reads: Iterable[Read], free: bool = False) -> Set[int]:
+        """The nodes that some reads are made of, but for those that come later; ``free``: as far as
+        none of them has FLOPs."""
         found: set[int] = set()
         pending = list(reads)
         while pending:
             for maker in _makers(self.graph, [pending.pop()]):
-                if maker not in self.later and maker not in found:
+                counts = not (free and self.graph.nodes[maker].flops)
+                if counts and maker not in self.later and maker not in found:
                     found.add(maker)
                     pending.extend(self.graph.nodes[maker].reads)
         return found
