@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +29,8 @@ _MORE = 1.06  # times the projected bytes that fit: how far projections of two p
 # far above recomputes up to 21 points more of the step's time, at the least budget.
 _ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
 # Times the budget: rows of regions that are projected to take no more may yet fit, where they cost
-# less than what does: XLA makes 0.75 of what is projected of rows of Mamba's blocks.
+# less than what does. Chosen: projections of the networks that tuned the planner are up to a third
+# too high (benchmarks/results/tpu.md).
 _NEARLY = 1.3
 _SAME = 1.002  # projected bytes this near are one plan
 _MARGIN = 1.003  # between what is expected of a plan and its budget
@@ -96,7 +98,7 @@ class CompiledPlans:
                 goals |= dict.fromkeys(beside, lower)
                 yield [layout, *beside]
                 if not search.best and not fails < float("inf"):  # the first ones
-                    yield from self.cheaper_rows(budget, layout.price)
+                    yield from itertools.islice(self.cheaper_rows(budget, layout.price), 1)
             elif layout == planner.smallest() and not search.fits(layout):
                 if not search.best:
                     yield from self.rows(budget)
