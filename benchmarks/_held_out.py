@@ -81,7 +81,7 @@ def t5(policy=None, batch=16, length=512):
     return loss, (params, tokens, mask, jax.eval_shape(lambda: jax.random.key(0)))
 
 
-def clip(policy=None, batch=64):
+def clip(policy=None, batch=256):
     """CLIP's two towers: ViT-B/32 of half the depth, and the text model of the same depth."""
     module = package("transformers.models.clip.modeling_flax_clip")
     transformers = package("transformers")
