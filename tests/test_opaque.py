@@ -244,6 +244,27 @@ def test_a_ragged_matmul_is_what_jax_makes_of_it():
     )
 
 
+def test_a_ragged_matmul_in_a_loop_need_not_run_again():
+    """XLA merges the copies of the rows that a ragged matmul and its derivative make; not where
+    they are in loops of their own. They were counted as kept, so that a region that saved the
+    result ran the matmul again for them."""
+
+    def looped(weights, x, sizes):
+        def block(x, w):
+            y = lax.ragged_dot(x * jnp.sin(x), w, sizes)
+            return x + jnp.sin(y) * jnp.cos(y) * jnp.tanh(y), None
+
+        x, _ = lax.scan(block, x, weights)
+        return jnp.mean(x**2)
+
+    groups = 8
+    (one, *_), *rest = of_experts(groups)
+    args = jax.ShapeDtypeStruct((LAYERS, *one.shape), one.dtype), *rest
+    plain = jaxmem.plan(looped, *args, compilations=0).plain_bytes
+    plan = jaxmem.plan(looped, *args, budget=int(0.8 * plain), compilations=0)
+    assert plan.recomputes and not plan.predicted.recompute_flops
+
+
 def test_scans_one_after_the_other_take_what_one_takes():
     """XLA of jax 0.10 made what they keep it in, zeros at first, for all before the first one."""
 

@@ -55,6 +55,8 @@ def _plan(options) -> int:
             offload=options.offload,
             **common,
         )
+        if found.compiled and not options.json:
+            _ = found.bound  # which is printed once it is known
     show(found.to_json() if options.json else found)
     if options.html:
         step = jax.jit(

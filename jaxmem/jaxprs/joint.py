@@ -1,6 +1,7 @@
 """An operation and its derivative as one flat program."""
 
 import dataclasses
+import types
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -34,9 +35,10 @@ class Joint:
     cotangents: tuple[int, ...]
 
 
-def joint(step: Step, differentiated: Sequence[int]) -> Joint:
-    """A step with its derivative by the operands that stand at some places. A rule of the user's
-    own may raise anything."""
+def joint(step: Step, differentiated: Sequence[int], apart: bool = False) -> Joint:
+    """A step with its derivative by the operands that stand at some places; ``apart``: XLA sees one
+    without the other, as it does where both are in loops, and merges nothing of the two. A rule of
+    the user's own may raise anything."""
     operands = [variable.aval for variable in step.equation.invars]
     results = [variable.aval for variable in step.equation.outvars]
     moving = [at for at, aval in enumerate(results) if jnp.issubdtype(aval.dtype, jnp.inexact)]
@@ -60,7 +62,8 @@ def joint(step: Step, differentiated: Sequence[int]) -> Joint:
     )
     forward, backward = flat.steps[:boundary], flat.steps[boundary + 1 :]
     same = dict(zip(barrier.outputs, cotangents, strict=True))
-    flat = _merged(dataclasses.replace(flat, steps=(*forward, *backward)), same)
+    both = dataclasses.replace(flat, steps=(*forward, *backward))
+    flat = merged(both, same, boundary if apart else None)
     made = {value for one in forward for value in one.outputs}
     return Joint(
         flat,
@@ -71,14 +74,20 @@ def joint(step: Step, differentiated: Sequence[int]) -> Joint:
     )
 
 
-def _merged(flat: FlatJaxpr, same: Mapping[int, int]) -> FlatJaxpr:
+def merged(
+    flat: FlatJaxpr,
+    same: Mapping[int, int] = types.MappingProxyType({}),
+    boundary: int | None = None,
+) -> FlatJaxpr:
     """A program in which nothing is computed twice from the same values, as XLA has it; ``same``
-    are values that are others. What has passed a barrier, such as `jax.checkpoint` has, is not the
-    same."""
+    are values that are others; what comes from ``boundary`` on is merged apart. What has passed a
+    barrier, such as `jax.checkpoint` has, is not the same."""
     first = dict(same)
     seen: dict[Hashable, tuple[int, ...]] = {}
     steps = []
-    for step in flat.steps:
+    for number, step in enumerate(flat.steps):
+        if number == boundary:
+            seen.clear()
         inputs = tuple(first.get(x, x) if isinstance(x, int) else x for x in step.inputs)
         made = seen.setdefault(_key(step, inputs), step.outputs)
         if made is not step.outputs:

@@ -5,6 +5,12 @@ from jaxmem.program.costs import (
     contraction_flops as contraction_flops,
     precision_of as precision_of,
 )
+from jaxmem.program.graph import (
+    Graph as Graph,
+    Node as Node,
+    Read as Read,
+    read_graph as read_graph,
+)
 from jaxmem.program.kernels import (
     NAMED as NAMED,
     Kernel as Kernel,

@@ -41,12 +41,14 @@ def read_program(
     differentiated: Set[int] | None = None,
     fixed: Set[int] = frozenset(),
     spread: Spread | None = None,
+    apart: bool = False,
 ) -> Program:
     """The operations of a flat jaxpr as plain data.
 
     ``differentiated`` are the inputs that gradients are taken of; None: all. Of ``fixed`` inputs
     and of arrays closed over none ever are. ``spread`` says what one device has of each value;
-    None: there is one.
+    None: there is one. ``apart``: its derivative is compiled apart from it, as that of a loop's
+    body is.
     """
     spread = spread or Spread(flat)
     fixed = {*fixed, *flat.arrays_closed_over}
@@ -60,7 +62,7 @@ def read_program(
         constant = [not isinstance(one, int) or one in fixed for one in step.inputs]
         if all(constant):
             fixed.update(step.outputs)
-        held = _held(step, constant, read, spread)
+        held = _held(step, constant, read, spread, apart)
         outputs = step.outputs
         if held.residuals is not None:
             outputs = (*outputs, len(sizes))
@@ -131,7 +133,7 @@ class _Held:
     results: int = 0
 
 
-def _held(step: Step, constant: list[bool], read: Set[int], spread: Spread) -> _Held:
+def _held(step: Step, constant: list[bool], read: Set[int], spread: Spread, apart: bool) -> _Held:
     """What a step holds whose operands are ``constant`` or not, and whose results are ``read`` or
     not."""
     if step.primitive == "scan":
@@ -149,7 +151,7 @@ def _held(step: Step, constant: list[bool], read: Set[int], spread: Spread) -> _
             for at, variable in enumerate(step.equation.invars)
             if not constant[at] and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
         ]
-        found = _of_opaque(step, real, spread) if real else None
+        found = _of_opaque(step, real, spread, apart) if real else None
         return found or _Held(workspace=_workspace(step, spread))
     return _Held()
 
@@ -162,7 +164,7 @@ def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Sprea
         return _Held(body, 0, 0, 0, _turn(loop, inside))
     constant = list(constant)
     constant[loop.carry] = [False] * len(constant[loop.carry])  # the next ones may not be
-    body = read_program(loop.body, fixed=_inputs(loop.body, constant), spread=inside)
+    body = read_program(loop.body, fixed=_inputs(loop.body, constant), spread=inside, apart=True)
     kept, results = scan_residuals(step.equation, constant, wanted)
     length = step.equation.params["length"]
     return _Held(
@@ -209,11 +211,11 @@ def _shares(program: Program) -> Iterator[tuple[str, float]]:
             yield from _shares(operation.body)
 
 
-def _of_opaque(step: Step, real: list[int], spread: Spread) -> _Held | None:
+def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Held | None:
     """By the operation and its derivative by some operands, as JAX has them; None: the derivative
     refuses, in words of its own, which who differentiates the function is told."""
     try:
-        joint = joint_of(step, real)
+        joint = joint_of(step, real, apart)
     except Exception:
         return None
     results = {value for value in joint.results if isinstance(value, int)}

@@ -1,5 +1,6 @@
 """From a function and a budget to a planned function."""
 
+from jaxmem.rematerialization.bounds import Bound as Bound
 from jaxmem.rematerialization.choices import Choice as Choice, Row as Row
 from jaxmem.rematerialization.constraints import Constraints as Constraints
 from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto

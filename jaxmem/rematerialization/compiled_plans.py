@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +28,10 @@ _MORE = 1.06  # times the projected bytes that fit: how far projections of two p
 # Times the budget: what may yet fit where nothing below did; ever closer to one another. Twice as
 # far above recomputes up to 21 points more of the step's time, at the least budget.
 _ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
+# Times the budget: rows of regions that are projected to take no more may yet fit, where they cost
+# less than what does. Chosen: projections of the networks that tuned the planner are up to a third
+# too high (benchmarks/results/tpu.md).
+_NEARLY = 1.3
 _SAME = 1.002  # projected bytes this near are one plan
 _MARGIN = 1.003  # between what is expected of a plan and its budget
 # Projected bytes of a plan over those of the one that is compiled beside it, for where it does not
@@ -68,6 +73,12 @@ class CompiledPlans:
         raise self.constraints.too_small(self.traced.program, lowest, total, "compiled")
 
     def rounds(self, budget: int) -> Iterator[Sequence[Layout]]:
+        """Layouts to compile: corrected ones, then rows of regions that would cost less than the
+        best of them."""
+        yield from self.corrections(budget)
+        yield from self.cheaper_rows(budget)
+
+    def corrections(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Layouts to compile: the bytes to plan for are corrected by what was compiled, between
         what fitted and what did not."""
         search, planner = self.search, self.planner
@@ -82,12 +93,15 @@ class CompiledPlans:
             if layout not in search.outcomes:
                 if not self.gains(layout):
                     return
-                lower = (fits + goal) / 2 if fits else goal / _BESIDE
+                lower = (fits + goal) / 2 if fits else self.safer(goal) / _BESIDE
                 beside = self.beside(layout, lower)
                 goals |= dict.fromkeys(beside, lower)
                 yield [layout, *beside]
-            elif not best and layout == planner.smallest():
-                yield from self.rows(budget)
+                if not search.best and not fails < float("inf"):  # the first ones
+                    yield from itertools.islice(self.cheaper_rows(budget, layout.price), 1)
+            elif not search.fits(layout) and layout == planner.smallest():
+                if not search.best:
+                    yield from self.rows(budget)
                 if not search.best:
                     yield from self.slightly_above(budget)
                 return
@@ -131,6 +145,12 @@ class CompiledPlans:
         slope = min(max(slope, low), high)
         return outcome.projected + (budget - outcome.compiled) / slope
 
+    def safer(self, goal: float) -> float:
+        """Projected bytes that fit if nothing is further off than what was compiled, wherever it
+        peaks: after that only the fewest bytes are left to try, at any price."""
+        known = (one.ratio for one in self.search.outcomes.values() if one.compiled is not None)
+        return min(goal, self.search.allowed / max(known, default=1.0))
+
     def gains(self, layout: Layout) -> bool:
         """Whether it costs less than the best one so far, by what a compilation is worth."""
         best = self.search.best
@@ -171,21 +191,24 @@ class CompiledPlans:
     def rows(self, budget: int) -> Iterator[Sequence[Layout]]:
         """One region on each block, by one policy after the other, where nothing else fits: XLA may
         make far less of what is inside a block than is projected, as it does of an
-        `associative_scan`. The fewest bytes first, then what is expected to fit for less."""
+        `associative_scan`. The fewest bytes first, then what costs less."""
         rows = sorted(self.planner.rows(), key=lambda layout: layout.peak)
+        if rows and rows[0] not in self.search.outcomes:
+            yield [rows[0]]
+        yield from self.cheaper_rows(budget)
+
+    def cheaper_rows(self, budget: int, price: float = math.inf) -> Iterator[Sequence[Layout]]:
+        """Rows that cost less than a price and than the best plan, and are projected to fit, or not
+        to by little: no plan is to lose to what one line does. The cheapest first, until one
+        fits."""
         total = self.constraints.budget_for(self.traced.program).total
-        ratio = math.inf
-        while rows:
-            layout = rows.pop(0)
-            if layout in self.search.outcomes:
-                continue
-            yield [layout]
-            ratio = min(ratio, self.search.outcomes[layout].ratio)
-            rows = [
-                other
-                for other in sorted(rows, key=lambda layout: layout.price)
-                if self.gains(other) and total(other.peak) * ratio <= budget
-            ]
+        for layout in sorted(self.planner.rows(), key=lambda layout: layout.price):
+            if layout.price > price or not self.gains(layout):
+                return
+            if layout not in self.search.outcomes and total(layout.peak) <= _NEARLY * budget:
+                yield [layout]
+                if self.search.fits(layout):
+                    return
 
     def slightly_above(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Plans that are projected not to fit, by little, until one does."""

@@ -1,6 +1,7 @@
 """A plan: what a program saves and recomputes, and what that is expected to cost."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ from jaxmem.loops import Schedule
 from jaxmem.planning import Head, Loop, Region
 from jaxmem.program import Program
 from jaxmem.rematerialization import plan_text
+from jaxmem.rematerialization.bounds import Bound, bound_of
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.emission import planned_function
 from jaxmem.rematerialization.named.policy import NamedPolicy
@@ -143,6 +145,14 @@ class Plan(Printed):
         """Bytes by XLA, or None: not compiled."""
         return self.compiled.bytes if self.compiled else None
 
+    @functools.cached_property
+    def bound(self) -> Bound | None:
+        """The least FLOPs of any schedule within the budget, or, without one, within the bytes that
+        the plan takes; the plan prints it from then on. It takes about as long as planning does.
+        None: not known, of a plan that was read from JSON, that has residuals in host memory, or
+        that is for several devices."""
+        return bound_of(self)
+
     @property
     def recomputes(self) -> bool:
         """Whether anything is recomputed, or waits in host memory."""
@@ -199,32 +209,7 @@ class Plan(Printed):
         what the one at hand takes, with dtype and shape."""
         if fingerprint == self.fingerprint:
             return
-        found = [kind for _, kind in inputs]
-        differing = [
-            f"{name} is {kind}, and the plan was made for {planned}"
-            for (name, kind), planned in zip(inputs, self.inputs, strict=False)
-            if kind != planned
-        ]
-        if len(found) != len(self.inputs):
-            said = (
-                f"it takes {len(found)} arrays, and the plan was made for {len(self.inputs)} "
-                "(a Python number is none where the plan is made, and one under jax.jit: make it "
-                "an array, such as jnp.float32(0.1), for both)"
-            )
-        elif differing:
-            said = "; ".join(differing[:3]) + (" ..." if len(differing) > 3 else "")
-        else:
-            said = (
-                "its arrays are the same, and its operations are others (a step with sharding= "
-                "gathers its parameters at stage 3, and one with precision= casts: plan step.loss)"
-            )
-        raise PlanError(
-            f"This plan belongs to another program: {said}. A plan holds for one function at one "
-            "set of shapes and dtypes. Make another with jaxmem.plan(), or leave it to "
-            "jaxmem.remat(fun, budget=...), which plans at each new shape; where it is the last "
-            "batch of an epoch that is smaller, leave it out or pad it. (Programs "
-            f"{self.fingerprint} and {fingerprint}.)"
-        )
+        raise PlanError(plan_text.other_program(self, fingerprint, inputs))
 
     def to_html(self, path: str | os.PathLike, *, name: str = "") -> None:
         """Writes one self-contained page: bytes against time of the plan and of the function as

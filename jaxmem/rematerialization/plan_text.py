@@ -1,7 +1,7 @@
 """A plan as it is printed."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
@@ -75,6 +75,8 @@ def plan_parts(plan: Any) -> Iterator[Part]:
             f"  recomputes {predicted.recompute_flops / 1e9:.4g} GFLOP{share}, moves "
             f"{format_bytes(predicted.recompute_moved)}"
         )
+    if bound := vars(plan).get("bound"):  # where it was asked for
+        yield f"  {bound}"
     yield (
         f"  about {predicted.recompute_seconds * 1e3:.3g} ms beside "
         f"{predicted.seconds * 3e3:.3g} ms {checked(plan.time_error)} on "
@@ -82,6 +84,36 @@ def plan_parts(plan: Any) -> Iterator[Part]:
     )
     if plan.rows:
         yield _regions(plan.rows)
+
+
+def other_program(plan: Any, fingerprint: str, inputs: Sequence[tuple[str, str]]) -> str:
+    """Why a plan is not one of the program with this fingerprint and these inputs."""
+    found = [kind for _, kind in inputs]
+    differing = [
+        f"{name} is {kind}, and the plan was made for {planned}"
+        for (name, kind), planned in zip(inputs, plan.inputs, strict=False)
+        if kind != planned
+    ]
+    if len(found) != len(plan.inputs):
+        said = (
+            f"it takes {len(found)} arrays, and the plan was made for {len(plan.inputs)} "
+            "(a Python number is none where the plan is made, and one under jax.jit: make it "
+            "an array, such as jnp.float32(0.1), for both)"
+        )
+    elif differing:
+        said = "; ".join(differing[:3]) + (" ..." if len(differing) > 3 else "")
+    else:
+        said = (
+            "its arrays are the same, and its operations are others (a step with sharding= "
+            "gathers its parameters at stage 3, and one with precision= casts: plan step.loss)"
+        )
+    return (
+        f"This plan belongs to another program: {said}. A plan holds for one function at one "
+        "set of shapes and dtypes. Make another with jaxmem.plan(), or leave it to "
+        "jaxmem.remat(fun, budget=...), which plans at each new shape; where it is the last "
+        "batch of an epoch that is smaller, leave it out or pad it. (Programs "
+        f"{plan.fingerprint} and {fingerprint}.)"
+    )
 
 
 def reason(plan: Any, choice: Choice) -> str:

@@ -123,10 +123,14 @@ class TracedFunction:
                 "bytes."
             )
 
+    @property
+    def differentiable(self) -> list[int]:
+        """The numbers of the array leaves that gradients are taken of."""
+        return [at for at in self.wanted if jnp.issubdtype(self.leaves[at].dtype, jnp.inexact)]
+
     def differentiated(self, fun: Callable) -> Callable:
         """The value and gradient of a function of the array leaves."""
-        real = [at for at in self.wanted if jnp.issubdtype(self.leaves[at].dtype, jnp.inexact)]
-        return jax.value_and_grad(fun, real, self.has_aux)
+        return jax.value_and_grad(fun, self.differentiable, self.has_aux)
 
 
 def _loss_of(results: Any, name: str) -> Any:
