@@ -91,6 +91,7 @@ def read_program(
                     slides(step.equation),
                     precision_of(step.equation.params),
                 ),
+                summed=spread.summed(step),
             )
         )
     gathered: dict[Any, int] = {}
@@ -101,7 +102,7 @@ def read_program(
             sizes.append(size_of(piece))
             types.append(type_of(piece))
         operation = operations[gather.step]
-        gathers = (*operation.gathers, (gather.value, value))
+        gathers = (*operation.gathers, (gather.value, value, gather.ring))
         operations[gather.step] = dataclasses.replace(operation, gathers=gathers)
     outputs = tuple(value for value in flat.outputs if isinstance(value, int))
     several = spread.mesh is not None
