@@ -194,7 +194,7 @@ class Sharding:
 
     def context(self) -> contextlib.AbstractContextManager:
         """In which a loss is traced: of a model that names axes the mesh is known there."""
-        if not self.model:
+        if not self.split:
             return contextlib.nullcontext()
         mesh = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
         return jax.sharding.use_abstract_mesh(mesh)

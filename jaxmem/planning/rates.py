@@ -55,8 +55,16 @@ class Rates:
     def _traffic(self, kernel: Kernel) -> float:
         device = self.device
         read = kernel.moved / (device.shares.memory * device.memory_bandwidth)
-        ring, sent = kernel.ring, kernel.sent + _SUMS * kernel.summed
-        return read + device.sending_seconds(sent, ring.devices, ring.apart) if ring else read
+        ring = kernel.ring
+        if ring is None:
+            return read
+        sent = device.sending_seconds(kernel.sent, ring.devices, ring.apart)
+        return read + sent + sums_seconds(device, kernel.summed, ring.devices, ring.apart)
+
+
+def sums_seconds(device: Target, sent: float, among: int, apart: int) -> float:
+    """What the sums of matmuls among devices take of a forward pass."""
+    return _SUMS * device.sending_seconds(sent, among, apart)
 
 
 def of_each(program: Program, rate: Callable[[Kernel], float]) -> list[float]:
