@@ -133,7 +133,7 @@ class Costs:
             gathered = levers.microbatches * self._gathering(levers, as_is)
             seconds += gathered - self._gathering(as_is, as_is)
         if levers.mesh not in ((), as_is.mesh):
-            seconds += self._summing(levers, as_is)
+            seconds += self._summing(levers, as_is) - self._reading(levers)
         return 3 * seconds + self.overhead(levers)
 
     def _gathering(self, levers: Levers, first: Levers) -> float:
@@ -159,6 +159,17 @@ class Costs:
                 seconds += sums_seconds(problem.device, sent, size, apart)
             apart *= size
         return seconds
+
+    def _reading(self, levers: Levers) -> float:
+        """Seconds, at most, in which a device reads the parameters that are cut along axes that the
+        model names, and others have: twice where they are cast."""
+        problem = self.problem.on(levers)
+        sharding = problem.sharding(levers.stage or 1)
+        assert sharding is not None
+        params = bytes_of(jax.tree.map(whole, problem.state(levers).params))
+        others = params - params // problem.meshes.model(sharding)
+        device = problem.device
+        return 2 * others / (device.shares.memory * device.memory_bandwidth)
 
     def least_bytes(self, levers: Levers) -> int:
         """Bytes of the arguments: no plan of these levers takes fewer."""
