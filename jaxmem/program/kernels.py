@@ -105,10 +105,14 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         if not results:
             continue
         cluster, sources = _cluster(program, [index], stored, maker)
-        for source in sorted(sources):
-            if source in gathered:
+        pending = sorted(sources, reverse=True)
+        sending: list[Kernel] = []
+        while pending:
+            if (source := pending.pop()) in gathered:
                 old, ring = gathered.pop(source)
-                kernels.append(_gather(program, index, old, source, ring, stored, maker))
+                sending.append(_gather(program, index, old, source, ring, stored, maker))
+                pending.extend(sending[-1].sources)  # what is sent may be made of what was sent
+        kernels.extend(reversed(sending))
         reads: set[int] = set()
         # What the derivatives read: a stored value itself, of others what they are made of.
         made_of: dict[int, frozenset[int]] = {}
