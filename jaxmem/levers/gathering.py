@@ -153,4 +153,4 @@ def _kind(found: dict[int, Kind], operand: Any) -> Kind:
 
 
 def _saves_all_but_what_is_gathered(primitive, *_, **__) -> bool:
-    return primitive.name != "sharding_constraint"
+    return primitive.name not in ("sharding_constraint", "row_major")
