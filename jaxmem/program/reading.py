@@ -143,7 +143,9 @@ def _held(step: Step, constant: list[bool], read: Set[int], spread: Spread) -> _
         called = called_jaxpr(step.equation)
         inside = spread.inside(called, step.inputs)
         body = read_program(called, fixed=_inputs(called, constant), spread=inside)
-        return _Held(body, inside=_made(body))
+        # Where nothing is differentiated any more it runs here, forward and backward pass.
+        workspace = _workspace(step, spread) if all(constant) else 0
+        return _Held(body, inside=_made(body), workspace=workspace)
     if step.primitive in _OPAQUE and not is_fused(step.equation):
         real = [
             at
@@ -247,17 +249,19 @@ def _of_opaque(step: Step, real: list[int], spread: Spread) -> _Held | None:
 
 def _workspace(step: Step, spread: Spread) -> int:
     """The most bytes that an operation takes inside, beside operands and results."""
-    if step.primitive == "shard_map":  # what is inside has a part of each value
-        return 0
     if step.primitive == "while":
         loop = loop_of(step.equation)
-        operands = step.inputs[loop.body_consts], step.inputs[loop.carry]
-        return _turn(loop, spread.inside(loop.body, [*operands[0], *operands[1]]))
+        handed = step.inputs[loop.body_consts], step.inputs[loop.carry]
+        return _turn(loop, spread.inside(loop.body, [*handed[0], *handed[1]]))
     most = 0
     for jaxpr in inner_jaxprs(step.equation):
         flat = flatten_jaxpr(jaxpr)
         count = flat.input_count - len(flat.consts)
-        program = _forward(flat, spread.inside(flat, step.inputs[len(step.inputs) - count :]))
+        if step.primitive == "shard_map":  # what is inside has the pieces of one device
+            program = _forward(flat, Spread(flat))
+        else:
+            operands = step.inputs[len(step.inputs) - count :]
+            program = _forward(flat, spread.inside(flat, operands))
         inputs = set(range(program.input_count))
         results = set(program.outputs) - inputs
         taken = peak(program, program.kernels, inputs, last=results)
