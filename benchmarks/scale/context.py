@@ -77,7 +77,7 @@ def program(attention, form: str, length: int = 65536, layers: int = LAYERS):
         y = (normalized(x) @ w["qkv"]).reshape(*x.shape[:2], 3, HEADS, -1)
         query, key, value = (y[:, :, at] for at in range(3))
         x = x + mixed(query, key, value).reshape(x.shape) @ w["out"]
-        return x + jax.nn.gelu(normalized(x) @ w["up"]) @ w["down"]
+        return x + jax.nn.silu(normalized(x) @ w["up"]) @ w["down"]
 
     def loss(params, x):
         if form == "scan":

@@ -22,7 +22,8 @@ _FUSED = frozenset(
     mesh_cast nextafter not one_minus_square optimization_barrier or population_count pow real
     reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum rem reshape reshard rev round
     row_major rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
+    shift_right_logical sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh
+    transpose xor
     """.split()
 )
 # The derivative of these reads none of their operands or results.
