@@ -4,7 +4,7 @@ A decoder of eight layers on eight H100, two sequences of 65,536 tokens, each cu
 in programs of the user's own collectives: ring attention (Liu et al. 2023: keys and values go
 around by `ppermute` in a scan, a block of scores at a time), and all-to-all (Jacobs et al. 2023,
 Ulysses: each device has the whole sequence of some heads, `jaxmem.ops.attention`). Of each the
-gradient as it is, and plans within 60 % and 35 % of its bytes.
+gradient as it is, a plan within 80 % of its bytes, and the one of the fewest.
 """
 
 import functools
@@ -102,7 +102,7 @@ def compared(loss, args, share: float | None = None) -> dict:
     plain = jaxmem.plan(loss, *args, target=TARGET)
     planned, projected = loss, plain.plain_bytes
     if share is not None:
-        plan = jaxmem.plan(loss, *args, budget=int(share * projected))
+        plan = within(loss, args, int(share * projected))
         planned, projected = plan.apply(loss), plan.projected_bytes
     report = jaxmem.memory(jax.value_and_grad(planned), *args, target=TARGET, timeline=False)
     return {
@@ -112,17 +112,25 @@ def compared(loss, args, share: float | None = None) -> dict:
     }
 
 
+def within(loss, args, budget: int) -> jaxmem.Plan:
+    """The plan within a budget, or the one of the fewest bytes."""
+    try:
+        return jaxmem.plan(loss, *args, budget=budget)
+    except jaxmem.BudgetError as error:
+        return jaxmem.plan(loss, *args, budget=error.lowest or budget)
+
+
 def main():
     rows = []
     for attention in (ring, all_to_all):
         for form in ("scan", "unrolled"):
             loss, args = program(attention, form)
-            for share in (None, 0.6, 0.35):
+            for share in (None, 0.8, 0.0):
                 rows.append(
                     {
                         "attention": attention.__name__.replace("_", "-"),
                         "layers": form,
-                        "within": "any" if share is None else f"{share:.0%}",
+                        "within": "any" if share is None else f"{share:.0%}" if share else "fewest",
                     }
                     | compared(loss, args, share)
                 )
