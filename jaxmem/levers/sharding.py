@@ -274,8 +274,6 @@ class Sharding:
         whole = PartitionSpec()
         if spec is not None:
             leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
-            # XLA gathers along the outermost axis: of a scan's weights it copied whole stacks.
-            leaf = jaxprs.row_major(leaf)
             whole = spec_of([others(part, names_of(self.axis)) for part in spec])
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, whole))
 
