@@ -130,11 +130,7 @@ def main():
                     {
                         "attention": attention.__name__.replace("_", "-"),
                         "layers": form,
-                        "within": "any"
-                        if share is None
-                        else f"{share:.0%}"
-                        if share > 0.5
-                        else "fewest",
+                        "within": name,
                     }
                     | compared(loss, args, share)
                 )
