@@ -367,3 +367,29 @@ def test_zeros_that_a_loop_begins_with_are_made_in_pieces():
         for at in step.outputs:
             if flat.avals[at].shape == (64, 32):
                 assert pieces.aval(at).shape == (8, 32), step.primitive
+
+
+def test_what_is_sent_may_be_made_of_what_was_sent():
+    """A sequence that is cut for the residual stream alone: it is gathered after it was cut."""
+    mesh = _mesh({"data": 4, "model": 2})
+
+    def array(shape, *parts):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*parts)))
+
+    def loss(params, x):
+        def layer(x, w):
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", "model")))
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    params = {"up": array((3, 128, 256), None, None, "model")}
+    params["down"] = array((3, 256, 128), None, "model")
+    program = TracedFunction(loss, (params, array((16, 8, 128), "data")), {}, 0).program
+    (scan,) = program.scans
+    body = program.operation_of(scan).body
+    made = set(range(body.input_count))
+    for kernel in body.kernels:
+        assert made.issuperset(kernel.sources)
+        made.update(kernel.results)
+    assert [kernel.ring.devices for kernel in body.kernels if kernel.summed] == [2]

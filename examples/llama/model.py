@@ -81,10 +81,18 @@ class Llama:
             rotated((y @ layer[name]).reshape(batch, length, count, -1), name != "value")
             for name, count in (("query", self.heads), ("key", self.keys), ("value", self.keys))
         )
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        mixed = self.mixed(query, key, value)
         x = x + mixed.reshape(batch, length, -1) @ layer["out"]
         y = normalized(x, layer["between"])
-        return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"], None
+        return x + self.network(y, layer), None
+
+    def network(self, y, layer):
+        """The gated network of a layer."""
+        return (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+
+    def mixed(self, query, key, value):
+        """What attention makes of them; who spreads sequences over devices has their own."""
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
 def normalized(x, scale):

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh
 from model import SIZES
 
 import jaxmem
@@ -73,8 +72,7 @@ def main(chosen) -> None:
         print(jaxmem.devices_needed(*problem, target=chosen.plan, **allowed))
         return
     if chosen.plan:
-        mesh = AbstractMesh((chosen.devices,), ("data",))
-        print(jaxmem.fit(*problem, target=chosen.plan, mesh=mesh, **allowed).fitting)
+        print(jaxmem.fit(*problem, target=chosen.plan, devices=chosen.devices, **allowed).fitting)
         return
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",))

@@ -18,6 +18,7 @@ def add_fit(commands) -> None:
     about = "choose the levers that make a step fit; exit code 3 if nothing does"
     parser = add_command(commands, "fit", _fit, about)
     add_problem(parser)
+    parser.add_argument("--devices", type=int, help="how many; the shape of their mesh is chosen")
     add_files(parser)
 
 
@@ -70,6 +71,8 @@ def arguments_of(options) -> tuple[tuple, dict[str, Any]]:
     if unknown:
         raise JaxmemError(f"{options.problem} returns options that jaxmem.fit has not: {unknown}.")
     names = ("budget", "target", "allow", "keep", "compilations")
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name, None) for name in (*names, "devices")}
     given = {name: value for name, value in given.items() if value not in (None, [])}
+    if "devices" in given:
+        extra = {name: value for name, value in extra.items() if name != "mesh"}
     return parts[:4], {**extra, **given}

@@ -31,6 +31,7 @@ def advise(
             precision=step.precision,
             loss_scale=step.loss_scale,
             mesh=step.sharding.mesh if step.sharding else None,
+            split=dict(step.sharding.split) or None if step.sharding else None,
         )
         search = Search(problem)
         found = search.projected()

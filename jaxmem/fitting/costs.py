@@ -12,7 +12,7 @@ from jaxmem.fitting.sizes import bytes_of, slice_of, whole
 from jaxmem.fitting.table import Candidate
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
-from jaxmem.planning import Planner, one_liners
+from jaxmem.planning import Planner, one_liners, sums_seconds
 from jaxmem.program import Program
 from jaxmem.rematerialization import Constraints, Plan, TracedFunction, Written, written
 
@@ -60,7 +60,8 @@ class Costs:
 
     def _traced(self, loss: Levers) -> TracedFunction:
         """The loss of one slice of the batch."""
-        problem, state, step = self.problem, self.problem.state(loss), self.problem.step(loss)
+        problem, step = self.problem.on(loss), self.problem.step(loss)
+        state = problem.state(loss)
         args = (state.params, problem.batch, state.model_state, state.key)
         cut = loss.microbatches
         if step.slices_sharding(state, problem.batch) is not None:
@@ -124,12 +125,61 @@ class Costs:
         """No plan of these levers takes less time: the whole batch at once takes the fewest
         launches and the least traffic of parameters."""
         changes = {"precision": levers.precision, "operations": levers.operations}
-        plain = self.plain(self.problem.as_is.replace(**changes))
-        return 3 * plain.predicted.seconds + self.overhead(levers)
+        as_is = self.problem.as_is.replace(**changes)
+        if levers.stage == 3:
+            as_is = as_is.replace(stage=3)
+        seconds = self.plain(as_is).predicted.seconds
+        if levers.stage == 3:
+            gathered = levers.microbatches * self._gathering(levers, as_is)
+            seconds += gathered - self._gathering(as_is, as_is)
+        if levers.mesh not in ((), as_is.mesh):
+            seconds += self._summing(levers, as_is) - self._reading(levers)
+        return 3 * seconds + self.overhead(levers)
+
+    def _gathering(self, levers: Levers, first: Levers) -> float:
+        """Seconds in which all parameters are gathered once: as many bytes as on the first mesh,
+        from those that have them on that of the levers."""
+        problem = self.problem.on(levers)
+        sharding = problem.sharding(3)
+        assert sharding is not None
+        cut, count = problem.meshes.model(sharding), sharding.count
+        params = bytes_of(jax.tree.map(whole, problem.state(first).params))
+        sent = min(gathered_bytes(self._program(_of_loss(first))), params) // cut
+        return problem.device.sending_seconds(sent * (count - 1) / count, count, cut)
+
+    def _summing(self, levers: Levers, first: Levers) -> float:
+        """Seconds in which results of matmuls are summed along axes that the model names: as many
+        bytes as on the mesh where one of those axes has the fewest devices, times those."""
+        seconds, apart, problem = 0.0, 1, self.problem
+        for name, size in reversed(levers.mesh):
+            alone = problem.meshes.alone(name) if size > 1 else None
+            if alone is not None:
+                program = self._program(_of_loss(first.replace(mesh=alone)))
+                sent = summed_bytes(program) * (size - 1) / (dict(alone)[name] - 1)
+                seconds += sums_seconds(problem.device, sent, size, apart)
+            apart *= size
+        return seconds
+
+    def _reading(self, levers: Levers) -> float:
+        """Seconds, at most, in which a device reads the parameters that are cut along axes that the
+        model names, and others have: twice where they are cast."""
+        problem = self.problem.on(levers)
+        sharding = problem.sharding(levers.stage or 1)
+        assert sharding is not None
+        params = bytes_of(jax.tree.map(whole, problem.state(levers).params))
+        others = params - params // problem.meshes.model(sharding)
+        device = problem.device
+        return 2 * others / (device.shares.memory * device.memory_bandwidth)
+
+    def least_bytes(self, levers: Levers) -> int:
+        """Bytes of the arguments: no plan of these levers takes fewer."""
+        problem = self.problem.on(levers)
+        state = problem.state(levers)
+        return bytes_of(state.opt_state) - problem.host_bytes(levers) + bytes_of(state.params)
 
     def overhead(self, levers: Levers) -> float:
         """Seconds of a step outside the loss and its gradient."""
-        problem = self.problem
+        problem = self.problem.on(levers)
         params = bytes_of(problem.state(levers).params)
         # 8-bit moments are expanded to be updated: they move as many bytes as whole ones.
         moments = bytes_of(problem.state(levers.replace(moments=False)).opt_state)
@@ -140,10 +190,29 @@ class Costs:
     def budget(self, levers: Levers, allowed: int | None = None) -> Budget:
         """A budget of the whole step on each device, of which the optimizer's state and what the
         levers add are reserved; the loss, its arguments and gradients are planned."""
-        reserved = bytes_of(self.problem.state(levers).opt_state) + sum(
-            lever.reserved_bytes(self.problem, levers) for lever, _ in levers.used()
+        problem = self.problem.on(levers)
+        reserved = bytes_of(problem.state(levers).opt_state) + sum(
+            lever.reserved_bytes(problem, levers) for lever, _ in levers.used()
         )
         return Budget(allowed, reserved)
+
+
+def gathered_bytes(program: Program) -> int:
+    """Bytes of what devices are sent before it is read, whole, in one forward pass."""
+    found = sum(
+        kernel.sent * kernel.ring.devices // max(kernel.ring.devices - 1, 1)
+        for kernel in program.kernels
+        if kernel.ring
+    )
+    loops = (program.operation_of(scan) for scan in program.scans)
+    return found + sum(loop.length * gathered_bytes(loop.body) for loop in loops if loop.body)
+
+
+def summed_bytes(program: Program) -> int:
+    """Bytes that a device sends where results of matmuls are summed, in one forward pass."""
+    loops = (program.operation_of(scan) for scan in program.scans)
+    inside = sum(loop.length * summed_bytes(loop.body) for loop in loops if loop.body)
+    return inside + sum(kernel.summed for kernel in program.kernels)
 
 
 def _of_loss(levers: Levers) -> Levers:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh
 
 from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.search import Search
@@ -108,8 +107,9 @@ def devices_needed(
 ) -> DevicesNeeded:
     """The fewest devices of a target that a training step fits on, with the step.
 
-    For one device, then for more, `jaxmem.fit` is asked: with the batch spread over all of them
-    and, by ZeRO's stages, parameters, gradients and optimizer state too. Tried are 1, 2, 4 and the
+    For one device, then for more, `jaxmem.fit` is asked, which chooses the shape of their mesh:
+    with the batch spread over all of them and, by ZeRO's stages, parameters, gradients and
+    optimizer state too. Tried are 1, 2, 4 and the
     multiples of 8 that divide the batch. Where jaxmem's own arithmetic says that even the smallest
     step is far too large, nothing is compiled.
 
@@ -119,7 +119,7 @@ def devices_needed(
         most: devices, at most.
         compilations: how many at most for each number of devices.
         options: more of `jaxmem.fit`'s (``budget``, of each device; ``allow``, ``keep``,
-            ``precision``, ...), but for ``mesh``.
+            ``precision``, ``split``, ...), but for ``mesh`` and ``devices``.
 
     Raises:
         BudgetError: it fits on no number of devices that was tried; names the fewest bytes met.
@@ -137,17 +137,18 @@ def devices_needed(
     >>> int(needed)
     2
     """
-    if "mesh" in options:
+    for name in options.keys() & {"mesh", "devices"}:
         raise JaxmemError(
-            "jaxmem.devices_needed searches the number of devices and takes no mesh=; "
-            "jaxmem.fit(..., mesh=mesh) is for one that is known."
+            f"jaxmem.devices_needed searches the number of devices and takes no {name}=; "
+            f"jaxmem.fit(..., {name}={name}) is for what is known."
         )
     if not is_count(most):
         raise JaxmemError(f"jaxmem.devices_needed takes most=, an int of 1 or more; got {most!r}.")
     tried: list[Tried] = []
     for count in _counts(batch, most, resolve(target)):
-        mesh = AbstractMesh((count,), ("data",)) if count > 1 else None
-        problem = Problem(loss_fn, optimizer, params, batch, target=target, mesh=mesh, **options)
+        problem = Problem(
+            loss_fn, optimizer, params, batch, target=target, devices=count, **options
+        )
         search = Search(problem)
         smallest = search.smallest()
         assert smallest is not None and smallest.projected is not None

@@ -1,12 +1,13 @@
 """One call that makes a step fit."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxmem.fitting.meshes import Split
 from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.search import Search
 from jaxmem.levers.precision.loss_scale import LossScale
@@ -28,6 +29,8 @@ def fit(
     precision: str | Precision | None = None,
     loss_scale: LossScale | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    devices: int | Sequence[jax.Device] | None = None,
+    split: Split | None = None,
     allow: str | Collection[str] = (),
     keep: str | Collection[str] = (),
     compilations: int = 6,
@@ -56,6 +59,12 @@ def fit(
         precision, loss_scale: as for `jaxmem.train_step`; not changed.
         mesh: of GPUs of the target, real or abstract: ZeRO's stages 1 to 3 along its last axis
             (`jaxmem.shard`) are searched too, and the budget is each GPU's.
+        devices: how many there are, in the place of a mesh (or they themselves, as a list): its
+            shape is searched too. Along axis "data" parameters are spread, along "replica" they are
+            copied, between nodes; others are those of ``split``. The mesh is
+            ``step.sharding.mesh``.
+        split: axes that the model names, as for `jaxmem.shard`; with ``devices`` their sizes are
+            searched, within a node where parameters are cut along them.
         allow: what may be done although it changes the mathematics: ``"precision"`` (bfloat16
             compute by `jaxmem.autocast`), ``"moments"`` (`jaxmem.optim.small_moments`),
             ``"operations"`` (`jaxmem.ops.swap`: attention and cross-entropy of 64 MiB or more
@@ -110,6 +119,8 @@ def fit(
         precision=precision,
         loss_scale=loss_scale,
         mesh=mesh,
+        devices=devices,
+        split=split,
         allow=allow,
         keep=keep,
     )

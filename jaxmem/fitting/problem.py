@@ -1,9 +1,11 @@
 """What is to fit: a loss, an optimizer and a batch, on a target, and what may be done."""
 
+import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -13,13 +15,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmem import jaxprs
 from jaxmem.fitting.levers import LEVERS, Levers, allowed, kept
+from jaxmem.fitting.meshes import Meshes, Split
 from jaxmem.fitting.sizes import bytes_of
 from jaxmem.ground.bytes import device_budget
 from jaxmem.ground.checks import check_callable, check_optimizer
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision, precision as parse_precision
-from jaxmem.levers.sharding import Sharding, shard
+from jaxmem.levers.sharding import Sharding
 from jaxmem.rematerialization import Plan, remat
 from jaxmem.targets import LocalDevice, Target, example, family_of, resolve
 from jaxmem.training import TrainState, TrainStep, train_step
@@ -33,7 +36,10 @@ class Problem:
         refused: what is not searched, by name, and why.
         reduction: what the loss is taken for where it is not proved.
         offload: whether residuals of scans may wait in host memory.
+        meshes: those that may be taken; ``mesh`` is one of them, of that ``shape``.
     """
+
+    shape: tuple = ()
 
     def __init__(
         self,
@@ -49,6 +55,8 @@ class Problem:
         precision: str | Precision | None = None,
         loss_scale: LossScale | None = None,
         mesh: Mesh | AbstractMesh | None = None,
+        devices: int | Sequence[jax.Device] | None = None,
+        split: Split | None = None,
         allow: str | Collection[str] = (),
         keep: str | Collection[str] = (),
     ):
@@ -63,7 +71,8 @@ class Problem:
         self.keep = _names_in(keep, "keep", {**allowed(), **kept()})
         for name in sorted(self.allow & self.keep):
             raise JaxmemError(f"jaxmem.fit is to allow {name!r} and to keep it: name it once.")
-        self._place(mesh, resolve(target))
+        self.meshes = Meshes(mesh, devices, split, self.params, self.batch)
+        self._place(resolve(target))
         budget = "100%" if budget is None else budget
         self.budget = device_budget(budget, self.target.usable_bytes, self.target.name)
         self._check_batch()
@@ -71,20 +80,26 @@ class Problem:
         self.reduction: str | None = None
         self._steps: dict[Levers, TrainStep] = {}  # before they are planned
         self._states: dict[Levers, TrainState] = {}
+        self._on: dict[tuple, Problem] = {}  # by the mesh
         self.offload = "placement" not in self.keep  # residuals of scans may wait in host memory
         self.as_is = Levers(**{name: lever.as_is(self) for name, lever in LEVERS.items()})
         self.may("residuals")
         self.may("regions")
         values = {name: lever.values(self) for name, lever in LEVERS.items()}
-        self.options = [
+        every = (
             Levers(**dict(zip(values, chosen, strict=True)))
             for chosen in itertools.product(*values.values())
-        ]
+        )
+        self.options = [levers for levers in every if self._divides(levers)]
 
-    def _place(self, mesh: Mesh | AbstractMesh | None, target: Target | LocalDevice) -> None:
-        if mesh is not None:
-            shard(mesh)  # checks it
-        self.mesh, self.devices = mesh, mesh.size if mesh is not None else 1
+    def _divides(self, levers: Levers) -> bool:
+        """Whether the part of the batch that a device has is cut into whole slices."""
+        sizes = {leaf.shape[0] if leaf.shape else 1 for leaf in jax.tree.leaves(self.batch)}
+        pieces = levers.microbatches * self.on(levers).ways
+        return levers.microbatches == 1 or all(size % pieces == 0 for size in sizes)
+
+    def _place(self, target: Target | LocalDevice) -> None:
+        self.mesh, self.devices = self.meshes.mesh, self.meshes.count
         if target.count == 1 < self.devices:
             target = _of_count(target, self.devices)
         if target.count != self.devices:
@@ -100,8 +115,36 @@ class Problem:
         known = target.known
         self.target = target
         self.device = known if known.count == self.devices else known.of_count(self.devices)
-        if mesh is not None:
-            self.batch = shard(mesh).place_batch(self.batch)
+        self._given = self.batch
+        self.meshes.choose(self.device.links.node)
+        if self.devices > 1 or self.mesh is not None:
+            first = self.meshes.shapes[0] if self.meshes.shapes else ()
+            self._put(first)
+
+    def _put(self, shape: tuple) -> None:
+        self.shape, self.mesh = shape, self.meshes.on(shape)
+        self.batch = self.meshes.sharding(shape, 1).place_batch(self._given)
+
+    def on(self, levers: Levers) -> "Problem":
+        """The same problem on the mesh of some levers."""
+        if levers.mesh in ((), self.shape):
+            return self
+        if levers.mesh not in self._on:
+            self._on[levers.mesh] = other = copy.copy(self)
+            other._put(levers.mesh)
+        return self._on[levers.mesh]
+
+    @functools.cached_property
+    def all_ways(self) -> set[int]:
+        """The same of every mesh that is searched."""
+        return {self.on(Levers(mesh=shape)).ways for shape in self.meshes.shapes or [()]}
+
+    @property
+    def ways(self) -> int:
+        """Over how many devices the examples of a batch are spread."""
+        if self.mesh is None:
+            return 1
+        return math.prod(self.mesh.shape[axis] for axis in self.meshes.sharding(self.shape, 1).rows)
 
     def _check_batch(self) -> None:
         leaves = jax.tree.leaves(self.batch)
@@ -127,7 +170,9 @@ class Problem:
 
     def sharding(self, stage: int) -> Sharding | None:
         """How state is sharded at a stage of ZeRO's."""
-        return None if self.mesh is None or not stage else shard(self.mesh, stage=stage)
+        if self.mesh is None or not stage:
+            return None
+        return self.meshes.sharding(self.shape, stage)
 
     def step(self, levers: Levers, plan: Plan | None = None) -> TrainStep:
         """The step of some levers, with a plan or before it is planned."""
@@ -140,10 +185,11 @@ class Problem:
     def _make_step(self, levers: Levers, plan: Plan | None) -> TrainStep:
         loss_fn, optimizer = self.loss_fn, self.optimizer
         options: dict[str, Any] = {}
+        place = self.on(levers)
         for lever, value in levers.used():
-            loss_fn = lever.loss(self, loss_fn, value)
-            optimizer = lever.optimizer(self, optimizer, value)
-            options |= lever.options(self, value)
+            loss_fn = lever.loss(place, loss_fn, value)
+            optimizer = lever.optimizer(place, optimizer, value)
+            options |= lever.options(place, value)
         transform: Callable | None = functools.partial(remat, plan=plan)
         if plan is not None and not plan.changes:
             transform = None
@@ -172,7 +218,7 @@ class Problem:
     def gradients(self, levers: Levers) -> Any:
         """Abstract gradients as they lie: spread like the optimizer's state at every stage, also
         where that is not asked for, since the update reads them so."""
-        params, sharding = self.state(levers).params, self.sharding(levers.stage)
+        params, sharding = self.state(levers).params, self.on(levers).sharding(levers.stage)
         return params if sharding is None else sharding.place_state(params)
 
     def host_bytes(self, levers: Levers) -> int:

@@ -81,7 +81,10 @@ class Search:
         if key not in self.made:
             step = problem.step(candidate.levers, candidate.plan)
             state = problem.state(candidate.levers)
-            self.made[key] = step, begin(step, state, problem.batch, target=problem.target)
+            self.made[key] = (
+                step,
+                begin(step, state, problem.on(candidate.levers).batch, target=problem.target),
+            )
         return self.made[key]
 
     def bytes_of(self, candidate: Candidate) -> int:
@@ -163,7 +166,8 @@ class Search:
     def _candidate(self, levers: Levers, room: float) -> Candidate | None:
         """The levers with the plan that is projected to fit; None: none is."""
         costs, allowed = self.costs, self.problem.budget / self._ratio(levers) / room
-        found = costs.plan(levers, int(allowed))
+        least = costs.least_bytes(levers)
+        found = costs.plan(levers, int(allowed)) if least <= self.problem.budget else least
         plan, lowest = (None, found) if isinstance(found, int) else (found, None)
         if plan and plan.recomputes and "residuals" in self.problem.keep:
             plan, lowest = None, costs.priced(levers, costs.plain(levers)).projected

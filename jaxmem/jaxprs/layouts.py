@@ -26,7 +26,10 @@ def _row_major() -> Primitive:
 
 def _lowered(ctx, value) -> Any:
     """JAX's own constraint. XLA does not partition that one: where there are several devices the
-    value is said to be in their memory, which it is, and most layouts end there too."""
+    value is said to be in their memory, which it is, and most layouts end there too. Compilers for
+    TPUs are left to choose: their layouts are tiles, and how a stack lies costs no copy of it."""
+    if "tpu" in ctx.module_context.platforms:
+        return [value]
     if getattr(ctx.module_context.axis_context, "num_devices", None) == 1:
         return internals.mlir.lower_fun(_laid_out, multiple_results=True)(ctx, value)
     kind = internals.mlir.wrap_with_memory_kind

@@ -16,16 +16,18 @@ from jaxmem.jaxprs.flat import FlatJaxpr, Step
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.placement import abstract, of_shape
 from jaxmem.jaxprs.shardy import Parts, Propagated, propagated
+from jaxmem.targets.links import Ring
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gather:
     """A value that a step reads in other pieces than it is made in: XLA gathers it first, or sends
-    pieces around. ``parts`` are those that the step reads."""
+    pieces around, in a ring. ``parts`` are those that the step reads."""
 
     step: int
     value: int
     parts: Parts
+    ring: Ring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,19 @@ class Spread:
         if operands:
             along |= set.intersection(*operands)
         return _count(along)
+
+    def summed(self, step: Step) -> Ring | None:
+        """Among which devices the result of a matmul is summed up: those that both of its operands
+        are cut over along what it sums; None: there are none."""
+        if self.mesh is None or step.primitive != "dot_general" or len([*step.uses]) < 2:
+            return None
+        contracted, _ = step.equation.params["dimension_numbers"]
+        axes = [
+            {axis for at in along for axis in self.parts[value][at]}
+            for value, along in zip(step.uses, contracted, strict=False)
+        ]
+        both = axes[0] & axes[1]
+        return ring(self.mesh, both) if both else None
 
     def inside(self, body: FlatJaxpr, operands: Sequence[Any]) -> "Spread":
         """How a program inside of a step is spread, given its operands as values of this one or
@@ -123,7 +138,7 @@ def spread(flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None) -> Spread:
     for at, one in zip(arrays, found.results(), strict=True):
         parts[at] = one
     _as_read(flat, parts)
-    return Spread(flat, mesh, tuple(parts), tuple(_gathers(flat, found, arrays, parts)))
+    return Spread(flat, mesh, tuple(parts), tuple(_gathers(flat, found, arrays, parts, mesh)))
 
 
 def _as_read(flat: FlatJaxpr, parts: list[Parts]) -> None:
@@ -207,7 +222,11 @@ def _written(flat: FlatJaxpr) -> Iterator[Any]:
 
 
 def _gathers(
-    flat: FlatJaxpr, found: Propagated, arrays: Sequence[int], parts: Sequence[Parts]
+    flat: FlatJaxpr,
+    found: Propagated,
+    arrays: Sequence[int],
+    parts: Sequence[Parts],
+    mesh: Any,
 ) -> Iterator[Gather]:
     """Where a step reads a value in other pieces than it is made in; ``arrays`` are the values that
     are results of what Shardy was asked about."""
@@ -217,7 +236,23 @@ def _gathers(
         for step in {maker[arrays[at]] for at in reshard.reads if arrays[at] in maker}:
             read = next((one for one in source if one in flat.steps[step].inputs), None)
             if read is not None and parts[read] != reshard.parts:
-                yield Gather(step, read, reshard.parts)
+                had, wanted = _axes_of(parts[read]), _axes_of(reshard.parts)
+                among = ring(mesh, had - wanted or had | wanted)
+                yield Gather(step, read, reshard.parts, among)
+
+
+def ring(mesh: Any, axes: Iterable[tuple[str, int]]) -> Ring:
+    """The devices along some axes of a mesh, or parts of axes, as they are numbered: row by row."""
+    names = list(mesh.shape)
+    sizes = [mesh.shape[name] for name in names]
+    apart = {name: math.prod(sizes[at + 1 :]) for at, name in enumerate(names)}
+    axes = list(axes)
+    found = [apart[name.partition(":")[0]] for name, _ in axes if name.partition(":")[0] in apart]
+    return Ring(_count(axes), min(found, default=1))
+
+
+def _axes_of(parts: Parts) -> set[tuple[str, int]]:
+    return {axis for part in parts for axis in part}
 
 
 def _evenly(aval: Any, mesh: Any) -> Parts:

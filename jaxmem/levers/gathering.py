@@ -47,7 +47,11 @@ def gathered_where_read(
 
 @dataclasses.dataclass(frozen=True)
 class _Gathering:
+    """``slices``: whether it is inside of a scan. XLA gathers along the outermost axis, and for it
+    laid out whole stacks anew of which a scan reads slices: a slice lies row by row first."""
+
     gather: Callable
+    slices: bool = False
 
     def run(
         self, flat: jaxprs.FlatJaxpr, kinds: Sequence[Kind], inputs: Sequence[Any]
@@ -90,9 +94,11 @@ class _Gathering:
             *map(_of_slices, of[first:]),
         ]
 
+        inside = dataclasses.replace(self, slices=True)
+
         def body(carry, slices):
             given = [*loop.body.consts, *constants, *carry, *slices]
-            results = self.run(loop.body, kinds, given)
+            results = inside.run(loop.body, kinds, given)
             return results[: len(carry)], results[len(carry) :]
 
         found = kinds_of(loop.body, kinds)
@@ -109,9 +115,13 @@ class _Gathering:
 
     def _gathered(self, of: Sequence[Kind], operands: Sequence[Any]) -> list[Any]:
         return [
-            self.gather(x, None if kind == SPREAD else kind) if _is_spread(kind) and x.ndim else x
+            self._whole(x, kind) if _is_spread(kind) and x.ndim else x
             for kind, x in zip(of, operands, strict=True)
         ]
+
+    def _whole(self, x: Any, kind: Kind) -> Any:
+        x = jaxprs.row_major(x) if self.slices else x
+        return self.gather(x, None if kind == SPREAD else kind)
 
 
 def kinds_of(flat: jaxprs.FlatJaxpr, kinds: Sequence[Kind]) -> dict[int, Kind]:
@@ -153,4 +163,4 @@ def _kind(found: dict[int, Kind], operand: Any) -> Kind:
 
 
 def _saves_all_but_what_is_gathered(primitive, *_, **__) -> bool:
-    return primitive.name != "sharding_constraint"
+    return primitive.name not in ("sharding_constraint", "row_major")

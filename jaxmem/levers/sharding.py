@@ -1,9 +1,10 @@
 """FSDP, that is ZeRO stages 1 to 3, through `NamedSharding` on a mesh."""
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -11,11 +12,21 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem import jaxprs
-from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_optimizer, check_state, shown
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.gathering import gathered_where_read
-from jaxmem.targets import HOST_KIND
+from jaxmem.levers.placing import bytes_table, placed
+from jaxmem.levers.splitting import (
+    Cut,
+    Cuts,
+    batch_specs,
+    cut_axes,
+    cuts_of,
+    names_of,
+    others,
+    spec_of,
+    specs_of,
+)
 
 _SMALL = 2**14  # values, 64 KiB of float32; chosen, and not measured
 
@@ -30,16 +41,28 @@ class Sharding:
     """How a model lies on a mesh; `shard` makes it."""
 
     mesh: Mesh | AbstractMesh
-    axis: str
+    axis: str | tuple[str, ...]
     replicas: tuple[str, ...]
     stage: int
     scanned: str | None
     keep: Callable[[str, Any], bool]
+    split: Cuts = ()
 
     @property
     def count(self) -> int:
         """Devices that a parameter is spread over."""
-        return self.mesh.shape[self.axis]
+        return self._devices(names_of(self.axis))
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The axes of the mesh that a batch's examples are spread over."""
+        cut = {name for name, _ in self.split}
+        return tuple(name for name in (*self.replicas, *names_of(self.axis)) if name not in cut)
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        """The axes of the mesh, of several devices, that the model cuts its arrays along."""
+        return tuple(name for name, _ in self.split if self.mesh.shape[name] > 1)
 
     # ---- where things lie
 
@@ -49,9 +72,7 @@ class Sharding:
         Raises:
             JaxmemError: a large leaf that the devices do not divide.
         """
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self._spec(jax.tree_util.keystr(path), leaf), tree
-        )
+        return specs_of(self._spec, tree)
 
     def place_params(self, params: Any) -> Any:
         """Parameters where they belong: spread at stage 3, else on every device.
@@ -69,27 +90,21 @@ class Sharding:
                 f"No parameter has {self.scanned!r} in its path, which jaxmem.shard(scanned=...) "
                 f"names those that are stacked over layers by; there are {', '.join(paths[:8])}."
             )
-        return self._place(params, self.specs(params) if self.stage == 3 else None)
+        return placed(self.mesh, params, self._params_specs(params))
 
     def place_state(self, state: Any) -> Any:
         """An optimizer's state where it belongs: spread, as the parameters are at stage 3."""
-        return self._place(state, self.specs(state))
+        return placed(self.mesh, state, self.specs(state))
 
     def place_batch(self, batch: Any) -> Any:
-        """A batch, its first axis spread over all the devices."""
-        rows = PartitionSpec((*self.replicas, self.axis))
-        devices = math.prod(self.mesh.shape[axis] for axis in (*self.replicas, self.axis))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if not leaf.ndim or leaf.shape[0] % devices:
-                raise JaxmemError(
-                    f"batch{jax.tree_util.keystr(path)} has shape {list(leaf.shape)}, and its "
-                    f"first axis is to be spread over {devices} devices. Make it a multiple."
-                )
-        return self._place(batch, jax.tree.map(lambda _: rows, batch))
+        """A batch, its first axis spread over all the devices, but along axes that the model
+        names."""
+        specs = batch_specs(self.split, self.mesh.shape, self.rows, batch)
+        return placed(self.mesh, batch, specs)
 
     def replicate(self, tree: Any) -> Any:
         """A tree with a copy on every device."""
-        return self._place(tree, None)
+        return placed(self.mesh, tree)
 
     def init(self, make: Callable, *args: Any) -> Any:
         """The parameters that ``make(*args)`` returns, each device making its part alone."""
@@ -126,7 +141,7 @@ class Sharding:
             updates, state = optimizer.update(updates, state, spread, **extra)
             updates = self._constrain(updates)
             if self.stage < 3:
-                updates = jax.tree.map(self._gathered, updates)
+                updates = jax.tree.map(self._gathered, updates, self.specs(updates))
             return updates, self._constrain(state)
 
         return optax.GradientTransformationExtraArgs(init, update)
@@ -142,7 +157,16 @@ class Sharding:
             fun: a layer, say, its parameters first.
             policy: of `jax.checkpoint`, for what else the region keeps; None: nothing but its
                 inputs.
+
+        Raises:
+            JaxmemError: the model cuts its parameters along axes of its own.
         """
+        if self.model:
+            raise JaxmemError(
+                "Sharding.gather does not know how the parameters of a layer are cut along "
+                f"{', '.join(self.model)}. Make a region of the layer with jax.checkpoint: a step "
+                "with sharding= gathers each weight where it is read."
+            )
         if self.stage < 3:
             return fun if policy is None else jax.checkpoint(fun, policy=policy)
 
@@ -163,65 +187,77 @@ class Sharding:
         @functools.wraps(fun)
         def gathered(params, *args):
             specs = jax.tree.leaves(self.specs(params), is_leaf=_is_spec)
-            spread = [spec if self.axis in spec else None for spec in specs]
+            spread = [spec if self._spreads(spec) else None for spec in specs]
             return gathered_where_read(fun, spread, self._gathered)(params, *args)
 
         return gathered
 
+    def context(self) -> contextlib.AbstractContextManager:
+        """In which a loss is traced: of a model that names axes the mesh is known there."""
+        if not self.split:
+            return contextlib.nullcontext()
+        mesh = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
+        return jax.sharding.use_abstract_mesh(mesh)
+
     def report(self, params: Any, state: Any = ()) -> str:
         """Bytes on each device of parameters and optimizer state, and what is not spread."""
-        lines = [f"{self}", f"{'':12}{'whole':>14}{'each device':>14}"]
-        copies = []
-        for name, tree in (("parameters", params), ("state", state)):
-            spread = name == "state" or self.stage == 3
-            whole = each = 0
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-                size = math.prod(leaf.shape) * leaf.dtype.itemsize
-                spec = self._spec(jax.tree_util.keystr(path), leaf) if spread else PartitionSpec()
-                parts = self.count if self.axis in spec else 1
-                if parts == 1 and spread and size:
-                    copies.append(size)
-                whole, each = whole + size, each + size // parts
-            lines.append(f"{name:12}{format_bytes(whole):>14}{format_bytes(each):>14}")
-        lines.append(f"{len(copies)} small arrays on every device: {format_bytes(sum(copies))}")
-        return "\n".join(lines)
+        own = self._params_specs(params)
+        trees = {"parameters": (params, own), "state": (state, self.specs(state))}
+        spread = {"parameters": self.stage == 3, "state": True}
+        return f"{self}\n{bytes_table(self.mesh, trees, spread)}"
 
     def __str__(self):
-        copies = math.prod(self.mesh.shape[axis] for axis in self.replicas)
+        copies = self._devices(self.replicas)
         times = f", {copies} times ({', '.join(self.replicas)})" if self.replicas else ""
-        return f"ZeRO stage {self.stage} over {self.count} devices ({self.axis}){times}"
+        if self.model:
+            cut = " x ".join(f"{self.mesh.shape[name]} ({name})" for name in self.model)
+            times += f", the model's own axes {cut}"
+        return f"ZeRO stage {self.stage} over {self.count} devices ({self._axis}){times}"
 
     # ---- pieces
+
+    @property
+    def _axis(self) -> str:
+        return ", ".join(names_of(self.axis))
+
+    def _devices(self, axes: Iterable[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def _spreads(self, spec: PartitionSpec) -> bool:
+        """Whether an array of that spec is spread along the axis."""
+        return any(set(names_of(part)) & set(names_of(self.axis)) for part in spec)
+
+    def _cut(self, path: str, leaf: Any) -> PartitionSpec:
+        """How the model itself cuts a parameter, or what is like it."""
+        if not self.model or not leaf.ndim or self.keep(path, leaf):
+            return PartitionSpec()
+        return spec_of(cut_axes(self.split, self.mesh.shape, path, leaf))
+
+    def _params_specs(self, params: Any) -> Any:
+        spec = self._spec if self.stage == 3 else self._cut
+        return specs_of(spec, params)
 
     def _spec(self, path: str, leaf: Any) -> PartitionSpec:
         if not leaf.size or not leaf.ndim or self.keep(path, leaf):
             return PartitionSpec()
         first = 1 if self.scanned is not None and self.scanned in path else 0
-        fits = [axis for axis in range(first, leaf.ndim) if leaf.shape[axis] % self.count == 0]
+        parts = cut_axes(self.split, self.mesh.shape, path, leaf)
+        fits = [
+            axis
+            for axis in range(first, leaf.ndim)
+            if leaf.shape[axis] % self.count == 0 and not parts[axis]
+        ]
         if not fits and path.endswith(".scales"):  # of 8 bits: small beside their codes
             return PartitionSpec()
         if not fits:
             raise JaxmemError(
                 f"{path} of shape {list(leaf.shape)} cannot be spread over {self.count} devices "
-                f"({self.axis}): no axis{' after the layers' if first else ''} is a multiple. Pad "
+                f"({self._axis}): no axis{' after the layers' if first else ''} is a multiple. Pad "
                 "it, or let every device keep a copy: jaxmem.shard(keep=lambda path, leaf: ...)."
             )
         widest = max(fits, key=lambda axis: leaf.shape[axis])
-        return PartitionSpec(*[None] * widest, self.axis)
-
-    def _place(self, tree: Any, specs: Any) -> Any:
-        def put(leaf, spec):
-            on_host = jaxprs.memory_space(leaf) is jaxprs.HOST
-            kind = HOST_KIND if on_host else None
-            sharding = NamedSharding(self.mesh, spec, memory_kind=kind)
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            leaf = jax.device_put(leaf, sharding)
-            return jax.device_put(leaf, jaxprs.HOST) if on_host else leaf
-
-        if specs is None:
-            specs = jax.tree.map(lambda _: PartitionSpec(), tree)
-        return jax.tree.map(put, tree, specs)
+        parts[widest] = names_of(self.axis)
+        return spec_of(parts)
 
     def _constrain(self, tree: Any) -> Any:
         return jax.tree.map(
@@ -235,9 +271,11 @@ class Sharding:
     def _gathered(self, leaf: Any, spec: PartitionSpec | None = None) -> Any:
         """A leaf, whole. With its spec it is sent as it is, and not what it was cast from; its
         cotangent is summed into that spec."""
+        whole = PartitionSpec()
         if spec is not None:
             leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec()))
+            whole = spec_of([others(part, names_of(self.axis)) for part in spec])
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, whole))
 
 
 def _is_spec(value: Any) -> bool:
@@ -246,11 +284,12 @@ def _is_spec(value: Any) -> bool:
 
 def shard(
     mesh: Mesh | AbstractMesh,
-    axis: str | None = None,
+    axis: str | tuple[str, ...] | None = None,
     *,
     stage: int = 3,
     scanned: str | None = None,
     keep: Callable[[str, Any], bool] = _is_small,
+    split: Mapping[str, Cut] | None = None,
 ) -> Sharding:
     """A model's parameters, gradients and optimizer state spread over devices.
 
@@ -262,16 +301,23 @@ def shard(
     Args:
         mesh: of devices, or an abstract one to compile for GPUs that are not there
             (``jaxmem.target("h100", count=64)``).
-        axis: that parameters are spread along; None: the last one of the mesh. Over the others
-            they are copied, and the batch is spread over all (hybrid sharding).
+        axis: that parameters are spread along, or several; None: the last one of the mesh that the
+            model does not name. Over the others they are copied, and the batch is spread over all
+            (hybrid sharding).
         stage: 1, 2 or 3.
         scanned: what is in the path of parameters that are stacked over layers ("blocks", say):
             their first axis, which a scan slices, is never the one.
         keep: ``keep(path, leaf)``: what every device keeps a copy of; arrays of fewer than
             16,384 values.
+        split: axes of the mesh that the model names (tensor, expert, sequence parallel), and which
+            axis of an array is cut along each: ``{"model": lambda path, leaf: ...}`` returns the
+            number of an axis, or None, of a parameter or of what is like one in the optimizer's
+            state; the paths of a batch's arrays begin with "batch". The loss of a step is traced
+            with the mesh as context, so bare `jax.sharding.PartitionSpec`s and `jax.shard_map`
+            in it find its axes.
 
     Raises:
-        JaxmemError: an axis that the mesh does not have, or no such stage.
+        JaxmemError: an axis that the mesh does not have, no such stage, or no such ``split``.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
@@ -286,12 +332,15 @@ def shard(
             "jaxmem.shard takes a jax.sharding.Mesh or AbstractMesh, such as "
             f'jax.make_mesh((8,), ("data",)); got {shown(mesh)}.'
         )
-    names = mesh.axis_names
-    axis = names[-1] if axis is None else axis
-    if axis not in names:
-        raise JaxmemError(
-            f"The mesh has no axis {shown(axis)}; its axes are {', '.join(map(repr, names))}."
-        )
+    names, cuts = mesh.axis_names, cuts_of(split)
+    cut = {name for name, _ in cuts}
+    if axis is None:
+        axis = next((name for name in reversed(names) if name not in cut), names[-1])
+    for name in (*names_of(axis), *cut):
+        if name not in names:
+            raise JaxmemError(
+                f"The mesh has no axis {shown(name)}; its axes are {', '.join(map(repr, names))}."
+            )
     if stage not in (1, 2, 3):
         raise JaxmemError(f"ZeRO has the stages 1, 2 and 3; got stage={shown(stage)}.")
     automatic = (AxisType.Auto,) * len(names)  # XLA places collectives on such axes alone
@@ -299,5 +348,5 @@ def shard(
         mesh = Mesh(mesh.devices, names, axis_types=automatic)
     else:
         mesh = AbstractMesh(mesh.axis_sizes, names, axis_types=automatic)
-    replicas = tuple(name for name in names if name != axis)
-    return Sharding(mesh, axis, replicas, stage, scanned, keep)
+    replicas = tuple(name for name in names if name not in (*names_of(axis), *cut))
+    return Sharding(mesh, axis, replicas, stage, scanned, keep, cuts)

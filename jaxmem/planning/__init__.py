@@ -12,7 +12,12 @@ from jaxmem.planning.names import (
     worth_most as worth_most,
 )
 from jaxmem.planning.one_liners import one_liners as one_liners
-from jaxmem.planning.rates import DEAR as DEAR, Rates as Rates, of_each as of_each
+from jaxmem.planning.rates import (
+    DEAR as DEAR,
+    Rates as Rates,
+    of_each as of_each,
+    sums_seconds as sums_seconds,
+)
 from jaxmem.planning.regions import (
     Head as Head,
     Loop as Loop,

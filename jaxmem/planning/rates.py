@@ -10,6 +10,11 @@ from jaxmem.targets import Target
 # predicted time by at most 0.3 points.
 DEAR = 6
 
+# Of a matmul's two derivatives one is summed among devices where it is itself, or where it is not;
+# each as much as the other (Shoeybi et al. 2019: two sums forward, two backward). A step is taken
+# for three times its forward pass, so a sum counts as two thirds. Derived.
+_SUMS = 2 / 3
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rates:
@@ -49,8 +54,17 @@ class Rates:
 
     def _traffic(self, kernel: Kernel) -> float:
         device = self.device
-        sent = device.sending_seconds(kernel.sent, device.count) if kernel.sent else 0.0
-        return kernel.moved / (device.shares.memory * device.memory_bandwidth) + sent
+        read = kernel.moved / (device.shares.memory * device.memory_bandwidth)
+        ring = kernel.ring
+        if ring is None:
+            return read
+        sent = device.sending_seconds(kernel.sent, ring.devices, ring.apart)
+        return read + sent + sums_seconds(device, kernel.summed, ring.devices, ring.apart)
+
+
+def sums_seconds(device: Target, sent: float, among: int, apart: int) -> float:
+    """What the sums of matmuls among devices take of a forward pass."""
+    return _SUMS * device.sending_seconds(sent, among, apart)
 
 
 def of_each(program: Program, rate: Callable[[Kernel], float]) -> list[float]:

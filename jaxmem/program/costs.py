@@ -21,8 +21,9 @@ _FUSED = frozenset(
     integer_pow iota is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg
     mesh_cast nextafter not one_minus_square optimization_barrier or population_count pow real
     reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum rem reshape reshard rev round
-    rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign
-    sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
+    row_major rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh
+    transpose xor
     """.split()
 )
 # The derivative of these reads none of their operands or results.
@@ -30,8 +31,8 @@ _LINEAR = frozenset(
     """
     add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p
     cumsum device_put expand_dims imag iota mesh_cast name neg optimization_barrier pad real
-    reduce_sum reduce_window_sum reshape reshard rev sharding_constraint slice split squeeze
-    stop_gradient sub transpose
+    reduce_sum reduce_window_sum reshape reshard rev row_major sharding_constraint slice split
+    squeeze stop_gradient sub transpose
     """.split()
 )
 _PRECISIONS = ("default", "high", "highest")

@@ -9,6 +9,7 @@ none to make again.
 import dataclasses
 
 from jaxmem.program.costs import CONTRACTIONS
+from jaxmem.targets.links import Ring
 
 # A fused value that several kernels read is computed in each of them, unless that takes more than
 # this: then it is written once. Half and twice: benchmarks/planner/sensitivity.py.
@@ -22,7 +23,7 @@ _SMALL = 16
 _VIEWS = frozenset(
     """
     bitcast_convert_type copy copy_p expand_dims mesh_cast name optimization_barrier reshape reshard
-    sharding_constraint squeeze
+    row_major sharding_constraint squeeze
     """.split()
 )
 NAMED = "named"  # a name that a policy may save: what it marks is not made again for it
@@ -54,6 +55,8 @@ class Kernel:
         sent: bytes that a device is sent by others, where that is all it does: it is none of the
             program's operations, but comes before the last of ``operations``, which reads its
             result. That is no value with a name, and counts as its ``residuals``.
+        summed: bytes that a device sends and is sent where the results of several are summed.
+        ring: among which devices either is.
     """
 
     operations: tuple[int, ...]
@@ -71,6 +74,8 @@ class Kernel:
     shifted: frozenset[int] = frozenset()
     precision: str = "default"
     sent: int = 0
+    ring: Ring | None = None
+    summed: int = 0
 
     @property
     def spared(self) -> tuple[int, ...]:
@@ -90,7 +95,9 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             maker[value] = index
     kernels: list[Kernel] = []
     # What is gathered, and not yet: the operand that it is made of.
-    gathered = {new: old for operation in program.operations for old, new in operation.gathers}
+    gathered = {
+        new: (old, ring) for operation in program.operations for old, new, ring in operation.gathers
+    }
     stored.extend([True] * (len(program.sizes) - len(stored)))
     reduced = False  # whether the kernel before is a reduction
     for index, operation in enumerate(program.operations):
@@ -98,9 +105,14 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         if not results:
             continue
         cluster, sources = _cluster(program, [index], stored, maker)
-        for source in sorted(sources):
-            if source in gathered:
-                kernels.append(_gather(program, index, gathered.pop(source), source, stored, maker))
+        pending = sorted(sources, reverse=True)
+        sending: list[Kernel] = []
+        while pending:
+            if (source := pending.pop()) in gathered:
+                old, ring = gathered.pop(source)
+                sending.append(_gather(program, index, old, source, ring, stored, maker))
+                pending.extend(sending[-1].sources)  # what is sent may be made of what was sent
+        kernels.extend(reversed(sending))
         reads: set[int] = set()
         # What the derivatives read: a stored value itself, of others what they are made of.
         made_of: dict[int, frozenset[int]] = {}
@@ -161,6 +173,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 operation.residuals,
                 shifted,
                 operation.contraction.precision,
+                summed=_sent_for_sum(operation, sum(program.sizes[value] for value in results)),
+                ring=operation.summed,
             )
         )
     return tuple(kernels)
@@ -184,7 +198,13 @@ def _cluster(
 
 
 def _gather(
-    program, index: int, value: int, result: int, stored: list[bool], maker: dict[int, int]
+    program,
+    index: int,
+    value: int,
+    result: int,
+    ring: Ring,
+    stored: list[bool],
+    maker: dict[int, int],
 ) -> Kernel:
     """What devices send each other of a value before an operation."""
     sources = {value}
@@ -208,7 +228,15 @@ def _gather(
         widened=False,
         residuals=result,
         sent=sent,
+        ring=ring,
     )
+
+
+def _sent_for_sum(operation, size: int) -> int:
+    """What each device sends where a result of that size is summed, in a ring: pieces of it once to
+    be summed, and once as they are then."""
+    devices = operation.summed.devices if operation.summed else 1
+    return 2 * size * (devices - 1) // devices
 
 
 def _read_by_derivative(operation, active: list[bool]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.kernels import Kernel, read_kernels
 from jaxmem.targets import Rules
+from jaxmem.targets.links import Ring
 
 _PLAIN = Rules()
 
@@ -43,7 +44,8 @@ class Operation:
     ``inside`` are bytes that the derivative takes beside all of that, ``workspace`` those that the
     operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
     ``gathers`` are operands that devices send each other first: the value as it is made, and as it
-    is read.
+    is read, and among which devices. A matmul is ``summed`` among devices that are cut along what
+    it sums.
     """
 
     name: str
@@ -64,11 +66,12 @@ class Operation:
     widened: bool = False
     results: int = 0
     contraction: Contraction = Contraction()
-    gathers: tuple[tuple[int, int], ...] = ()
+    gathers: tuple[tuple[int, int, Ring], ...] = ()
+    summed: Ring | None = None
 
     def read_as(self, value: int) -> int:
         """An operand as it is read, where devices send it each other first."""
-        return next((new for old, new in self.gathers if old == value), value)
+        return next((new for old, new, _ in self.gathers if old == value), value)
 
     @property
     def is_region(self) -> bool:
@@ -136,7 +139,7 @@ class Program:
         if not self.whole_sizes:
             return self
         operations = (
-            dataclasses.replace(one, gathers=(), body=one.body and one.body.together)
+            dataclasses.replace(one, gathers=(), summed=None, body=one.body and one.body.together)
             for one in self.operations
         )
         return dataclasses.replace(
@@ -190,7 +193,7 @@ class Program:
             for value in range(count)
         ]
         for operation in self.operations:
-            for value, gathered in operation.gathers:
+            for value, gathered, _ in operation.gathers:
                 active[gathered] = active[value]
             if operation.name != "stop_gradient" and any(active[v] for v in operation.inputs):
                 for value in operation.outputs:

@@ -93,6 +93,7 @@ def read_program(
                     slides(step.equation),
                     precision_of(step.equation.params),
                 ),
+                summed=spread.summed(step),
             )
         )
     gathered: dict[Any, int] = {}
@@ -103,7 +104,7 @@ def read_program(
             sizes.append(size_of(piece))
             types.append(type_of(piece))
         operation = operations[gather.step]
-        gathers = (*operation.gathers, (gather.value, value))
+        gathers = (*operation.gathers, (gather.value, value, gather.ring))
         operations[gather.step] = dataclasses.replace(operation, gathers=gathers)
     outputs = tuple(value for value in flat.outputs if isinstance(value, int))
     several = spread.mesh is not None
@@ -144,7 +145,9 @@ def _held(step: Step, constant: list[bool], read: Set[int], spread: Spread, apar
         called = called_jaxpr(step.equation)
         inside = spread.inside(called, step.inputs)
         body = read_program(called, fixed=_inputs(called, constant), spread=inside)
-        return _Held(body, inside=_made(body))
+        # Where nothing is differentiated any more it runs here, forward and backward pass.
+        workspace = _workspace(step, spread) if all(constant) else 0
+        return _Held(body, inside=_made(body), workspace=workspace)
     if step.primitive in _OPAQUE and not is_fused(step.equation):
         real = [
             at
@@ -248,17 +251,19 @@ def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Hel
 
 def _workspace(step: Step, spread: Spread) -> int:
     """The most bytes that an operation takes inside, beside operands and results."""
-    if step.primitive == "shard_map":  # what is inside has a part of each value
-        return 0
     if step.primitive == "while":
         loop = loop_of(step.equation)
-        operands = step.inputs[loop.body_consts], step.inputs[loop.carry]
-        return _turn(loop, spread.inside(loop.body, [*operands[0], *operands[1]]))
+        handed = step.inputs[loop.body_consts], step.inputs[loop.carry]
+        return _turn(loop, spread.inside(loop.body, [*handed[0], *handed[1]]))
     most = 0
     for jaxpr in inner_jaxprs(step.equation):
         flat = flatten_jaxpr(jaxpr)
         count = flat.input_count - len(flat.consts)
-        program = _forward(flat, spread.inside(flat, step.inputs[len(step.inputs) - count :]))
+        if step.primitive == "shard_map":  # what is inside has the pieces of one device
+            program = _forward(flat, Spread(flat))
+        else:
+            operands = step.inputs[len(step.inputs) - count :]
+            program = _forward(flat, spread.inside(flat, operands))
         inputs = set(range(program.input_count))
         results = set(program.outputs) - inputs
         taken = peak(program, program.kernels, inputs, last=results)

@@ -3,6 +3,14 @@
 import dataclasses
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ring:
+    """Devices that send to each other: how many, and how far apart their numbers are."""
+
+    devices: int
+    apart: int = 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links:
     """Bytes per second that a device sends: to others of its node, of which there are so many, and

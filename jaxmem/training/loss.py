@@ -1,5 +1,6 @@
 """The user's loss, in the precision of the step, of whatever model."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,9 @@ class Loss:
 
     def call(self, params, batch, model_state, key) -> Results:
         """What the user's function returns, checked."""
-        results = call_loss(self.functional(), params, batch, model_state, key)
+        sharding = self.settings.sharding
+        with sharding.context() if sharding is not None else contextlib.nullcontext():
+            results = call_loss(self.functional(), params, batch, model_state, key)
         for name in ("loss", "loss_scale", "skipped"):
             if name in results.metrics:
                 raise JaxmemError(

@@ -208,6 +208,7 @@ class TrainStep:
             callable(self.settings.microbatches)
             or self.settings.microbatches == 1
             or state.model_state is not None
+            or (self.settings.sharding is not None and self.settings.sharding.model)
         ):
             return None
         places = {first_axes(leaf) for leaf in jax.tree.leaves(batch)}

@@ -2,6 +2,7 @@
 
 from jaxmem.fitting.levers.host import HostLever
 from jaxmem.fitting.levers.lever import Lever as Lever, names_of
+from jaxmem.fitting.levers.mesh import MeshLever
 from jaxmem.fitting.levers.microbatches import MicrobatchesLever
 from jaxmem.fitting.levers.moments import MomentsLever
 from jaxmem.fitting.levers.operations import OperationsLever
@@ -15,6 +16,7 @@ LEVERS = register(
     OperationsLever(),
     MicrobatchesLever(),
     MomentsLever(),
+    MeshLever(),
     StageLever(),
     HostLever(),
 )

@@ -19,7 +19,8 @@ class MicrobatchesLever(Lever):
     changes_loss = own_ratio = True
 
     def values(self, problem):
-        counts = slice_counts(problem.batch, problem.devices) if problem.may("batch") else [1]
+        fewest = min(problem.all_ways)
+        counts = slice_counts(problem.batch, fewest) if problem.may("batch") else [1]
         return self._provable(problem, counts) if len(counts) > 1 else counts
 
     def _provable(self, problem, counts: list[int]) -> list[int]:
@@ -31,11 +32,13 @@ class MicrobatchesLever(Lever):
         arguments = state.params, state.model_state, state.key
 
         def proof_for(counts: list[int]) -> Proof:
-            parts = {size // (count * among) for count in counts for among in (1, problem.devices)}
+            among = {1, *problem.all_ways}
+            pieces = {count * ways for count in counts for ways in among if ways * count <= size}
+            parts = {size // count for count in pieces}
             return reduction_of(step.plain_loss, batch, parts, *arguments)
 
         # A slice of one example may make a program of its own, with axes that are gone.
-        several = [count for count in counts if count * problem.devices < size]
+        several = [count for count in counts if count * max(problem.all_ways) < size]
         fewer = several if len(several) > 1 else counts
         proof = proof_for(fewer)
         if proof.reduction is not None:

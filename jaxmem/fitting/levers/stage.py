@@ -29,10 +29,18 @@ class StageLever(Lever):
 
     def seconds(self, problem, levers):
         """Gradients are summed, those of each slice, and updates gathered. At stage 3 both are in
-        the time of the loss and its gradient: parameters are gathered where they are read."""
-        if problem.devices == 1 or levers.stage == 3:
-            return 0.0
-        crossings = levers.microbatches + 1
-        moved = crossings * bytes_of(jax.tree.map(whole, problem.state(levers).params))
-        sent = moved * (problem.devices - 1) // problem.devices
-        return problem.device.sending_seconds(sent, problem.devices)
+        the time of the loss and its gradient: parameters are gathered where they are read. What is
+        left there are the sums over copies."""
+        sharding, device = problem.sharding(levers.stage), problem.device
+        cut, count = problem.meshes.model(sharding), sharding.count
+        params = bytes_of(jax.tree.map(whole, problem.state(levers).params)) // cut
+        seconds = 0.0
+        if levers.stage < 3:
+            crossings = levers.microbatches + 1
+            sent = crossings * params * (count - 1) // count
+            seconds += device.sending_seconds(sent, count, cut)
+        copies = problem.devices // (cut * count)
+        if copies > 1:  # each device sums its piece with those of its copies: twice around a ring
+            sent = 2 * levers.microbatches * params // count * (copies - 1) // copies
+            seconds += device.sending_seconds(sent, copies, cut * count)
+        return seconds
