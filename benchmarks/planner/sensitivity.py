@@ -231,7 +231,7 @@ def constants() -> list[Constant]:
         *of(SEARCH, "_WORTH", programs=SEARCHED),
         *of(SEARCH, "_MORE", "_ABOVE", "_SAME", "_MARGIN", programs=SEARCHED, margin=True),
         *of(FIT, "_CLOSE", "_NEAR", "_ABOVE", "_OVER", programs=SEARCHED, margin=True),
-        *of(FIT, "_FIRST_ERROR", "_BESIDE", programs=SEARCHED, margin=True),
+        *of(FIT, "_FIRST_ERROR", "_ALTERNATIVE", programs=SEARCHED, margin=True),
         *of("fitting.verdicts", "GAIN", programs=SEARCHED),
     ]
 

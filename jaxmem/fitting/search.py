@@ -31,7 +31,7 @@ _OVER = 1.01  # times the ratio of what did not fit: the next one differs from i
 # 15 % (benchmarks/planner/projected.py), microbatches of a small one 26 % off.
 _FIRST_ERROR = 1.3
 # Expected bytes of a candidate over those of the one that is compiled beside it, as for plans.
-_BESIDE = 1.04
+_ALTERNATIVE = 1.04
 
 
 class Search:
@@ -133,14 +133,14 @@ class Search:
                 candidate = self.smallest() or self._between()
             if candidate is None:
                 return
-            yield [candidate, *self._beside(candidate, best)]
+            yield [candidate, *self._alternatives(candidate, best)]
 
-    def _beside(self, candidate: Candidate, best: Candidate | None) -> list[Candidate]:
+    def _alternatives(self, candidate: Candidate, best: Candidate | None) -> list[Candidate]:
         """What to compile beside a candidate, in case that it does not fit: the one of the least
         predicted time that is expected to take a little less."""
-        if self.expected(candidate) * _BESIDE < self.problem.budget:
+        if self.expected(candidate) * _ALTERNATIVE < self.problem.budget:
             return []  # nothing is expected to keep it from fitting
-        other = self.cheapest(best, _BESIDE)
+        other = self.cheapest(best, _ALTERNATIVE)
         return [] if other is None or key_of(other) == key_of(candidate) else [other]
 
     def cheapest(self, best: Candidate | None, room: float = 1.0) -> Candidate | None:

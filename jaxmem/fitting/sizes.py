@@ -28,7 +28,7 @@ def slice_of(leaf: Any, count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def _shape_here(leaf: Any) -> tuple[int, ...]:
+def _shard_shape(leaf: Any) -> tuple[int, ...]:
     """An abstract array's shape on each device."""
     return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
@@ -40,12 +40,14 @@ def whole(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def bytes_of(tree: Any) -> int:
     """Of abstract arrays, on each device."""
-    return sum(math.prod(_shape_here(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(
+        math.prod(_shard_shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )
 
 
 def bytes_in_float32(gradients: Any) -> int:
     """Bytes on each device of the gradients' sum over microbatches."""
     return sum(
-        math.prod(_shape_here(leaf)) * max(leaf.dtype.itemsize, 4)
+        math.prod(_shard_shape(leaf)) * max(leaf.dtype.itemsize, 4)
         for leaf in jax.tree.leaves(gradients)
     )

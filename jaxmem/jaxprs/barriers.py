@@ -52,9 +52,9 @@ def _back_together() -> Primitive:
     barrier = identity("back_together")
     internals.ad.primitive_jvps[barrier] = lambda values, tangents: (
         list(values),
-        _among_those_there(barrier.bind, tangents),
+        _of_nonzeros(barrier.bind, tangents),
     )
-    internals.ad.primitive_transposes[barrier] = lambda cotangents, *_: _among_those_there(
+    internals.ad.primitive_transposes[barrier] = lambda cotangents, *_: _of_nonzeros(
         _together().bind, cotangents
     )
     internals.mlir.register_lowering(barrier, lambda _, *values: list(values))
@@ -88,7 +88,7 @@ def _needed_together(used: list[bool], *rest):
     return used, equation.replace(**needed)
 
 
-def _among_those_there(fun: Callable, values: Sequence) -> list[Any]:
+def _of_nonzeros(fun: Callable, values: Sequence) -> list[Any]:
     """A function of all values at once, applied to those that are no symbolic zeros. A zero that is
     made an array depends on nothing, and `jax.checkpoint` cannot transpose what has such results.
     """

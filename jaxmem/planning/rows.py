@@ -96,7 +96,7 @@ def _by_repeats(program: Program, prices: Sequence[float]) -> Spans:
     price, done = np.cumsum(price), np.cumsum(done)
     crossing = np.array(_crossing(program))[done]
 
-    def within(start: int, stop: int, least: float) -> Iterator[tuple[int, int]]:
+    def spans_between(start: int, stop: int, least: float) -> Iterator[tuple[int, int]]:
         found = _longest(signature[start:stop], price[start : stop + 1], least)
         if found is None:
             return
@@ -107,12 +107,12 @@ def _by_repeats(program: Program, prices: Sequence[float]) -> Spans:
         first += min(range(period), key=lambda at: (crossing[first + at], at > room, at))
         count -= first + count * period > stop
         each = (price[first + count * period] - price[first]) / max(count, 1)
-        yield from within(start, first, _ALIKE * each)
+        yield from spans_between(start, first, _ALIKE * each)
         for at in range(count):
             yield first + at * period, first + (at + 1) * period
-        yield from within(first + count * period, stop, _ALIKE * each)
+        yield from spans_between(first + count * period, stop, _ALIKE * each)
 
-    cuts = [(int(done[a]), int(done[b])) for a, b in within(0, len(kind), 0.0)]
+    cuts = [(int(done[a]), int(done[b])) for a, b in spans_between(0, len(kind), 0.0)]
     return tuple((start, stop) for start, stop in cuts if start < stop)
 
 

@@ -62,12 +62,12 @@ def read_program(
         constant = [not isinstance(one, int) or one in fixed for one in step.inputs]
         if all(constant):
             fixed.update(step.outputs)
-        held = _held(step, constant, read, spread, apart)
+        interior = _interior_of(step, constant, read, spread, apart)
         outputs = step.outputs
-        if held.residuals is not None:
+        if interior.residuals is not None:
             outputs = (*outputs, len(sizes))
-            sizes.append(held.residuals)
-            whole_sizes.append(held.whole)
+            sizes.append(interior.residuals)
+            whole_sizes.append(interior.whole)
             types.append("residuals[]")
             whole_types.append("residuals[]")
         operations.append(
@@ -75,19 +75,19 @@ def read_program(
                 step.primitive,
                 tuple(step.uses),
                 outputs,
-                _flops(step, held.body, spread),
+                _flops(step, interior.body, spread),
                 is_fused(step.equation),
                 derivative_reads(step),
                 str(step.name_stack),
                 step.line,
-                held.body,
+                interior.body,
                 step.equation.params["length"] if step.primitive == "scan" else 1,
-                _carry(step, held.body),
-                None if held.residuals is None else outputs[-1],
-                held.inside,
-                held.workspace,
-                held.reads,
-                results=held.results,
+                _carry(step, interior.body),
+                None if interior.residuals is None else outputs[-1],
+                interior.inside,
+                interior.workspace,
+                interior.reads,
+                results=interior.results,
                 contraction=Contraction(
                     is_batched(step.equation),
                     slides(step.equation),
@@ -122,7 +122,7 @@ def read_program(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Held:
+class _Interior:
     """What an operation holds, as in `Operation`; ``whole`` are the residuals of all devices."""
 
     body: Program | None = None
@@ -134,12 +134,14 @@ class _Held:
     results: int = 0
 
 
-def _held(step: Step, constant: list[bool], read: Set[int], spread: Spread, apart: bool) -> _Held:
+def _interior_of(
+    step: Step, constant: list[bool], read: Set[int], spread: Spread, apart: bool
+) -> _Interior:
     """What a step holds whose operands are ``constant`` or not, and whose results are ``read`` or
     not."""
     if step.primitive == "scan":
         if not step.equation.params["length"]:
-            return _Held()
+            return _Interior()
         return _of_scan(step, constant, [value in read for value in step.outputs], spread)
     if is_region(step.equation):
         called = called_jaxpr(step.equation)
@@ -147,7 +149,7 @@ def _held(step: Step, constant: list[bool], read: Set[int], spread: Spread, apar
         body = read_program(called, fixed=_inputs(called, constant), spread=inside)
         # Where nothing is differentiated any more it runs here, forward and backward pass.
         workspace = _workspace(step, spread) if all(constant) else 0
-        return _Held(body, inside=_made(body), workspace=workspace)
+        return _Interior(body, inside=_made(body), workspace=workspace)
     if step.primitive in _OPAQUE and not is_fused(step.equation):
         real = [
             at
@@ -155,22 +157,22 @@ def _held(step: Step, constant: list[bool], read: Set[int], spread: Spread, apar
             if not constant[at] and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
         ]
         found = _of_opaque(step, real, spread, apart) if real else None
-        return found or _Held(workspace=_workspace(step, spread))
-    return _Held()
+        return found or _Interior(workspace=_workspace(step, spread))
+    return _Interior()
 
 
-def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Spread) -> _Held:
+def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Spread) -> _Interior:
     loop = loop_of(step.equation)
     inside = spread.of_turn(step, loop.body)
     if all(constant):
         body = read_program(loop.body, fixed=set(range(loop.body.input_count)), spread=inside)
-        return _Held(body, 0, 0, 0, _turn(loop, inside))
+        return _Interior(body, 0, 0, 0, _turn(loop, inside))
     constant = list(constant)
     constant[loop.carry] = [False] * len(constant[loop.carry])  # the next ones may not be
     body = read_program(loop.body, fixed=_inputs(loop.body, constant), spread=inside, apart=True)
     kept, results = scan_residuals(step.equation, constant, wanted)
     length = step.equation.params["length"]
-    return _Held(
+    return _Interior(
         body,
         length * _bytes_alike(kept, body),
         length * sum(size_of(one.aval) for one in kept),
@@ -214,7 +216,7 @@ def _shares(program: Program) -> Iterator[tuple[str, float]]:
             yield from _shares(operation.body)
 
 
-def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Held | None:
+def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Interior | None:
     """By the operation and its derivative by some operands, as JAX has them; None: the derivative
     refuses, in words of its own, which who differentiates the function is told."""
     try:
@@ -246,7 +248,7 @@ def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Hel
     reads = {one for inner, one in values if inner in found.reads and isinstance(one, int)}
     whole = taken(program.together).kept if program.whole_sizes else found.kept
     kept = found.kept or None  # a value of no bytes would have to be made again too
-    return _Held(None, kept, whole, found.backward, found.forward, frozenset(reads))
+    return _Interior(None, kept, whole, found.backward, found.forward, frozenset(reads))
 
 
 def _workspace(step: Step, spread: Spread) -> int:

@@ -36,7 +36,7 @@ _SAME = 1.002  # projected bytes this near are one plan
 _MARGIN = 1.003  # between what is expected of a plan and its budget
 # Projected bytes of a plan over those of the one that is compiled beside it, for where it does not
 # fit: first plans of ResNet50 and GPT-2 at half of the bytes compile to 0.99 to 1.05 of projected.
-_BESIDE = 1.04
+_ALTERNATIVE = 1.04
 # Two plans whose projected bytes differ by less say nothing of how compiled ones grow. Chosen.
 _APART = 0.01
 
@@ -93,8 +93,8 @@ class CompiledPlans:
             if layout not in search.outcomes:
                 if not self.gains(layout):
                     return
-                lower = (fits + goal) / 2 if fits else self.safer(goal) / _BESIDE
-                beside = self.beside(layout, lower)
+                lower = (fits + goal) / 2 if fits else self.safer(goal) / _ALTERNATIVE
+                beside = self.alternatives(layout, lower)
                 goals |= dict.fromkeys(beside, lower)
                 yield [layout, *beside]
                 if not search.best and not fails < float("inf"):  # the first ones
@@ -158,9 +158,12 @@ class CompiledPlans:
             return True
         return layout.price <= best.price - 3 * _WORTH * self.plans[best].predicted.seconds
 
-    def beside(self, layout: Layout, lower: float) -> list[Layout]:
+    def alternatives(self, layout: Layout, lower: float) -> list[Layout]:
         """What to compile beside a layout, in case that it does not fit: one for fewer bytes."""
-        if layout == self.planner.plain and self.expected(layout) * _BESIDE < self.search.allowed:
+        if (
+            layout == self.planner.plain
+            and self.expected(layout) * _ALTERNATIVE < self.search.allowed
+        ):
             return []  # nothing is expected to keep it from fitting
         other = self.layout_for(lower)
         if other is None or other == layout or other in self.search.outcomes:

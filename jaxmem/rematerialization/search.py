@@ -102,7 +102,7 @@ class Search(Generic[Proposal]):
         with contextlib.ExitStack() as stack:
             begun: list[tuple[Proposal, Begun]] = []
             for proposal in proposals:
-                one = _beside(start, proposal) if begun else start(proposal)
+                one = _start_alternative(start, proposal) if begun else start(proposal)
                 begun.append((proposal, one))
                 stack.callback(one.stop)
             first, last = len(self.outcomes) + 1, len(self.outcomes) + len(begun)
@@ -165,7 +165,7 @@ class Search(Generic[Proposal]):
         return min(known, key=known.__getitem__, default=None)
 
 
-def _beside(start: Callable[[Proposal], Begun], proposal: Proposal) -> Begun:
+def _start_alternative(start: Callable[[Proposal], Begun], proposal: Proposal) -> Begun:
     """Begins what may not be wanted: what is wrong with it is raised when somebody waits for it."""
     try:
         return start(proposal)

@@ -104,7 +104,7 @@ class _Absent(Compiling):
         return self.family.compile(self.module, self.target, self.options, timeout, **how)
 
 
-class _Here(Compiling):
+class _Attached(Compiling):
     """For the attached device, by the compiler that JAX has loaded."""
 
     def __init__(self, jitted, args, kwargs, target: LocalDevice, options):
@@ -148,7 +148,7 @@ def compiling(
 ) -> Compiling:
     """A jitted function, traced and lowered for a target."""
     if isinstance(target, LocalDevice):
-        return _Here(jitted, args, kwargs, target, options)
+        return _Attached(jitted, args, kwargs, target, options)
     return _Absent(jitted, args, kwargs, target, options, timeline, stacklevel)
 
 

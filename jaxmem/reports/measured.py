@@ -111,7 +111,7 @@ def measure(step: Callable, *args: Any, **kwargs: Any) -> Measured:
     given: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
     for key, value in given:
         made[key] = jax.block_until_ready(jax.tree.map(_concrete, value))
-        sizes[names[key]] = sum(map(_bytes_here, jax.tree.leaves(made[key])))
+        sizes[names[key]] = sum(map(_bytes_on_device, jax.tree.leaves(made[key])))
     args = tuple(made[number] for number in range(len(args)))
     kwargs = {name: made[name] for name in kwargs}
     run: Any = step if hasattr(step, "trace") else jax.jit(step)
@@ -149,7 +149,7 @@ def _device() -> jax.Device:
     return jax.local_devices()[0]
 
 
-def _bytes_here(leaf: Any) -> int:
+def _bytes_on_device(leaf: Any) -> int:
     """Bytes of an array on the device."""
     if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind == HOST_KIND:
         return 0
