@@ -44,6 +44,8 @@ class Meshes:
             raise JaxmemError(
                 "split= cuts arrays along axes of a mesh: pass mesh= with them, or devices=."
             )
+        if mesh is not None:
+            shard(mesh)  # checks that it is one
         self.split, self.mesh = split, mesh
         self.refused = ""
         self._cut = [name for name, _ in cuts_of(split)]
@@ -53,7 +55,7 @@ class Meshes:
         if devices is not None:
             self.count = len(self._devices) if self._devices else int(devices)  # type: ignore
         if mesh is not None:
-            self.sharding((), 1)  # checks it
+            self.sharding((), 1)  # checks its axes
         self.shapes: list[Shape] = []
 
     def choose(self, node: int) -> None:
