@@ -87,8 +87,8 @@ class CompiledPlans:
         fits, fails = 0.0, float("inf")  # of those, what did, and did not
         while fits * _SAME < fails:
             layout, best = self.layout_for(goal), search.best
-            if layout is None or (search.outcomes and search.left == 1 and not best):
-                layout = planner.smallest()
+            last = layout is None or (search.outcomes and search.left == 1 and not best)
+            layout = planner.smallest() if last or layout is None else layout
             goals[layout] = goal
             if layout not in search.outcomes:
                 if not self.gains(layout):
@@ -99,7 +99,9 @@ class CompiledPlans:
                 yield [layout, *beside]
                 if not search.best and not fails < float("inf"):  # the first ones
                     yield from itertools.islice(self.cheaper_rows(budget, layout.price), 1)
-            elif not search.fits(layout) and layout == planner.smallest():
+            # Where something fits, the fewest bytes are looked for only if they were asked for: it
+            # takes as long as to plan.
+            elif (last or not best) and not search.fits(layout) and layout == planner.smallest():
                 if not search.best:
                     yield from self.rows(budget)
                 if not search.best:
