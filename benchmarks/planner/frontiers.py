@@ -73,10 +73,10 @@ NETWORKS = {
 }
 
 
-def compiled(loss, args, target=TARGET):
+def compiled(loss, args, target=TARGET, options=OPTIONS):
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
     step = jax.jit(jax.value_and_grad(loss, has_aux=has_aux))
-    return jaxmem.memory(step, *args, target=target, compiler_options=OPTIONS)
+    return jaxmem.memory(step, *args, target=target, compiler_options=options)
 
 
 def planned(loss, args, budget, target=TARGET):

@@ -14,6 +14,7 @@ import jax
 
 import jaxmem
 from benchmarks._record import record_parts
+from benchmarks.planner.frontiers import compiled
 from benchmarks.planner.planner import problem as resnet50
 from benchmarks.planner.planner_gpt import problem as gpt2_medium
 from benchmarks.planner.planner_models import CASES as MODELS
@@ -54,13 +55,7 @@ def first_plan(loss, args, has_aux, target, budget):
 def row(name, target) -> dict:
     loss, args = CASES[name]()
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
-    plain = jaxmem.memory(
-        jax.value_and_grad(loss, has_aux=has_aux),
-        *args,
-        target=target,
-        compiler_options=Tpu().planned_options(),
-        timeline=False,
-    )
+    plain = compiled(loss, args, target, Tpu().planned_options())
     budget = min(plain.device // 2, jaxmem.target(target).usable_bytes)
     projected_plain, projected, device = first_plan(loss, args, has_aux, target, budget)
     found = {

@@ -11,12 +11,14 @@ the plain network's. ResNet50 has 100 images here, GPT-2 medium 8 x 1,024 tokens
 64 images, the U-Net 16 of 256 x 256, EfficientNet 128, DenseNet 64.
 """
 
+import functools
+
 import jax
 
 import jaxmem
 from benchmarks._models import GIB, example, resnet50
 from benchmarks._record import record_parts
-from benchmarks.planner.frontiers import NETWORKS, POLICIES, flax
+from benchmarks.planner.frontiers import NETWORKS, POLICIES, compiled as compiled_for, flax
 from jaxmem.targets.tpu.family import Tpu
 
 TARGET = "v5e"
@@ -31,11 +33,7 @@ PROBLEMS = NETWORKS | {
 }
 
 
-def compiled(loss, args):
-    has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
-    options = Tpu().planned_options()
-    step = jax.jit(jax.value_and_grad(loss, has_aux=has_aux))
-    return jaxmem.memory(step, *args, target=TARGET, compiler_options=options, timeline=False)
+compiled = functools.partial(compiled_for, target=TARGET, options=Tpu().planned_options())
 
 
 def rows_of(name):

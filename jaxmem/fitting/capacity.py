@@ -241,7 +241,7 @@ def _found(made: Made, budget, target, multiple, most, compilations, what: str) 
         count: int | None = 1
         while count and len(search.reports) < compilations:
             search.compile(count, compilations, bar)
-            count = search.next(compilations - len(search.reports))
+            count = search.next()
     return search.answer()
 
 
@@ -270,17 +270,13 @@ class _Search:
             f"at most {most}: {format_bytes(report.device)}, {verdict}"
         )
 
-    def next(self, left: int) -> int | None:
-        """How many multiples to compile next, where so many compilations are left; None: the answer
-        is known."""
+    def next(self) -> int | None:
+        """How many multiples to compile next; None: the answer is known."""
         fits, fails = self._bracket()
         last = self.most // self.multiple if self.most else None
         if not fits or fails == fits + 1 or fits == last:
             return None
-        wanted = self._met(fits, fails)
-        if left == 1:  # rather a little less than one more that does not fit
-            wanted = min(wanted, self._met_below(fits) or wanted)
-        wanted = max(wanted, fits + 1)
+        wanted = max(self._met(fits, fails), fits + 1)
         return min(wanted, *(end for end in (fails and fails - 1, last) if end), wanted)
 
     def _met(self, fits: int, fails: int | None) -> int:
@@ -301,21 +297,12 @@ class _Search:
             met = self._bent(known, fits, fails) or met
         return int(min(met, 2**62))
 
-    def _met_below(self, fits: int) -> int | None:
-        """Where the line through the two smallest that do not fit meets the budget."""
-        fails = sorted(count for count in self.reports if count > fits)[:2]
-        if len(fails) < 2:
-            return None
-        low, high = (self.reports[count].device for count in fails)
-        slope = (high - low) / (fails[1] - fails[0])
-        return int(fails[0] - (low - self.budget) / slope) if slope > 0 else None
-
     def _bent(self, known: dict[int, int], fits: int, fails: int) -> float | None:
-        """Where the parabola through the three nearest meets the budget between two."""
-        third = min(
-            (count for count in known if count not in (fits, fails)),
-            key=lambda count: min(abs(count - fits), abs(count - fails)),
-        )
+        """Where the parabola through both ends and one more meets the budget between them. The one
+        more is the next that does not fit either, if there is one: small numbers may be bound by
+        what large ones are not."""
+        above = [count for count in known if count > fails]
+        third = min(above) if above else max(count for count in known if count < fits)
         counts = [fits, fails, third]
         parabola = np.polyfit(counts, [known[count] - self.budget for count in counts], 2)
         roots = [root.real for root in np.roots(parabola) if abs(root.imag) < 1e-9]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -13,7 +13,7 @@ from jaxmem.fitting.table import Candidate
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
 from jaxmem.planning import Planner, one_liners, sums_seconds
-from jaxmem.program import Program
+from jaxmem.program import Kernel, Program
 from jaxmem.rematerialization import Constraints, Plan, TracedFunction, Written, written
 
 # Kept at a time: a program of 2,000 kernels takes a few MB, a planner 50 MB. The search comes back
@@ -199,20 +199,24 @@ class Costs:
 
 def gathered_bytes(program: Program) -> int:
     """Bytes of what devices are sent before it is read, whole, in one forward pass."""
-    found = sum(
-        kernel.sent * kernel.ring.devices // max(kernel.ring.devices - 1, 1)
-        for kernel in program.kernels
-        if kernel.ring
-    )
-    loops = (program.operation_of(scan) for scan in program.scans)
-    return found + sum(loop.length * gathered_bytes(loop.body) for loop in loops if loop.body)
+
+    def of(kernel: Kernel) -> int:
+        devices = kernel.ring.devices if kernel.ring else 1
+        return kernel.sent * devices // max(devices - 1, 1)
+
+    return _over_forward(program, of)
 
 
 def summed_bytes(program: Program) -> int:
     """Bytes that a device sends where results of matmuls are summed, in one forward pass."""
+    return _over_forward(program, lambda kernel: kernel.summed)
+
+
+def _over_forward(program: Program, of: Callable[[Kernel], int]) -> int:
+    """The sum over all kernels of a forward pass, those of a scan as often as it runs them."""
     loops = (program.operation_of(scan) for scan in program.scans)
-    inside = sum(loop.length * summed_bytes(loop.body) for loop in loops if loop.body)
-    return inside + sum(kernel.summed for kernel in program.kernels)
+    inside = sum(loop.length * _over_forward(loop.body, of) for loop in loops if loop.body)
+    return inside + sum(map(of, program.kernels))
 
 
 def _of_loss(levers: Levers) -> Levers:

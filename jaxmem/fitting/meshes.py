@@ -1,5 +1,6 @@
 """Shapes of a mesh of so many devices: copies, pieces, and axes that the model names."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +87,7 @@ class Meshes:
         """Shapes by how many pieces the model's own axes make, then by copies: pieces lie within
         nodes, or take whole ones."""
         sizes = {
-            name: [1, *_doubled(min(self.count, node) if self._cuts_weights(name) else self.count)]
+            name: [1, *_doubled(min(self.count, node) if name in self._cutting else self.count)]
             for name in self._cut
         }
         own = sorted(itertools.product(*sizes.values()), key=lambda one: (math.prod(one), one))
@@ -136,22 +137,25 @@ class Meshes:
         others = [
             name
             for name in mesh.axis_names
-            if name in self._cut and not self._cuts_weights(name) and mesh.shape[name] > 1
+            if name in self._cut and name not in self._cutting and mesh.shape[name] > 1
         ]
         axis = (*names[-1:], *others)
         return shard(mesh, axis[0] if len(axis) == 1 else axis, stage=stage, split=self.split)
 
-    def _cuts_weights(self, name: str) -> bool:
-        """Whether the model cuts any parameter along an axis."""
-        cut = dict(cuts_of(self.split))[name]
-        return any(
-            cut(jax.tree_util.keystr(path), leaf) is not None
-            for path, leaf in jax.tree.leaves_with_path(self._params)
-        )
+    @functools.cached_property
+    def _cutting(self) -> set[str]:
+        """The axes that the model cuts parameters along."""
+        leaves = jax.tree.leaves_with_path(self._params)
+        weights = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+        return {
+            name
+            for name, cut in cuts_of(self.split)
+            if any(cut(path, leaf) is not None for path, leaf in weights)
+        }
 
     def model(self, sharding: Sharding) -> int:
         """Into how many pieces the model itself cuts its parameters."""
-        weights = [name for name in sharding.model if self._cuts_weights(name)]
+        weights = [name for name in sharding.model if name in self._cutting]
         return math.prod(sharding.mesh.shape[name] for name in weights)
 
 

@@ -8,6 +8,7 @@ from jax.extend.core import Primitive
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import identity, with_tangents_as_they_are
+from jaxmem.targets import FAMILIES
 
 
 def row_major(value: Any) -> Any:
@@ -26,9 +27,10 @@ def _row_major() -> Primitive:
 
 def _lowered(ctx, value) -> Any:
     """JAX's own constraint. XLA does not partition that one: where there are several devices the
-    value is said to be in their memory, which it is, and most layouts end there too. Compilers for
-    TPUs are left to choose: their layouts are tiles, and how a stack lies costs no copy of it."""
-    if "tpu" in ctx.module_context.platforms:
+    value is said to be in their memory, which it is, and most layouts end there too. A compiler by
+    whose rules the rows do not matter is left to choose."""
+    families = (one for one in FAMILIES.values() if one.platform in ctx.module_context.platforms)
+    if not all(family.rules.row_major for family in families):
         return [value]
     if getattr(ctx.module_context.axis_context, "num_devices", None) == 1:
         return internals.mlir.lower_fun(_laid_out, multiple_results=True)(ctx, value)

@@ -84,11 +84,12 @@ class CompiledPlans:
         search, planner = self.search, self.planner
         goal: float = budget
         goals: dict[Layout, float] = {}  # projected bytes that it was planned for
-        fits, fails = 0.0, float("inf")  # of those, what did, and did not
+        fits, fails = 0.0, math.inf  # of those, what did, and did not
         while fits * _SAME < fails:
-            layout, best = self.layout_for(goal), search.best
-            last = layout is None or (search.outcomes and search.left == 1 and not best)
-            layout = planner.smallest() if last or layout is None else layout
+            best = search.best
+            cautious = search.outcomes and search.left == 1 and not best
+            wanted = None if cautious else self.layout_for(goal)
+            layout = planner.smallest() if wanted is None else wanted
             goals[layout] = goal
             if layout not in search.outcomes:
                 if not self.gains(layout):
@@ -97,11 +98,15 @@ class CompiledPlans:
                 beside = self.alternatives(layout, lower)
                 goals |= dict.fromkeys(beside, lower)
                 yield [layout, *beside]
-                if not search.best and not fails < float("inf"):  # the first ones
+                if not search.best and math.isinf(fails):  # the first ones
                     yield from itertools.islice(self.cheaper_rows(budget, layout.price), 1)
             # Where something fits, the fewest bytes are looked for only if they were asked for: it
             # takes as long as to plan.
-            elif (last or not best) and not search.fits(layout) and layout == planner.smallest():
+            elif (
+                (wanted is None or not best)
+                and not search.fits(layout)
+                and layout == planner.smallest()
+            ):
                 if not search.best:
                     yield from self.rows(budget)
                 if not search.best:
@@ -111,7 +116,7 @@ class CompiledPlans:
             fits = max((goal for one, goal in tried.items() if search.fits(one)), default=0.0)
             fails = min(
                 (goal for one, goal in tried.items() if goal > fits and not search.fits(one)),
-                default=float("inf"),
+                default=math.inf,
             )
             corrected = self.corrected(layout, budget)
             if not search.fits(layout):

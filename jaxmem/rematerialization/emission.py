@@ -120,11 +120,10 @@ class _Emission:
 
     @functools.cached_property
     def stacks_rows(self) -> bool:
-        """Whether what is saved lies row by row. Not where there are convolutions, which have
-        layouts of their own."""
+        """Whether what is saved lies row by row, where compilers would have it otherwise. Not where
+        there are convolutions, which have layouts of their own."""
         names = {step.primitive for step in self.flat.steps}
-        rows = self.program.rules.row_major and "conv_general_dilated" not in names
-        return self.in_loop and rows
+        return self.in_loop and "conv_general_dilated" not in names
 
     def run(self, start: int, stop: int, regions: Sequence[Region], values: dict[int, Any]) -> None:
         """Kernels ``start`` to ``stop - 1``, reading and writing ``values`` by number."""

@@ -14,7 +14,6 @@ _ALGORITHM = re.compile(r"algorithm=dot_(\w+)|\"algorithm\":\"ALG_DOT_(\w+)\"")
 _ORDER = ("default", "high", "highest")
 # HLO's names of the types that are multiplied, and of its algorithms, as `Target` takes them.
 _DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "s8": "int8"}
-_FLOATS = ("f64", "f32", "f16", "bf16")
 _KINDS = {"bf16": "bfloat16", "tf32": "tfloat32", "f16": "float16"}
 
 
@@ -57,7 +56,7 @@ def _contraction(line: str, computation: Lines, work: Work) -> Contraction:
     kind = "convolution" if work.convolutions else "matmul"
     shapes = [SHAPE.search(computation[name]) for name in operands_of(line)]
     if operation_of(line) == "custom-call":  # a kernel may take masks and numbers of blocks too
-        shapes = [shape for shape in shapes if shape and shape[1] in _FLOATS] or shapes
+        shapes = [one for one in shapes if one and one[1].startswith(("f", "bf"))] or shapes
     shapes = [*shapes, None, None][:2]
     left, right, result = map(_elements, (*shapes, SHAPE.search(line)))
     name = shapes[0][1] if shapes[0] else "f32"

@@ -88,13 +88,11 @@ class _Counter:
 
     def value(self, computation: str, name: str) -> int | None:
         """The number that a scalar is, whatever turn it is; None: not known."""
-        line = self.computations[computation].get(name, "")
-        operation = operation_of(line)
-        if operation == "constant":
+        lines = self.computations[computation]
+        line = lines.get(_original(lines, name), "")
+        if operation_of(line) == "constant":
             found = _CONSTANT.search(line)
             return int(found[1]) if found else None
-        if operation in _SAME and operands_of(line):
-            return self.value(computation, operands_of(line)[0])
         place = self._element(computation, name)
         if place is None or computation not in self.loops:
             return None
@@ -109,12 +107,10 @@ class _Counter:
     def _given(self, computation: str, loop: str, place: int) -> int | None:
         """The number that a loop is given as one element."""
         lines = self.computations[computation]
-        name = operands_of(loop)[0]
-        while operation_of(lines.get(name, "")) in _SAME:
-            name = operands_of(lines[name])[0]
-        if operation_of(lines.get(name, "")) != "tuple":
+        given = lines.get(_original(lines, operands_of(loop)[0]), "")
+        if operation_of(given) != "tuple":
             return None
-        return self.value(computation, operands_of(lines[name])[place])
+        return self.value(computation, operands_of(given)[place])
 
     def _step(self, body: str, place: int) -> int | None:
         """What a turn adds to an element."""
@@ -164,8 +160,7 @@ class _Counter:
         given = operands_of(fusion)
         outside = []
         for name in operands_of(line):
-            while operation_of(inner[name]) in _SAME:
-                name = operands_of(inner[name])[0]
+            name = _original(inner, name)
             number = _PLACE.search(inner[name])
             outside.append((computation, given[int(number[1])]) if number else (called, name))
         return _two(line, outside)
@@ -173,9 +168,7 @@ class _Counter:
     def _element(self, computation: str, name: str) -> int | None:
         """Which element of a computation's one parameter a name stands for."""
         lines = self.computations[computation]
-        while operation_of(lines.get(name, "")) in _SAME:
-            name = operands_of(lines[name])[0]
-        line = lines.get(name, "")
+        line = lines.get(_original(lines, name), "")
         if operation_of(line) != "get-tuple-element":
             return None
         index, source = INDEX.search(line), operands_of(line)[0]
@@ -184,6 +177,13 @@ class _Counter:
 
     def _root(self, computation: str) -> str:
         return list(self.computations[computation])[-1]  # a computation ends with its root
+
+
+def _original(lines: Lines, name: str) -> str:
+    """The name of what one has the elements of: past copies and other shapes."""
+    while operation_of(lines.get(name, "")) in _SAME:
+        name = operands_of(lines[name])[0]
+    return name
 
 
 def _two(line: str, operands: list[Named]) -> Compared | None:
