@@ -24,36 +24,24 @@ import jaxmem
 from benchmarks._held_out import NETWORKS as OF_PACKAGES
 from benchmarks._held_out_plain import NETWORKS as PLAIN
 from benchmarks._record import record_parts
+from benchmarks.planner.frontiers import compiled
+from benchmarks.planner.planner_gpt import POLICIES
 from jaxmem.planning import one_liners
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction
-from jaxmem.targets.cuda.family import Cuda
 
 NETWORKS = {**OF_PACKAGES, **PLAIN}
 # Those whose authors have regions round their blocks: what is planned has them.
 WITH_REGIONS = {"Gemma-like, scan over regions (plain JAX)"}
 GIB = 2**30
 TARGET = "h100"
-OPTIONS = dict(Cuda.compiler_options)  # as in Plan.compiler_options
 COMPILATIONS = 5  # for each plan, as is the default
-known = jax.checkpoint_policies
-POLICIES = {
-    "nothing_saveable": known.nothing_saveable,
-    "dots_with_no_batch_dims_saveable": known.dots_with_no_batch_dims_saveable,
-    "dots_saveable": known.dots_saveable,
-}
 
 
 def step_of(problem):
     loss, args = problem
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
     return loss, args, has_aux
-
-
-def compiled(problem):
-    loss, args, has_aux = step_of(problem)
-    step = jax.jit(jax.value_and_grad(loss, has_aux=has_aux))
-    return jaxmem.memory(step, *args, target=TARGET, compiler_options=OPTIONS, timeline=False)
 
 
 def as_written(loss, args, has_aux):
@@ -67,7 +55,7 @@ def as_written(loss, args, has_aux):
 def rows_of(name):
     """The rows of one network: the plain step, the policies, the plans."""
     make = NETWORKS[name]
-    plain = compiled(make())
+    plain = compiled(*make(), TARGET)
     written = make(POLICIES["nothing_saveable"] if name in WITH_REGIONS else None)
     loss, args, has_aux = step_of(written)
     began = time.monotonic()
@@ -112,10 +100,7 @@ def rows_of(name):
         )
 
     def compiled_first(plan):
-        step = jax.jit(jax.value_and_grad(plan.apply(loss), has_aux=has_aux))
-        options = plan.compiler_options
-        report = jaxmem.memory(step, *args, target=TARGET, compiler_options=options, timeline=False)
-        return report.device
+        return compiled(plan.apply(loss), args, TARGET, plan.compiler_options).device
 
     projected = as_written(loss, args, has_aux)
     yield row("plain", plain.device, plain.work.flops, off=f"{plain.device / projected - 1:+.1%}")
@@ -125,7 +110,7 @@ def rows_of(name):
         problem = make(function)
         if problem is None:
             continue
-        report = compiled(problem)
+        report = compiled(*problem, TARGET)
         rivals.setdefault(report.device, policy)
         yield row(f"`{policy}` on each block", report.device, report.work.flops)
     for device, policy in rivals.items():

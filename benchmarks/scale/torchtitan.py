@@ -116,16 +116,13 @@ def logits(model) -> float:
 
 
 def step_of(model) -> int:
-    head = model.width // model.heads
-    each = 2 * model.width * (model.heads + model.keys) * head + 3 * model.width * model.hidden
-    return 3 * (model.layers * each + model.width * model.words)
+    return 3 * (model.layers * sum(weights(model).values()) + model.width * model.words)
 
 
-def recomputed(case: Case) -> float:
-    """What torchtitan recomputes, of the FLOPs of a step's matmuls with weights."""
-    model = case.model
+def weights(model) -> dict[str, int]:
+    """Values of the matrices of a layer."""
     head = model.width // model.heads
-    sizes = {
+    return {
         "query": model.width * model.width,
         "key": model.width * model.keys * head,
         "value": model.width * model.keys * head,
@@ -134,9 +131,13 @@ def recomputed(case: Case) -> float:
         "up": model.width * model.hidden,
         "down": model.hidden * model.width,
     }
-    each = sum(sizes.values())
-    again = each if case.full else sizes["key"] + sizes["out"] + sizes["up"]
-    return model.layers * again / step_of(model)
+
+
+def recomputed(case: Case) -> float:
+    """What torchtitan recomputes, of the FLOPs of a step's matmuls with weights."""
+    sizes = weights(case.model)
+    again = sizes if case.full else ("key", "out", "up")
+    return case.model.layers * sum(sizes[name] for name in again) / step_of(case.model)
 
 
 def rows(name: str):
