@@ -129,6 +129,8 @@ class _Layout:
         self.sizes: list[int] = []
         self.alive: list[int] = []  # bytes at each event, once it is swept
         self.shifted: set[int] = set()  # values whose cotangents are not written over them
+        self.rows: set[int] = set()  # nor those of these, where only reductions of rows make them
+        self.own: set[int] = set()  # values of which a kernel has written a cotangent
         self.spread: set[int] = set()  # those whose cotangents are spread out where they are read
         self.scans = set(program.scans)
 
@@ -188,7 +190,9 @@ class _Layout:
             self.events.append(_Event(number, incoming, [rounded], True))
             incoming = [rounded]
         # A loop reads slices of it: it is written first.
-        apart = self.shifted | self.spread if number in self.scans else self.shifted
+        apart = self.shifted | (self.rows - self.own)
+        if number in self.scans:
+            apart |= self.spread
         for value in apart.intersection(kernel.results):
             whole = self.instance(value)
             self.events.append(_Event(number, incoming, [whole], True, apart=True))
@@ -206,7 +210,10 @@ class _Layout:
                 self.spread.add(value)
                 if value in kernel.shifted:
                     self.shifted.add(value)
+                if value in kernel.rows:
+                    self.rows.add(value)
             else:
+                self.own.add(value)
                 fresh.append(self.instance(value, free=value < count and not self.gradients))
                 if value < count:  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())

@@ -9,6 +9,7 @@ none to make again.
 import dataclasses
 
 from jaxmem.program.costs import CONTRACTIONS
+from jaxmem.program.row_norms import row_norms
 from jaxmem.targets.links import Ring
 
 # A fused value that several kernels read is computed in each of them, unless that takes more than
@@ -57,6 +58,8 @@ class Kernel:
             result. That is no value with a name, and counts as its ``residuals``.
         summed: bytes that a device sends and is sent where the results of several are summed.
         ring: among which devices either is.
+        rows: the sources that it reduces in one kernel with what is computed of them: their
+            cotangents are not written over them.
     """
 
     operations: tuple[int, ...]
@@ -76,6 +79,7 @@ class Kernel:
     sent: int = 0
     ring: Ring | None = None
     summed: int = 0
+    rows: frozenset[int] = frozenset()
 
     @property
     def spared(self) -> tuple[int, ...]:
@@ -99,6 +103,9 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         new: (old, ring) for operation in program.operations for old, new, ring in operation.gathers
     }
     stored.extend([True] * (len(program.sizes) - len(stored)))
+    norms = None
+    if program.rules.blocks_of_rows:
+        norms = row_norms(program, stored, _REDUCTIONS, _read_by_derivative)
     reduced = False  # whether the kernel before is a reduction
     for index, operation in enumerate(program.operations):
         results = tuple(value for value in operation.outputs if stored[value])
@@ -149,8 +156,14 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         first = operation.inputs[:1] if program.types else ()
         dtype = program.types[first[0]].partition("[")[0] if first else ""
         workspace = operation.workspace
-        if program.rules.writes_gathered and operation.name == "gather":
-            workspace += program.sizes[operation.inputs[0]] * (not stored[operation.inputs[0]])
+        if (reduces or operation.name == "gather") and not stored[operation.inputs[0]]:
+            if norms:
+                workspace += norms.written_for(operation, program.sizes)
+            elif program.rules.writes_gathered and operation.name == "gather":
+                workspace += program.sizes[operation.inputs[0]]
+        rows = norms.sources.get(index, frozenset()) if norms else frozenset()
+        if reduces and program.rules.merges_reductions:
+            rows = frozenset(sources)
         if operation.widened:
             dtype = "float32"
             left, right, wide = (_copy(program, v) for v in (*operation.inputs, *results))
@@ -175,6 +188,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 operation.contraction.precision,
                 summed=_sent_for_sum(operation, sum(program.sizes[value] for value in results)),
                 ring=operation.summed,
+                rows=rows,
             )
         )
     return tuple(kernels)

@@ -22,7 +22,7 @@ def compiled_by(program: Program, rules: Rules) -> Program:
 
 def _compiled_by(program: Program, rules: Rules) -> Program:
     program = program.widened if rules.widens else program
-    if rules == Rules(widens=rules.widens):
+    if dataclasses.replace(rules, widens=False) == Rules():
         return program
     operations = [
         dataclasses.replace(operation, body=operation.body and compiled_by(operation.body, rules))

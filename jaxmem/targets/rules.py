@@ -15,6 +15,10 @@ class Rules:
         writes_concatenations: whether these are in memory all the same.
         writes_gathered: whether what a gather takes elements of is in memory while it does, as
             logits in float32 are of which a loss takes those of the labels.
+        blocks_of_rows: whether rows are normalised (a softmax, what is less its mean) in kernels
+            that have the reduction in them.
+        merges_reductions: whether what is computed of the values that a reduction reads is written
+            by one kernel with it.
         tile: rows and columns of 32 bits that the two dimensions of an array which lie innermost
             are padded to; None: arrays are as long as they are.
         picks_poolings: whether a derivative of poolings made of slices is fused.
@@ -27,6 +31,8 @@ class Rules:
     fuses_operands: bool = False
     writes_concatenations: bool = False
     writes_gathered: bool = False
+    blocks_of_rows: bool = True
+    merges_reductions: bool = False
     tile: tuple[int, int] | None = None
     picks_poolings: bool = True
     widens: bool = False

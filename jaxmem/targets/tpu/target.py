@@ -19,6 +19,7 @@ RULES = Rules(
     fuses_operands=True,
     writes_concatenations=True,
     writes_gathered=True,
+    blocks_of_rows=False,
     tile=(8, 128),
     picks_poolings=False,
     row_major=False,

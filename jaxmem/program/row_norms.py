@@ -1,0 +1,115 @@
+"""Arrays whose rows are normalised: a softmax, or what is less its mean.
+
+XLA for GPUs computes ``x - broadcast(reduce(x))`` and the like in one kernel with the reduction in
+it, a block of rows at a time. Other threads read the row than write it, so the cotangent of ``x``
+is not written over ``x``; and what takes single elements of the result has it in memory, since it
+would reduce a row for each.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+# What may stand between the reduction and the array, as XLA matches it: a selection, such as
+# `jax.nn.logsumexp` has there, may not.
+_BETWEEN = frozenset(
+    """
+    abs add broadcast_in_dim convert_element_type copy div exp integer_pow log max min mul neg
+    reshape rsqrt sqrt square squeeze stop_gradient sub
+    """.split()
+)
+_BOTH = frozenset("add div max min mul sub".split())
+
+
+# Their derivatives compare the rows with the result.
+_COMPARED = frozenset("reduce_max reduce_min".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class RowNorms:
+    """``sources``: for each reduction, by the number of its operation, the values in memory whose
+    rows it is of and that are normalised by it. ``made``: for each value that is made so, or out of
+    what is, the one that the kernel with the reduction in it returns, and the row that was taken
+    for it."""
+
+    sources: Mapping[int, frozenset[int]]
+    made: Mapping[int, tuple[int, int]]
+
+    def written_for(self, operation: Any, sizes: Sequence[int]) -> int:
+        """Bytes of the array that is in memory because an operation takes elements of it, or
+        reduces it further than to a row."""
+        array, row = self.made.get(operation.inputs[0], (None, None))
+        if array is None or row is None:
+            return 0
+        further = sum(sizes[value] for value in operation.outputs) < sizes[row]
+        return sizes[array] if operation.name == "gather" or further else 0
+
+
+def row_norms(
+    program: Any,
+    stored: Sequence[bool],
+    reductions: frozenset[str],
+    read_by: Callable[[Any, list[bool]], Iterable[int]],
+) -> RowNorms:
+    """Those of a program (`Program`), of which some values are in memory; ``read_by`` says what the
+    derivative of an operation reads."""
+    under: dict[int, frozenset[int]] = {}  # what an element is made of
+    by: dict[int, frozenset[int]] = {}  # the reductions that it is of
+    sources: dict[int, frozenset[int]] = {}
+    reduced: dict[int, frozenset[int]] = {}
+    made: dict[int, tuple[int, int]] = {}
+    readers = _readers(program, read_by)
+
+    def of(value: int) -> frozenset[int]:
+        return frozenset([value]) if stored[value] else under.get(value, frozenset())
+
+    def between(value: int) -> frozenset[int]:
+        """The reductions that a row is of: what others read too is computed apart."""
+        return by.get(value, frozenset()) if readers[value] == 1 else frozenset()
+
+    for number, operation in enumerate(program.operations):
+        inputs = operation.inputs
+        elements = frozenset().union(*map(of, inputs))
+        found: frozenset[int] = frozenset()
+        own = None
+        if operation.name in reductions:
+            found, reduced[number] = frozenset([number]), elements
+        elif operation.name in _BETWEEN and len(inputs) == 1:
+            found = between(inputs[0])
+        elif operation.name in _BOTH and len(inputs) == 2:
+            for array, row in (inputs, inputs[::-1]):
+                for reduction in between(row):
+                    both = of(array) & reduced[reduction]
+                    taken, result = program.operations[reduction].outputs[0], operation.outputs[0]
+                    if both and program.sizes[result] > program.sizes[taken]:
+                        sources[reduction] = sources.get(reduction, frozenset()) | both
+                        own = result, taken
+        before = [made[value] for value in inputs if value in made] if operation.fused else []
+        norm = before[0] if before else own
+        for value in operation.outputs:
+            under[value], by[value] = elements, found
+            if norm is not None:
+                made[value] = norm
+    return RowNorms(sources, made)
+
+
+def _readers(program: Any, read_by: Callable[[Any, list[bool]], Iterable[int]]) -> Counter[int]:
+    """How many operations and derivatives read each value."""
+    readers = Counter(program.outputs)
+    reached = set(program.outputs)  # by a cotangent
+    for operation in reversed(program.operations):
+        readers.update(operation.inputs)
+        if operation.name == "stop_gradient" or reached.isdisjoint(operation.outputs):
+            continue
+        active = {value for value in operation.inputs if program.active[value]}
+        if not active:
+            continue
+        reached |= active
+        if operation.derivative_reads == "result":
+            readers.update(operation.outputs)
+        else:
+            readers.update(read_by(operation, program.active))
+        if operation.name in _COMPARED:
+            readers.update(operation.outputs)
+    return readers

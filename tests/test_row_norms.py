@@ -1,0 +1,101 @@
+"""Losses and normalisations that XLA computes in one kernel for each block of rows."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem
+from jaxmem.program.kernels import _REDUCTIONS, _read_by_derivative
+from jaxmem.program.row_norms import row_norms
+from jaxmem.rematerialization.traced import TracedFunction
+
+ROWS, WIDTH, CLASSES = 2048, 256, 16384
+
+
+def taken(logits, labels):
+    return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=-1))
+
+
+def by_hand(logits, labels):
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    return taken(shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True)), labels)
+
+
+def one_hot(logits, labels):
+    return -jnp.mean(jax.nn.one_hot(labels, CLASSES) * jax.nn.log_softmax(logits))
+
+
+def less_the_mean(logits, labels):
+    shifted = logits - jnp.mean(logits, axis=-1, keepdims=True)
+    return jnp.mean((shifted / jnp.sqrt(jnp.mean(shifted**2, -1, keepdims=True) + 1e-6)) ** 3)
+
+
+LOSSES = {
+    "log_softmax": lambda logits, labels: taken(jax.nn.log_softmax(logits), labels),
+    "softmax": lambda logits, labels: taken(jnp.log(jax.nn.softmax(logits)), labels),
+    "by hand": by_hand,
+    "one hot": one_hot,
+    "logsumexp": lambda logits, labels: (
+        jnp.mean(jax.nn.logsumexp(logits, axis=-1)) + taken(logits, labels)
+    ),
+    "less the mean": less_the_mean,
+    "rows squared": lambda logits, labels: jnp.mean(jnp.sum(logits**2, axis=-1)),
+}
+
+
+def step(name, dtype=jnp.float32):
+    def loss(w, x, labels):
+        return LOSSES[name](jnp.tanh(x @ w).astype(jnp.float32), labels)
+
+    return loss, (
+        jax.ShapeDtypeStruct((WIDTH, CLASSES), dtype),
+        jax.ShapeDtypeStruct((ROWS, WIDTH), dtype),
+        jax.ShapeDtypeStruct((ROWS,), jnp.int32),
+    )
+
+
+def check(name, dtype, target):
+    loss, args = step(name, dtype)
+    plan = jaxmem.plan(loss, *args, budget="10 GiB", target=target, compilations=1)
+    assert abs(plan.compiled_bytes / plan.projected_bytes - 1) < 0.02, plan
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_projected_bytes_are_those_compiled(name):
+    check(name, jnp.float32, "h100")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_bfloat16_alike(name):
+    check(name, jnp.bfloat16, "a100-40gb")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gpus_without_kernels_of_blocks(name):
+    check(name, jnp.float32, "rtx-2080-ti")
+    check(name, jnp.float16, "t4")
+
+
+def norms_of(name):
+    loss, args = step(name)
+    program = TracedFunction(loss, args, {}, 0, False).program
+    stored = [False] * len(program.sizes)
+    for operation in program.operations:
+        for value in operation.outputs:
+            stored[value] = operation.name == "dot_general"
+    return program, row_norms(program, stored, _REDUCTIONS, _read_by_derivative)
+
+
+def test_rows_are_normalised_by_what_they_are_reduced_to():
+    program, norms = norms_of("log_softmax")
+    logits = next(one for one in program.operations if one.name == "dot_general").outputs[0]
+    assert norms.sources and norms.made
+    for number, values in norms.sources.items():
+        assert program.operations[number].name == "reduce_max" and values == {logits}
+
+
+@pytest.mark.parametrize("name", ["by hand", "logsumexp", "rows squared"])
+def test_what_else_is_read_or_chosen_from_is_apart(name):
+    """Derivatives read the maximum too, a selection is in between, nothing is normalised."""
+    _, norms = norms_of(name)
+    assert not norms.sources and not norms.made
