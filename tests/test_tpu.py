@@ -206,6 +206,59 @@ def test_flops_are_those_of_the_matmuls_however_they_are_written():
     assert tpu.work.flops == gpu.work.flops
 
 
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("stride", "padding", "taps", "size"),
+    [(1, "SAME", 3, 16), (2, "SAME", 3, 16), (1, "VALID", 3, 16), (2, "SAME", 7, 32)],
+)
+def test_flops_of_convolutions_are_those_on_a_gpu(stride, padding, taps, size):
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(
+                jax.lax.conv_general_dilated(
+                    x, w, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+                )
+            )
+        return jnp.mean(x**2)
+
+    args = [shape(taps, taps, 64, 64)] * 2, shape(8, size, size, 64)
+    tpu, gpu = (
+        jaxmem.memory(jax.grad(loss, (0, 1)), *args, target=name, timeline=False)
+        for name in ("v5e", "h200")
+    )
+    assert tpu.work.flops == gpu.work.flops
+
+
+def layers_of_tanh(count, rows):
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return loss, ([shape(512, 512)] * count, shape(rows, 512))
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("count", "rows"), [(8, 4096), (16, 8192)])
+def test_what_fits_by_the_memory_of_the_chip_is_not_recomputed(count, rows):
+    loss, args = layers_of_tanh(count, rows)
+    plain = jaxmem.memory(jax.value_and_grad(loss), *args, target="v5e")
+    assert plain.on_chip["VMEM"] > 2**20
+    plan = jaxmem.plan(loss, *args, budget=plain.device, target="v5e")
+    assert plan.compiled_bytes <= plain.device
+    assert plan.compiled.flops == plain.work.flops and not plan.predicted.recompute_flops
+    assert plan.bound.recompute_flops == 0
+
+
+@needs_libtpu
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_no_plan_recomputes_less_than_its_bound(share):
+    loss, args = layers_of_tanh(16, 8192)
+    plain = jaxmem.memory(jax.value_and_grad(loss), *args, target="v5e")
+    plan = jaxmem.plan(loss, *args, budget=int(share * plain.device), target="v5e")
+    assert plan.bound.recompute_flops <= plan.compiled.flops - plain.work.flops
+
+
 def pallas_matmul(x, w, **options):
     from jax.experimental import pallas as pl
 

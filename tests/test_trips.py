@@ -1,5 +1,6 @@
 """How often loops run, read off HLO that does not say so."""
 
+import itertools
 import re
 
 import jax
@@ -80,3 +81,36 @@ def test_a_loop_that_nothing_counts_is_not_known():
 
     hlo = jaxmem.memory(until, shape(64, 64), target="h100", timeline=False).hlo
     assert turns_of(hlo) == [-1]
+
+
+def doubled(w, x):
+    return jax.lax.while_loop(
+        lambda c: c[0] < 100, lambda c: (c[0] * 2, jnp.tanh(c[1] @ w)), (1, x)
+    )
+
+
+def until_small(w, x):
+    return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: jnp.tanh(x @ w) / 2, x)
+
+
+def in_a_scan(w, x):
+    return jax.lax.scan(lambda x, _: (until_small(w, x), None), x, length=5)[0]
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("loop", "target"),
+    [(doubled, "v5e"), *itertools.product((until_small, in_a_scan), TARGETS)],
+)
+def test_loops_that_are_not_counted_are_told(loop, target):
+    with jax.enable_x64(False):  # counters of 64 bits are not read on a TPU
+        report = jaxmem.memory(loop, *ARGS, target=target)
+        counted = jaxmem.memory(scanned, *ARGS, target=target, timeline=False)
+    turn = 2 * 2048 * 256 * 256
+    assert report.work.uncounted == 1
+    assert report.work.flops == turn * (5 if loop is in_a_scan else 1)
+    assert (
+        "note: how often it runs is not known: 1 loop counts once in FLOPs, bytes moved and time"
+        in " ".join(str(report).split())
+    )
+    assert not counted.work.uncounted

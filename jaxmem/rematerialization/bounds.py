@@ -11,6 +11,7 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.planning.bound import least_recomputed
 from jaxmem.program import Graph, read_graph
 from jaxmem.rematerialization.traced import TracedFunction
+from jaxmem.targets import FAMILIES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class Bound:
     bytes: no plan, and no other way to choose what is kept, recomputes less.
 
     Attributes:
-        within: bytes, with what is reserved.
+        within: bytes, with what is reserved. Schedules may have as much more as the memories of
+            the chip hold, on targets that have such.
         flops: the least of ``value_and_grad(fun)``: each matmul and convolution once, and
             ``recompute_flops`` more.
         recompute_flops: the least that is recomputed.
@@ -48,7 +50,10 @@ def bound_of(plan: Any) -> Bound | None:
         return None
     graph = graph_of(traced)
     within = plan.budget or plan.compiled_bytes or plan.projected_bytes
+    # What waits in the memories of the chip is there, and not in the budget.
     room = within - plan.reserved - traced.program.input_bytes
+    if plan.family:
+        room += FAMILIES[plan.family].chip_bytes
     least, again = least_recomputed(graph, room), plan.predicted.recompute_flops
     # Of compiled programs XLA's own count: it may find something to leave out.
     compiled = plan.compiled and plan.compiled.flops

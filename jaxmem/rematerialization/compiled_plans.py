@@ -1,25 +1,14 @@
 """Planning with the compiler in the loop: what it says of one plan corrects the next."""
 
-import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import jax
-
-from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.errors import JaxmemError, OffloadError
 from jaxmem.planning import Layout
-from jaxmem.rematerialization.constraints import Constraints
-from jaxmem.rematerialization.emission import emit
-from jaxmem.rematerialization.plan import Compiled, Plan
-from jaxmem.rematerialization.search import Begun, Outcome, Search
-from jaxmem.rematerialization.timelines import Timeline
-from jaxmem.rematerialization.traced import TracedFunction
-from jaxmem.reports import Compiling, begin
-from jaxmem.targets import LocalDevice, Target, example, family_of
+from jaxmem.rematerialization.plan import Plan
+from jaxmem.rematerialization.plan_compiler import PlanCompiler
+from jaxmem.rematerialization.search import Search
+from jaxmem.targets import family_of
 
 # Chosen: half and twice of these change none of the plans found beside a stand-in for the compiler
 # (benchmarks/planner/sensitivity.py), where nothing else is said.
@@ -41,21 +30,8 @@ _ALTERNATIVE = 1.04
 _APART = 0.01
 
 
-class CompiledPlans:
+class CompiledPlans(PlanCompiler):
     """The search for the plan of a function whose compiled bytes fit."""
-
-    def __init__(
-        self, traced: TracedFunction, constraints: Constraints, target: Target | LocalDevice
-    ):
-        if isinstance(target, LocalDevice) and target.platform == "cpu":
-            raise JaxmemError(
-                "The attached device is a CPU, whose bytes say nothing about rematerialization on "
-                f"an accelerator. Name the one to plan for ({example()}), or leave target out to "
-                "have projected bytes."
-            )
-        self.traced, self.target, self.constraints = traced, target, constraints
-        self.planner = constraints.planner(traced.program)
-        self.plans: dict[Layout, Plan] = {}
 
     def plan(self, compilations: int) -> Plan:
         """The plan of the least price that fits, after so many compilations at most."""
@@ -82,6 +58,11 @@ class CompiledPlans:
         """Layouts to compile: the bytes to plan for are corrected by what was compiled, between
         what fitted and what did not."""
         search, planner = self.search, self.planner
+        if self.reaches(planner.plain, budget, 1.0) and not self.reaches(planner.plain, budget):
+            # It would fit if the memories of the chip took the rest.
+            yield [planner.plain]
+            if search.fits(planner.plain):
+                return
         goal: float = budget
         goals: dict[Layout, float] = {}  # projected bytes that it was planned for
         fits, fails = 0.0, math.inf  # of those, what did, and did not
@@ -211,14 +192,21 @@ class CompiledPlans:
         """Rows that cost less than a price and than the best plan, and are projected to fit, or not
         to by little: no plan is to lose to what one line does. The cheapest first, until one
         fits."""
-        total = self.constraints.budget_for(self.traced.program).total
         for layout in sorted(self.planner.rows(), key=lambda layout: layout.price):
             if layout.price > price or not self.gains(layout):
                 return
-            if layout not in self.search.outcomes and total(layout.peak) <= _NEARLY * budget:
+            if layout not in self.search.outcomes and self.reaches(layout, budget, _NEARLY):
                 yield [layout]
                 if self.search.fits(layout):
                     return
+
+    def reaches(self, layout: Layout, budget: int, share: float | None = None) -> bool:
+        """Whether it is projected to fit; with a share, in that many times the budget and what the
+        memories of the chip hold."""
+        projected = self.constraints.budget_for(self.traced.program).total(layout.peak)
+        if share is None:
+            return projected <= budget
+        return projected <= share * budget + family_of(self.target.known).chip_bytes
 
     def slightly_above(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Plans that are projected not to fit, by little, until one does."""
@@ -228,62 +216,3 @@ class CompiledPlans:
                 yield [layout]
                 if self.search.fits(layout):
                     return
-
-    def start(self, layout: Layout) -> Begun:
-        """Begins to compile the plan of a layout."""
-        chosen = self.constraints.write(self.traced.program, layout, self.planner)
-        made = self.begin(chosen, self.options(chosen))
-        made.start()
-        said = f"{format_bytes(chosen.projected_bytes)} projected"
-        return Begun(said, functools.partial(self.finish, layout, chosen, made), made.stop)
-
-    def finish(self, layout: Layout, chosen: Plan, made: Compiling) -> Outcome:
-        """Waits for the plan of a layout.
-
-        Raises:
-            OffloadError: XLA keeps residuals on the device that the plan has in host memory.
-        """
-        report = made.report()
-        reserved = self.constraints.reserved
-        # A value that goes from turn to turn may be there once for two that the plan counts.
-        offloaded = chosen.predicted.host_bytes
-        if 2 * report.host < offloaded:
-            raise OffloadError(
-                f"The plan has {format_bytes(offloaded)} of residuals in host memory, and "
-                f"XLA's program for {self.target.name} keeps {format_bytes(report.host)} there. "
-                "Plan without offload=True."
-            )
-        total, pass_bytes = report.device + reserved, None
-        family = family_of(self.target.known)
-        if total > family.pass_acts * self.target.memory_bytes:
-            with_pass = {**self.options(chosen), **family.pass_options}
-            pass_bytes = self.begin(chosen, with_pass).report().device + reserved
-        live = made.live() if total <= self.search.allowed else ()
-        timeline = Timeline.of(live, 0, lambda size: size + reserved)
-        compiled = Compiled(total, report.work.flops, report.moved, pass_bytes, timeline)
-        self.plans[layout] = dataclasses.replace(chosen, compiled=compiled)
-        said = (
-            f" plans for {self.target.name}: {format_bytes(total)} (projected "
-            f"{format_bytes(chosen.projected_bytes)})"
-        )
-        return Outcome(said, layout.price, chosen.projected_bytes, total, layout.place)
-
-    def options(self, plan: Plan) -> dict[str, Any]:
-        """XLA flags of a plan, without what is reserved for the rest of the step."""
-        limit = None if plan.budget is None else plan.budget - plan.reserved
-        return plan.options_within(limit)
-
-    def begin(self, plan: Plan, options: dict[str, Any]) -> Compiling:
-        """A plan, traced and lowered."""
-        traced = self.traced
-
-        def planned(*leaves):
-            return traced.value(emit(traced.flat, traced.program.together, plan, leaves))
-
-        return begin(
-            jax.jit(traced.differentiated(planned)),
-            *traced.leaves,
-            target=self.target,
-            compiler_options=options,
-            timeline=False,
-        )

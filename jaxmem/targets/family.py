@@ -33,6 +33,8 @@ class Family(abc.ABC):
         limit_option: the XLA flag that tells it how many MiB of a device it may use, all of which
             its scheduler spends; empty: it takes what it needs.
         chip_memories: names of the memories of the chip itself, by XLA's numbers ("colors").
+        chip_bytes: how much these hold at most, on any of the targets: values that wait there are
+            in no budget.
         rules: how it fuses and lays out.
         checks_code: whether `jaxmem.fit` has code generated for the step that it returns.
     """
@@ -50,6 +52,7 @@ class Family(abc.ABC):
     copying_options: Mapping[str, Any] = types.MappingProxyType({})
     limit_option: str = ""
     chip_memories: Mapping[int, str] = types.MappingProxyType({})
+    chip_bytes: int = 0
     rules: Rules = Rules()
     checks_code: bool = True
 

@@ -31,6 +31,9 @@ def report_parts(report: "MemoryReport", budget: int | None = None) -> Iterator[
         yield f"note: {CPU_NOTE}"
     if report.cliff is not None and report.cliff.near:
         yield f"note: {report.cliff.told}"
+    if " while(" in report.hlo and (loops := report.work.uncounted):
+        counts = "1 loop counts" if loops == 1 else f"{loops} loops count"
+        yield f"note: how often it runs is not known: {counts} once in FLOPs, bytes moved and time"
     if report.has_timeline and report.on_chip:
         sizes = report.on_chip.items()
         yield f"on the chip: {', '.join(f'{name} {format_bytes(size)}' for name, size in sizes)}"

@@ -13,7 +13,7 @@ def over_run(
     own: Callable[[str, Lines], Any],
     zero: Any,
     branch: Callable[[list[Any]], Any],
-    unknown: int = 1,
+    unknown: Callable[[Any], Any] = lambda turn: turn,
 ) -> Any:
     """The sum over all instructions that one run executes.
 
@@ -24,7 +24,8 @@ def over_run(
             number of turns.
         zero: the sum of none.
         branch: which of the sums of a conditional's branches counts.
-        unknown: how often a loop runs for which XLA does not know it.
+        unknown: what a loop adds of which it is not known how often it runs, of what one turn of it
+            does; by default that.
 
     Raises:
         JaxmemError: the text has no entry computation.
@@ -43,8 +44,8 @@ def over_run(
             if calls.either:
                 found = found + (branch(inner) if inner else zero)
             else:
-                turns = unknown if calls.turns is None else calls.turns
-                found = found + sum(inner, zero) * turns
+                turn = sum(inner, zero)
+                found = found + (unknown(turn) if calls.turns is None else turn * calls.turns)
         return found
 
     return total(entry_of(hlo))

@@ -32,7 +32,9 @@ def count_bytes(hlo: str, taken: bool) -> int:
     def own(line: str, lines: Lines) -> int:
         return traffic(line, lines, computations)
 
-    return over_run(hlo, own, 0, lambda sums: sums[int(taken)], unknown=int(taken))
+    return over_run(
+        hlo, own, 0, lambda sums: sums[int(taken)], unknown=lambda turn: turn * int(taken)
+    )
 
 
 def traffic(line: str, computation: Lines, computations: Mapping[str, Lines]) -> int:

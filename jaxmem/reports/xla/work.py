@@ -32,28 +32,33 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 @dataclasses.dataclass(frozen=True)
 class Work:
     """FLOPs of matmuls and convolutions (a multiply-add counts 2), and how many there are. Of a
-    Pallas kernel the FLOPs are those of its ``cost_estimate``; without one, none are known."""
+    Pallas kernel the FLOPs are those of its ``cost_estimate``; without one, none are known.
+    ``uncounted`` are loops that do some of them and of which it is not known how often they run:
+    they count one turn."""
 
     flops: int = 0
     convolutions: int = 0
     matmuls: int = 0
+    uncounted: int = 0
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
             self.flops + other.flops,
             self.convolutions + other.convolutions,
             self.matmuls + other.matmuls,
+            self.uncounted + other.uncounted,
         )
 
     def __mul__(self, times: int) -> "Work":
-        return Work(self.flops * times, self.convolutions * times, self.matmuls * times)
+        flops, convolutions = self.flops * times, self.convolutions * times
+        return Work(flops, convolutions, self.matmuls * times, self.uncounted)
 
 
 def count_work(hlo: str) -> Work:
     """The matmuls and convolutions of one run of a compiled program.
 
-    A loop counts its body once per iteration where it counts to a known number, else once; a
-    conditional counts its dearest branch.
+    A loop counts its body once per iteration where it counts to a known number, else once, and is
+    one of those ``uncounted``; a conditional counts its dearest branch.
 
     Raises:
         JaxmemError: the text has no entry computation.
@@ -63,7 +68,10 @@ def count_work(hlo: str) -> Work:
     def own(line: str, lines: Lines) -> Work:
         return sum((work for _, _, work in contractions(line, lines, computations)), Work())
 
-    return over_run(hlo, own, Work(), lambda sums: max(sums, key=lambda work: work.flops))
+    def once(turn: Work) -> Work:
+        return dataclasses.replace(turn, uncounted=turn.uncounted + bool(turn.flops))
+
+    return over_run(hlo, own, Work(), lambda sums: max(sums, key=lambda work: work.flops), once)
 
 
 def contractions(
@@ -133,9 +141,10 @@ def _convolution_flops(line: str, computation: Lines, kind: str) -> int:
 def _pairs(
     line: str, labels: re.Match, lhs: list[int], kernel: list[int], result: list[int]
 ) -> int:
-    """Products of a convolution: of each place in the result and each tap that falls on an element
-    of the operand, not into padding or between elements. Of a batched matmul that is written as a
-    convolution, as for TPUs, hardly any tap does."""
+    """Products of a convolution, zeros of the padding among them, as of a GPU's: each tap meets
+    each place in the result, or each element of the operand where those are fewer, as in a
+    derivative. A batched matmul, which for TPUs is a convolution with strides over elements that
+    lie apart, has only the taps that fall on one: hardly any does."""
     text = _WINDOW.search(line)
     window = dict(_FIELD.findall(text[1])) if text else {}
     spatial = [at for at, label in enumerate(labels[3]) if label.isdecimal()]
@@ -152,9 +161,13 @@ def _pairs(
         stride, apart, between = (
             int(of(name, axis, "1")) for name in ("stride", "rhs_dilate", "lhs_dilate")
         )
+        taps, elements = kernel[labels[2].index(label)], lhs[labels[1].index(label)]
+        if stride == 1 or between == 1:
+            products *= min(result[at], elements) * taps
+            continue
         places = np.arange(result[at])[:, None] * stride - low
-        found = places + np.arange(kernel[labels[2].index(label)])[None, :] * apart
-        last = (lhs[labels[1].index(label)] - 1) * between
+        found = places + np.arange(taps)[None, :] * apart
+        last = (elements - 1) * between
         products *= int(np.sum((found >= 0) & (found <= last) & (found % between == 0)))
     return products
 

@@ -30,6 +30,9 @@ class Tpu(Family):
 
     # As libtpu 0.0.42 numbers them: vectors, scalars, and the flags that copies wait for.
     chip_memories = {1: "VMEM", 6: "SMEM", 2: "sync flags"}  # noqa: RUF012
+    # 128 MiB of VMEM on v5e and v6e; v4 has 128 MiB of CMEM beside 16 of VMEM ("TPU v4", Jouppi et
+    # al. 2023).
+    chip_bytes = 144 << 20
     limit_option = "xla_tpu_max_hbm_size_mib"
     rules = RULES
     checks_code = False  # it takes ten to fifty times as long as the rest

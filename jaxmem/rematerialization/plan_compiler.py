@@ -1,0 +1,98 @@
+"""Plans of a function, each compiled for a target."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.errors import JaxmemError, OffloadError
+from jaxmem.planning import Layout
+from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.emission import emit
+from jaxmem.rematerialization.plan import Compiled, Plan
+from jaxmem.rematerialization.search import Begun, Outcome, Search
+from jaxmem.rematerialization.timelines import Timeline
+from jaxmem.rematerialization.traced import TracedFunction
+from jaxmem.reports import Compiling, begin
+from jaxmem.targets import LocalDevice, Target, example, family_of
+
+
+class PlanCompiler:
+    """Compiles the plans of layouts; ``plans`` has those that were compiled, ``search`` says what
+    they are for."""
+
+    search: Search[Layout]
+
+    def __init__(
+        self, traced: TracedFunction, constraints: Constraints, target: Target | LocalDevice
+    ):
+        if isinstance(target, LocalDevice) and target.platform == "cpu":
+            raise JaxmemError(
+                "The attached device is a CPU, whose bytes say nothing about rematerialization on "
+                f"an accelerator. Name the one to plan for ({example()}), or leave target out to "
+                "have projected bytes."
+            )
+        self.traced, self.target, self.constraints = traced, target, constraints
+        self.planner = constraints.planner(traced.program)
+        self.plans: dict[Layout, Plan] = {}
+
+    def start(self, layout: Layout) -> Begun:
+        """Begins to compile the plan of a layout."""
+        chosen = self.constraints.write(self.traced.program, layout, self.planner)
+        made = self.begin(chosen, self.options(chosen))
+        made.start()
+        said = f"{format_bytes(chosen.projected_bytes)} projected"
+        return Begun(said, functools.partial(self.finish, layout, chosen, made), made.stop)
+
+    def finish(self, layout: Layout, chosen: Plan, made: Compiling) -> Outcome:
+        """Waits for the plan of a layout.
+
+        Raises:
+            OffloadError: XLA keeps residuals on the device that the plan has in host memory.
+        """
+        report = made.report()
+        reserved = self.constraints.reserved
+        # A value that goes from turn to turn may be there once for two that the plan counts.
+        offloaded = chosen.predicted.host_bytes
+        if 2 * report.host < offloaded:
+            raise OffloadError(
+                f"The plan has {format_bytes(offloaded)} of residuals in host memory, and "
+                f"XLA's program for {self.target.name} keeps {format_bytes(report.host)} there. "
+                "Plan without offload=True."
+            )
+        total, pass_bytes = report.device + reserved, None
+        family = family_of(self.target.known)
+        if total > family.pass_acts * self.target.memory_bytes:
+            with_pass = {**self.options(chosen), **family.pass_options}
+            pass_bytes = self.begin(chosen, with_pass).report().device + reserved
+        live = made.live() if total <= self.search.allowed else ()
+        timeline = Timeline.of(live, 0, lambda size: size + reserved)
+        compiled = Compiled(total, report.work.flops, report.moved, pass_bytes, timeline)
+        self.plans[layout] = dataclasses.replace(chosen, compiled=compiled)
+        said = (
+            f" plans for {self.target.name}: {format_bytes(total)} (projected "
+            f"{format_bytes(chosen.projected_bytes)})"
+        )
+        return Outcome(said, layout.price, chosen.projected_bytes, total, layout.place)
+
+    def options(self, plan: Plan) -> dict[str, Any]:
+        """XLA flags of a plan, without what is reserved for the rest of the step."""
+        limit = None if plan.budget is None else plan.budget - plan.reserved
+        return plan.options_within(limit)
+
+    def begin(self, plan: Plan, options: dict[str, Any]) -> Compiling:
+        """A plan, traced and lowered."""
+        traced = self.traced
+
+        def planned(*leaves):
+            return traced.value(emit(traced.flat, traced.program.together, plan, leaves))
+
+        return begin(
+            jax.jit(traced.differentiated(planned)),
+            *traced.leaves,
+            target=self.target,
+            compiler_options=options,
+            timeline=False,
+        )
