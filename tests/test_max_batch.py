@@ -81,6 +81,8 @@ def test_the_batch_is_a_multiple_of_the_mesh():
         ("a line", lambda n: 1000 + 7 * n),
         ("a bend near the end", lambda n: 1000 + 7 * n if n < 8000 else 29000 + 7 * n // 2),
         ("a jump", lambda n: 1000 + 7 * n + 20000 * (n >= 6000)),
+        ("jumps up and down", lambda n: 1000 + 7 * n // 2 + 29000 * (n % 16384 >= 5500)),
+        ("two ways", lambda n: 2000 + 7 * n // 2 if n < 5000 else 1000 + 7 * n),
         ("steeper soon", lambda n: max(26000 + n // 8, 16000 + 12 * n)),
         ("steeper later", lambda n: max(26000 + n, 5000 + 7 * n)),
         ("flat at first", lambda n: max(40000, 7 * n)),

@@ -19,6 +19,9 @@ from jaxmem.targets import LocalDevice, Target, family_of, resolve
 # Times the largest that fits: how far to go on where the arguments do not grow. Chosen: bytes that
 # grow with the square are passed by so much that what is compiled stays small.
 _FURTHER = 8
+# Times what larger numbers grow by: where bytes rise by more than that there is a jump. Chosen: of
+# the formulas in tests/test_max_batch.py 1.3 to 3 find as much.
+_JUMP = 1.4
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -294,7 +297,7 @@ class _Search:
             # Of what does not show in the arguments nothing is known beyond what was compiled.
             met = min(met, _FURTHER * fits)
         elif fails and len(known) > 2:
-            met = self._bent(known, fits, fails) or met
+            met = min(self._bent(known, fits, fails) or met, self._jumped(known, fits, fails))
         return int(min(met, 2**62))
 
     def _bent(self, known: dict[int, int], fits: int, fails: int) -> float | None:
@@ -307,6 +310,20 @@ class _Search:
         parabola = np.polyfit(counts, [known[count] - self.budget for count in counts], 2)
         roots = [root.real for root in np.roots(parabola) if abs(root.imag) < 1e-9]
         return next((root for root in roots if fits < root < fails), None)
+
+    def _jumped(self, known: dict[int, int], fits: int, fails: int) -> float:
+        """What to try at most, where XLA seems to run small numbers in another way than large ones,
+        with a jump between: where the line through the two next that do not fit meets the budget,
+        then a third of the way, since only what fits is an answer."""
+        above = min((count for count in known if count > fails), default=None)
+        if above is None or known[above] <= known[fails]:
+            return math.inf
+        slope = (known[above] - known[fails]) / (above - fails)
+        if known[fails] - known[fits] < _JUMP * slope * (fails - fits):
+            return math.inf
+        met = fails - (known[fails] - self.budget) / slope
+        third = (fails - fits) / 3
+        return met if fits + third < met < fails else fits + third
 
     def answer(self) -> Largest:
         fits, fails = self._bracket()
