@@ -268,7 +268,7 @@ class _Search:
         bar.finish()
         tell(
             f"jaxmem: compiled {self.what} {number} for {self.target.name}, {len(self.reports)} of "
-            f"at most {most}: {format_bytes(report.device)}, {verdict}"
+            f"at most {most}: {format_beside(report.device, self.budget)}, {verdict}"
         )
 
     def next(self) -> int | None:
