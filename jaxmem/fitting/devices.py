@@ -14,9 +14,10 @@ from jaxmem.fitting.search import Search
 from jaxmem.fitting.table import Fitting, time_error
 from jaxmem.fitting.verdicts import permissions
 from jaxmem.ground.bytes import format_beside, format_bytes
-from jaxmem.ground.checks import counted, is_count
+from jaxmem.ground.checks import is_count
 from jaxmem.ground.errors import BudgetError, CompileError, JaxmemError
 from jaxmem.ground.progress import tell
+from jaxmem.ground.words import counted
 from jaxmem.rematerialization import checked
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.targets import LocalDevice, Target, resolve

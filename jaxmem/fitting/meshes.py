@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxmem.ground.checks import counted, is_count, shown
+from jaxmem.ground.checks import is_count, shown
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.words import counted
 from jaxmem.levers.sharding import Sharding, shard
 from jaxmem.levers.splitting import Cut, UndividedError, check_cuts, cut_axis, cuts_of
 

@@ -18,8 +18,9 @@ from jaxmem.fitting.levers import LEVERS, Levers, allowed, kept
 from jaxmem.fitting.meshes import Meshes, Split
 from jaxmem.fitting.sizes import bytes_of
 from jaxmem.ground.bytes import device_budget
-from jaxmem.ground.checks import check_callable, check_optimizer, counted
+from jaxmem.ground.checks import check_callable, check_optimizer
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.words import counted
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision, precision as parse_precision
 from jaxmem.levers.sharding import Sharding

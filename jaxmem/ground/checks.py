@@ -84,11 +84,6 @@ def is_numeric(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
-def counted(count: int, what: str) -> str:
-    """A number of things: ``"1 device"``, ``"8 devices"``."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
 def is_count(value: Any, least: int = 1) -> bool:
     """Whether it is an int, and no bool, of so many or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

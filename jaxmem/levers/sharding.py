@@ -12,15 +12,9 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import (
-    check_callable,
-    check_optimizer,
-    check_state,
-    counted,
-    is_count,
-    shown,
-)
+from jaxmem.ground.checks import check_callable, check_optimizer, check_state, is_count, shown
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.words import counted
 from jaxmem.levers.gathering import gathered_where_read
 from jaxmem.levers.placing import bytes_table, placed
 from jaxmem.levers.splitting import (

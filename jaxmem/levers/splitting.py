@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxmem.ground.checks import counted, shown
+from jaxmem.ground.checks import shown
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.words import counted
 
 # By the name of an axis of the mesh: of the path of an array and the array, which of its axes is
 # cut along it; None: it is not.
