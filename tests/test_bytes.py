@@ -1,7 +1,12 @@
+import jax.numpy as jnp
 import pytest
 
-from jaxmem import BudgetError, JaxmemWarning, format_bytes
-from jaxmem.ground.bytes import device_budget, parse_budget
+import jaxmem
+from jaxmem import BudgetError, JaxmemWarning, Largest, format_bytes
+from jaxmem.ground.bytes import device_budget, format_beside, parse_budget
+from jaxmem.reports.drawn.verdict import short_verdict, verdict
+
+MIB = 2**20
 
 
 @pytest.mark.parametrize(
@@ -78,3 +83,45 @@ def test_a_handful_of_bytes_is_another_unit_forgotten(budget):
 )
 def test_bytes_print_in_binary_units(count, text):
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "allowed", "text"),
+    [
+        (80 * MIB, 80 * MIB, "80.00 MiB"),
+        (80 * MIB + 1, 80 * MIB, "80.00 MiB + 1 B"),
+        (80 * MIB + 3000, 80 * MIB, "80.00 MiB + 2.93 KiB"),
+        (80 * MIB + 6000, 80 * MIB, "80.01 MiB"),
+        (80 * MIB, 80 * MIB + 1, "80.00 MiB"),  # within it
+        (1024, 1023, "1.00 KiB"),
+        (2**30, 2**30 - 1, "1.00 GiB + 1 B"),
+    ],
+)
+def test_more_bytes_than_allowed_never_read_like_those_allowed(count, allowed, text):
+    assert format_beside(count, allowed) == text
+
+
+def a_byte_too_large(device, budget):
+    """What says of so many bytes that they are more than the budget."""
+    report = jaxmem.memory(jnp.sin, jnp.ones(256), target="h200")
+    yield short_verdict(device, budget)
+    yield verdict(device, budget, 0)
+    yield Largest(0, 8, 8, budget, {8: device}, Sized(report, device)).reason
+    yield Largest(8, 16, 8, budget, {16: device, 8: 0}, Sized(report, 0)).reason
+    yield Largest(8, 16, 8, budget, {16: device, 8: 0}, Sized(report, 0)).__str__()
+
+
+class Sized:
+    """A report of so many bytes."""
+
+    has_timeline, argument = False, 0
+
+    def __init__(self, report, device):
+        self.target, self.device = report.target, device
+
+
+def test_every_refusal_shows_that_it_is_one():
+    for text in a_byte_too_large(80 * MIB + 120, 80 * MIB):
+        assert "80.00 MiB + 120 B" in text or "120 B more than" in text, text
+    with pytest.warns(JaxmemWarning, match=r"is 80.00 MiB \+ 120 B, and small has 80.00 MiB that"):
+        device_budget(80 * MIB + 120, 80 * MIB, "small")

@@ -1,5 +1,6 @@
 """The fewest devices that a step fits on."""
 
+import dataclasses
 import json
 
 import jax
@@ -56,6 +57,39 @@ def test_what_is_no_question_is_told():
         jaxmem.devices_needed(*problem()[:4], mesh=jax.sharding.AbstractMesh((2,), ("data",)))
     with pytest.raises(jaxmem.JaxmemError, match="takes most=, an int of 1 or more; got 0"):
         jaxmem.devices_needed(*problem()[:4], most=0)
+    said = r"jaxmem.devices_needed has no option bogus=; it takes most=, .*: allow=, budget=, keep="
+    with pytest.raises(jaxmem.JaxmemError, match=said):
+        jaxmem.devices_needed(*problem()[:4], bogus=1)
+
+
+def test_what_else_could_be_allowed_can_be():
+    """No mesh, which is in the way of nothing; what is kept is told apart."""
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        jaxmem.devices_needed(
+            *(loss_fn, ADAM, *shapes(24)), target="h100", budget="4MiB", keep="placement"
+        )
+    said = str(caught.value)
+    assert " was tried (1, 2, 4, 8, 24). " in said and "mesh" not in said
+    assert "allow='precision' to compute in bfloat16" in said
+    assert "What is kept and need not be: 'placement'. Or raise the budget or most=, or" in said
+    assert f"({caught.value.lowest} bytes " in said
+
+
+def test_one_device_is_told_as_one(caplog):
+    needed = jaxmem.devices_needed(*problem()[:4], target="h100", budget="1GiB")
+    assert "jaxmem: fit on 1 device" in [record.getMessage() for record in caplog.records]
+    assert str(needed).startswith("1 device is needed, of NVIDIA H100")
+
+
+def test_a_byte_more_than_the_budget_shows_in_the_table():
+    needed = jaxmem.devices_needed(*problem()[:4], target="h100", budget="1GiB")
+    tried = devices.Tried(1, 2**30 + 1, False, "too large")
+    table = str(dataclasses.replace(needed, tried=(tried, *needed.tried)))
+    assert "1.00 GiB + 1 B projected" in table
+
+
+def test_numbers_in_a_batch_are_no_arrays_to_divide():
+    assert devices._counts({"x": shapes(24)[1], "weight": 0.5}, 64, jaxmem.target("h100")) == [1]
 
 
 def test_the_command_line(capsys):

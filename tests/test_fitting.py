@@ -330,6 +330,58 @@ def test_on_a_mesh_zero_stages_are_searched():
         fit("64MiB", mesh=mesh, target=jaxmem.target("h200", count=2))
 
 
+def test_the_answer_on_a_mesh_says_what_is_set(capsys):
+    """No step is as it is there: there is a stage at least."""
+    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    fitting = fit("1GiB", mesh=mesh, compilations=2).fitting
+    assert fitting.chosen == fitting.as_it_is
+    answer = capsys.readouterr().out.splitlines()[0]
+    assert answer.endswith(" of 1.00 GiB, ZeRO stage 1, nothing recomputed")
+    fit("36MiB", mesh=mesh, keep="placement")
+    answer = " ".join(capsys.readouterr().out.partition("\non ")[0].split())
+    assert re.search(r"% (slower|faster) than ZeRO stage \d, nothing recomputed \(unch", answer)
+    assert "the step as it is" not in answer
+
+
+def test_the_table_tells_bounds_from_projections_and_what_is_expected():
+    problem = jaxmem.fitting.Problem(
+        *(loss_fn, ADAM, PARAMS, BATCH), target="h200", budget="45MiB", keep="placement"
+    )
+    search = jaxmem.fitting.Search(problem)
+    search.projected()
+    search.compiled.ratios[jaxmem.fitting.Levers()] = 1.037
+    fitting = search.fitting()
+    text = " ".join(str(fitting).split())
+    bounds = [row for row in fitting.considered if row.plan is None and row.projected is not None]
+    assert f" at least {jaxmem.format_bytes(bounds[0].projected)} " in text  # others are one row
+    for row in fitting.considered:
+        if row.plan is not None:
+            assert f"at least {jaxmem.format_bytes(row.projected)}" not in text
+        said = EXPECTED.fullmatch(row.verdict)
+        assert bool(said) == row.verdict.startswith("not compiled: expected")
+        if said:
+            least, size, unit, ratio, over = said.groups()
+            assert bool(least) == (row.plan is None) and unit == "MiB"
+            expected = row.projected * float(ratio or 1)
+            assert expected / MIB == pytest.approx(float(size), rel=1e-3)
+            assert float(size) - 45 == pytest.approx(float(over), abs=0.011)
+
+
+EXPECTED = re.compile(
+    r"not compiled: expected (at least )?([\d.]+) (\w+)(?: \(projected x ([\d.]+)\))?, "
+    r"([\d.]+) MiB over the budget"
+)
+
+
+def test_a_byte_more_than_the_budget_shows_in_the_table():
+    fitting = fit("1GiB").fitting
+    chosen = fitting.chosen
+    for row in (chosen, dataclasses.replace(chosen, compiled=2**30 + 1)):
+        table = dataclasses.replace(fitting, considered=(row,), chosen=row)
+        assert ("1.00 GiB + 1 B" in str(table)) == (row is not chosen)
+    assert str(table).startswith("jaxmem.fit: does not fit: 1.00 GiB + 1 B of 1.00 GiB")
+
+
 def test_stage_3_counts_the_parameters_that_xla_gathers():
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
     problem = jaxmem.fitting.Problem(loss_fn, ADAM, PARAMS, BATCH, target="h100", mesh=mesh)

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import jaxmem
 from jaxmem import cli
 from jaxmem.fitting import capacity
+from jaxmem.ground.bytes import format_beside
 
 MIB = 2**20
 STEP = jaxmem.train_step(
@@ -42,7 +43,8 @@ def test_the_answer_fits_and_the_next_one_does_not(caplog):
     text = str(answer)
     assert text.startswith(f"largest batch: {answer.size} (a multiple of 8) on h200: NVIDIA H200")
     assert answer.reason.startswith(f"{answer.too_large}, the next ")
-    assert answer.reason.endswith(" MiB, more than the budget of 64.00 MiB.")
+    takes = format_beside(answer.compiled[answer.too_large], 64 * MIB)
+    assert answer.reason.endswith(f" takes {takes}, more than the budget of 64.00 MiB.")
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(answer.compiled)
     assert lines[0].startswith("jaxmem: compiled batch 8 for h200, 1 of at most 6: ")

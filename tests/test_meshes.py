@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -63,9 +64,85 @@ def test_pieces_lie_within_nodes_or_take_whole_ones():
 def test_only_shapes_that_divide_batch_and_parameters():
     assert shapes(16, batch=8, split=SPLIT)[0] == "8 data x 2 model"
     found = problem(16, batch=8, split=SPLIT).refused["mesh"]
-    assert "2 shapes that do not divide the step; of the first: batch has shape [8, 1024]" in found
-    with pytest.raises(jaxmem.JaxmemError, match="to be spread over 64 devices. Make it a multi"):
-        problem(64, batch=8)
+    said = "2 shapes that do not divide the step, such as 16 data: batch has shape [8, 1024]"
+    assert said in found
+    found = problem(24, batch=48).refused["mesh"]
+    assert found.startswith("a shape that does not divide the step, 24 data: ['down'][0] of shape")
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "expected"),
+    [
+        (12, 48, ["3 replica x 4 data", "6 replica x 2 data"]),
+        (6, 48, ["3 replica x 2 data"]),
+        (10, 40, ["5 replica x 2 data"]),
+        (3, 48, ["3 replica"]),
+        (9, 18, ["9 replica"]),  # three of three would lie across nodes
+        (24, 48, ["3 replica x 8 data"]),
+    ],
+)
+def test_numbers_that_divide_no_parameter_have_copies_within_nodes(count, batch, expected):
+    given = problem(count, batch=batch)
+    assert [told(shape) for shape in given.meshes.shapes] == expected
+    stages = {levers.stage for levers in given.options}
+    assert stages == ({1, 2, 3} if "data" in expected[0] else {1})
+
+
+def test_copies_within_nodes_have_the_models_own_axes():
+    assert shapes(12, batch=48, split=SPLIT) == [
+        "3 replica x 4 data",
+        "6 replica x 2 data",
+        "3 replica x 2 data x 2 model",
+    ]
+
+
+def test_a_step_on_twelve_devices_is_compiled_for_them():
+    step = jaxmem.fit(
+        *(loss_fn, ADAM, PARAMS, rows(96)), target="h100", devices=12, budget="1GiB", compilations=1
+    )
+    assert step.sharding.mesh.size == step.fitting.target.count == 12
+    assert step.fitting.chosen.compiled <= 2**30
+
+
+@pytest.mark.parametrize("count", [64, 7])
+def test_where_nothing_divides_the_advice_can_be_taken(count):
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        problem(count, batch=8)
+    said = str(caught.value)
+    start = f"No mesh of {count} devices divides the step. {count} data: batch has shape [8, 1024]"
+    assert said.startswith(start)
+    assert said.endswith("Make it a multiple, or take another number of devices.")
+
+
+def test_where_a_parameter_keeps_the_others_from_being_spread_the_table_says_so():
+    params = {"w": jax.ShapeDtypeStruct((1001, 1023), jnp.float32)}
+    given = Problem(odd_loss, ADAM, params, rows(64), target="h100", devices=8)
+    assert [told(shape) for shape in given.meshes.shapes] == ["8 replica"]
+    said = given.refused["mesh"]
+    assert "8 data: ['w'] of shape [1001, 1023] cannot be spread over 8 devices (data): no" in said
+    assert said.endswith("Make it a multiple, or take another number of devices.")
+    assert "keep=" not in said
+
+
+def odd_loss(params, x):
+    return jnp.mean(x) * jnp.mean(params["w"])
+
+
+def test_of_a_mesh_that_is_given_the_advice_can_be_taken_too():
+    mesh = AbstractMesh((8,), ("data",))
+    params = {"w": jax.ShapeDtypeStruct((1001, 1023), jnp.float32)}
+    for loss, given, batch in ((odd_loss, params, 64), (loss_fn, PARAMS, 12)):
+        with pytest.raises(
+            jaxmem.JaxmemError, match=r"Make it a multiple, or take another mesh\.$"
+        ):
+            Problem(loss, ADAM, given, rows(batch), target="h100", mesh=mesh)
+    factored = optax.adafactor(1e-3)  # a row of 20,001 sums of squares
+    params = {"w": jax.ShapeDtypeStruct((20_001, 1024), jnp.float32)}
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        Problem(odd_loss, factored, params, rows(64), target="h100", devices=8)
+    said = str(caught.value)
+    assert "of shape [20001] cannot be spread over 8 devices (data): no axis is a multi" in said
+    assert said.endswith("Make it a multiple, or take another number of devices.")
 
 
 def test_a_mesh_and_a_number_are_one_too_many():
@@ -86,14 +163,145 @@ def test_what_a_model_cuts_is_checked():
     mesh = AbstractMesh((4, 2), ("data", "model"))
     with pytest.raises(jaxmem.JaxmemError, match="no axis 'expert'; its axes are 'data', 'model'"):
         jaxmem.shard(mesh, split={"expert": cut})
-    wrong = jaxmem.shard(mesh, split={"model": lambda path, leaf: 3})
-    with pytest.raises(jaxmem.JaxmemError, match=r"cut along axis 3; return one of its axes, or"):
-        wrong.place_params(PARAMS)
     odd = jaxmem.shard(mesh, split={"model": lambda path, leaf: 1})
-    with pytest.raises(jaxmem.JaxmemError, match=r"of shape \[64, 1001\], into 2 pieces; it is no"):
+    with pytest.raises(jaxmem.JaxmemError, match=r"of shape \[64, 1001\], into 2 parts, and 1001"):
         odd.place_params({"w": jnp.zeros((64, 1001))})
     with pytest.raises(jaxmem.JaxmemError, match="gather does not know how the parameters of a la"):
         jaxmem.shard(mesh, split=SPLIT).gather(lambda w, x: x @ w)
+
+
+TWO = AbstractMesh((4, 2), ("data", "model"))
+
+
+@pytest.mark.parametrize("name", ["replica", "data"])
+def test_names_of_axes_of_fits_own_are_reserved(name):
+    """With devices=, where it names the axes; not on a mesh of the caller's."""
+    said = f"names an axis '{name}', which is a name of an axis of jaxmem.fit's own: with devices="
+    for count in (1, 8):
+        with pytest.raises(jaxmem.JaxmemError, match=said):
+            problem(count, split={name: cut})
+    mesh = AbstractMesh((4, 2), (name, "rest"))
+    given = Problem(loss_fn, ADAM, PARAMS, rows(64), target="h100", mesh=mesh, split={name: cut})
+    assert given.sharding(3).axis == "rest" and given.sharding(3).model == (name,)
+
+
+@pytest.mark.parametrize("name", [1, None, ("a", "b"), ""])
+def test_names_of_axes_are_text(name):
+    said = "split= takes names of axes of the mesh, as text; got .* as one."
+    for call in (
+        lambda: problem(8, split={name: cut}),
+        lambda: jaxmem.shard(TWO, split={name: cut}),
+    ):
+        with pytest.raises(jaxmem.JaxmemError, match=said):
+            call()
+
+
+@pytest.mark.parametrize(
+    "options", [{"split": {"data": cut, "model": cut}}, {"axis": "model", "split": SPLIT}]
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_are_not_spread_along_what_the_model_cuts_them_along(options, stage):
+    sharding = jaxmem.shard(TWO, stage=stage, **options)
+    said = r"cuts \['down'\]\[0\] along 'model', and jaxmem.shard spreads param"
+    with pytest.raises(jaxmem.JaxmemError, match=said):
+        sharding.place_params(PARAMS)
+
+
+def test_a_mesh_of_the_models_axes_alone():
+    """Tensor parallelism, and nothing else."""
+    mesh = AbstractMesh((8,), ("model",))
+    sharding = jaxmem.shard(mesh, (), split=SPLIT)
+    assert sharding.specs(PARAMS)["up"][0] == P(None, "model")
+    assert str(sharding) == "ZeRO stage 3 over 1 device, the model's own axes 8 (model)"
+    given = Problem(loss_fn, ADAM, PARAMS, rows(64), target="h100", mesh=mesh, split=SPLIT)
+    assert {levers.stage for levers in given.options} == {1}
+
+
+def test_an_axis_of_the_batch_may_be_the_one_that_parameters_are_spread_along():
+    split = {"model": lambda path, leaf: 1 if path.startswith("batch") else None}
+    sharding = jaxmem.shard(TWO, "model", split=split)
+    assert sharding.place_params(PARAMS)["up"][0].sharding.spec == P(None, "model")
+    assert sharding.place_batch(rows(64)).sharding.spec == P("data", "model")
+
+
+@pytest.mark.parametrize("stage", [True, False, 0, 4, 1.0, "3", None])
+def test_stages_are_1_2_and_3(stage):
+    with pytest.raises(jaxmem.JaxmemError, match="ZeRO has the stages 1, 2 and 3; got stage="):
+        jaxmem.shard(TWO, stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"axis": ("data", "data")}, r"or several in a tuple, each once; got \('data', 'data'\)"),
+        ({"scanned": 3}, "takes scanned=, text that is in the paths of parameters .*; got 3"),
+        ({"keep": None}, r"jaxmem.shard\(keep=...\) takes a function of .*; got None"),
+    ],
+)
+def test_what_shard_takes_is_checked(options, said):
+    with pytest.raises(jaxmem.JaxmemError, match=said):
+        jaxmem.shard(TWO, **options)
+
+
+@pytest.mark.parametrize("returned", [2, -3, "up", 1.0, True, False, (0, 1), [1], jnp.float32(1)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_split_function_returns_is_checked(returned, size):
+    """Whatever the size of the mesh: of one device along it too."""
+    mesh = AbstractMesh((4, size), ("data", "model"))
+    split = {"model": lambda path, leaf: returned if "up" in path else None}
+    said = (
+        r"^split\['model'\] returned .* for \['up'\]\[0\] of shape \[1024, 4096\]: it is to return "
+        "the axis that is cut, an int of -2 to 1 here, or None.$"
+    )
+    for call in (
+        lambda: jaxmem.shard(mesh, stage=3, split=split).place_params(PARAMS),
+        lambda: jaxmem.shard(mesh, stage=3, split=split).specs(PARAMS),
+        lambda: problem(8, split=split),
+        lambda: Problem(loss_fn, ADAM, PARAMS, rows(64), target="h100", mesh=mesh, split=split),
+    ):
+        with pytest.raises(jaxmem.JaxmemError, match=said) as caught:
+            call()
+        if not isinstance(returned, jax.Array):
+            assert f"returned {returned!r} for" in str(caught.value)
+    of_batch = {"model": lambda path, leaf: returned if path == "batch" else None}
+    with pytest.raises(
+        jaxmem.JaxmemError, match=r"for batch of shape \[64, 1024\]: it is to return"
+    ):
+        jaxmem.shard(mesh, split=of_batch).place_batch(rows(64))
+    with pytest.raises(
+        jaxmem.JaxmemError, match=r"for batch of shape \[64, 1024\]: it is to return"
+    ):
+        problem(8, batch=64, split=of_batch)
+
+
+def test_axes_may_be_counted_from_the_end_and_be_of_numpy():
+    for returned in (-1, np.int64(1)):
+        split = {"model": lambda path, leaf, returned=returned: returned}
+        specs = jaxmem.shard(TWO, split=split).specs(PARAMS)
+        assert specs["up"][0] == P("data", "model")
+
+
+def fails(path, leaf):
+    raise KeyError("x")
+
+
+def test_what_a_users_function_raises_says_which_and_for_what():
+    for call, note in (
+        (
+            lambda: jaxmem.shard(TWO, split={"model": fails}).place_params(PARAMS),
+            "['down'][0], an ",
+        ),
+        (lambda: jaxmem.shard(TWO, split={"model": fails}).place_batch(rows(8)), "batch, an array"),
+        (lambda: problem(8, split={"model": fails}), "batch, an array float32[512, 1024]."),
+    ):
+        with pytest.raises(KeyError) as caught:
+            call()
+        assert f"jaxmem: raised by split['model'] for {note}" in caught.value.__notes__[0]
+    with pytest.raises(KeyError) as caught:
+        jaxmem.shard(TWO, keep=fails).place_params(PARAMS)
+    assert "jaxmem: raised by keep for ['down'][0], an array float32[4096, 1024]" in str(
+        caught.value.__notes__
+    )
 
 
 def test_parameters_lie_along_the_models_axes_and_the_rest_of_the_mesh():

@@ -105,6 +105,15 @@ def test_an_error_at_the_start_of_the_second_counts_where_it_is_wanted(first, ou
 def test_progress_says_what_is_compiled_how_many_and_how_long(caplog):
     searched([["a", "b"], ["c"]], {"a": 120, "b": 90, "c": 101}, {"a": 0.6, "c": 0.6})
     said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "jaxmem: compiling 1 and 2 of at most 6: a; b"
+    beside = "; beside it, in case it does not fit: b"
+    assert said[0] == f"jaxmem: compiling 1 of at most 6: a{beside}"
     assert said[1] == "jaxmem: compiled 1 of at most 6; up to about 3 s more"
     assert said[3] == "jaxmem: compiling 3 of at most 6: c"
+
+
+def test_what_is_dropped_has_no_number(caplog):
+    """So that no number is told twice."""
+    searched([["a", "b"], ["c"]], {"a": 90, "b": 80, "c": 101})
+    said = [record.getMessage() for record in caplog.records]
+    numbers = [line.split(" of at most")[0] for line in said]
+    assert numbers == [f"jaxmem: compil{end} {n}" for n in (1, 2) for end in ("ing", "ed")]

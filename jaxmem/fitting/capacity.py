@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.ground.bar import Bar
-from jaxmem.ground.bytes import device_budget, format_bytes
+from jaxmem.ground.bytes import device_budget, format_beside, format_bytes
 from jaxmem.ground.checks import check_callable, is_count
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.progress import counting, tell
@@ -66,28 +66,29 @@ class Largest:
             held = format_bytes(self.report.argument)
             return (
                 f"Nothing fits: a {self.what} of {self.multiple} takes "
-                f"{format_bytes(self.report.device)}, more than {allowed}, of which {held} are "
-                f"arguments{_holders(self.report)}. jaxmem.fit searches what makes it fit."
+                f"{format_beside(self.report.device, self.budget)}, more than {allowed}, of which "
+                f"{held} are arguments{_holders(self.report)}. jaxmem.fit searches what makes it "
+                "fit."
             )
         if self.most and self.size + self.multiple > self.most:
             return f"It is the largest {self.what} that was to be tried."
         if self.too_large is None:
             return f"No larger {self.what} was compiled; there may be one within {allowed}."
         next_one = "the next multiple" if self.exact else "the next one compiled"
-        return (
-            f"{self.too_large}, {next_one}, takes {format_bytes(self.compiled[self.too_large])}, "
-            f"more than {allowed}."
-        )
+        takes = format_beside(self.compiled[self.too_large], self.budget)
+        return f"{self.too_large}, {next_one}, takes {takes}, more than {allowed}."
 
     def __str__(self):
         share = self.report.device / self.budget
+        takes = {size: format_beside(count, self.budget) for size, count in self.compiled.items()}
+        width = max(14, *(len(text) + 2 for text in takes.values()))
         lines = [
             f"largest {self.what}: {self.size} (a multiple of {self.multiple}) on "
             f"{self.report.target}",
-            f"{self.what:>10}{'compiled':>14}{'of budget':>12}",
+            f"{self.what:>10}{'compiled':>{width}}{'of budget':>12}",
         ]
         for size, count in self.compiled.items():
-            lines.append(f"{size:>10}{format_bytes(count):>14}{count / self.budget:>12.1%}")
+            lines.append(f"{size:>10}{takes[size]:>{width}}{count / self.budget:>12.1%}")
         lines.append(self.reason)
         if self.size and share < 0.9 and self.exact:
             lines.append("XLA's bytes jump between the two: it lays out the larger one otherwise.")
@@ -270,7 +271,7 @@ class _Search:
         bar.finish()
         tell(
             f"jaxmem: compiled {self.what} {number} for {self.target.name}, {len(self.reports)} of "
-            f"at most {most}: {format_bytes(report.device)}, {verdict}"
+            f"at most {most}: {format_beside(report.device, self.budget)}, {verdict}"
         )
 
     def next(self) -> int | None:

@@ -1,19 +1,23 @@
 """The fewest devices that a training step fits on."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.search import Search
 from jaxmem.fitting.table import Fitting, time_error
-from jaxmem.ground.bytes import format_bytes
+from jaxmem.fitting.verdicts import permissions
+from jaxmem.ground.bytes import format_beside, format_bytes
 from jaxmem.ground.checks import is_count
 from jaxmem.ground.errors import BudgetError, CompileError, JaxmemError
 from jaxmem.ground.progress import tell
+from jaxmem.ground.words import counted
 from jaxmem.rematerialization import checked
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.targets import LocalDevice, Target, resolve
@@ -23,6 +27,12 @@ from jaxmem.training import TrainStep
 # the farthest that compiled bytes were below projected ones (benchmarks/scale/stages.py: by 14 %);
 # twice would cost compilations, and less could miss a number of devices that is enough.
 _HOPELESS = 1.5
+_KNOWN = {"mesh", "devices"}  # of jaxmem.fit's options, those that are searched
+_OPTIONS = {
+    name
+    for name, one in inspect.signature(Problem).parameters.items()
+    if one.kind is one.KEYWORD_ONLY and name not in {*_KNOWN, "target"}
+}
 _NODE = 8  # counts above are multiples of it, as devices are rented; below, powers of two
 
 
@@ -75,13 +85,14 @@ class DevicesNeeded(Printed):
 
     def _parts(self) -> Iterator[Part]:
         target = self.fitting.target
-        count = "1 device is" if self.count == 1 else f"{self.count} devices are"
+        count = f"{counted(self.count, 'device')} {'is' if self.count == 1 else 'are'}"
         yield Table(
             ("devices", "each", f"ms {checked(time_error(target))}", "step"),
             [
                 (
                     str(one.devices),
-                    format_bytes(one.bytes) + ("" if one.compiled else " projected"),
+                    format_beside(one.bytes, self.fitting.budget)
+                    + ("" if one.compiled else " projected"),
                     "" if one.seconds is None else f"{one.seconds * 1e3:.4g}",
                     one.said,
                 )
@@ -137,10 +148,15 @@ def devices_needed(
     >>> int(needed)
     2
     """
-    for name in options.keys() & {"mesh", "devices"}:
+    for name in sorted(options.keys() & _KNOWN):
         raise JaxmemError(
             f"jaxmem.devices_needed searches the number of devices and takes no {name}=; "
             f"jaxmem.fit(..., {name}={name}) is for what is known."
+        )
+    for name in options.keys() - _OPTIONS:
+        raise JaxmemError(
+            f"jaxmem.devices_needed has no option {name}=; it takes most=, compilations= and those "
+            f"of jaxmem.fit: {', '.join(f'{one}=' for one in sorted(_OPTIONS))}."
         )
     if not is_count(most):
         raise JaxmemError(f"jaxmem.devices_needed takes most=, an int of 1 or more; got {most!r}.")
@@ -161,7 +177,7 @@ def devices_needed(
                 said = f"too large: {smallest.name}; recompute {smallest.remat}"
                 tried.append(Tried(count, size, not hopeless, said))
                 continue
-            tell(f"jaxmem: fit on {count} devices")
+            tell(f"jaxmem: fit on {counted(count, 'device')}")
             step = search.run(compilations)
         except BudgetError as error:
             size = error.lowest or smallest.projected
@@ -179,7 +195,7 @@ def devices_needed(
 
 def _counts(batch: Any, most: int, target: Target | LocalDevice) -> list[int]:
     """Numbers of devices that divide the batch, as they are rented."""
-    sizes = {leaf.shape[0] if leaf.shape else 1 for leaf in jax.tree.leaves(batch)}
+    sizes = {(*np.shape(leaf), 1)[0] for leaf in jax.tree.leaves(batch)}
     return [
         count
         for count in (1, 2, 4, *range(_NODE, most + 1, _NODE))
@@ -199,11 +215,12 @@ def _too_small(tried: list[Tried], problem: Problem) -> BudgetError:
     least = min(tried, key=lambda one: one.bytes)
     word = "compiled" if least.compiled else "projected"
     counts = ", ".join(str(one.devices) for one in tried)
-    return BudgetError(
+    lines = [
         f"The step fits the budget of {format_bytes(problem.budget)} on no number of devices of "
         f"{problem.target.name} that divides the batch and was tried ({counts}). The fewest bytes "
-        f"of each device were {format_bytes(least.bytes)} ({word}), on {least.devices}. Raise the "
-        "batch, most= or the budget, or allow more: "
-        + "; ".join(f"{name}: {why}" for name, why in problem.refused.items()),
-        least.bytes,
-    )
+        f"of each device were {format_beside(least.bytes, problem.budget)} ({least.bytes} bytes "
+        f"{word}), on {counted(least.devices, 'device')}.",
+        *permissions(problem),
+        "Or raise the budget or most=, or take a batch that more devices divide.",
+    ]
+    return BudgetError(" ".join(lines), least.bytes)

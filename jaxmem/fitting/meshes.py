@@ -1,9 +1,10 @@
 """Shapes of a mesh of so many devices: copies, pieces, and axes that the model names."""
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmem.ground.checks import is_count, shown
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.words import counted
 from jaxmem.levers.sharding import Sharding, shard
-from jaxmem.levers.splitting import Cut, cuts_of
+from jaxmem.levers.splitting import Cut, UndividedError, check_cuts, cut_axis, cuts_of
 
 REPLICA, DATA = "replica", "data"
 Shape = tuple[tuple[str, int], ...]  # names of axes and their sizes
@@ -50,6 +52,12 @@ class Meshes:
         self.split, self.mesh = split, mesh
         self.refused = ""
         self._cut = [name for name, _ in cuts_of(split)]
+        for name in {REPLICA, DATA} & set(self._cut) if devices is not None else ():
+            raise JaxmemError(
+                f"split= names an axis {name!r}, which is a name of an axis of jaxmem.fit's own: "
+                f"with devices= it makes meshes of {REPLICA!r}, {DATA!r} and the axes of split=. "
+                "Name it otherwise, or pass a mesh= with your axes."
+            )
         self._params, self._batch = params, batch
         self._devices = _listed(devices)
         self.count = mesh.size if mesh is not None else 1
@@ -65,27 +73,49 @@ class Meshes:
         Raises:
             JaxmemError: no shape divides batch and parameters.
         """
+        check_cuts(cuts_of(self.split), self._batch)
         if self.mesh is not None or self.count == 1:
             return
-        refused: list[JaxmemError] = []
-        for shape in self._all(node):
-            try:
-                sharding = self.sharding(shape, 3)
-                sharding.place_batch(self._batch)
-                sharding.place_params(self._params)
-            except JaxmemError as error:
-                refused.append(error)
-            else:
-                self.shapes.append(shape)
+        refused: list[str] = []
+        for lies_well in (_takes_nodes, _within_node, _is_whole):
+            for shape in self._all(node, lies_well):
+                try:
+                    sharding = self.sharding(shape, 3)
+                    sharding.place_batch(self._batch)
+                    sharding.place_params(self._params)
+                except UndividedError as error:
+                    refused.append(f"{told(shape)}: {error.what}")
+                else:
+                    self.shapes.append(shape)
+            if self.shapes:
+                break
         if not self.shapes:
-            raise refused[0]
+            raise JaxmemError(
+                f"No mesh of {counted(self.count, 'device')} divides the step. {refused[0]} "
+                f"{self._advice}"
+            )
         if refused:
-            one, many = refused[0], len(refused)
-            self.refused = f"{many} shapes that do not divide the step; of the first: {one}"
+            many = f"{len(refused)} shapes that do not divide the step, such as "
+            if len(refused) == 1:
+                many = "a shape that does not divide the step, "
+            self.refused = f"{many}{refused[0]} {self._advice}"
 
-    def _all(self, node: int) -> Iterator[Shape]:
-        """Shapes by how many pieces the model's own axes make, then by copies: pieces lie within
-        nodes, or take whole ones."""
+    @property
+    def _advice(self) -> str:
+        other = "number of devices" if self.mesh is None else "mesh"
+        return f"Make it a multiple, or take another {other}."
+
+    @contextlib.contextmanager
+    def placing(self) -> Iterator[None]:
+        """Says of what is not divided what a caller of `fit` can do."""
+        try:
+            yield
+        except UndividedError as error:
+            raise JaxmemError(f"{error.what} {self._advice}") from error
+
+    def _all(self, node: int, lies_well: Callable[[int, int, int, int], bool]) -> Iterator[Shape]:
+        """Shapes by how many parts the model's own axes make, then by copies: those that lie well,
+        by how many copies there are, their parts along both kinds of axes, and a node's devices."""
         sizes = {
             name: [1, *_doubled(min(self.count, node) if name in self._cutting else self.count)]
             for name in self._cut
@@ -98,7 +128,7 @@ class Meshes:
             rest = self.count // inner
             for copies in [1, *range(2, rest + 1)]:
                 data = rest // copies
-                if rest % copies or (copies > 1 and (data * inner % node or data < 2)):
+                if rest % copies or not lies_well(copies, data, inner, min(node, self.count)):
                     continue
                 named = list(zip(self._cut, model, strict=True))
                 first = [(REPLICA, copies)] if copies > 1 or named else []
@@ -150,13 +180,28 @@ class Meshes:
         return {
             name
             for name, cut in cuts_of(self.split)
-            if any(cut(path, leaf) is not None for path, leaf in weights)
+            if any(cut_axis(name, cut, path, leaf) is not None for path, leaf in weights)
         }
 
     def model(self, sharding: Sharding) -> int:
         """Into how many pieces the model itself cuts its parameters."""
         weights = [name for name in sharding.model if name in self._cutting]
         return math.prod(sharding.mesh.shape[name] for name in weights)
+
+
+def _takes_nodes(copies: int, data: int, own: int, node: int) -> bool:
+    """One copy, or each of whole nodes."""
+    return copies == 1 or (data > 1 and data * own % node == 0)
+
+
+def _within_node(copies: int, data: int, own: int, node: int) -> bool:
+    """Copies in several parts, each on a part of a node."""
+    return copies > 1 and data > 1 and data * own < node and node % (data * own) == 0
+
+
+def _is_whole(copies: int, data: int, own: int, node: int) -> bool:
+    """Copies that the model's own axes alone cut."""
+    return copies > 1 and data == 1 and node % own == 0
 
 
 def told(shape: Shape) -> str:

@@ -61,8 +61,8 @@ def fit(
             (`jaxmem.shard`) are searched too, and the budget is each GPU's.
         devices: how many there are, in the place of a mesh (or they themselves, as a list): its
             shape is searched too. Along axis "data" parameters are spread, along "replica" they are
-            copied, between nodes; others are those of ``split``. The mesh is
-            ``step.sharding.mesh``.
+            copied: between nodes, and within them where nothing else divides the step. Others are
+            those of ``split``. The mesh is ``step.sharding.mesh``.
         split: axes that the model names, as for `jaxmem.shard`; with ``devices`` their sizes are
             searched, within a node where parameters are cut along them.
         allow: what may be done although it changes the mathematics: ``"precision"`` (bfloat16

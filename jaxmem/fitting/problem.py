@@ -20,6 +20,7 @@ from jaxmem.fitting.sizes import bytes_of
 from jaxmem.ground.bytes import device_budget
 from jaxmem.ground.checks import check_callable, check_optimizer
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.words import counted
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision, precision as parse_precision
 from jaxmem.levers.sharding import Sharding
@@ -104,8 +105,8 @@ class Problem:
             target = _of_count(target, self.devices)
         if target.count != self.devices:
             raise JaxmemError(
-                f"The mesh has {self.devices} devices and the target {target.count}: pass "
-                "one device as target, or as many."
+                f"The mesh has {counted(self.devices, 'device')} and the target {target.count}: "
+                "pass one device as target, or as many."
             )
         if target.known is None:
             raise JaxmemError(
@@ -123,7 +124,8 @@ class Problem:
 
     def _put(self, shape: tuple) -> None:
         self.shape, self.mesh = shape, self.meshes.on(shape)
-        self.batch = self.meshes.sharding(shape, 1).place_batch(self._given)
+        with self.meshes.placing():
+            self.batch = self.meshes.sharding(shape, 1).place_batch(self._given)
 
     def on(self, levers: Levers) -> "Problem":
         """The same problem on the mesh of some levers."""
@@ -203,7 +205,8 @@ class Problem:
             compiler_options=plan.compiler_options if plan else planned,
             **options,
         )
-        step.abstract(self.params, model_state=self.model_state, key=self.key)
+        with self.meshes.placing():
+            step.abstract(self.params, model_state=self.model_state, key=self.key)
         return step
 
     def state(self, levers: Levers) -> TrainState:

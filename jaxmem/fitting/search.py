@@ -165,7 +165,7 @@ class Search:
 
     def _candidate(self, levers: Levers, room: float) -> Candidate | None:
         """The levers with the plan that is projected to fit; None: none is."""
-        costs, allowed = self.costs, self.problem.budget / self._ratio(levers) / room
+        costs, allowed = self.costs, self.problem.budget / self.ratio(levers) / room
         least = costs.least_bytes(levers)
         found = costs.plan(levers, int(allowed)) if least <= self.problem.budget else least
         plan, lowest = (None, found) if isinstance(found, int) else (found, None)
@@ -221,9 +221,10 @@ class Search:
 
     def expected(self, candidate: Candidate) -> int:
         """Bytes that are expected of the compiler."""
-        return int((candidate.projected or 0) * self._ratio(candidate.levers))
+        return int((candidate.projected or 0) * self.ratio(candidate.levers))
 
-    def _ratio(self, levers: Levers) -> float:
+    def ratio(self, levers: Levers) -> float:
+        """Compiled bytes over projected ones, as they are expected of some levers."""
         # What was not compiled borrows the last one, rounded up: fewer plans are made so. The only
         # one to be compiled has no other to learn from.
         ratios = self.compiled.ratios

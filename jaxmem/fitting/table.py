@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from jaxmem.fitting.levers import AS_IT_IS, Levers
-from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.bytes import format_beside, format_bytes
 from jaxmem.rematerialization import Plan, Written, checked
 from jaxmem.reports import MemoryReport
 from jaxmem.reports.drawn.grouping import grouped
@@ -26,7 +26,8 @@ class Candidate:
 
     Attributes:
         levers, plan: how it is made; None: not planned, since it cannot be the fastest.
-        projected: device bytes of the whole step by jaxmem's own arithmetic, of a plan.
+        projected: device bytes of the whole step by jaxmem's own arithmetic, of a plan; without
+            one, fewer than which no plan takes.
         seconds: predicted time of one step on the target; without a plan, at best.
         host: bytes that cross the link to the host in a step.
         compiled: device bytes by XLA, or None: not compiled.
@@ -130,24 +131,28 @@ class Fitting(Printed):
             return f"nothing is chosen for the budget of {format_bytes(budget)}"
         as_it_is = self.as_it_is
         more = ""
-        if chosen == as_it_is:
-            more = ", the step as it is"
-        elif as_it_is:
+        if as_it_is:
+            used = as_it_is.levers.used()  # on several devices there is a stage at least
+            plain = f"{as_it_is.name}, nothing recomputed" if used else "the step as it is"
             slower = chosen.seconds / max(as_it_is.seconds, 1e-30) - 1
             much = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
-            more = f", {much} than the step as it is {checked(time_error(self.target))}"
+            more = f", {plain}"
+            if chosen != as_it_is:
+                more = f", {much} than {plain} {checked(time_error(self.target))}"
         return short_verdict(chosen.compiled, budget) + more
 
     def _table(self) -> Table:
         rows = []
         for alike in grouped(self.considered, _told):
             one = alike[0]
-            both = (one.projected, one.compiled)
-            sizes = [format_bytes(size) if size is not None else "" for size in both]
-            name = one.name
+            name, least = one.name, "" if one.plan else "at least "
+            projected = "" if one.projected is None else f"{least}{format_bytes(one.projected)}"
+            compiled = "" if one.compiled is None else format_beside(one.compiled, self.budget)
             if len(alike) > 1:
                 name = f"{name} (and {len(alike) - 1} more)"
-            rows.append((name, one.remat, *sizes, f"{one.seconds * 1e3:.4g}", one.verdict))
+            rows.append(
+                (name, one.remat, projected, compiled, f"{one.seconds * 1e3:.4g}", one.verdict)
+            )
         error = checked(time_error(self.target))
         heads = ("", "recompute", "projected", "compiled", f"ms {error}", "")
         return Table(heads, rows, left=(0, 5), wraps=True)

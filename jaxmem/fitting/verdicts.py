@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from jaxmem.fitting.levers import allowed
 from jaxmem.fitting.table import Candidate, Fitting, holders
-from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.bytes import format_beside, format_bytes
 from jaxmem.ground.errors import BudgetError
 
 if TYPE_CHECKING:
+    from jaxmem.fitting.problem import Problem
     from jaxmem.fitting.search import Search
 
 CHOSEN = "chosen"
@@ -68,7 +69,11 @@ class Verdicts:
         over = self.search.expected(candidate) - self.problem.budget
         if candidate.projected is not None and over > 0:
             least = "at least " if candidate.plan is None else ""
-            return f"not compiled: expected {least}{format_bytes(over)} over the budget"
+            expected = format_bytes(self.search.expected(candidate))
+            ratio = self.search.ratio(candidate.levers)
+            corrected = f" (projected x {ratio:.4g})" if ratio != 1 else ""
+            over_budget = f"{format_bytes(over)} over the budget"
+            return f"not compiled: expected {least}{expected}{corrected}, {over_budget}"
         if best is None:
             return "not compiled"
         least = "at least " if candidate.plan is None else ""
@@ -99,8 +104,9 @@ class Verdicts:
         if fitting.report is not None:
             key = min(search.reports, key=lambda key: search.reports[key].device)
             lowest = fitting.report.device
+            takes = format_beside(lowest, self.problem.budget)
             lines.append(
-                f"The lowest compiled is {format_bytes(lowest)} ({lowest} bytes: "
+                f"The lowest compiled is {takes} ({lowest} bytes: "
                 f"{search.found[key].levers}; recompute {search.found[key].remat}), held by "
                 f"{holders(fitting.report)}."
             )
@@ -112,17 +118,20 @@ class Verdicts:
 
     def remedies(self) -> str:
         """What else could be done, in words."""
-        lines, problem = [], self.problem
-        named = problem.allow | problem.keep
-        more = [name for name in allowed() if name in problem.refused and name not in named]
-        if more:
-            what = "; ".join(f"allow={name!r} to {allowed()[name]}" for name in more)
-            lines.append(f"What else could be allowed: {what}.")
-        kept = [name for name in problem.refused if name in problem.keep]
-        if kept:
-            lines.append(f"What is kept and need not be: {', '.join(map(repr, kept))}.")
-        lines.append("Or raise the budget, shrink the batch, or shard over more devices.")
-        return " ".join(lines)
+        last = "Or raise the budget, shrink the batch, or shard over more devices."
+        return " ".join([*permissions(self.problem), last])
+
+
+def permissions(problem: "Problem") -> Iterator[str]:
+    """What else the caller could let be done, in sentences."""
+    named = problem.allow | problem.keep
+    more = [name for name in allowed() if name in problem.refused and name not in named]
+    if more:
+        what = "; ".join(f"allow={name!r} to {allowed()[name]}" for name in more)
+        yield f"What else could be allowed: {what}."
+    kept = [name for name in problem.refused if name in problem.keep]
+    if kept:
+        yield f"What is kept and need not be: {', '.join(map(repr, kept))}."
 
 
 def key_of(candidate: Candidate) -> tuple:

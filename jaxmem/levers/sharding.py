@@ -12,16 +12,19 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import check_optimizer, check_state, shown
+from jaxmem.ground.checks import check_callable, check_optimizer, check_state, is_count, shown
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.words import counted
 from jaxmem.levers.gathering import gathered_where_read
 from jaxmem.levers.placing import bytes_table, placed
 from jaxmem.levers.splitting import (
     Cut,
     Cuts,
+    UndividedError,
     batch_specs,
     cut_axes,
     cuts_of,
+    is_kept,
     names_of,
     others,
     spec_of,
@@ -208,11 +211,13 @@ class Sharding:
 
     def __str__(self):
         copies = self._devices(self.replicas)
-        times = f", {copies} times ({', '.join(self.replicas)})" if self.replicas else ""
+        times = f", {copies} times ({', '.join(self.replicas)})" if copies > 1 else ""
         if self.model:
             cut = " x ".join(f"{self.mesh.shape[name]} ({name})" for name in self.model)
             times += f", the model's own axes {cut}"
-        return f"ZeRO stage {self.stage} over {self.count} devices ({self._axis}){times}"
+        spread = counted(self.count, "device")
+        axes = f" ({self._axis})" if self._axis else ""
+        return f"ZeRO stage {self.stage} over {spread}{axes}{times}"
 
     # ---- pieces
 
@@ -229,19 +234,19 @@ class Sharding:
 
     def _cut(self, path: str, leaf: Any) -> PartitionSpec:
         """How the model itself cuts a parameter, or what is like it."""
-        if not self.model or not leaf.ndim or self.keep(path, leaf):
+        if not self.model or is_kept(self.keep, path, leaf):
             return PartitionSpec()
-        return spec_of(cut_axes(self.split, self.mesh.shape, path, leaf))
+        return spec_of(cut_axes(self.split, self.mesh.shape, path, leaf, names_of(self.axis)))
 
     def _params_specs(self, params: Any) -> Any:
         spec = self._spec if self.stage == 3 else self._cut
         return specs_of(spec, params)
 
     def _spec(self, path: str, leaf: Any) -> PartitionSpec:
-        if not leaf.size or not leaf.ndim or self.keep(path, leaf):
+        if is_kept(self.keep, path, leaf):
             return PartitionSpec()
         first = 1 if self.scanned is not None and self.scanned in path else 0
-        parts = cut_axes(self.split, self.mesh.shape, path, leaf)
+        parts = cut_axes(self.split, self.mesh.shape, path, leaf, names_of(self.axis))
         fits = [
             axis
             for axis in range(first, leaf.ndim)
@@ -250,10 +255,12 @@ class Sharding:
         if not fits and path.endswith(".scales"):  # of 8 bits: small beside their codes
             return PartitionSpec()
         if not fits:
-            raise JaxmemError(
-                f"{path} of shape {list(leaf.shape)} cannot be spread over {self.count} devices "
-                f"({self._axis}): no axis{' after the layers' if first else ''} is a multiple. Pad "
-                "it, or let every device keep a copy: jaxmem.shard(keep=lambda path, leaf: ...)."
+            raise UndividedError(
+                f"{path} of shape {list(leaf.shape)} cannot be spread over "
+                f"{counted(self.count, 'device')} ({self._axis}): no axis"
+                f"{' after the layers' if first else ''} is a multiple.",
+                "Pad it, or let every device keep a copy: jaxmem.shard(keep=lambda path, leaf: "
+                "...).",
             )
         widest = max(fits, key=lambda axis: leaf.shape[axis])
         parts[widest] = names_of(self.axis)
@@ -301,9 +308,9 @@ def shard(
     Args:
         mesh: of devices, or an abstract one to compile for GPUs that are not there
             (``jaxmem.target("h100", count=64)``).
-        axis: that parameters are spread along, or several; None: the last one of the mesh that the
-            model does not name. Over the others they are copied, and the batch is spread over all
-            (hybrid sharding).
+        axis: that parameters are spread along, or several, or none, ``()``; None: the last one of
+            the mesh that the model does not name. Over the others they are copied, and the batch
+            is spread over all (hybrid sharding).
         stage: 1, 2 or 3.
         scanned: what is in the path of parameters that are stacked over layers ("blocks", say):
             their first axis, which a scan slices, is never the one.
@@ -341,8 +348,19 @@ def shard(
             raise JaxmemError(
                 f"The mesh has no axis {shown(name)}; its axes are {', '.join(map(repr, names))}."
             )
-    if stage not in (1, 2, 3):
+    if len(set(names_of(axis))) < len(names_of(axis)):
+        raise JaxmemError(
+            "jaxmem.shard takes axis=, an axis of the mesh that parameters are spread along, or "
+            f"several in a tuple, each once; got {shown(axis)}."
+        )
+    if not is_count(stage) or stage > 3:
         raise JaxmemError(f"ZeRO has the stages 1, 2 and 3; got stage={shown(stage)}.")
+    if scanned is not None and (not isinstance(scanned, str) or not scanned):
+        raise JaxmemError(
+            "jaxmem.shard takes scanned=, text that is in the paths of parameters that are stacked "
+            f"over layers; got {shown(scanned)}."
+        )
+    check_callable(keep, "jaxmem.shard(keep=...)")
     automatic = (AxisType.Auto,) * len(names)  # XLA places collectives on such axes alone
     if isinstance(mesh, Mesh):
         mesh = Mesh(mesh.devices, names, axis_types=automatic)

@@ -1,7 +1,7 @@
 """What a plan may cost, and on what: the budget, the target, the planner."""
 
 from jaxmem.ground.budget import Budget
-from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.bytes import format_beside, format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
 from jaxmem.planning import (
     PLANNERS,
@@ -126,14 +126,15 @@ class Constraints:
         if not found:
             return ""
         name = min(found, key=lambda name: found[name].peak)
-        return f" {name} takes {format_bytes(total(found[name].peak))} (projected)."
+        takes = format_beside(total(found[name].peak), self.budget or 0)
+        return f" {name} takes {takes} (projected)."
 
     def too_small(self, program: Program, least: Layout, total: int, word: str) -> BudgetError:
         """The error of a budget that nothing fits, when the least takes ``total`` bytes."""
         return BudgetError(
             f"No {self.name} plan fits the budget of {format_bytes(self.budget or 0)} with "
             f"{format_bytes(self.reserved)} of it reserved; the lowest one that does is "
-            f"{format_bytes(total)} ({total} bytes {word}, "
+            f"{format_beside(total, self.budget or 0)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
             f"{lowest(program, least)}.{self._one_liner(program)} Raise the budget, shrink the "
             "batch, or accumulate gradients over microbatches.",

@@ -7,7 +7,7 @@ import jax
 
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
-from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.bytes import format_beside, format_bytes
 from jaxmem.ground.checks import name_of
 from jaxmem.ground.errors import BudgetError
 from jaxmem.loops import checkpointed_while, repeats
@@ -106,8 +106,8 @@ def _chosen(program: Program, rates: Rates, budget: int | None, name: str) -> Lo
         raise BudgetError(
             f"No schedule of this scan ({operation.length} iterations of {name}) fits the budget "
             f"of {format_bytes(budget)}; the lowest one that does is "
-            f"{format_bytes(lowest)} ({lowest} bytes projected), with one state kept. Raise the "
-            "budget, or make an iteration or its state smaller.",
+            f"{format_beside(lowest, budget)} ({lowest} bytes projected), with one state kept. "
+            "Raise the budget, or make an iteration or its state smaller.",
             lowest,
         )
     return min(fitting, key=lambda option: (option.price, option.bytes))
@@ -225,8 +225,9 @@ def _states(
         lowest = inside + 2 * state
         raise BudgetError(
             f"This while loop of {name} cannot be differentiated within {format_bytes(budget)}; "
-            f"the lowest budget that does is {format_bytes(lowest)} ({lowest} bytes projected), "
-            "with one state kept. Raise the budget, or make a step or its state smaller.",
+            f"the lowest budget that does is {format_beside(lowest, budget)} ({lowest} bytes "
+            "projected), with one state kept. Raise the budget, or make a step or its state "
+            "smaller.",
             lowest,
         )
     return min(states, most or states)

@@ -105,11 +105,12 @@ class Search(Generic[Proposal]):
                 one = _start_alternative(start, proposal) if begun else start(proposal)
                 begun.append((proposal, one))
                 stack.callback(one.stop)
-            first, last = len(self.outcomes) + 1, len(self.outcomes) + len(begun)
-            numbers = f"{first} and {last}" if last > first else first
-            said = "; ".join(one.said for _, one in begun if one.said)
-            tell(f"jaxmem: compiling {numbers} of at most {self.compilations}: {said}")
-            bar.show(f"compiling {said}")
+            number = f"{len(self.outcomes) + 1} of at most {self.compilations}"
+            said, *others = [one.said for _, one in begun if one.said]
+            # Those beside the first get a number when they count.
+            beside = f"; beside it, in case it does not fit: {'; '.join(others)}" if others else ""
+            tell(f"jaxmem: compiling {number}: {said}{beside}")
+            bar.show(f"compiling {'; '.join([said, *others])}")
             for at, (proposal, one) in enumerate(begun):
                 try:
                     outcome = one.finish()

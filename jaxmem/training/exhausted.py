@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxmem import jaxprs
-from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.bytes import format_beside, format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports import MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target, resolve
@@ -37,7 +37,7 @@ def out_of_memory(step: Any, state: Any, batch: Any, error: Exception) -> Jaxmem
     lines = [
         f"The step ran out of memory on {device.description}.",
         f"  budget    {format_bytes(budget) if budget else 'not known'}",
-        f"  compiled  {_compiled(report)}",
+        f"  compiled  {_compiled(report, budget)}",
         f"  measured  {measured}",
     ]
     if report and report.has_timeline:
@@ -48,11 +48,12 @@ def out_of_memory(step: Any, state: Any, batch: Any, error: Exception) -> Jaxmem
     return JaxmemError("\n".join(lines))
 
 
-def _compiled(report: MemoryReport | None) -> str:
+def _compiled(report: MemoryReport | None, budget: int) -> str:
     if report is None:
         return "not known: it could not be compiled again"
     host = f", {format_bytes(report.host)} on the host" if report.host else ""
-    return f"{format_bytes(report.device)} for {report.target.name}{host}"
+    size = format_beside(report.device, budget) if budget else format_bytes(report.device)
+    return f"{size} for {report.target.name}{host}"
 
 
 def _advice(step, state, batch, report, budget: int, device: Target | LocalDevice) -> str:

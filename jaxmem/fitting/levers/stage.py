@@ -16,7 +16,11 @@ class StageLever(Lever):
         return 0 if problem.mesh is None else 1
 
     def values(self, problem):
-        return [0] if problem.mesh is None else [1, 2, 3]
+        if problem.mesh is None:
+            return [0]
+        meshes = problem.meshes
+        spread = any(meshes.sharding(shape, 1).count > 1 for shape in meshes.shapes or [()])
+        return [1, 2, 3] if spread else [1]  # of copies alone there is nothing to spread
 
     def text(self, value):
         return f"ZeRO stage {value}"

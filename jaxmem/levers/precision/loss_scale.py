@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmem.ground.checks import shown
+from jaxmem.ground.checks import is_count, shown
 from jaxmem.ground.errors import JaxmemError
 
 
@@ -80,7 +80,7 @@ class LossScale:
                 f"ceiling={shown(self.ceiling)}."
             )
         every = self.growth_interval
-        if every is not None and (not isinstance(every, int) or every < 1):
+        if every is not None and not is_count(every):
             raise JaxmemError(
                 "growth_interval= takes a number of steps of 1 or more, or None; got "
                 f"{shown(every)}."

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
-from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.bytes import format_beside, format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
 from jaxmem.planning import MOST, NamedChoice, Names, of_each, worth_most
 from jaxmem.rematerialization.limits import Limits
@@ -86,12 +86,12 @@ class NamedChoices:
     def too_small(self, total: int, choice: NamedChoice, word: str) -> BudgetError:
         """The error of a budget that nothing fits, where the least takes ``total`` bytes."""
         saved = ", ".join(self.names[at] for at in sorted(choice.saved)) or "no name"
+        budget, reserved = self.limits.budget or 0, format_bytes(self.limits.reserved)
         return BudgetError(
-            f"No policy over the {len(self.order)} names fits the budget of "
-            f"{format_bytes(self.limits.budget or 0)} with {format_bytes(self.limits.reserved)} of "
-            f"it reserved; the lowest one that does is {format_bytes(total)} ({total} bytes "
-            f"{word}), which saves {saved}. Raise the budget, shrink the batch, or let "
-            "jaxmem.remat place regions of its own.",
+            f"No policy over the {len(self.order)} names fits the budget of {format_bytes(budget)} "
+            f"with {reserved} of it reserved; the lowest one that does is "
+            f"{format_beside(total, budget)} ({total} bytes {word}), which saves {saved}. Raise "
+            "the budget, shrink the batch, or let jaxmem.remat place regions of its own.",
             total,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
-from jaxmem.ground.checks import check_call
+from jaxmem.ground.checks import check_call, is_count
 from jaxmem.ground.errors import PlanError
 from jaxmem.planning import MOST, NamedChoice, Names, Place, Rates, spans_of_blocks, spared_alone
 from jaxmem.program import NAMED, Kernel, Operation, Program
@@ -73,7 +73,7 @@ def suggest_names(
     """
     check_function(fun, "jaxmem.suggest_names")
     check_call(fun, args, kwargs, "jaxmem.suggest_names")
-    if not isinstance(most, int) or not 1 <= most <= _WEIGHED:
+    if not is_count(most) or most > _WEIGHED:
         raise PlanError(f"most= is a number of rows, 1 to {_WEIGHED}; got {most!r}.")
     limits = Limits.parse(budget, reserved, target, offload)
     known, rates = limits.target, limits.rates
