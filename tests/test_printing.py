@@ -9,6 +9,7 @@ from programs import array
 
 import jaxmem
 from jaxmem.cli import output
+from jaxmem.ground.words import counted
 from jaxmem.rematerialization import Row
 from jaxmem.reports.drawn.grouping import common_path, without_numbers
 from jaxmem.reports.drawn.tables import Table, as_html, as_text
@@ -59,6 +60,25 @@ def test_equal_regions_are_one_row(plan, monkeypatch):
         ["2.00", "MiB", "1", "Net/Block_64/Dense_0:7"],
         ["1.00", "KiB", "Net/Block_64/Norm_0:7", "..", "Net/Block_64/Dense_0:7"],
     ]
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 regions"), (1, "1 region"), (2, "2 regions")])
+def test_one_is_not_several(count, text):
+    assert counted(count, "region") == text
+
+
+@pytest.mark.parametrize(
+    ("times", "said"), [(0, "it is not recomputed"), (1, "once"), (2, "twice"), (3, "3 times")]
+)
+def test_how_often_a_value_is_recomputed(plan, times, said):
+    one = dataclasses.replace(plan.choices[0], action="recompute", times=times)
+    text = dataclasses.replace(plan, choices=(one,)).explain("deep")
+    assert f"In this plan it is recomputed {said} in" in text or f"In this plan {said}:" in text
+
+
+def test_a_plan_of_one_region(plan):
+    text = str(dataclasses.replace(plan, rows=(Row(0, "a (net.py:1)", "a (net.py:1)", 0, 0, 0),)))
+    assert " plan, 1 region (program " in text
 
 
 @pytest.mark.parametrize("terminal", [40, 80, 100, 200])

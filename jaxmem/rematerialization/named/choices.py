@@ -7,6 +7,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
+from jaxmem.ground.words import counted
 from jaxmem.planning import MOST, NamedChoice, Names, of_each, worth_most
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import named_place, names_of
@@ -87,7 +88,7 @@ class NamedChoices:
         """The error of a budget that nothing fits, where the least takes ``total`` bytes."""
         saved = ", ".join(self.names[at] for at in sorted(choice.saved)) or "no name"
         return BudgetError(
-            f"No policy over the {len(self.order)} names fits the budget of "
+            f"No policy over {counted(len(self.order), 'name')} fits the budget of "
             f"{format_bytes(self.limits.budget or 0)} with {format_bytes(self.limits.reserved)} of "
             f"it reserved; the lowest one that does is {format_bytes(total)} ({total} bytes "
             f"{word}), which saves {saved}. Raise the budget, shrink the batch, or let "
