@@ -122,6 +122,13 @@ def test_a_last_column_wraps_or_goes_below():
     assert list(cut.lines(30))[1] == "x     12  …e rest of their row"
 
 
+def test_a_word_longer_than_a_last_column_goes_below():
+    rows = [("1", "2" * 50, "dots_with_no_batch_dims_saveable on each"), ("1", "2" * 50, "")]
+    lines = list(Table(("a", "b", "c"), rows, left=(2,), wraps=True).lines(80))
+    assert max(map(len, lines)) <= 80 and len(lines) == 4
+    assert lines[2] == "    dots_with_no_batch_dims_saveable on each"
+
+
 def test_html_is_escaped_and_its_answer_bold():
     table = Table(("a", "b"), [("<x>", "1")], "title", (0,))
     text = as_html(["fits: 1 < 2", "", "and more", table])

@@ -48,7 +48,7 @@ class Table:
                 size = max(len(one[last]) for one in shown) if number else 0
                 yield (start + fit(row[last], room).rjust(size)).rstrip()
                 continue
-            if room < max(_NARROW, *map(len, row[last].split())):
+            if room < max([_NARROW, *map(len, row[last].split())]):
                 yield start.rstrip()
                 yield from _wrapped(row[last], width, " " * 4, " " * 6)
                 continue
