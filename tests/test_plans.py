@@ -482,6 +482,14 @@ def test_predicted_times_are_printed_with_their_error(tmp_path, monkeypatch):
         assert f"times {error}" in (tmp_path / "frontier.svg").read_text()
 
 
+def test_a_plan_without_a_target_says_whose_rates_its_times_have():
+    text = str(jaxmem.plan(tanh_chain, *SHAPES))
+    assert re.search(
+        r"about .* \(unchecked\) at the rates of h200, as no target is given$", text, re.M
+    )
+    assert "the target" not in text
+
+
 def test_random_bits_without_a_key_are_refused():
     def noisy(x):
         return jnp.sum(x * jax.lax.rng_uniform(0.0, 1.0, (4,)))

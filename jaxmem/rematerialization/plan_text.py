@@ -11,6 +11,7 @@ from jaxmem.reports.drawn.grouping import common_path, grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Table
 from jaxmem.reports.drawn.text import columns, fit
 from jaxmem.reports.drawn.verdict import short_verdict
+from jaxmem.targets import example_target
 
 _FUNCTION = re.compile(r" \([\w.<>]+\)(?=\))")  # that of a line, as in "(model.py:3 (Net.call))"
 _SCAN = re.compile(r"(\d+ x scan.*?): ")  # what stands before the region of a scan's body
@@ -83,10 +84,12 @@ def plan_parts(plan: Any) -> Iterator[Part]:
         )
     if bound := vars(plan).get("bound"):  # where it was asked for
         yield f"  {bound}"
+    where = f"on {plan.target}"
+    if not plan.target:
+        where = f"at the rates of {example_target().name}, as no target is given"
     yield (
         f"  about {predicted.recompute_seconds * 1e3:.3g} ms beside "
-        f"{predicted.seconds * 3e3:.3g} ms {checked(plan.time_error)} on "
-        f"{plan.target or 'the target'}"
+        f"{predicted.seconds * 3e3:.3g} ms {checked(plan.time_error)} {where}"
     )
     if plan.rows:
         yield _regions(plan.rows)
