@@ -207,16 +207,25 @@ def test_what_was_compiled_is_drawn_as_compiled(path, fitted, compiled_plan):
             assert page.locator("#time path.fill.compiled").count() == 1
             assert page.locator("#time path.edge.dashed").count() == 1  # what was projected of it
             legend = page.inner_text("#lines").split("\n")
-            assert legend == ["chosen, compiled", "chosen, projected", "as it is, projected"]
+            curves = ["chosen, compiled", "chosen, projected", "as it is, projected"]
+            assert legend == [*curves, "budget 25.00 MiB"]
+            # One scale for all; the budget's name is in no curve's way.
+            told_of_passes = page.locator("#time text", has_text="backward").count()
+            assert told_of_passes == (1 if name == "fit" else 0)
+            assert page.locator("#time text", has_text="budget").count() == 0
+            ends = page.locator("#time path").evaluate_all(
+                "all => all.map(e => { const b = e.getBBox(); return [b.x, b.x + b.width]; })"
+            )
+            assert all(abs(one - ends[0][at]) < 0.5 for each in ends for at, one in enumerate(each))
             told[name] = page.inner_text("#known")
-            assert page.get_attribute("#time", "aria-label").count(" MiB") == 3
+            assert page.get_attribute("#time", "aria-label").count(" MiB") == 4
             page.locator("#points td:nth-child(3):text-is('projected')").first.click()
             assert page.locator("#time path.compiled").count() == 0
             assert page.locator("#time path.fill.projected").count() == 1
             assert page.inner_text("#known") == "projected"
     peak = jaxmem.format_bytes(fitted.chosen.report.peak_bytes)
     assert told["fit"] == f"compiled: peak {peak}"
-    assert "where its backward pass begins is not known" in told["plan"]
+    assert "where a backward pass begins is not known here" in told["plan"]
 
 
 @needs_browser

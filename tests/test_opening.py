@@ -112,7 +112,7 @@ def test_a_plan_says_what_the_regions_cost():
     assert plan.written.bytes < plan.plain_bytes / 2
     text = " ".join(str(plan).split())
     size = jaxmem.format_bytes(plan.written.bytes)
-    assert f"as written, with 1 regions of its own: projected {size}, recomputes 103.1 GF" in text
+    assert f"as written, with 1 region of its own: projected {size}, recomputes 103.1 GF" in text
     saved = jaxmem.plan(functools.partial(scanned, REGIONS["dots"]), *SHAPES).written
     assert saved.recompute_flops == 0 and saved.bytes > 2 * plan.written.bytes
     assert jaxmem.plan(functools.partial(scanned, lambda f: f), *SHAPES).written is None

@@ -453,7 +453,7 @@ def test_explain():
     text = plan.explain("test_plans.py")
     assert "dot_general in the function (test_plans.py:" in text and "(tanh_chain))" in text
     assert "64.00 MiB; making it again takes " in text
-    assert "In this plan it is recomputed 1 times in the backward pass" in text
+    assert "In this plan it is recomputed once in the backward pass" in text
     with pytest.raises(jaxmem.PlanError, match="No value of this plan was made at 'Block_3'. It "):
         plan.explain("Block_3")
 
@@ -475,9 +475,19 @@ def test_predicted_times_are_printed_with_their_error(tmp_path, monkeypatch):
     for target, error in [("h200", "(unchecked)"), (known, "±20%")]:
         frontier = jaxmem.pareto(tanh_chain, *SHAPES, target=target)
         text = str(frontier)
-        assert f"ms more {error}  of a step" in text and f" slower {error}\n" in text
+        assert (
+            f"ms more {error}  slower  GFLOP more  plan\n" in text and f" slower {error}\n" in text
+        )
         frontier.plot(tmp_path / "frontier.svg")
         assert f"times {error}" in (tmp_path / "frontier.svg").read_text()
+
+
+def test_a_plan_without_a_target_says_whose_rates_its_times_have():
+    text = str(jaxmem.plan(tanh_chain, *SHAPES))
+    assert re.search(
+        r"about .* \(unchecked\) at the rates of h200, as no target is given$", text, re.M
+    )
+    assert "the target" not in text
 
 
 def test_random_bits_without_a_key_are_refused():

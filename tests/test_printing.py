@@ -9,6 +9,7 @@ from programs import array
 
 import jaxmem
 from jaxmem.cli import output
+from jaxmem.ground.words import counted
 from jaxmem.rematerialization import Row
 from jaxmem.reports.drawn.grouping import common_path, without_numbers
 from jaxmem.reports.drawn.tables import Table, as_html, as_text
@@ -61,6 +62,25 @@ def test_equal_regions_are_one_row(plan, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(("count", "text"), [(0, "0 regions"), (1, "1 region"), (2, "2 regions")])
+def test_one_is_not_several(count, text):
+    assert counted(count, "region") == text
+
+
+@pytest.mark.parametrize(
+    ("times", "said"), [(0, "it is not recomputed"), (1, "once"), (2, "twice"), (3, "3 times")]
+)
+def test_how_often_a_value_is_recomputed(plan, times, said):
+    one = dataclasses.replace(plan.choices[0], action="recompute", times=times)
+    text = dataclasses.replace(plan, choices=(one,)).explain("deep")
+    assert f"In this plan it is recomputed {said} in" in text or f"In this plan {said}:" in text
+
+
+def test_a_plan_of_one_region(plan):
+    text = str(dataclasses.replace(plan, rows=(Row(0, "a (net.py:1)", "a (net.py:1)", 0, 0, 0),)))
+    assert " plan, 1 region (program " in text
+
+
 @pytest.mark.parametrize("terminal", [40, 80, 100, 200])
 def test_lines_are_not_longer_than_the_terminal(monkeypatch, plan, report, terminal):
     monkeypatch.setenv("COLUMNS", str(terminal))
@@ -100,6 +120,13 @@ def test_a_last_column_wraps_or_goes_below():
     ]
     cut = dataclasses.replace(table, wraps=False)
     assert list(cut.lines(30))[1] == "x     12  …e rest of their row"
+
+
+def test_a_word_longer_than_a_last_column_goes_below():
+    rows = [("1", "2" * 50, "dots_with_no_batch_dims_saveable on each"), ("1", "2" * 50, "")]
+    lines = list(Table(("a", "b", "c"), rows, left=(2,), wraps=True).lines(80))
+    assert max(map(len, lines)) <= 80 and len(lines) == 4
+    assert lines[2] == "    dots_with_no_batch_dims_saveable on each"
 
 
 def test_html_is_escaped_and_its_answer_bold():

@@ -125,6 +125,15 @@ def test_json_has_all_of_it():
     assert len(about["timeline"]["live"]) == len(about["timeline"]["phases"])
     rows = about["timeline"]["live_by_kind"].values()
     assert [sum(column) for column in zip(*rows, strict=True)] == about["timeline"]["live"]
+    assert about["work"] == dataclasses.asdict(found.work) and about["work"]["flops"] > 0
+    assert about["moved"] == found.moved > 0
+    time = about["time"]
+    assert time["seconds"] == found.time.seconds > time["waiting"] and time["error"] is None
+    for part in ("by_phase", "by_limit", "by_module", "by_source"):
+        assert sum(time[part].values()) == pytest.approx(time["seconds"])
+    cpu = jaxmem.memory(jnp.sin, array(8), target="local")
+    about = json.loads(cpu.to_json())  # nothing is known of how fast it is
+    assert about["time"] is None and about["moved"] == cpu.moved and "peak" not in about
 
 
 def test_the_page_is_one_small_file(tmp_path):
@@ -170,6 +179,20 @@ def test_a_diff_adds_up_and_names_what_changed_most(plain, planned):
     assert json.loads(back.to_json())["changes"]["by_kind"]["residuals"] > 0
     same = jaxmem.diff(plain, plain).verdict
     assert same.startswith("The step takes as much as before") and "the peak is still in" in same
+
+
+def test_a_diff_has_the_memories_of_the_chip(plain, planned, tmp_path):
+    """As a TPU's report has them; what an earlier version wrote has none."""
+    first, second = (json.loads(one.to_json()) for one in (plain, planned))
+    first["on_chip"] = {"VMEM": 3 * 2**20, "SMEM": 256}
+    second["on_chip"] = {"VMEM": 5 * 2**20}
+    found = jaxmem.diff(first, second)
+    printed = [line.split() for line in str(found).splitlines()]
+    assert "3.00 MiB 5.00 MiB +2.00 MiB on the chip: VMEM".split() in printed
+    assert "256 B 0 B -256 B on the chip: SMEM".split() in printed
+    assert json.loads(found.to_json())["on_chip"]["VMEM"] == [3 * 2**20, 5 * 2**20]
+    del first["on_chip"]
+    assert "on the chip" not in str(jaxmem.diff(first, plain))
 
 
 def test_a_diff_of_two_precisions_credits_no_remat(plain):

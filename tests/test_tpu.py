@@ -368,6 +368,8 @@ def test_memories_of_the_chip_are_their_own():
     assert f"\non the chip: VMEM {jaxmem.format_bytes(report.on_chip['VMEM'])}, " in str(report)
     assert report.device == report.peak_bytes + report.fragmentation
     assert jaxmem.memory(jax.grad(loss), TANH[0][0], TANH[1], target="h200").on_chip == {}
+    small = jaxmem.memory(jnp.sin, shape(1_000_000, 3), target="v5e")  # which takes 0 bytes of it
+    assert small.on_chip == {} and "on the chip" not in str(small)
 
 
 @needs_libtpu

@@ -7,6 +7,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from programs import FIVE, array, cnn, fsdp, mlp, nnx_transformer, report, scan_transformer
 
@@ -260,6 +261,30 @@ def test_a_loss_written_by_hand_is_what_follows_the_last_parameter(microbatches)
     found = step.memory(jaxmem.eval_shape(step.init, params), batch, target="h200")
     assert lines_of("loss", found) <= {5, 6, 8} and 5 in lines_of("loss", found)
     assert {3, 4} <= lines_of("forward", found) <= {1, 2, 3, 4, 7}
+
+
+def test_what_microbatches_add_up_are_gradients():
+    """Of the backward pass and of the modules whose gradients they are; a slice is of the batch."""
+    depth, width, rows = 4, 256, 2048
+
+    def loss_fn(params, batch):
+        x = batch
+        for number, w in enumerate(params):
+            with jax.named_scope(f"Net/Block_{number}"):
+                x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    step = jaxmem.train_step(loss_fn, optax.adam(1e-3), microbatches=4)
+    args = step.abstract([array(width, width)] * depth), array(rows, width)
+    found = step.memory(*args, target="h200")
+    added = [one for one in found.peak if one.source == "jaxmem: microbatch" and one.bytes > 1024]
+    sums = [one for one in added if one.shape == (width, width)]
+    assert {one.module for one in sums} == {f"Net/Block_{number}" for number in range(depth)}
+    assert {(one.phase, one.kind) for one in sums} == {("backward", "gradients")}
+    slices = [one for one in added if one not in sums]
+    assert {one.module for one in slices} <= {"batch"}
+    assert found.by_source.get(UNKNOWN, 0) <= 1024 and found.by_module.get(UNKNOWN, 0) <= 1024
+    assert found.time.by_source.get(UNKNOWN, 0) < 0.1 * found.time.seconds
 
 
 def test_memory_that_values_share_is_said():

@@ -13,6 +13,7 @@ import pathlib
 
 import flax.linen as nn
 import optax
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from model import Block, ResNet, make_loss
 from train import plan_step
@@ -27,7 +28,8 @@ SHOWN = {
     "residuals: kept for the backward pass": ("#e69f00", ["residuals"]),
     "gradients and temporaries": ("#009e73", ["gradients", "temporaries", "workspace", "outputs"]),
 }
-LINE = "#c00000"
+# Of the picture of --fit on a light and on a dark page: paper, ink, and the line of the budget.
+SCHEMES = {"": ("#ffffff", "#1d1d1f", "#c00000"), "-dark": ("#1f2023", "#ececee", "#ff7b72")}
 
 
 def plain():
@@ -74,12 +76,21 @@ def fit(target: str, out: pathlib.Path) -> None:
     before, after = as_it_is.memory(*args, target=target), step.fitting.report
     for name, report in (("before", before), ("after", after)):
         report.to_html(out / f"{name}.html")
-    draw(before, after, jaxmem.target(target), out / "fit.png")
+    for scheme in SCHEMES:
+        draw(before, after, jaxmem.target(target), out / f"fit{scheme}.png", scheme)
 
 
-def draw(before, after, target, path: pathlib.Path) -> None:
+def draw(before, after, target, path: pathlib.Path, scheme: str) -> None:
     """Both timelines beside each other, with a line at what the GPU has for them."""
-    figure = Figure(figsize=(11, 4.6), dpi=120, layout="constrained", facecolor="white")
+    paper, ink, red = SCHEMES[scheme]
+    colors = dict.fromkeys("text.color axes.labelcolor axes.edgecolor ytick.color".split(), ink)
+    with rc_context(colors | {"axes.facecolor": paper}):
+        figure = draw_both(before, after, target, red)
+        figure.savefig(path, facecolor=paper)
+
+
+def draw_both(before, after, target, red: str) -> Figure:
+    figure = Figure(figsize=(11, 4.6), dpi=120, layout="constrained")
     usable, most = target.usable_bytes / 2**30, before.device / 2**30
     for axes, title, report in zip(
         figure.subplots(1, 2, sharey=True),
@@ -91,7 +102,7 @@ def draw(before, after, target, path: pathlib.Path) -> None:
         sizes = [sum(live[kind] for kind in kinds) / 2**30 for _, kinds in SHOWN.values()]
         colors = [color for color, _ in SHOWN.values()]
         axes.stackplot(range(len(sizes[0])), *sizes, colors=colors, labels=SHOWN, step="post")
-        axes.axhline(usable, color=LINE, linewidth=1.6, linestyle="--")
+        axes.axhline(usable, color=red, linewidth=1.6, linestyle="--")
         verdict = "fits" if report.fits() else "does not fit"
         axes.set_title(
             f"{title}: {jaxmem.format_bytes(report.device)}, {verdict}", fontweight="bold"
@@ -102,12 +113,15 @@ def draw(before, after, target, path: pathlib.Path) -> None:
     first, second = figure.axes
     place = second.get_yaxis_transform()
     about = f"{target.memory_bytes // 10**9} GB GPU ({target.name}), {usable:.2f} GiB usable"
-    second.text(0.98, usable * 1.01, about, color=LINE, ha="right", va="bottom", transform=place)
+    second.text(0.98, usable * 1.01, about, color=red, ha="right", va="bottom", transform=place)
     first.set_ylabel("device memory (GiB)")
     handles, labels = first.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(f"ResNet50, one training step at batch {2 * BATCH}, compiled without the GPU")
-    figure.savefig(path)
+    figure.suptitle(
+        f"ResNet50, one training step at batch {2 * BATCH}, compiled without the GPU, "
+        "XLA's own rematerialization off"
+    )
+    return figure
 
 
 def main(arguments=None) -> None:

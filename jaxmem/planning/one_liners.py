@@ -18,5 +18,7 @@ def one_liners(program: Program, rates: Rates) -> dict[str, Layout]:
         layouts = [variant.layout(row(variant.program, spans, saved)) for spans in rows]
         if layouts:
             least = min(layouts, key=lambda layout: layout.peak)
-            found[f"{name} on each of {len(least.regions)} blocks"] = least
+            count = len(least.regions)
+            where = f"each of {count} blocks" if count > 1 else "one block"
+            found[f"{name} on {where}"] = least
     return found

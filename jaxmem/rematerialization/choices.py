@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence, Set
 
 from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.words import counted
 from jaxmem.planning import Layout, Loop, Rates, Region, simulate_block
 from jaxmem.program import Program
 
@@ -55,8 +56,8 @@ def _loop_rows(program: Program, loops: Sequence[Loop], depth: int):
             kept = max(schedule.tail, schedule.block)
             where = " in host memory" * schedule.host
             parts = (
-                f" ({schedule.states} states kept{where}, {schedule.evaluations / length:.2f} "
-                "forward passes more)"
+                f" ({counted(schedule.states, 'state')} kept{where}, "
+                f"{schedule.evaluations / length:.2f} forward passes more)"
             )
         whole = Region(0, len(operation.body.kernels), loop.saved, loop.regions)
         for row in _region_rows(operation.body, [whole], depth):

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxmem.ground.bytes import format_bytes, parse_budget
 from jaxmem.ground.checks import check_call
+from jaxmem.ground.words import counted
 from jaxmem.planning import Layout, one_liners
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Plan
@@ -147,7 +148,7 @@ class Frontier(Printed):
             )
         forward = most.predicted.seconds * 3
         rows = [
-            (f"{plan.planner}, {len(plan.rows)} regions", plan.projected_bytes,
+            (f"{plan.planner}, {counted(len(plan.rows), 'region')}", plan.projected_bytes,
              plan.predicted.recompute_seconds, f"{plan.predicted.recompute_flops / 1e9:.4g}")
             for plan in self.plans
         ]  # fmt: skip
@@ -162,7 +163,7 @@ class Frontier(Printed):
             )
             for name, total, seconds, work in sorted(rows, key=lambda row: -row[1])
         ]
-        heads = ("projected", f"ms more {error}", "of a step", "GFLOP again", "plan")
+        heads = ("projected", f"ms more {error}", "slower", "GFLOP more", "plan")
         yield Table(heads, cells, left=(4,), wraps=True)
         yield from self._equally_fast()
 

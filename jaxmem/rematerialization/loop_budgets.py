@@ -10,6 +10,7 @@ from jaxmem.frameworks.modules import on_arrays
 from jaxmem.ground.bytes import format_beside, format_bytes
 from jaxmem.ground.checks import name_of
 from jaxmem.ground.errors import BudgetError
+from jaxmem.ground.words import counted
 from jaxmem.loops import checkpointed_while, repeats
 from jaxmem.planning import Loop, LoopOption, Rates, Region, loop_options, simulate_block
 from jaxmem.program import Program, read_program
@@ -104,8 +105,8 @@ def _chosen(program: Program, rates: Rates, budget: int | None, name: str) -> Lo
         lowest = min(option.bytes for option in options)
         operation = program.operation_of(kernel)
         raise BudgetError(
-            f"No schedule of this scan ({operation.length} iterations of {name}) fits the budget "
-            f"of {format_bytes(budget)}; the lowest one that does is "
+            f"No schedule of this scan ({counted(operation.length, 'iteration')} of {name}) fits "
+            f"the budget of {format_bytes(budget)}; the lowest one that does is "
             f"{format_beside(lowest, budget)} ({lowest} bytes projected), with one state kept. "
             "Raise the budget, or make an iteration or its state smaller.",
             lowest,

@@ -5,15 +5,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.words import counted
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.reports.drawn.grouping import common_path, grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Table
 from jaxmem.reports.drawn.text import columns, fit
 from jaxmem.reports.drawn.verdict import short_verdict
+from jaxmem.targets import example_target
 
 _FUNCTION = re.compile(r" \([\w.<>]+\)(?=\))")  # that of a line, as in "(model.py:3 (Net.call))"
 _SCAN = re.compile(r"(\d+ x scan.*?): ")  # what stands before the region of a scan's body
 _FILE = re.compile(r"\(([^():]+):\d+")
+_NEVER_AGAIN = (  # of a value in a region that is not among those that the region saves
+    "it is not recomputed: either the next region starts from it, so it is kept, or nothing in the "
+    "backward pass reads it"
+)
+_TIMES = {1: "once", 2: "twice"}
 _LINE = re.compile(r" \([^():]+:(\d+)\)")
 
 
@@ -40,14 +47,14 @@ def plan_parts(plan: Any) -> Iterator[Part]:
     if predicted.flops:  # a program may have no matmul
         share = f" ({predicted.recompute_flops / predicted.flops:.1%} of a forward pass)"
     yield answer(plan)
-    yield f"{plan.planner} plan, {len(plan.rows)} regions (program {plan.fingerprint})"
+    yield f"{plan.planner} plan, {counted(len(plan.rows), 'region')} (program {plan.fingerprint})"
     yield (
         f"  projected {format_bytes(plan.projected_bytes)}, without regions "
         f"{format_bytes(plan.plain_bytes)}"
     )
     if plan.written:
         yield (
-            f"  as written, with {plan.opened} regions of its own: projected "
+            f"  as written, with {counted(plan.opened, 'region')} of its own: projected "
             f"{format_bytes(plan.written.bytes)}, recomputes "
             f"{plan.written.recompute_flops / 1e9:.4g} GFLOP "
             f"({plan.written.recompute_share:.1%} of a step)"
@@ -77,10 +84,12 @@ def plan_parts(plan: Any) -> Iterator[Part]:
         )
     if bound := vars(plan).get("bound"):  # where it was asked for
         yield f"  {bound}"
+    where = f"on {plan.target}"
+    if not plan.target:
+        where = f"at the rates of {example_target().name}, as no target is given"
     yield (
         f"  about {predicted.recompute_seconds * 1e3:.3g} ms beside "
-        f"{predicted.seconds * 3e3:.3g} ms {checked(plan.time_error)} on "
-        f"{plan.target or 'the target'}"
+        f"{predicted.seconds * 3e3:.3g} ms {checked(plan.time_error)} {where}"
     )
     if plan.rows:
         yield _regions(plan.rows)
@@ -96,9 +105,9 @@ def other_program(plan: Any, fingerprint: str, inputs: Sequence[tuple[str, str]]
     ]
     if len(found) != len(plan.inputs):
         said = (
-            f"it takes {len(found)} arrays, and the plan was made for {len(plan.inputs)} "
-            "(a Python number is none where the plan is made, and one under jax.jit: make it "
-            "an array, such as jnp.float32(0.1), for both)"
+            f"it takes {counted(len(found), 'array')}, and the plan was made for "
+            f"{len(plan.inputs)} (a Python number is none where the plan is made, and one under "
+            "jax.jit: make it an array, such as jnp.float32(0.1), for both)"
         )
     elif differing:
         said = "; ".join(differing[:3]) + (" ..." if len(differing) > 3 else "")
@@ -137,9 +146,12 @@ def reason(plan: Any, choice: Choice) -> str:
         "offload": "it waits in host memory for the backward pass, beside which it is fetched",
         "save": "it is saved, and what is recomputed instead averages "
         + (average(again) if again else "nothing"),
-        "recompute": f"it is recomputed {choice.times} times in the backward pass, and what "
-        "is saved instead averages " + (average(saved) if saved else "nothing"),
+        "recompute": f"it is recomputed {_TIMES.get(choice.times, f'{choice.times} times')} in the "
+        "backward pass, and what is saved instead averages "
+        + (average(saved) if saved else "nothing"),
     }[choice.action]
+    if choice.action == "recompute" and not choice.times:
+        why = _NEVER_AGAIN
     return f"{made}: {cost}. In this plan {why}."
 
 
@@ -155,7 +167,7 @@ def _regions(rows: tuple[Row, ...]) -> Table:
         )
         for one, count in ((alike[0], len(alike)) for _, alike in found)
     ]
-    heads = ("saves", "keeps", "GFLOP again", "times")
+    heads = ("saves", "keeps", "GFLOP more", "times")
     shown = [at for at in range(len(heads)) if any(row[at] for row in numbers)]
     room = columns() - 2 - sum(2 + max(len(heads[at]), 10) for at in shown)
     cells = []

@@ -14,6 +14,7 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import array_call
 from jaxmem.ground.checks import name_of, noted, shapes_of
 from jaxmem.ground.errors import JaxmemError, PlanError
+from jaxmem.ground.words import counted
 from jaxmem.program import Program, read_program, size_of
 
 
@@ -137,7 +138,7 @@ def _loss_of(results: Any, name: str) -> Any:
     """The loss of a function with ``has_aux=True``."""
     several = isinstance(results, tuple | list)
     if not several or len(results) != 2:
-        count = f"{len(results)} values, " if several else ""
+        count = f"{counted(len(results), 'value')}, " if several else ""
         raise PlanError(
             f"{name}(..., has_aux=True) takes a function that returns (loss, aux), and it returns "
             f"{count}{shapes_of(results)}. Return a pair, or leave has_aux out."

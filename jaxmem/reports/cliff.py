@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.words import counted
 from jaxmem.reports.drawn.grouping import grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.drawn.text import milliseconds
@@ -213,9 +214,8 @@ def told(recomputed: Sequence[Recomputed]) -> str:
     """What is recomputed, in a few words."""
     if not recomputed:
         return "XLA recomputes nothing by itself"
-    count, flops = len(recomputed), sum(one.flops for one in recomputed)
-    values = f"{count} values" if count > 1 else "1 value"
+    flops = sum(one.flops for one in recomputed)
     return (
-        f"XLA recomputes {values} by itself ({flops / 1e9:.4g} GFLOP, "
+        f"XLA recomputes {counted(len(recomputed), 'value')} by itself ({flops / 1e9:.4g} GFLOP, "
         f"{1e3 * sum(one.seconds for one in recomputed):.3g} ms)"
     )

@@ -12,6 +12,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import name_of, noted
 from jaxmem.ground.errors import CompileError, JaxmemError, JaxmemWarning, OffloadError
+from jaxmem.ground.words import counted
 from jaxmem.reports.lowered import Lowered
 from jaxmem.reports.report import MemoryReport
 from jaxmem.reports.totals import Totals
@@ -61,7 +62,7 @@ class _Absent(Compiling):
         self.module, partitions = jaxprs.to_bytecode(self.lowered, locations=timeline)
         if partitions != target.count:
             raise JaxmemError(
-                f"The step is partitioned over {partitions} devices, and the target is "
+                f"The step is partitioned over {counted(partitions, 'device')}, and the target is "
                 f"{target.count} of {target.name}. Pass target=jaxmem.target({target.name!r}, "
                 f"count={partitions}), or shard the arguments over a mesh of that size."
             )

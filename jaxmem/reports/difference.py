@@ -66,6 +66,11 @@ class Diff(Printed):
     def _both(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.before, self.after
 
+    def _on_chip(self) -> dict[str, list[int]]:
+        """Bytes of each memory of the chip itself, before and after."""
+        sizes = [report.get("on_chip", {}) for report in self._both()]
+        return {name: [one.get(name, 0) for one in sizes] for name in sizes[0] | sizes[1]}
+
     def _allowed(self, budget: int | str | None) -> int | None:
         if budget is None:
             return None
@@ -77,7 +82,8 @@ class Diff(Printed):
             name: [self.before.get(name), self.after.get(name)]
             for name in ("device", "host", "peak", "fragmentation")
         }
-        return json.dumps({**totals, "changes": self.changes, "verdict": self.verdict}, indent=1)
+        more = {"on_chip": self._on_chip(), "changes": self.changes, "verdict": self.verdict}
+        return json.dumps(totals | more, indent=1)
 
     def to_html(self, path: str | os.PathLike, *, budget: int | str | None = None) -> None:
         """Writes one self-contained page: both timelines on one scale, and sortable tables of what
@@ -133,6 +139,7 @@ class Diff(Printed):
             for name in totals
             if name in self.before and name in self.after
         ]
+        rows += [(f"on the chip: {name}", *sizes) for name, sizes in self._on_chip().items()]
         yield _changes("", rows)
         for table, changes in self.changes.items():
             sizes = [

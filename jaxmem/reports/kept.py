@@ -9,6 +9,7 @@ import jax
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_call, name_of, noted
+from jaxmem.ground.words import counted
 from jaxmem.program import size_of
 from jaxmem.reports.where.arguments import argument_paths
 from jaxmem.reports.where.names import UNATTRIBUTED, modules_of, source_of
@@ -57,7 +58,7 @@ class Residuals:
     def __str__(self):
         made = [value for value in self.values if not value.is_argument]
         lines = [
-            f"{format_bytes(self.total)} kept in {len(made)} values, besides "
+            f"{format_bytes(self.total)} kept in {counted(len(made), 'value')}, besides "
             f"{format_bytes(self.held)} of arguments"
         ]
         for value in made:

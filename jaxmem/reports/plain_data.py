@@ -8,13 +8,14 @@ import jaxlib
 
 from jaxmem.reports.drawn.grouping import group_numbers, without_numbers
 from jaxmem.reports.where.peak import FRAGMENTATION
+from jaxmem.targets import rated
 
 if TYPE_CHECKING:
     from jaxmem.reports.report import MemoryReport
 
 
 def describe(report: "MemoryReport") -> dict[str, Any]:
-    """A report as plain data: what `MemoryReport.to_json` writes."""
+    """The bytes of a report as plain data: what `MemoryReport.to_json` writes of them."""
     on_host = dataclasses.asdict(report.on_host)
     about: dict[str, Any] = {
         "jaxmem": 1,
@@ -53,6 +54,16 @@ def describe(report: "MemoryReport") -> dict[str, Any]:
             "live_by_kind": {kind: row.tolist() for kind, row in report.live_by_kind.items()},
         },
     }
+
+
+def costs(report: "MemoryReport") -> dict[str, Any]:
+    """What a run of the step costs beside bytes, as plain data: FLOPs, traffic, predicted time."""
+    known = rated(report.target)
+    time = None
+    if known is not None:
+        parts = ("seconds", "waiting", "by_phase", "by_limit", "by_module", "by_source")
+        time = {"error": known.time_error} | {part: getattr(report.time, part) for part in parts}
+    return {"work": dataclasses.asdict(report.work), "moved": report.moved, "time": time}
 
 
 def summary(report: "MemoryReport") -> dict[str, Any]:

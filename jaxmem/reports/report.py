@@ -17,7 +17,7 @@ from jaxmem.reports.drawn.breakdown import Breakdown
 from jaxmem.reports.drawn.report_text import report_parts
 from jaxmem.reports.drawn.tables import Part, Printed
 from jaxmem.reports.lowered import Lowered
-from jaxmem.reports.plain_data import describe
+from jaxmem.reports.plain_data import costs, describe
 from jaxmem.reports.speed.step_time import StepTime, step_time
 from jaxmem.reports.totals import Sized, Totals
 from jaxmem.reports.where.arguments import Argument
@@ -142,7 +142,7 @@ class MemoryReport(Sized, Printed):
         found: Counter[str] = Counter()
         for number, size in self._map.on_chip.items():
             found[names.get(number, "other")] += size
-        return dict(found)
+        return {name: size for name, size in found.items() if size}
 
     @property
     def padding(self) -> tuple[Padded, ...]:
@@ -210,8 +210,15 @@ class MemoryReport(Sized, Printed):
         return report_parts(self)
 
     def to_json(self) -> str:
-        """All figures as JSON text, which `jaxmem.diff` reads back."""
-        return json.dumps(describe(self), indent=1)
+        """All figures as JSON text, which `jaxmem.diff` reads back.
+
+        ``work`` has the fields of `Work`, ``moved`` is a number of bytes, and ``time`` has the
+        predicted ``seconds`` of a run, those of them that are ``waiting``, the error of the
+        prediction (null: unchecked), and seconds ``by_phase``, ``by_limit``, ``by_module`` and
+        ``by_source``; it is null where the rates of the device are not known. What needs a
+        timeline is left out where there is none (`has_timeline`).
+        """
+        return json.dumps(describe(self) | costs(self), indent=1)
 
     def to_html(
         self, path: str | os.PathLike, *, budget: int | str | None = None, name: str = ""

@@ -7,6 +7,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_beside, format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
+from jaxmem.ground.words import counted
 from jaxmem.planning import MOST, NamedChoice, Names, of_each, worth_most
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import named_place, names_of
@@ -88,8 +89,8 @@ class NamedChoices:
         saved = ", ".join(self.names[at] for at in sorted(choice.saved)) or "no name"
         budget, reserved = self.limits.budget or 0, format_bytes(self.limits.reserved)
         return BudgetError(
-            f"No policy over the {len(self.order)} names fits the budget of {format_bytes(budget)} "
-            f"with {reserved} of it reserved; the lowest one that does is "
+            f"No policy over {counted(len(self.order), 'name')} fits the budget of "
+            f"{format_bytes(budget)} with {reserved} of it reserved; the lowest one that does is "
             f"{format_beside(total, budget)} ({total} bytes {word}), which saves {saved}. Raise "
             "the budget, shrink the batch, or let jaxmem.remat place regions of its own.",
             total,

@@ -10,6 +10,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.checks import check_call, is_count
 from jaxmem.ground.errors import PlanError
+from jaxmem.ground.words import counted
 from jaxmem.planning import MOST, NamedChoice, Names, Place, Rates, spans_of_blocks, spared_alone
 from jaxmem.program import NAMED, Kernel, Operation, Program
 from jaxmem.rematerialization.limits import Limits
@@ -156,14 +157,15 @@ def _collected(
     stretch = jaxprs.stretches(traced.closed, without_regions=not opened)
     place = place_of_stretch(traced, stretch, target, rows.groups)
     if opened:
-        return (rows, place), f"in {opened} region{'s' * (opened > 1)} of its own"
+        return (rows, place), f"in {counted(opened, 'region')} of its own"
     if place.scans:
         return (rows, place), "it has no regions: the body of each scan counts as one"
     spans = spans_of_blocks(place.program, rates) or ((0, len(place.program.kernels)),)
     rows = _Rows(rates)
     groups = rows.groups(place.program, stretch, spans)
     place = dataclasses.replace(place, spans=spans, groups=groups)
-    return (rows, place), f"it has no regions: each of {len(spans)} blocks counts as one"
+    each = f"each of {len(spans)} blocks" if len(spans) > 1 else "the whole"
+    return (rows, place), f"it has no regions: {each} counts as one"
 
 
 def _suggestions(

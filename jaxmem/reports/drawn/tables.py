@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxmem.reports.drawn.text import columns, fit, side_by_side
 
-_NARROW = 26  # columns; fewer for a sentence, and it goes below its row
+_NARROW = 26  # columns; fewer for a sentence, or for one of its words: it goes below its row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Table:
                 size = max(len(one[last]) for one in shown) if number else 0
                 yield (start + fit(row[last], room).rjust(size)).rstrip()
                 continue
-            if room < _NARROW:
+            if room < max([_NARROW, *map(len, row[last].split())]):
                 yield start.rstrip()
                 yield from _wrapped(row[last], width, " " * 4, " " * 6)
                 continue

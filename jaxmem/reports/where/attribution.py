@@ -141,20 +141,31 @@ class Attribution:
     def _module_path(self, made: Instruction, annotated: Instruction) -> str:
         """Scopes of the name stack (Flax linen, `jax.named_scope`), else the classes whose methods
         are on the stack (Flax nnx, Equinox), else the parameter that is updated, else the user's
-        function."""
+        function, else that of what is read: a slice of the batch, a gradient that is added."""
+        place, function = self._place(annotated)
+        if place:
+            return place
+        updates = self._phases.of(made.name) == "update"
+        if function and not updates:
+            return function
+        read = [self._makers.maker(self._module.instructions[name])[0] for name in made.operands]
+        for one in read:
+            argument = self._program.argument_of(one)
+            if argument and not (updates and argument.kind == "batch"):
+                return self._module_of_argument(argument)
+        if function or updates:
+            return function or UNATTRIBUTED
+        places = (self._place(self._makers.annotated(one)) for one in read)
+        return next((place or function for place, function in places if place or function), "") or (
+            UNATTRIBUTED
+        )
+
+    def _place(self, annotated: Instruction) -> tuple[str, str]:
+        """The path of the module that an instruction itself says that it is in, and the user's
+        function; empty where it says none."""
         scopes = modules_of(annotated.stack)
-        if scopes:
-            return "/".join(scopes)
         classes, function = classes_and_function(self._module.frames(annotated.frame))
-        if classes:
-            return "/".join(classes)
-        if self._phases.of(made.name) == "update":
-            for name in made.operands:
-                read, _ = self._makers.maker(self._module.instructions[name])
-                argument = self._program.argument_of(read)
-                if argument and argument.kind != "batch":
-                    return self._module_of_argument(argument)
-        return function or UNATTRIBUTED
+        return "/".join(scopes or classes), function
 
     def _module_of_argument(self, argument: Argument) -> str:
         module = argument.module

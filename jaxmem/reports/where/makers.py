@@ -10,6 +10,10 @@ from jaxmem.reports.xla.instructions import Instruction
 _ROUNDED = "reduce-precision"
 _COPIES = frozenset("bitcast opt-barrier copy copy-start copy-done".split())
 
+# Of one value through a loop: a value that no turn of a loop makes is met again on the way out, and
+# once more for each loop around. A guard alone: what is met more often is in no program of XLA's.
+_TURNS = 20
+
 Element = tuple[int, ...]  # an index into nested tuples; empty: the whole value
 
 
@@ -24,15 +28,13 @@ class Makers:
 
     def maker(self, made: Instruction, index: Element = ()) -> tuple[Instruction, Element]:
         """The instruction that fills the memory: past copies, tuples and loops."""
-        seen: set[tuple[str, Element]] = set()
-        while not self._program.is_argument(made):
+        seen: collections.Counter[tuple[str, Element]] = collections.Counter()
+        while not self._program.is_argument(made) and seen[made.name, index] <= _TURNS:
             again = (made.name, index) in seen
-            seen.add((made.name, index))
+            seen[made.name, index] += 1
             caller = self._program.flow.callers.get(made.computation)
             if made.opcode == "parameter" and caller is not None and caller.operands:
                 following = self._given(made, caller, again)
-            elif again:
-                break
             elif made.opcode == "while":
                 following = self._module.roots[made.called[0]].name
             elif made.opcode == "tuple" and index and index[0] < len(made.operands):

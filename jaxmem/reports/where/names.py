@@ -11,6 +11,8 @@ from jaxmem.reports.xla.instructions import Frame, Instruction
 UNATTRIBUTED = "(not attributed)"
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "jaxmem")
 
+# Functions of jaxmem that compute on their own, between the user's lines.
+_COMPUTING = ("microbatch", "accumulate", "offload", "layers", "scan", "while_loop")
 # Beyond these functions of jaxmem a stack has only the line that asked for the report.
 _REPORTING = ("memory", "lower_for", "saved_residuals")
 _PUNCTUATION = re.compile("[()/]")
@@ -46,9 +48,9 @@ def modules_of(stack: str) -> tuple[str, ...]:
 
 
 def source_of(frames: Iterable[Frame]) -> str:
-    """The user's line on a stack (innermost first), else the function of Flax or optax that the
-    user's code is not seen to call."""
-    in_library = ""
+    """The user's line on a stack (innermost first), else the function of Flax or optax, or of
+    jaxmem, that the user's code is not seen to call."""
+    in_library = in_jaxmem = ""
     for frame in frames:
         library = _library(frame.file)
         if library is None:
@@ -57,7 +59,14 @@ def source_of(frames: Iterable[Frame]) -> str:
             break
         if library in ("flax", "optax") and not frame.function.startswith("<"):
             in_library = f"{library}: {frame.function.split('.')[0]}"
-    return in_library or UNATTRIBUTED
+        if library == "jaxmem" and frame.function.split(".")[0] in _COMPUTING:
+            in_jaxmem = f"jaxmem: {frame.function.split('.')[0]}"
+    return in_library or in_jaxmem or UNATTRIBUTED
+
+
+def adds_slices(frames: Iterable[Frame]) -> bool:
+    """Whether `jaxmem.microbatch` computes this between the gradients of two slices."""
+    return source_of(frames) == "jaxmem: microbatch"
 
 
 def user_lines(frames: Iterable[Frame]) -> tuple[tuple[str, int], ...]:

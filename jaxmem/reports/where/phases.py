@@ -2,8 +2,9 @@
 
 ``recompute`` under ``rematted_computation`` in a transpose, or made by XLA's own
 rematerialization; ``backward`` under ``transpose(jvp(...))``; ``loss`` and ``forward`` under
-``jvp(...)``; outside of both ``update`` where it is computed from a gradient or optimizer state,
-else ``forward``. Arguments are ``state`` or ``batch``.
+``jvp(...)``; outside of both ``update`` where it is computed from a gradient or optimizer state
+(``backward`` where it adds gradients of microbatches), else ``forward``. Arguments are ``state`` or
+``batch``.
 """
 
 import functools
@@ -11,7 +12,7 @@ import functools
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.loss import Loss, before_gradients
 from jaxmem.reports.where.makers import Makers
-from jaxmem.reports.where.names import UNATTRIBUTED
+from jaxmem.reports.where.names import UNATTRIBUTED, adds_slices
 from jaxmem.reports.where.program import Program
 from jaxmem.reports.xla.flow import Node
 
@@ -46,7 +47,7 @@ class Phases:
         if "transpose(" in stack:
             return "backward"
         if "jvp(" not in stack and (name, -1) in self._after_gradients:
-            return "update"
+            return "backward" if adds_slices(self._module.frames(annotated.frame)) else "update"
         return "loss" if annotated in self._loss else "forward"
 
     @functools.cached_property

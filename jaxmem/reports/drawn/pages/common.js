@@ -3,6 +3,7 @@
 const D = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
 const esc = t => String(t).replace(/[&<>"]/g, c => ({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"}[c]));
+const counted = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 function size(n) {
   if (n < 0) return "-" + size(-n);
