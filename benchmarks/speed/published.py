@@ -85,12 +85,25 @@ def compiled(row):
             jax.tree.map(lambda leaf, cut=cut: _on(leaf, mesh, placed[cut]), tree)
             for tree, cut in ((params, False), (batch, True))
         )
+        loss = parallel(loss, mesh)
     if slices > 1:
         if count > 1:  # sums of gradients wait for the last microbatch
             return None
         return jaxmem.memory(jax.value_and_grad(loss), params, batch, target=target)
 
     return compile_plain(loss, optimizer, params, batch, target)
+
+
+def parallel(loss, mesh):
+    """Data parallel as the published programs are: each device has statistics of its own examples,
+    and gradients are summed."""
+
+    def of_device(params, batch):
+        found = loss(params, batch)
+        return jax.tree.map(lambda value: jax.lax.pmean(value, "data"), found)
+
+    specs = PartitionSpec(), PartitionSpec("data")
+    return jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
 
 
 def _on(leaf, mesh, spec):
