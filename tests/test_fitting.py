@@ -741,7 +741,7 @@ def test_command_line_plan(capsys, tmp_path):
     name, picture = f"{__name__}:make_loss", tmp_path / "frontier.svg"
     assert cli.main(["plan", name, "--budget", "70MiB", "--plot", str(picture)]) == 0
     out, err = capsys.readouterr()
-    assert "ms (unchecked) at the rates of h200, as no target is given\n" in out
+    assert "ms (unchecked) at the rates of h200, as no target is given" in " ".join(out.split())
     assert out.startswith("fits: ") and "\ndp plan, " in out and f"wrote {picture}" in err
     assert "svg" in picture.read_text()[:300]
     common = ["plan", name, "--target", "h200", "--budget"]

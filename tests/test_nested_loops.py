@@ -92,8 +92,8 @@ def test_every_budget_down_to_a_few_states_has_a_plan():
     assert found.value.lowest < 13 * 2**20
     plan = jaxmem.plan(loss, *args, budget=found.value.lowest, target="rtx-4090", compilations=0)
     assert plan.projected_bytes <= found.value.lowest
-    assert " 200 x scan (1 states kept, 99.50 forward passes more)" in str(plan)
-    assert "   50 x scan (1 states kept, 24.50 forward passes more)" in str(plan)
+    assert " 200 x scan (1 state kept, 99.50 forward passes more)" in str(plan)
+    assert "   50 x scan (1 state kept, 24.50 forward passes more)" in str(plan)
     assert {choice.operation.count(" x ") for choice in plan.choices} == {0, 1, 2}
 
 

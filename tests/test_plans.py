@@ -483,10 +483,8 @@ def test_predicted_times_are_printed_with_their_error(tmp_path, monkeypatch):
 
 
 def test_a_plan_without_a_target_says_whose_rates_its_times_have():
-    text = str(jaxmem.plan(tanh_chain, *SHAPES))
-    assert re.search(
-        r"about .* \(unchecked\) at the rates of h200, as no target is given$", text, re.M
-    )
+    text = " ".join(str(jaxmem.plan(tanh_chain, *SHAPES)).split())
+    assert "(unchecked) at the rates of h200, as no target is given" in text
     assert "the target" not in text
 
 
