@@ -32,6 +32,7 @@ def test_what_runs_inside_of_shard_map_is_projected(attention, form):
     assert plan.projected_bytes == pytest.approx(bytes_of(plan.apply(loss), args), rel=0.1)
 
 
+@pytest.mark.slow
 def test_attention_around_a_ring_is_attention():
     script = """
 import jax, jax.numpy as jnp

@@ -127,6 +127,7 @@ def attention_loss(params, batch):
     return jnp.mean((mixed @ params["out"]) ** 2)
 
 
+@pytest.mark.slow
 def test_operations_that_hold_no_scores_are_searched_where_they_are_allowed():
     names = ("query", "key", "value", "out")
     params = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in names}

@@ -36,6 +36,7 @@ def evaluations(outer, inner):
     return INNER * outer.evaluations + OUTER * (inner.evaluations if inner else 0)
 
 
+@pytest.mark.slow
 def test_values_and_gradients_at_every_budget():
     loss, args = diffusion(4, 13, 7, "float64")
     values = [0.1 * jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(args)]

@@ -171,7 +171,19 @@ def scanned(layer):
     return loss, (pair, *shaped((ROWS, WIDTH)))
 
 
+def filtered(weights, x):
+    """Fourier transforms, whose derivatives read nothing."""
+    for scale in weights:
+        x = jnp.tanh(jnp.fft.irfft2(jnp.fft.rfft2(x, axes=(1, 2)), axes=(1, 2)) * scale)
+    return jnp.mean(x**2)
+
+
+def transformed(_):
+    return filtered, (shaped(*[()] * LAYERS), *shaped((32, 64, 64, 64)))
+
+
 PROGRAMS = {
+    "Fourier transforms": (transformed, None, {}),
     **{name: (of_layers, layer, {}) for name, layer in LAYER.items()},
     "conditional in a scan": (scanned, chosen, {}),
     "custom_vjp in a scan": (scanned, by_hand, {}),
@@ -189,7 +201,8 @@ def test_projected_bytes_are_near_to_compiled_ones(name):
     loss, args = make(what, **options)
     plan = jaxmem.plan(loss, *args, compilations=0)
     plain = jaxmem.memory(jax.value_and_grad(loss), *args, target="h200", timeline=False)
-    assert plan.plain_bytes == pytest.approx(plain.device, rel=0.07)
+    near = 0.1 if make is transformed else 0.07
+    assert plan.plain_bytes == pytest.approx(plain.device, rel=near)
 
 
 @pytest.mark.parametrize("name", [*LAYER, "LSTM", "custom_vjp in a scan"])

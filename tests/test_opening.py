@@ -148,6 +148,7 @@ def test_a_scan_in_a_scan_keeps_its_own():
     assert text.count("scan[") == 1 and text.count("checkpoint") + text.count("remat") > 0
 
 
+@pytest.mark.slow
 def test_linen_and_nnx_layers_in_a_scan():
     class Block(nn.Module):
         @nn.compact
@@ -194,6 +195,7 @@ def test_linen_and_nnx_layers_in_a_scan():
     )
 
 
+@pytest.mark.slow
 def test_fit_gets_a_step_faster_that_has_memory_to_spare(capsys):
     params, x = SHAPES
 

@@ -264,6 +264,7 @@ for stage in (1, 3):
 """
 
 
+@pytest.mark.slow
 def test_parted_loops_and_residuals_on_the_host_train_as_one_device_does():
     environment = {
         **os.environ,

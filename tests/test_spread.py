@@ -132,6 +132,7 @@ def test_half_of_the_bytes_for_little(kind, form):
     assert plan.predicted.bytes == pytest.approx(plan.compiled.bytes, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_plans_made_for_several_devices_are_plans_of_the_function(scanned):
     mesh = _mesh({"data": 8})

@@ -782,6 +782,7 @@ def test_abstract_parameters_make_an_abstract_state():
 # ---- parameters on a mesh
 
 
+@pytest.mark.slow
 def test_parameters_on_a_mesh_stay_where_they_are():
     code = """
 import jax, jax.numpy as jnp, jaxmem, numpy as np, optax

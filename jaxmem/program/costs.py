@@ -29,10 +29,10 @@ _FUSED = frozenset(
 # The derivative of these reads none of their operands or results.
 _LINEAR = frozenset(
     """
-    add add_any bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p
-    cumsum device_put expand_dims imag iota mesh_cast name neg optimization_barrier pad real
-    reduce_sum reduce_window_sum reshape reshard rev row_major sharding_constraint slice split
-    squeeze stop_gradient sub transpose
+    add add_any bitcast_convert_type broadcast_in_dim complex concatenate conj convert_element_type
+    copy copy_p cumsum device_put expand_dims fft imag iota mesh_cast name neg optimization_barrier
+    pad real reduce_sum reduce_window_sum reshape reshard rev row_major sharding_constraint slice
+    split squeeze stop_gradient sub transpose
     """.split()
 )
 _PRECISIONS = ("default", "high", "highest")

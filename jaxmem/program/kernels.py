@@ -130,11 +130,14 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             value = member.read_as(value)
             return made_of.get(value, frozenset([value]))
 
+        last = index  # what makes the result, but for the order of its axes
+        while last in cluster and program.operations[last].name == "transpose":
+            last = next((maker.get(value, -1) for value in program.operations[last].inputs), -1)
         for number in ordered:
             member = program.operations[number]
             under = frozenset().union(*(made(member, value) for value in member.inputs))
             if member.derivative_reads == "result":
-                reads |= set(results) if number == index else under
+                reads |= set(results) if number == last else under
             else:
                 read = _read_by_derivative(member, program.active)
                 reads |= frozenset().union(*(made(member, value) for value in read))
