@@ -638,3 +638,16 @@ def test_remat_counts_gradients_of_all_arguments_and_says_so():
     planned = jaxmem.remat(loss, plan=jaxmem.plan(loss, w, x, budget=lowest))
     np.testing.assert_allclose(jax.grad(planned)(w, x), jax.grad(loss)(w, x), rtol=1e-5, atol=1e-6)
     jax.grad(jaxmem.remat(loss, budget=refused.value.lowest))(w, x)
+
+
+def test_a_policy_leaves_complex_matmuls_to_be_made_again():
+    """`jax.checkpoint` cannot save them: it would round them to their own precision."""
+
+    def layer(w, x):
+        z = (x + 1j * x) @ (w + 2j * w)
+        return jnp.tanh(jnp.abs(z) ** 2) @ w
+
+    w, x = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4), jnp.linspace(0.0, 1.0, 12).reshape(3, 4)
+    planned = jax.checkpoint(layer, policy=jaxmem.remat_policy(target="h100"))
+    one, other = (jax.grad(lambda w, f=f: f(w, x).sum())(w) for f in (layer, planned))
+    np.testing.assert_allclose(one, other, rtol=1e-12)

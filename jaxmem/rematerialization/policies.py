@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxmem import jaxprs
 from jaxmem.ground.checks import check_call
 from jaxmem.ground.errors import JaxmemError
@@ -87,6 +89,8 @@ def remat_policy(
         # Not sooner: asking for the attached device starts JAX's backends.
         device = _known(target and resolve(target))
         result = jaxprs.result_of(primitive, avals, parameters)
+        if jnp.issubdtype(result.dtype, jnp.complexfloating):
+            return False  # JAX rounds what it saves to its own precision, which has no complex form
         written = size_of(result)
         moved = written + sum(map(size_of, avals))
         work = contraction_flops(primitive.name, avals, result, parameters)
