@@ -498,6 +498,7 @@ def test_plans_above_those_that_do_not_fit_are_tried(monkeypatch):
     assert chosen.projected > budget
 
 
+@pytest.mark.slow
 def test_more_than_the_gpu_has_is_never_said_to_fit(capsys):
     """The smaller of budget and GPU counts: in `fit`, plans, batches, reports, the command line."""
     usable = jaxmem.target("rtx-3090").usable_bytes

@@ -106,6 +106,7 @@ def test_compiled_bytes_are_those_projected(budget):
     assert 0.95 < plan.compiled_bytes / plan.projected_bytes < 1.05
 
 
+@pytest.mark.slow
 def test_of_three_loops_the_innermost_has_a_schedule_too():
     def loss(x):
         def run(x, depth):
