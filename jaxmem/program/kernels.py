@@ -9,7 +9,7 @@ none to make again.
 import dataclasses
 
 from jaxmem.program.costs import CONTRACTIONS
-from jaxmem.program.row_norms import row_norms
+from jaxmem.program.row_norms import RowNorms, row_norms
 from jaxmem.targets.links import Ring
 
 # A fused value that several kernels read is computed in each of them, unless that takes more than
@@ -103,7 +103,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         new: (old, ring) for operation in program.operations for old, new, ring in operation.gathers
     }
     stored.extend([True] * (len(program.sizes) - len(stored)))
-    norms = None
+    norms = RowNorms({}, {})
     if program.rules.blocks_of_rows:
         norms = row_norms(program, stored, _REDUCTIONS, _read_by_derivative)
     reduced = False  # whether the kernel before is a reduction
@@ -160,11 +160,10 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         dtype = program.types[first[0]].partition("[")[0] if first else ""
         workspace = operation.workspace
         if (reduces or operation.name == "gather") and not stored[operation.inputs[0]]:
-            if norms:
-                workspace += norms.written_for(operation, program.sizes)
-            elif program.rules.writes_gathered and operation.name == "gather":
+            workspace += norms.written_for(operation, program.sizes)
+            if program.rules.writes_gathered and operation.name == "gather":
                 workspace += program.sizes[operation.inputs[0]]
-        rows = norms.sources.get(index, frozenset()) if norms else frozenset()
+        rows = norms.sources.get(index, frozenset())
         if reduces and program.rules.merges_reductions:
             rows = frozenset(sources)
         if operation.widened:

@@ -20,8 +20,6 @@ _BETWEEN = frozenset(
     """.split()
 )
 _BOTH = frozenset("add div max min mul sub".split())
-
-
 # Their derivatives compare the rows with the result.
 _COMPARED = frozenset("reduce_max reduce_min".split())
 
@@ -39,9 +37,9 @@ class RowNorms:
     def written_for(self, operation: Any, sizes: Sequence[int]) -> int:
         """Bytes of the array that is in memory because an operation takes elements of it, or
         reduces it further than to a row."""
-        array, row = self.made.get(operation.inputs[0], (None, None))
-        if array is None or row is None:
+        if operation.inputs[0] not in self.made:
             return 0
+        array, row = self.made[operation.inputs[0]]
         further = sum(sizes[value] for value in operation.outputs) < sizes[row]
         return sizes[array] if operation.name == "gather" or further else 0
 

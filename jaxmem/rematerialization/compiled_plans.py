@@ -36,7 +36,7 @@ class CompiledPlans(PlanCompiler):
     def plan(self, compilations: int) -> Plan:
         """The plan of the least price that fits, after so many compilations at most."""
         if self.constraints.budget is None:
-            self.search: Search[Layout] = Search(2**62, compilations)
+            self.search = Search(2**62, compilations)
             self.search.run([[self.planner.smallest_at_one_forward()]], self.start)
         else:
             self.search = Search(self.constraints.budget, compilations)
@@ -58,7 +58,7 @@ class CompiledPlans(PlanCompiler):
         """Layouts to compile: the bytes to plan for are corrected by what was compiled, between
         what fitted and what did not."""
         search, planner = self.search, self.planner
-        if self.reaches(planner.plain, budget, 1.0) and not self.reaches(planner.plain, budget):
+        if budget < self.projected(planner.plain) <= budget + self.chip_bytes:
             # It would fit if the memories of the chip took the rest.
             yield [planner.plain]
             if search.fits(planner.plain):
@@ -164,11 +164,19 @@ class CompiledPlans(PlanCompiler):
         assert left is not None
         return self.planner.cheapest_within(left)
 
+    @property
+    def chip_bytes(self) -> int:
+        """What the memories of the chip hold, of no budget."""
+        return family_of(self.target.known).chip_bytes
+
+    def projected(self, layout: Layout) -> int:
+        """Projected bytes of a layout, in all."""
+        return self.constraints.budget_for(self.traced.program).total(layout.peak)
+
     def expected(self, layout: Layout) -> float:
         """Projected bytes, corrected where another plan was compiled that peaks at the same place:
         how far a projection is off depends on what is there."""
-        projected = self.constraints.budget_for(self.traced.program).total(layout.peak)
-        return projected * self.search.ratios.get(layout.place, 1.0)
+        return self.projected(layout) * self.search.ratios.get(layout.place, 1.0)
 
     def aim(self, budget: int, low: float, high: float) -> float:
         """Projected bytes to plan for next, where a plan for ``high`` did not fit and ``low`` would
@@ -195,18 +203,12 @@ class CompiledPlans(PlanCompiler):
         for layout in sorted(self.planner.rows(), key=lambda layout: layout.price):
             if layout.price > price or not self.gains(layout):
                 return
-            if layout not in self.search.outcomes and self.reaches(layout, budget, _NEARLY):
+            if layout not in self.search.outcomes and (
+                self.projected(layout) <= _NEARLY * budget + self.chip_bytes
+            ):
                 yield [layout]
                 if self.search.fits(layout):
                     return
-
-    def reaches(self, layout: Layout, budget: int, share: float | None = None) -> bool:
-        """Whether it is projected to fit; with a share, in that many times the budget and what the
-        memories of the chip hold."""
-        projected = self.constraints.budget_for(self.traced.program).total(layout.peak)
-        if share is None:
-            return projected <= budget
-        return projected <= share * budget + family_of(self.target.known).chip_bytes
 
     def slightly_above(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Plans that are projected not to fit, by little, until one does."""
