@@ -96,6 +96,17 @@ def test_rows_are_normalised_by_what_they_are_reduced_to():
         assert program.operations[number].name == "reduce_max" and values == {logits}
 
 
+@pytest.mark.parametrize("axis", [0, (0, 1)])
+def test_reductions_along_other_axes_are_kernels_apart(axis):
+    _, args = step("log_softmax")
+
+    def of_columns(w, x, labels):
+        return -jnp.mean(jax.nn.log_softmax(x @ w, axis=axis) ** 3)
+
+    plan = jaxmem.plan(of_columns, *args, budget="10 GiB", target="h100", compilations=1)
+    assert abs(plan.compiled_bytes / plan.projected_bytes - 1) < 0.02, plan
+
+
 @pytest.mark.parametrize("name", ["by hand", "logsumexp", "rows squared"])
 def test_what_else_is_read_or_chosen_from_is_apart(name):
     """Derivatives read the maximum too, a selection is in between, nothing is normalised."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
+from jaxmem.program import costs
 from jaxmem.reports.speed.model import collective_seconds
 from jaxmem.reports.speed.step_time import step_time
 from jaxmem.reports.xla.computations import computations_of
@@ -214,3 +215,17 @@ ENTRY %main (pair: (f32[2,3], (s32[], bf16[4]))) -> bf16[4] {
     assert lines["pair#1#1"] == "bf16[4]{0} get-tuple-element(%pair#1), index=1"
     assert operands_of(lines["twice"]) == ["pair#1#1"] * 2
     assert [result_bytes(lines[name]) for name in ("pair", "pair#0", "pair#1#1")] == [36, 24, 8]
+
+
+@pytest.mark.parametrize(("narrow", "wide"), [("float32", "complex64"), ("float64", "complex128")])
+def test_a_complex_matmul_is_four_real_ones(narrow, wide):
+    def time_of(dtype):
+        array = jax.ShapeDtypeStruct((2048, 2048), dtype)
+        report = jaxmem.memory(jnp.matmul, array, array, target="h100")
+        return report.work.flops, report.time.seconds
+
+    (flops, seconds), (complex_flops, complex_seconds) = time_of(narrow), time_of(wide)
+    assert flops == 2 * 2048**3 and complex_flops == 4 * flops
+    assert complex_seconds == pytest.approx(4 * seconds, rel=0.1)
+    equation = jax.make_jaxpr(jnp.matmul)(*[jnp.ones((4, 4), wide)] * 2).eqns[0]
+    assert costs.flops(equation) == 4 * 2 * 4**3

@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
 from jaxmem.jaxprs.expansion import EXPANDED, expansion
@@ -76,7 +77,8 @@ def is_fused(equation) -> bool:
 
 
 def contraction_flops(name: str, operands, result, parameters) -> int:
-    """FLOPs of one `dot_general` or `conv_general_dilated`, from its abstract values."""
+    """FLOPs of one `dot_general` or `conv_general_dilated`, from its abstract values; a complex
+    product is four real ones."""
     if name == "dot_general":
         (contracted, _), _ = parameters["dimension_numbers"]
         taps = math.prod(operands[0].shape[axis] for axis in contracted)
@@ -84,7 +86,8 @@ def contraction_flops(name: str, operands, result, parameters) -> int:
         kernel = operands[1].shape
         out_features = kernel[parameters["dimension_numbers"].rhs_spec[0]]
         taps = math.prod(kernel) // max(out_features, 1)
-    return 2 * math.prod(result.shape) * taps
+    parts = 4 if jnp.issubdtype(result.dtype, jnp.complexfloating) else 1
+    return 2 * parts * math.prod(result.shape) * taps
 
 
 def derivative_reads(step: Step) -> str:

@@ -7,6 +7,7 @@ would reduce a row for each.
 """
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -71,7 +72,7 @@ def row_norms(
         elements = frozenset().union(*map(of, inputs))
         found: frozenset[int] = frozenset()
         own = None
-        if operation.name in reductions:
+        if operation.name in reductions and _of_rows(program, operation):
             found, reduced[number] = frozenset([number]), elements
         elif operation.name in _BETWEEN and len(inputs) == 1:
             found = between(inputs[0])
@@ -90,6 +91,17 @@ def row_norms(
             if norm is not None:
                 made[value] = norm
     return RowNorms(sources, made)
+
+
+def _of_rows(program: Any, operation: Any) -> bool:
+    """Whether a reduction is along the last axis alone: of others XLA makes kernels apart."""
+    if not program.types:
+        return True
+    shape, left = (
+        re.findall(r"\d+", program.types[values[0]].partition("[")[2])
+        for values in (operation.inputs, operation.outputs)
+    )
+    return left == shape[:-1]
 
 
 def _readers(program: Any, read_by: Callable[[Any, list[bool]], Iterable[int]]) -> Counter[int]:

@@ -13,7 +13,15 @@ _PRECISION = re.compile(r"operand_precision=\{([\w,]*)\}|\"operand_precision\":\
 _ALGORITHM = re.compile(r"algorithm=dot_(\w+)|\"algorithm\":\"ALG_DOT_(\w+)\"")
 _ORDER = ("default", "high", "highest")
 # HLO's names of the types that are multiplied, and of its algorithms, as `Target` takes them.
-_DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "s8": "int8"}
+_DTYPES = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "s8": "int8",
+    "c64": "complex64",
+    "c128": "complex128",
+}
 _KINDS = {"bf16": "bfloat16", "tf32": "tfloat32", "f16": "float16"}
 
 
@@ -56,12 +64,13 @@ def _contraction(line: str, computation: Lines, work: Work) -> Contraction:
     kind = "convolution" if work.convolutions else "matmul"
     shapes = [SHAPE.search(computation[name]) for name in operands_of(line)]
     if operation_of(line) == "custom-call":  # a kernel may take masks and numbers of blocks too
-        shapes = [one for one in shapes if one and one[1].startswith(("f", "bf"))] or shapes
+        shapes = [one for one in shapes if one and one[1].startswith(("f", "bf", "c"))] or shapes
     shapes = [*shapes, None, None][:2]
     left, right, result = map(_elements, (*shapes, SHAPE.search(line)))
     name = shapes[0][1] if shapes[0] else "f32"
     dtype = _DTYPES.get(name, "float8" if name.startswith("f8") else "float32")
-    depth = max(work.flops // max(2 * result, 1), 1)
+    products = 4 if dtype.startswith("complex") else 1
+    depth = max(work.flops // max(2 * products * result, 1), 1)
     # (batch rows depth) (batch depth columns) (batch rows columns)
     batch = max(round((left / depth) * (right / depth) / max(result, 1)), 1)
     rows = max(round(left / depth / batch), 1)

@@ -26,6 +26,7 @@ _CONTRACTIONS = ("dot", "convolution", "custom-call")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _FIELD = re.compile(r"(\w+)=(\S+)")
 _ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"(\d+)"')
+_COMPLEX = re.compile(r"\(?c\d+\[")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -33,8 +34,8 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 class Work:
     """FLOPs of matmuls and convolutions (a multiply-add counts 2), and how many there are. Of a
     Pallas kernel the FLOPs are those of its ``cost_estimate``; without one, none are known.
-    ``uncounted`` are loops that do some of them and of which it is not known how often they run:
-    they count one turn."""
+    A complex product counts the four real ones that it is. ``uncounted`` are loops of which it is
+    not known how often they run: they count one turn."""
 
     flops: int = 0
     convolutions: int = 0
@@ -69,7 +70,7 @@ def count_work(hlo: str) -> Work:
         return sum((work for _, _, work in contractions(line, lines, computations)), Work())
 
     def once(turn: Work) -> Work:
-        return dataclasses.replace(turn, uncounted=turn.uncounted + bool(turn.flops))
+        return dataclasses.replace(turn, uncounted=turn.uncounted + 1)
 
     return over_run(hlo, own, Work(), lambda sums: max(sums, key=lambda work: work.flops), once)
 
@@ -115,7 +116,8 @@ def _dot_flops(line: str, computation: Lines, contracted: str) -> int:
     match = re.search(contracted, line)
     axes = re.findall(r"\d+", match[1]) if match else []
     lhs = _dimensions(computation[operands_of(line)[0]])
-    return 2 * math.prod(_dimensions(line)) * math.prod(lhs[int(axis)] for axis in axes)
+    parts = 4 if _COMPLEX.match(line) else 1
+    return 2 * parts * math.prod(_dimensions(line)) * math.prod(lhs[int(axis)] for axis in axes)
 
 
 def _convolution_flops(line: str, computation: Lines, kind: str) -> int:
