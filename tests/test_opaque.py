@@ -382,3 +382,48 @@ def test_gradients_of_plans(name, planner):
                 found,
                 expected,
             )
+
+
+def ranked(x):
+    return jnp.sum(jnp.sort(x, -1) * jnp.arange(x.shape[1])[None])
+
+
+ASKED = {  # operations whose derivative is JAX's to know, with what they leave beside
+    "sort": ranked,
+    "median": lambda x: jnp.sum(jnp.median(x, -1) ** 2),
+    "top_k": lambda x: jnp.sum(lax.top_k(x, 64)[0] ** 2),
+    "top_k of few": lambda x: jnp.sum(lax.top_k(x, 8)[0] ** 2),
+    "cumlogsumexp": lambda x: jnp.sum(jnp.tanh(lax.cumlogsumexp(x, 1)) ** 2),
+    "scatter": lambda x: jnp.sum(
+        jnp.tanh(jnp.zeros_like(x).at[jnp.arange(x.shape[0]) * 5 % x.shape[0]].set(jnp.tanh(x)))
+    ),
+    "eigh": lambda x: jnp.sum(jnp.linalg.eigh(x.reshape(-1, 64, 64))[1] ** 3),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_a_derivative_needs_is_asked_of_jax(name):
+    def loss(w, x):
+        return ASKED[name](x @ w)
+
+    w, x = shaped((128, 1024), (16384, 128))
+    plan = jaxmem.plan(loss, w, x, budget="10 GiB", target="h100", compilations=1)
+    assert plan.projected_bytes == pytest.approx(plan.compiled_bytes, rel=0.1), plan
+
+
+def test_what_writes_into_an_array_keeps_no_more_than_where():
+    """Its derivative reads no values: only those that say where to."""
+
+    def loss(x, at):
+        written = jnp.zeros((64, 32), x.dtype).at[at].add(jnp.sin(x))
+        written = lax.dynamic_update_slice(written, jnp.cos(x), (at[0], at[1]))
+        return jnp.sum(jnp.sin(written))
+
+    args = (*shaped((16, 32)), jax.ShapeDtypeStruct((16,), jnp.int32))
+    program = TracedFunction(loss, args, {}, 0).program
+    for operation in program.operations:
+        if operation.name in ("scatter-add", "dynamic_update_slice"):
+            reads = operation.reads
+            if reads is None:
+                reads = {"places": operation.inputs[2:]}[operation.derivative_reads]
+            assert {program.types[value].partition("[")[0] for value in reads} <= {"int32"}

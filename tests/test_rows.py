@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from jaxmem.planning import one_liners
+from jaxmem.planning import Variant, one_liners
 from jaxmem.planning.rows import policies, row, tilings
 from jaxmem.program import Program
 from jaxmem.rematerialization import Constraints, TracedFunction
@@ -181,6 +181,105 @@ def test_rows_are_compiled_where_they_cost_less_than_what_fits():
     plan = jaxmem.plan(fun, *arguments(), budget=budget, target="h200")
     assert plan.compiled_bytes <= budget and len(plan.regions) == LAYERS
     assert plan.predicted.recompute_flops == cheapest.flops
+
+
+def test_the_first_block_may_differ_from_the_others():
+    """A row of three blocks that are alike has a region on the first one too, where that is about
+    as dear: it reads its input, and another value, in another way."""
+
+    def deep(params, x):
+        for number, (up, down) in enumerate(params):
+            hidden = jnp.sin(x @ up)
+            x = x + jnp.sin((hidden if number else 2.0 * jnp.cos(x) + hidden) @ down)
+        return jnp.sum(x**2)
+
+    pair = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2
+    args = [pair] * LAYERS, jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+    constraints = Constraints.parse(None, 0, "h200", "dp")
+    variant = constraints.planner(TracedFunction(deep, args, {}, 0).program).variants[0]
+    alike, every = tilings(variant.program, variant.prices)
+    assert len(alike) == LAYERS - 1 and every[1:LAYERS] == alike and every[0][1] == alike[0][0]
+
+
+def recurrent(region, params, sequence):
+    """A GRU in a scan, then two heads, which XLA makes less of than is projected."""
+
+    def cell(state, x):
+        gate = jax.nn.sigmoid(x @ params["a"] + state @ params["b"])
+        new = jnp.tanh(x @ params["c"] + state @ params["d"])
+        state = (1 - gate) * new + gate * state
+        return state, state
+
+    _, states = jax.lax.scan(region(cell), jnp.zeros_like(sequence[0]), sequence)
+    heads = (jax.nn.relu(states @ params[name]) @ params["out"] for name in "ef")
+    return sum(jnp.mean(head**2) for head in heads)
+
+
+def of_a_sequence(turns=32, batch=64, width=128):
+    square = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    params = dict.fromkeys("abcdef", square)
+    params["out"] = jax.ShapeDtypeStruct((width, 8), jnp.float32)
+    return params, jax.ShapeDtypeStruct((turns, batch, width), jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["nothing_saveable", "dots_saveable"])
+def test_no_plan_loses_to_a_region_on_the_body_of_a_scan(name):
+    policy = getattr(jax.checkpoint_policies, name)
+    by_hand = functools.partial(recurrent, functools.partial(jax.checkpoint, policy=policy))
+    plain, args = functools.partial(recurrent, lambda f: f), of_a_sequence()
+    options = jaxmem.plan(plain, *args, target="h100", compilations=0).compiler_options
+    step = jax.jit(jax.value_and_grad(by_hand))
+    theirs = jaxmem.memory(step, *args, target="h100", compiler_options=options)
+    plan = jaxmem.plan(plain, *args, budget=int(1.002 * theirs.device), target="h100")
+    assert plan.compiled_bytes <= plan.budget
+    assert plan.compiled.flops <= theirs.work.flops
+
+
+def test_regions_on_the_bodies_of_scans_are_named_where_nothing_fits():
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        jaxmem.plan(functools.partial(recurrent, lambda f: f), *of_a_sequence(), budget="1MiB")
+    assert "nothing_saveable on the body of each scan takes " in str(caught.value)
+
+
+def test_scans_in_scans_are_checkpointed_inside_and_outside():
+    def inner(x, _):
+        return jnp.sin(x @ x), None
+
+    def outer(x, _):
+        return jax.lax.scan(inner, jnp.cos(x), length=5)[0], None
+
+    def nested(x):
+        return jnp.sum(jax.lax.scan(outer, x, length=7)[0])
+
+    constraints = Constraints.parse(None, 0, "h200", "dp")
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    program = TracedFunction(nested, (x,), {}, 0).program
+    found = Variant.checkpointed(program, constraints.rates)["nothing_saveable"]
+    loops = [variant.options[0].loop for variant in found]
+    assert [(loop.whole, len(loop.loops)) for loop in loops] == [(False, 0), (True, 1), (False, 1)]
+    size = 64 * 64 * 4
+    # A state for each turn outside, for each of all turns, or for each outside and one turn's.
+    kept = [variant.options[0].residuals for variant in found]
+    assert kept[0] == 7 * size == kept[2] and kept[1] >= 35 * size
+
+
+def test_what_is_written_stays_where_nothing_else_recomputes_less(monkeypatch):
+    """XLA makes half of what is projected of the author's own regions."""
+    compiling(monkeypatch, lambda plan: 0.5 if plan.keeps_regions else 1.0)
+    fun = functools.partial(recurrent, jax.checkpoint)
+    args = of_a_sequence()
+    written = jaxmem.plan(fun, *args, compilations=0, target="h200").written
+    plan = jaxmem.plan(fun, *args, budget=int(0.5 * written.bytes), target="h200")
+    assert plan.keeps_regions and not plan.regions and not plan.loops
+    assert plan.predicted.recompute_flops == written.recompute_flops == plan.written.recompute_flops
+    said = str(plan)
+    assert "dp plan, none better than the function's own regions, which stay" in said
+    assert "as written, with 1 region of its own: projected " in said
+    again = jaxmem.Plan.from_json(plan.to_json())
+    assert again == plan
+    small = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1, leaf.dtype), args)
+    grads = [jax.grad(one)(*small)["a"] for one in (fun, again.apply(fun))]
+    assert jnp.array_equal(*grads)
 
 
 def reads(fun, *shapes, argnums=0):

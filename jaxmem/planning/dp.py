@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
-from jaxmem.planning.loops import loop_options, plain_option
+from jaxmem.planning.loops import checkpointed, loop_options, plain_option
 from jaxmem.planning.options import LoopOption, together
 from jaxmem.planning.rates import Rates, of_each
 from jaxmem.planning.regions import Loop, Region, place_of
@@ -140,8 +140,22 @@ class DP:
         return [*found, *(variant.smallest() for variant in self.variants)]
 
     def rows(self) -> list[Layout]:
-        """One region on each block, for each policy: what a plan must not lose to."""
+        """One region on each block, or on the body of each scan, or both, for each policy: what a
+        plan must not lose to."""
+        return list(dict.fromkeys([*self._rows, *self._rows_of_bodies]))
+
+    @property
+    def _rows(self) -> list[Layout]:
         return [variant.row(*one) for variant in self.variants for one in variant.rows]
+
+    @functools.cached_property
+    def _rows_of_bodies(self) -> list[Layout]:
+        found = Variant.checkpointed(self.program, self.rates).values()
+        variants = [variant for ways in found for variant in ways]
+        return [
+            *(variant.layout(()) for variant in variants),
+            *(variant.row(*one) for variant in variants for one in variant.rows),
+        ]
 
     def smallest_at_one_forward(self) -> Layout:
         """The least projected peak for at most one more forward pass: below that, memory is bought
@@ -176,6 +190,23 @@ class Variant:
     def plain(cls, program: Program, rates: Rates) -> "Variant":
         """The program with its scans as JAX differentiates them."""
         return cls(program, rates, [plain_option(program, scan) for scan in program.scans])
+
+    @classmethod
+    def checkpointed(cls, program: Program, rates: Rates) -> "dict[str, list[Variant]]":
+        """The program with one region on the body of each scan, as its author would place them, by
+        policy."""
+        menus = [checkpointed(program, scan, rates) for scan in program.scans]
+        if not menus or not all(menus):
+            return {}
+        found: dict[str, list[Variant]] = {}
+        for name in menus[0]:
+            ways = [menu[name] for menu in menus]  # one of a scan without scans in it
+            count = max(map(len, ways))
+            found[name] = [
+                cls(program, rates, [one[min(at, len(one) - 1)] for one in ways])
+                for at in range(count)
+            ]
+        return found
 
     @property
     def blocks(self) -> Blocks:

@@ -6,6 +6,7 @@ states of some iterations are kept, and those between are run again.
 """
 
 import dataclasses
+from collections.abc import Set
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
 from jaxmem.planning.options import Body, LoopOption, lower_hull, together
 from jaxmem.planning.rates import DEAR, Rates, of_each
-from jaxmem.planning.regions import Loop, place_of
+from jaxmem.planning.regions import Loop, Region, place_of
+from jaxmem.planning.rows import policies
 from jaxmem.planning.simulate import simulate_block
 from jaxmem.program import Program
 
@@ -79,6 +81,29 @@ def _bytes(way: list[LoopOption]) -> int:
     return sum(option.bytes for option in way)
 
 
+def checkpointed(program: Program, kernel: int, rates: Rates) -> dict[str, list[LoopOption]]:
+    """A scan as its author would checkpoint it, by the policies of `jax.checkpoint`: one region on
+    its body, whose own scans are as they are or have one on theirs, or on theirs alone."""
+    body = program.operation_of(kernel).body
+    assert body is not None
+    if any(inner.is_region for inner in body.operations):
+        return {}
+    scans = body.scans
+    inner = {"": [plain_option(body, scan) for scan in scans]}
+    menus = [checkpointed(body, scan, rates) for scan in scans]
+    if menus and all(menus):
+        inner |= {name: [menu[name][0] for menu in menus] for name in menus[0]}
+    found: dict[str, list[LoopOption]] = {}
+    for inside, way in inner.items():
+        iteration = _Iteration(program, kernel, rates, way)
+        if inside:
+            found[inside].append(iteration.whole().option())
+        for name, saved in policies(iteration.body).items():
+            if inside in ("", name):
+                found.setdefault(name, []).append(iteration.under(saved).option())
+    return found
+
+
 class _Iteration:
     """One iteration of a scan whose own scans are decided."""
 
@@ -120,33 +145,34 @@ class _Iteration:
 
     def saving(self) -> list[Body]:
         """A part is saved, for each level of what is saved and each memory inside."""
-        body, prices, operation = self.body, self.prices, self.operation
+        body, prices = self.body, self.prices
         peak = simulate_block(body, 0, len(body.kernels), frozenset()).peak
         blocks = Blocks(body, prices, _LEVELS, _sets(body, prices), gradients=True)
         slot = max(peak // _SLOTS + 1, 1)
         solution = Solution(blocks.chain(slot), 2 * _SLOTS)
-        found: list[Body] = []
-        for level, saved in enumerate(blocks.levels):
-            for memory in _memories(solution, level):
-                regions = blocks.regions(solution.inner(level, 0, solution.count, memory))
-                cost = simulate_block(body, 0, len(body.kernels), saved, regions)
-                carried = tuple(sorted(cost.read.intersection(operation.carry)))
-                read = tuple(sorted(cost.read.intersection(saved)))
-                step = sum(body.sizes[value] for value in (*carried, *read))
-                found.append(
-                    Body(
-                        Loop(self.kernel, read, regions, loops=self.loops),
-                        carried,
-                        operation.length,
-                        self.state,
-                        step,
-                        cost.peak,
-                        place_of(regions, cost.at),
-                        self.costs(cost.runs.items(), self.inner),
-                        self.forward,
-                    )
-                )
-        return found
+        return [
+            self.under(saved, blocks.regions(solution.inner(level, 0, solution.count, memory)))
+            for level, saved in enumerate(blocks.levels)
+            for memory in _memories(solution, level)
+        ]
+
+    def under(self, saved: Set[int], regions: tuple[Region, ...] = ()) -> Body:
+        """One region round everything, with others inside of it."""
+        body, operation = self.body, self.operation
+        cost = simulate_block(body, 0, len(body.kernels), saved, regions)
+        carried = tuple(sorted(cost.read.intersection(operation.carry)))
+        read = tuple(sorted(cost.read.intersection(saved)))
+        return Body(
+            Loop(self.kernel, read, regions, loops=self.loops),
+            carried,
+            operation.length,
+            self.state,
+            sum(body.sizes[value] for value in (*carried, *read)),
+            cost.peak,
+            place_of(regions, cost.at),
+            self.costs(cost.runs.items(), self.inner),
+            self.forward,
+        )
 
 
 def _undominated(bodies: list[Body]) -> list[Body]:

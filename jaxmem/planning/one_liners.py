@@ -21,4 +21,7 @@ def one_liners(program: Program, rates: Rates) -> dict[str, Layout]:
             count = len(least.regions)
             where = f"each of {count} blocks" if count > 1 else "one block"
             found[f"{name} on {where}"] = least
+    for name, variants in Variant.checkpointed(program, rates).items():
+        least = min((one.layout(()) for one in variants), key=lambda layout: layout.peak)
+        found[f"{name} on the body of each scan"] = least
     return found

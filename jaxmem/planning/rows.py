@@ -20,6 +20,9 @@ Spans = tuple[tuple[int, int], ...]
 _COVERED = 0.25
 # Of the price of a block in the dearest row: what blocks of other rows have to cost. Chosen.
 _ALIKE = 0.2
+# Times the price of a block: no more of it is a block in part, or the first one, which differs from
+# the others in what it reads. Chosen.
+_PART = 1.2
 # Operations: above this, only periods up to so many are looked for (quadratic time). Chosen.
 _PERIODS = 2000
 
@@ -27,6 +30,7 @@ _PERIODS = 2000
 def tilings(program: Program, prices: Sequence[float]) -> list[Spans]:
     """Ways to see a program as a row of blocks: kernels from and to, in order."""
     found = [_by_repeats(program, prices), _by_path(program)]
+    found.append(_by_repeats(program, prices, whole=False))
     least = _COVERED * sum(prices)
     return [
         spans
@@ -82,9 +86,10 @@ def _by_path(program: Program) -> Spans:
     return tuple((numbers[0], numbers[-1] + 1) for name, numbers in groups if name)
 
 
-def _by_repeats(program: Program, prices: Sequence[float]) -> Spans:
+def _by_repeats(program: Program, prices: Sequence[float], whole: bool = True) -> Spans:
     """Stretches whose operations are the same again and again, the dearest row of them first, then
-    those in what is left of the program before and after it."""
+    those in what is left of the program before and after it. If not ``whole``, what is left may be
+    a part of a block: cut where the fewest bytes cross, a row may begin and end with one."""
     kinds: dict[tuple, int] = {}
     kind = [kinds.setdefault(_kind(program, one), len(kinds)) for one in program.operations]
     signature = np.array(kind)
@@ -99,6 +104,9 @@ def _by_repeats(program: Program, prices: Sequence[float]) -> Spans:
     def spans_between(start: int, stop: int, least: float) -> Iterator[tuple[int, int]]:
         found = _longest(signature[start:stop], price[start : stop + 1], least)
         if found is None:
+            rest = price[stop] - price[start]
+            if not whole and 0 < least <= rest <= _PART * least / _ALIKE:
+                yield start, stop
             return
         first, period, count = found
         first += start

@@ -73,7 +73,15 @@ def is_fused(equation) -> bool:
         return False
     if name in ("custom_jvp_call", "jit", "pjit"):
         return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
-    return name in _FUSED or any(one.is_fused(equation) for one in DERIVATIVES)
+    if name in _FUSED or is_product(equation):
+        return True
+    return any(one.is_fused(equation) for one in DERIVATIVES)
+
+
+def is_known(step: Step) -> bool:
+    """Whether what its derivative reads is known here (`derivative_reads`); of others (a sort, a
+    scatter, a Cholesky decomposition, what comes new) JAX has to be asked."""
+    return is_fused(step.equation) or derivative_reads(step) != "operands"
 
 
 def contraction_flops(name: str, operands, result, parameters) -> int:
@@ -99,6 +107,8 @@ def derivative_reads(step: Step) -> str:
     literal = [not isinstance(operand, int) for operand in step.inputs]
     if name in ("gather", "dynamic_slice"):
         return "nothing" if literal[0] else "indices"
+    if name == "dynamic_update_slice":
+        return "places"
     if name == "select_n":
         return "nothing" if literal[0] else "predicate"
     if name == "div":
@@ -114,6 +124,25 @@ def is_batched(equation) -> bool:
         return False
     _, (batch, _) = equation.params["dimension_numbers"]
     return bool(batch)
+
+
+def is_product(equation) -> bool:
+    """Whether it is a matmul with batch dimensions that sums nothing: XLA multiplies element by
+    element, and sums so in the derivative. (That of an outer product is a matmul.)"""
+    if not is_batched(equation):
+        return False
+    (summed, _), _ = equation.params["dimension_numbers"]
+    return not summed
+
+
+def is_of_vectors(equation) -> bool:
+    """Whether it is a matmul with batch dimensions of which one operand has no others of its own:
+    of one row, or one column, each time."""
+    if not is_batched(equation) or is_product(equation):
+        return False
+    (summed, _), (batch, _) = equation.params["dimension_numbers"]
+    ranks = [len(operand.aval.shape) for operand in equation.invars]
+    return min(ranks) == len(summed) + len(batch)
 
 
 def slides(equation) -> frozenset[int]:
@@ -143,6 +172,8 @@ def flops(equation) -> int:
     once for each place of its grid.
     """
     name = operation_of(equation)
+    if is_product(equation):
+        return 0
     if name in CONTRACTIONS:
         avals = [variable.aval for variable in equation.invars]
         return contraction_flops(name, avals, equation.outvars[0].aval, equation.params)

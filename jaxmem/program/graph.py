@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
 from jaxmem.jaxprs.joint import merged
 from jaxmem.jaxprs.nested import loop_of
-from jaxmem.program.costs import flops
+from jaxmem.program.costs import flops, is_of_vectors
 
 _INPUT = -1
 
@@ -154,7 +154,9 @@ class _Reading:
 
 def _flops(step: Step) -> int:
     """FLOPs of a step; the zeros that a convolution puts between the elements of what it reads, as
-    derivatives of strided ones do, are no work."""
+    derivatives of strided ones do, are no work. Compilers may count a matmul of vectors as none."""
+    if is_of_vectors(step.equation):
+        return 0
     dilation = step.equation.params.get("lhs_dilation") or ()
     return flops(step.equation) // math.prod(dilation)
 

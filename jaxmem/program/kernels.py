@@ -30,6 +30,8 @@ _VIEWS = frozenset(
 NAMED = "named"  # a name that a policy may save: what it marks is not made again for it
 # What reads other elements than it writes: its derivative cannot be written over what it read.
 _SHIFTS = frozenset("concatenate dynamic_slice pad rev slice".split())
+# These work in the memory of their results, where constants that they start from are made.
+_IN_PLACE = ("scatter", "sort")
 _REDUCTIONS = frozenset(
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split()
 )
@@ -151,7 +153,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             # Its derivative scatters into a cotangent of the operand, which it has to write.
             of_few = sum(program.sizes[v] for v in made(operation, operation.inputs[0]))
             inside += max(program.sizes[operation.inputs[0]] - of_few, 0)
-        reduces = _reduces(operation)
+        reduces = _reduces(operation, program.sizes)
         # Reductions of the same values are one kernel of several results: it reads them once.
         again = set(kernels[-1].sources) if reduces and reduced else set()
         reduced = reduces
@@ -266,6 +268,8 @@ def _read_by_derivative(operation, active: list[bool]) -> tuple[int, ...]:
         return ()
     if how == "indices":
         return inputs[1:]
+    if how == "places":
+        return inputs[2:]
     if how == "predicate":
         return inputs[:1]
     if how == "divisor":
@@ -287,12 +291,18 @@ def _stored(program) -> list[bool]:
     sizes, count, rules = program.sizes, len(program.sizes), program.rules
     readers = [0] * count
     wanted = [False] * count
+    constant = [False] * count
     for operation in program.operations:
+        for value in operation.outputs:
+            constant[value] = all(constant[read] for read in operation.inputs)
+        in_place = operation.name.startswith(_IN_PLACE)
         for value in set(operation.inputs):
             readers[value] += 1
             wanted[value] |= not (
                 operation.fused
                 or _takes_few(operation, sizes)
+                or (in_place and constant[value])
+                or (in_place and operation.name != "sort" and value != operation.inputs[0])
                 or (rules.fuses_operands and operation.name in CONTRACTIONS)
             )
         if operation.name == NAMED or (
@@ -332,7 +342,7 @@ def _stored(program) -> list[bool]:
             else:
                 shared = readers[value] > 1
                 write = readers[value] > 0 and (
-                    (_reduces(operation) and bool(sources))
+                    (_reduces(operation, sizes) and bool(sources))
                     or large > _LARGE_SOURCES
                     or len(sources) > _SOURCES
                     or (shared and (large > 1 or chain > _CHAIN))
@@ -344,10 +354,12 @@ def _stored(program) -> list[bool]:
     return stored
 
 
-def _reduces(operation) -> bool:
+def _reduces(operation, sizes) -> bool:
     """Whether it makes little of much, in a kernel with what it reads; a gather that is fused takes
-    one element of each row."""
-    return operation.name in _REDUCTIONS or (operation.name == "gather" and operation.fused)
+    one element of each row. So is a matmul of vectors."""
+    if operation.name == "gather" and operation.fused:
+        return sizes[operation.outputs[0]] < sizes[operation.inputs[0]]
+    return operation.name in _REDUCTIONS or (operation.fused and operation.name == "dot_general")
 
 
 def _takes_few(operation, sizes) -> bool:

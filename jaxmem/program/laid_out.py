@@ -22,12 +22,16 @@ def compiled_by(program: Program, rules: Rules) -> Program:
 
 def _compiled_by(program: Program, rules: Rules) -> Program:
     program = program.widened if rules.widens else program
-    if dataclasses.replace(rules, widens=False) == Rules():
+    multiplies = rules.multiplies_vectors and program.has_vectors
+    like_default = dataclasses.replace(rules, widens=False, multiplies_vectors=False) == Rules()
+    if like_default and not multiplies:
         return program
-    operations = [
-        dataclasses.replace(operation, body=operation.body and compiled_by(operation.body, rules))
-        for operation in program.operations
-    ]
+    operations = []
+    for operation in program.operations:
+        if multiplies and operation.contraction.vectors:
+            operation = dataclasses.replace(operation, flops=0, fused=True, widened=False)
+        body = operation.body and compiled_by(operation.body, rules)
+        operations.append(dataclasses.replace(operation, body=body))
     apart = _apart(program)
 
     def sizes(types, bare) -> tuple[int, ...]:

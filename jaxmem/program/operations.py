@@ -19,11 +19,14 @@ class Contraction:
 
     Attributes:
         batched: whether a matmul has batch dimensions, as attention's scores have.
+        vectors: whether one operand of a matmul has no axes but those of the batch and those that
+            are summed.
         slides: the axes of its result that a convolution slides along.
         precision: how exactly it multiplies float32 (`precision_of`).
     """
 
     batched: bool = False
+    vectors: bool = False
     slides: frozenset[int] = frozenset()
     precision: str = "default"
 
@@ -224,6 +227,15 @@ class Program:
         """Whether any operation is widened."""
         return any(
             operation.widened or (operation.body is not None and operation.body.widens)
+            for operation in self.operations
+        )
+
+    @functools.cached_property
+    def has_vectors(self) -> bool:
+        """Whether any operation is a matmul of one row or column each time."""
+        return any(
+            operation.contraction.vectors
+            or (operation.body is not None and operation.body.has_vectors)
             for operation in self.operations
         )
 

@@ -21,6 +21,9 @@ _ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
 # less than what does. Chosen: projections of the networks that tuned the planner are up to a third
 # too high (benchmarks/results/tpu.md).
 _NEARLY = 1.3
+# Times the bytes that are safe: a row of regions that is projected to take no more is tried before
+# the fewest bytes, at any price. Chosen.
+_SAFE = 1.02
 _SAME = 1.002  # projected bytes this near are one plan
 _MARGIN = 1.003  # between what is expected of a plan and its budget
 # Projected bytes of a plan over those of the one that is compiled beside it, for where it does not
@@ -48,6 +51,13 @@ class CompiledPlans(PlanCompiler):
         total = self.plans[lowest].compiled_bytes or 0
         raise self.constraints.too_small(self.traced.program, lowest, total, "compiled")
 
+    def as_it_is(self) -> Plan | None:
+        """The function without regions of the plan's; None: it does not fit."""
+        assert self.constraints.budget is not None
+        self.search = Search(self.constraints.budget, 1)
+        self.search.run([[self.planner.plain]], self.start)
+        return self.plans[self.search.best] if self.search.best else None
+
     def rounds(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Layouts to compile: corrected ones, then rows of regions that would cost less than the
         best of them."""
@@ -68,12 +78,18 @@ class CompiledPlans(PlanCompiler):
         fits, fails = 0.0, math.inf  # of those, what did, and did not
         while fits * _SAME < fails:
             best = search.best
-            cautious = search.outcomes and search.left == 1 and not best
+            if best and search.left == 1 and next(self.promising_rows(budget), None):
+                return  # the last one is a row's
+            if len(search.outcomes) > 1 and search.left == 2 and not best:
+                # The last one is for the fewest bytes.
+                goal = self.safer(goal) / _MARGIN
+                yield from self.safe_row(budget, goal)
+            cautious = search.outcomes and search.left == 1 and not search.best
             wanted = None if cautious else self.layout_for(goal)
             layout = planner.smallest() if wanted is None else wanted
             goals[layout] = goal
             if layout not in search.outcomes:
-                if not self.gains(layout):
+                if not self.gains(layout.price):
                     return
                 lower = (fits + goal) / 2 if fits else self.safer(goal) / _ALTERNATIVE
                 beside = self.alternatives(layout, lower)
@@ -135,16 +151,20 @@ class CompiledPlans(PlanCompiler):
 
     def safer(self, goal: float) -> float:
         """Projected bytes that fit if nothing is further off than what was compiled, wherever it
-        peaks: after that only the fewest bytes are left to try, at any price."""
-        known = (one.ratio for one in self.search.outcomes.values() if one.compiled is not None)
-        return min(goal, self.search.allowed / max(known, default=1.0))
+        peaks, by share or by bytes: after that only the fewest bytes are left to try, at any price.
+        """
+        known = [one for one in self.search.outcomes.values() if one.compiled is not None]
+        ratio = max((one.ratio for one in known), default=1.0)
+        more = max(((one.compiled or 0) - one.projected for one in known), default=0)
+        return min(goal, self.search.allowed / ratio, self.search.allowed - more)
 
-    def gains(self, layout: Layout) -> bool:
-        """Whether it costs less than the best one so far, by what a compilation is worth."""
+    def gains(self, price: float) -> bool:
+        """Whether that is less than the price of the best plan so far, by what a compilation is
+        worth."""
         best = self.search.best
         if best is None:
             return True
-        return layout.price <= best.price - 3 * _WORTH * self.plans[best].predicted.seconds
+        return price <= best.price - 3 * _WORTH * self.plans[best].predicted.seconds
 
     def alternatives(self, layout: Layout, lower: float) -> list[Layout]:
         """What to compile beside a layout, in case that it does not fit: one for fewer bytes."""
@@ -156,7 +176,7 @@ class CompiledPlans(PlanCompiler):
         other = self.layout_for(lower)
         if other is None or other == layout or other in self.search.outcomes:
             return []
-        return [other] if self.gains(other) else []
+        return [other] if self.gains(other.price) else []
 
     def layout_for(self, goal: float) -> Layout | None:
         """The layout that is projected to take so many bytes in all."""
@@ -200,15 +220,28 @@ class CompiledPlans(PlanCompiler):
         """Rows that cost less than a price and than the best plan, and are projected to fit, or not
         to by little: no plan is to lose to what one line does. The cheapest first, until one
         fits."""
-        for layout in sorted(self.planner.rows(), key=lambda layout: layout.price):
-            if layout.price > price or not self.gains(layout):
+        while layout := next(self.promising_rows(budget, price), None):
+            yield [layout]
+            if self.search.fits(layout):
                 return
-            if layout not in self.search.outcomes and (
-                self.projected(layout) <= _NEARLY * budget + self.chip_bytes
-            ):
-                yield [layout]
-                if self.search.fits(layout):
-                    return
+
+    def safe_row(self, budget: int, goal: float) -> Iterator[Sequence[Layout]]:
+        """The cheapest row that is projected to take no more than that, or by very little."""
+        safe = (one for one in self.promising_rows(budget) if self.projected(one) <= _SAFE * goal)
+        yield from ([one] for one in itertools.islice(safe, 1))
+
+    def promising_rows(self, budget: int, price: float = math.inf) -> Iterator[Layout]:
+        """Rows that are not compiled yet, cost less than a price and than the best plan, and may
+        fit."""
+        # All that was compiled may have taken less than was projected.
+        known = (one.ratio for one in self.search.outcomes.values() if one.compiled is not None)
+        error = min([1.0, *known])
+        for layout in sorted(self.planner.rows(), key=lambda layout: layout.price):
+            if layout.price > price or not self.gains(layout.price):
+                return
+            least = error * self.projected(layout)
+            if layout not in self.search.outcomes and least <= _NEARLY * budget + self.chip_bytes:
+                yield layout
 
     def slightly_above(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Plans that are projected not to fit, by little, until one does."""

@@ -1,5 +1,7 @@
 """What a plan may cost, and on what: the budget, the target, the planner."""
 
+import copy
+
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_beside, format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
@@ -17,7 +19,7 @@ from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.plan import Plan, Predicted
 from jaxmem.rematerialization.timelines import Timeline
-from jaxmem.targets import Target
+from jaxmem.targets import Target, family_of
 
 
 class Constraints:
@@ -54,9 +56,15 @@ class Constraints:
         kept = regions == "keep"
         return cls(limits.budget, limits.reserved, limits.target, planner, offload, kept)
 
+    def with_own_regions(self) -> "Constraints":
+        """The same, of a function whose own regions stay."""
+        kept = copy.copy(self)
+        kept.keeps_regions = True
+        return kept
+
     def as_run(self, program: Program) -> Program:
         """A program as the device runs it."""
-        return compiled_by(program, self.device.rules) if self.device else program
+        return compiled_by(program, self.device.rules if self.device else family_of(None).rules)
 
     def planner(self, program: Program) -> Planner:
         """The plans that there are for a program."""

@@ -156,7 +156,7 @@ class Plan(Printed):
     @property
     def recomputes(self) -> bool:
         """Whether anything is recomputed, or waits in host memory."""
-        return bool(self.regions or self.loops)
+        return bool(self.regions or self.loops or self.predicted.recompute_seconds)
 
     @property
     def changes(self) -> bool:

@@ -47,7 +47,10 @@ def plan_parts(plan: Any) -> Iterator[Part]:
     if predicted.flops:  # a program may have no matmul
         share = f" ({predicted.recompute_flops / predicted.flops:.1%} of a forward pass)"
     yield answer(plan)
-    yield f"{plan.planner} plan, {counted(len(plan.rows), 'region')} (program {plan.fingerprint})"
+    regions = counted(len(plan.rows), "region")
+    if plan.keeps_regions and plan.opened:
+        regions = "none better than the function's own regions, which stay"
+    yield f"{plan.planner} plan, {regions} (program {plan.fingerprint})"
     yield (
         f"  projected {format_bytes(plan.projected_bytes)}, without regions "
         f"{format_bytes(plan.plain_bytes)}"

@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem.ground.checks import check_call
+from jaxmem.ground.errors import BudgetError
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.named.call import remembered
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.traced import TracedFunction, check_function
-from jaxmem.rematerialization.written import written
+from jaxmem.rematerialization.written import AsWritten
 from jaxmem.targets import LocalDevice, Target, resolve
 
 
@@ -53,7 +54,8 @@ def plan(
         regions: what becomes of those that ``fun`` has already (`jax.checkpoint`, ``nn.remat``,
             ``nnx.remat``; in the bodies of scans too). They change nothing of what is computed, so
             ``"open"`` plans in their place, and the plan prints what they cost (``plan.written``);
-            ``"keep"`` leaves them whole, and plans beside them.
+            ``"keep"`` leaves them whole, and plans beside them. Where they recompute less than what
+            is found, and fit, they stay.
         compilations: how many at most; 0: none.
 
     Returns:
@@ -82,10 +84,32 @@ def plan(
     constraints = Constraints.parse(budget, reserved, target, planner, offload, regions)
     traced = TracedFunction(fun, args, kwargs, argnums, has_aux, regions == "open")
     traced.check_loss("jaxmem.plan", scalar=target is not None and compilations > 0)
+    own = AsWritten(traced, constraints) if traced.program.opened else None
     if target is None or not compilations:
         found = constraints.plan(traced.program)
     else:
-        found = CompiledPlans(traced, constraints, resolve(target)).plan(compilations)
-    found = dataclasses.replace(found, written=written(traced, constraints))
+        found = _compiled(traced, constraints, resolve(target), compilations, own)
+    found = dataclasses.replace(found, written=own.cost if own else None)
     how = {"argnums": argnums, "has_aux": has_aux, "target": constraints.device}
     return remembered(found, fun, args, kwargs, how)
+
+
+def _compiled(
+    traced: TracedFunction,
+    constraints: Constraints,
+    device: Target | LocalDevice,
+    compilations: int,
+    own: AsWritten | None,
+) -> Plan:
+    """The best plan that fits; the function as it is written, where that fits and its own regions
+    recompute less."""
+    search = CompiledPlans(traced, constraints, device)
+    try:
+        found = search.plan(compilations)
+    except BudgetError:
+        if own and (plan := own.plan(device)):
+            return plan
+        raise
+    if own and constraints.budget is not None and search.gains(own.price):
+        return own.plan(device) or found
+    return found

@@ -1,5 +1,6 @@
 """A function with its arguments, traced as a program that can be planned."""
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -53,6 +54,13 @@ class TracedFunction:
             else self._late_gradients(gradient_bytes)
         )
         self.program = self.read(self.flat)
+
+    def with_own_regions(self) -> "TracedFunction":
+        """The function with the user's own regions as they are."""
+        kept = copy.copy(self)
+        kept.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree)
+        kept.program = kept.read(kept.flat)
+        return kept
 
     @functools.cached_property
     def shardings(self) -> list[Any]:

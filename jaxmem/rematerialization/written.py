@@ -1,48 +1,82 @@
 """What a function costs as it is written, with the regions that its author has placed."""
 
-from collections.abc import Iterator
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
 
 from jaxmem import jaxprs
-from jaxmem.planning import Rates, Variant, simulate_block
-from jaxmem.program import Program
+from jaxmem.planning import Variant, simulate_block
+from jaxmem.program import Kernel, Program
+from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
-from jaxmem.rematerialization.plan import Written
+from jaxmem.rematerialization.plan import Plan, Written
 from jaxmem.rematerialization.traced import TracedFunction
+from jaxmem.targets import LocalDevice, Target
 
 
 def written(traced: TracedFunction, constraints: Constraints) -> Written | None:
     """The cost of a traced function with its own regions; None: it has none."""
-    if not traced.program.opened:
-        return None
-    flat = jaxprs.flatten_jaxpr(traced.closed, traced.out_tree)
-    program = traced.read(flat)
-    again = list(_again(flat, program, constraints.rates))
-    budget, program = constraints.budget_for(program), constraints.as_run(program)
-    return Written(
-        budget.total(Variant.plain(program, constraints.rates).layout(()).peak),
-        sum(flops for flops, _ in again),
-        sum(seconds for _, seconds in again),
-        constraints.rates.forward(constraints.as_run(traced.program)),
-    )
+    return AsWritten(traced, constraints).cost if traced.program.opened else None
 
 
-def _again(flat: jaxprs.FlatJaxpr, program: Program, rates: Rates) -> Iterator[tuple[int, float]]:
-    """FLOPs and seconds of what each region runs again in the backward pass."""
+class AsWritten:
+    """A traced function whose own regions stay."""
+
+    def __init__(self, traced: TracedFunction, constraints: Constraints):
+        self.opened, self.constraints = traced, constraints
+        self.traced = traced.with_own_regions()
+
+    @functools.cached_property
+    def cost(self) -> Written:
+        """Its bytes, and what its regions run again."""
+        rates, program = self.constraints.rates, self.traced.program
+        budget, program = self.constraints.budget_for(program), self.constraints.as_run(program)
+        return Written(
+            budget.total(Variant.plain(program, rates).layout(()).peak),
+            int(self._again(lambda kernel: kernel.flops)),
+            self._again(rates.seconds),
+            rates.forward(self.constraints.as_run(self.opened.program)),
+        )
+
+    @property
+    def price(self) -> float:
+        """The price of what its regions run again, as that of a plan (`Rates.price`)."""
+        return self._again(self.constraints.rates.price)
+
+    def plan(self, device: Target | LocalDevice) -> Plan | None:
+        """The function as it is, compiled; None: it does not fit."""
+        search = CompiledPlans(self.traced, self.constraints.with_own_regions(), device)
+        found = search.as_it_is()
+        if found is None:
+            return None
+        predicted = dataclasses.replace(
+            found.predicted,
+            recompute_flops=self.cost.recompute_flops,
+            recompute_seconds=self.cost.recompute_seconds,
+            seconds=self.cost.seconds,
+        )
+        return dataclasses.replace(found, predicted=predicted, opened=self.opened.program.opened)
+
+    def _again(self, rate: Callable[[Kernel], float]) -> float:
+        return sum(
+            times * rate(kernel) for kernel, times in _again(self.traced.flat, self.traced.program)
+        )
+
+
+def _again(flat: jaxprs.FlatJaxpr, program: Program) -> Iterator[tuple[Kernel, int]]:
+    """What the regions run again in the backward pass, and how often."""
     for step, operation in zip(flat.steps, program.operations, strict=True):
         body = operation.body
         if body is None:
             continue
         if not operation.is_region:
-            for flops, seconds in _again(jaxprs.loop_of(step.equation).body, body, rates):
-                yield operation.length * flops, operation.length * seconds
+            for kernel, times in _again(jaxprs.loop_of(step.equation).body, body):
+                yield kernel, operation.length * times
             continue
         called = jaxprs.called_jaxpr(step.equation)
         runs = simulate_block(body, 0, len(body.kernels), _saved(step, called)).runs
-        kernels = [(body.kernels[number], times) for number, times in runs.items()]
-        yield (
-            sum(kernel.flops * times for kernel, times in kernels),
-            sum(rates.seconds(kernel) * times for kernel, times in kernels),
-        )
+        for number, times in runs.items():
+            yield body.kernels[number], times
 
 
 def _saved(step: jaxprs.Step, called: jaxprs.FlatJaxpr) -> set[int]:

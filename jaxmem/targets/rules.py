@@ -19,6 +19,8 @@ class Rules:
             that have the reduction in them.
         merges_reductions: whether what is computed of the values that a reduction reads is written
             by one kernel with it.
+        multiplies_vectors: whether matmuls with batch dimensions, of one row or one column each
+            time, are products and sums like any other, fused with what is around them.
         tile: rows and columns of 32 bits that the two dimensions of an array which lie innermost
             are padded to; None: arrays are as long as they are.
         picks_poolings: whether a derivative of poolings made of slices is fused.
@@ -33,6 +35,7 @@ class Rules:
     writes_gathered: bool = False
     blocks_of_rows: bool = True
     merges_reductions: bool = False
+    multiplies_vectors: bool = False
     tile: tuple[int, int] | None = None
     picks_poolings: bool = True
     widens: bool = False

@@ -19,6 +19,10 @@ CONTEXT_BYTES = 512 * 2**20
 # matmuls have it, and the shortest sum that is split among cores. Chosen.
 _TILE, _SPLIT = 128, 256
 
+# Of all GPUs: found in what XLA makes of matmuls of many shapes for an H100 and a T4
+# (tests/test_vectors.py).
+RULES = Rules(multiplies_vectors=True)
+
 # The columns of their rates, those of the makers' documents without sparsity and summed in float32:
 # a GeForce card multiplies float16 half as fast so as where it sums in float16, which XLA does not.
 _PEAKS = {
@@ -73,7 +77,9 @@ class CudaTarget(Target):
         merges reductions with their neighbours instead (measured on a T4 and an RTX 2080 Ti with
         the losses of tests/test_row_norms.py)."""
         ampere = self.has_bfloat16
-        return Rules(widens=not ampere, blocks_of_rows=ampere, merges_reductions=not ampere)
+        return dataclasses.replace(
+            RULES, widens=not ampere, blocks_of_rows=ampere, merges_reductions=not ampere
+        )
 
     def _rounded_float32(self, precision: str) -> float:
         """XLA multiplies float32 as TF32 where the GPU can, but at the highest precision."""
