@@ -6,6 +6,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxmem
@@ -280,6 +281,31 @@ def test_what_is_written_stays_where_nothing_else_recomputes_less(monkeypatch):
     small = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1, leaf.dtype), args)
     grads = [jax.grad(one)(*small)["a"] for one in (fun, again.apply(fun))]
     assert jnp.array_equal(*grads)
+
+
+@pytest.mark.parametrize("region", [jax.checkpoint, lambda f: f], ids=["its own", "none"])
+def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(region, capsys):
+    """Which is projected to take a fifth more than it takes, and what is projected to fit does not:
+    only the fewest bytes do, at more than a forward pass."""
+    args = of_a_sequence(128, 256, 256)
+    by_hand = jaxmem.train_step(functools.partial(recurrent, jax.checkpoint), optax.adam(1e-3))
+    state = jax.eval_shape(by_hand.init, args[0])
+    theirs = jaxmem.memory(by_hand, state, args[1], target="h100")
+    fitted = jaxmem.fit(
+        functools.partial(recurrent, region),
+        optax.adam(1e-3),
+        *args,
+        budget=int(1.01 * theirs.device),
+        target="h100",
+        keep=("batch", "placement"),
+    )
+    chosen = fitted.fitting.chosen
+    assert chosen.report.work.flops <= theirs.work.flops
+    assert chosen.plan.stays == (region is jax.checkpoint)
+    said = capsys.readouterr().out
+    why = "They stay: nothing else that fits was found to take less time"
+    assert (why in " ".join(said.split())) == chosen.plan.stays
+    assert ("its own, +25." in said) == chosen.plan.stays
 
 
 def reads(fun, *shapes, argnums=0):

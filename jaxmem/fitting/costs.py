@@ -14,7 +14,14 @@ from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
 from jaxmem.planning import Planner, one_liners, sums_seconds
 from jaxmem.program import Kernel, Program
-from jaxmem.rematerialization import Constraints, Plan, TracedFunction, Written, written
+from jaxmem.rematerialization import (
+    AsWritten,
+    Constraints,
+    Plan,
+    TracedFunction,
+    Written,
+    written,
+)
 
 # Kept at a time: a program of 2,000 kernels takes a few MB, a planner 50 MB. The search comes back
 # to the settings that it looked at last.
@@ -102,6 +109,34 @@ class Costs:
         for name, layout in found.items():
             size = limits.total(total(layout.peak))
             yield name, size, plain + layout.seconds
+
+    def by_one_line(self, levers: Levers, seconds: float, budget: float) -> Iterator[Candidate]:
+        """What a line of the author's would do, fastest first: regions on every block, on the
+        bodies of scans, or those that the loss has; of it what takes less time than that and is
+        projected to take no more bytes."""
+        loss, slices = _of_loss(levers), levers.microbatches
+        constraints, program = self._constraints(False), self._program(loss)
+        planner, plain = self._planner(loss, False), self.priced(levers, self.plain(levers))
+        total = constraints.budget_for(program).total
+        limits = self.budget(levers)
+        found = [
+            (plain.seconds + slices * layout.seconds, layout)
+            for layout in planner.rows()
+            if limits.total(total(layout.peak)) <= budget
+        ]
+        written = [self._as_written(levers)] if program.opened else []
+        for one in written:
+            if (one.projected or 0) <= budget and one.seconds < seconds:
+                yield one
+        for time, layout in sorted(found, key=lambda row: row[0]):
+            if time >= seconds:
+                return
+            yield self.priced(levers, constraints.write(program, layout, planner))
+
+    def _as_written(self, levers: Levers) -> Candidate:
+        """The loss with its own regions."""
+        own = AsWritten(self._traced(_of_loss(levers)), self._constraints(False))
+        return self.priced(levers, own.projected())
 
     def _make_planner(self, loss: Levers, offload: bool) -> Planner:
         return self._constraints(offload).planner(self._program(loss))

@@ -25,6 +25,8 @@ from jaxmem.training import TrainStep
 # the step that is returned was compiled and fits in any case.
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between
+_NEARLY = 1.3  # times the budget, by projection: as `rematerialization.compiled_plans` has it
+_LINE = 0.02  # of the best step's time, that another compilation is to save
 _ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less
 _OVER = 1.01  # times the ratio of what did not fit: the next one differs from it
 # Compiled bytes over projected ones, at most, before anything was compiled: networks were within
@@ -131,6 +133,7 @@ class Search:
             candidate = self.cheapest(best)
             if best is None and (candidate is None or last):
                 candidate = self.smallest() or self._between()
+            candidate = candidate or self._by_one_line(best)
             if candidate is None:
                 return
             yield [candidate, *self._alternatives(candidate, best)]
@@ -218,6 +221,20 @@ class Search:
                 if key_of(candidate) not in self.found:
                     return candidate
         return None
+
+    def _by_one_line(self, best: Candidate | None) -> Candidate | None:
+        """What a line of the author's would do, which may fit though it is projected not to: no
+        step that is returned is to lose to it. None: it would not be faster than the best."""
+        if "residuals" in self.problem.keep:
+            return None
+        levers = best.levers if best else self.problem.as_is
+        error = min([1.0, *self.compiled.ratios.values()])
+        rows = self.costs.by_one_line(
+            levers,
+            (1 - _LINE) * best.seconds if best else math.inf,
+            _NEARLY * self.problem.budget / error,
+        )
+        return next((one for one in rows if key_of(one) not in self.found), None)
 
     def expected(self, candidate: Candidate) -> int:
         """Bytes that are expected of the compiler."""

@@ -58,7 +58,8 @@ class Candidate:
             return "none"  # regions of the loss's own are told above the table
         again, offloaded = self.plan.predicted.recompute_share, self.plan.predicted.host_bytes
         where = f", {format_bytes(offloaded)} on the host" if offloaded else ""
-        return f"{self.plan.planner}, +{again:.1%}{where}"
+        who = "its own" if self.plan.stays else self.plan.planner
+        return f"{who}, +{again:.1%}{where}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -192,8 +193,12 @@ class Fitting(Printed):
         yield (
             f"the loss's own regions recompute {written.recompute_share:.1%} of a step ({size} "
             f"{'of the budget unused' if left >= 0 else 'over the budget'}); the chosen step"
-            f"{levers} recomputes {chosen.plan.predicted.recompute_share:.1%}. They are opened; "
-            "keep='regions' keeps them"
+            f"{levers} recomputes {chosen.plan.predicted.recompute_share:.1%}. They "
+            + (
+                "stay: nothing else that fits was found to take less time"
+                if chosen.plan.stays
+                else "are opened; keep='regions' keeps them"
+            )
         )
 
     def to_dict(self) -> dict[str, Any]:

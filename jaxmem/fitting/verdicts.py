@@ -135,9 +135,9 @@ def permissions(problem: "Problem") -> Iterator[str]:
 
 
 def key_of(candidate: Candidate) -> tuple:
-    """What tells candidates apart: their levers and their regions."""
+    """What tells candidates apart: their levers and their regions, or the loss's own."""
     plan = candidate.plan
-    return (candidate.levers, plan and plan.regions, plan and plan.loops)
+    return (candidate.levers, plan and (plan.regions, plan.loops, plan.keeps_regions))
 
 
 def _slower(candidate: Candidate, best: Candidate) -> float:

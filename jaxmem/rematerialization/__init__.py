@@ -33,4 +33,4 @@ from jaxmem.rematerialization.search import (
 from jaxmem.rematerialization.timelines import Timeline as Timeline
 from jaxmem.rematerialization.traced import TracedFunction as TracedFunction
 from jaxmem.rematerialization.transform import remat as remat
-from jaxmem.rematerialization.written import written as written
+from jaxmem.rematerialization.written import AsWritten as AsWritten, written as written

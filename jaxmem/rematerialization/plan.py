@@ -159,6 +159,11 @@ class Plan(Printed):
         return bool(self.regions or self.loops or self.predicted.recompute_seconds)
 
     @property
+    def stays(self) -> bool:
+        """Whether the function's own regions stay, as nothing better was found in their place."""
+        return bool(self.keeps_regions and self.opened)
+
+    @property
     def changes(self) -> bool:
         """Whether the planned function is another program than the function."""
         return bool(self.recomputes or self.widens or self.opened)

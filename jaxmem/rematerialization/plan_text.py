@@ -48,7 +48,7 @@ def plan_parts(plan: Any) -> Iterator[Part]:
         share = f" ({predicted.recompute_flops / predicted.flops:.1%} of a forward pass)"
     yield answer(plan)
     regions = counted(len(plan.rows), "region")
-    if plan.keeps_regions and plan.opened:
+    if plan.stays:
         regions = "none better than the function's own regions, which stay"
     yield f"{plan.planner} plan, {regions} (program {plan.fingerprint})"
     yield (

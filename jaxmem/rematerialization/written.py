@@ -45,17 +45,29 @@ class AsWritten:
 
     def plan(self, device: Target | LocalDevice) -> Plan | None:
         """The function as it is, compiled; None: it does not fit."""
-        search = CompiledPlans(self.traced, self.constraints.with_own_regions(), device)
-        found = search.as_it_is()
-        if found is None:
-            return None
+        found = CompiledPlans(self.traced, self._constraints, device).as_it_is()
+        return found and self._told(found)
+
+    def projected(self) -> Plan:
+        """The function as it is, with projected bytes."""
+        constraints, program = self._constraints, self.traced.program
+        planner = constraints.planner(program)
+        return self._told(constraints.write(program, planner.plain, planner))
+
+    @property
+    def _constraints(self) -> Constraints:
+        return self.constraints.with_own_regions()
+
+    def _told(self, plan: Plan) -> Plan:
+        """With what the regions cost, which to the planner are operations like others."""
+        cost = self.cost
         predicted = dataclasses.replace(
-            found.predicted,
-            recompute_flops=self.cost.recompute_flops,
-            recompute_seconds=self.cost.recompute_seconds,
-            seconds=self.cost.seconds,
+            plan.predicted,
+            recompute_flops=cost.recompute_flops,
+            recompute_seconds=cost.recompute_seconds,
+            seconds=cost.seconds,
         )
-        return dataclasses.replace(found, predicted=predicted, opened=self.opened.program.opened)
+        return dataclasses.replace(plan, predicted=predicted, opened=self.opened.program.opened)
 
     def _again(self, rate: Callable[[Kernel], float]) -> float:
         return sum(
