@@ -111,8 +111,8 @@ class Costs:
             yield name, size, plain + layout.seconds
 
     def by_one_line(self, levers: Levers, seconds: float, budget: float) -> Iterator[Candidate]:
-        """What a line of the author's would do, fastest first: regions on every block, on the
-        bodies of scans, or those that the loss has; of it what takes less time than that and is
+        """What a line of the author's would do: the regions that the loss has, then, fastest first,
+        one on every block or on the bodies of scans; of it what takes less time than that and is
         projected to take no more bytes."""
         loss, slices = _of_loss(levers), levers.microbatches
         constraints, program = self._constraints(False), self._program(loss)
@@ -124,10 +124,10 @@ class Costs:
             for layout in planner.rows()
             if limits.total(total(layout.peak)) <= budget
         ]
-        written = [self._as_written(levers)] if program.opened else []
-        for one in written:
-            if (one.projected or 0) <= budget and one.seconds < seconds:
-                yield one
+        if program.opened:
+            own = self._as_written(levers)
+            if own.seconds < seconds and (own.projected or 0) <= budget:
+                yield own
         for time, layout in sorted(found, key=lambda row: row[0]):
             if time >= seconds:
                 return

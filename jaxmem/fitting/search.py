@@ -15,7 +15,7 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import is_count
 from jaxmem.ground.errors import CompileError, JaxmemError
 from jaxmem.ground.progress import tell
-from jaxmem.rematerialization import Begun, Outcome, Plan, Search as CompiledSearch
+from jaxmem.rematerialization import NEARLY, Begun, Outcome, Plan, Search as CompiledSearch
 from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import family_of
 from jaxmem.training import TrainStep
@@ -25,7 +25,6 @@ from jaxmem.training import TrainStep
 # the step that is returned was compiled and fits in any case.
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between
-_NEARLY = 1.3  # times the budget, by projection: as `rematerialization.compiled_plans` has it
 _LINE = 0.02  # of the best step's time, that another compilation is to save
 _ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less
 _OVER = 1.01  # times the ratio of what did not fit: the next one differs from it
@@ -232,7 +231,7 @@ class Search:
         rows = self.costs.by_one_line(
             levers,
             (1 - _LINE) * best.seconds if best else math.inf,
-            _NEARLY * self.problem.budget / error,
+            NEARLY * self.problem.budget / error,
         )
         return next((one for one in rows if key_of(one) not in self.found), None)
 

@@ -26,6 +26,7 @@ from jaxmem.rematerialization.plan import (
 from jaxmem.rematerialization.plan_text import checked as checked
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
 from jaxmem.rematerialization.search import (
+    NEARLY as NEARLY,
     Begun as Begun,
     Outcome as Outcome,
     Search as Search,

@@ -1,5 +1,6 @@
 """Planning with the compiler in the loop: what it says of one plan corrects the next."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -7,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from jaxmem.planning import Layout
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_compiler import PlanCompiler
-from jaxmem.rematerialization.search import Search
+from jaxmem.rematerialization.search import NEARLY, Search
 from jaxmem.targets import family_of
 
 # Chosen: half and twice of these change none of the plans found beside a stand-in for the compiler
@@ -17,10 +18,6 @@ _MORE = 1.06  # times the projected bytes that fit: how far projections of two p
 # Times the budget: what may yet fit where nothing below did; ever closer to one another. Twice as
 # far above recomputes up to 21 points more of the step's time, at the least budget.
 _ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
-# Times the budget: rows of regions that are projected to take no more may yet fit, where they cost
-# less than what does. Chosen: projections of the networks that tuned the planner are up to a third
-# too high (benchmarks/results/tpu.md).
-_NEARLY = 1.3
 # Times the bytes that are safe: a row of regions that is projected to take no more is tried before
 # the fewest bytes, at any price. Chosen.
 _SAFE = 1.02
@@ -236,12 +233,17 @@ class CompiledPlans(PlanCompiler):
         # All that was compiled may have taken less than was projected.
         known = (one.ratio for one in self.search.outcomes.values() if one.compiled is not None)
         error = min([1.0, *known])
-        for layout in sorted(self.planner.rows(), key=lambda layout: layout.price):
+        for layout in self.rows_by_price:
             if layout.price > price or not self.gains(layout.price):
                 return
             least = error * self.projected(layout)
-            if layout not in self.search.outcomes and least <= _NEARLY * budget + self.chip_bytes:
+            if layout not in self.search.outcomes and least <= NEARLY * budget + self.chip_bytes:
                 yield layout
+
+    @functools.cached_property
+    def rows_by_price(self) -> list[Layout]:
+        """All rows, the cheapest first."""
+        return sorted(self.planner.rows(), key=lambda layout: layout.price)
 
     def slightly_above(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Plans that are projected not to fit, by little, until one does."""

@@ -12,6 +12,11 @@ from jaxmem.ground.bar import Bar
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.progress import counting, tell
 
+# Times the budget: rows of regions that are projected to take no more may yet fit, where they cost
+# less than what does. Chosen: projections of the networks that tuned the planner are up to a third
+# too high (benchmarks/results/tpu.md).
+NEARLY = 1.3
+
 Proposal = TypeVar("Proposal", bound=Hashable)
 
 
