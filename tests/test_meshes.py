@@ -234,6 +234,7 @@ def test_stages_are_1_2_and_3(stage):
     ("options", "said"),
     [
         ({"axis": ("data", "data")}, r"or several in a tuple, each once; got \('data', 'data'\)"),
+        ({"axis": ["data"]}, r"several in a tuple, each once; got \['data'\]"),
         ({"scanned": 3}, "takes scanned=, text that is in the paths of parameters .*; got 3"),
         ({"keep": None}, r"jaxmem.shard\(keep=...\) takes a function of .*; got None"),
     ],
@@ -241,6 +242,14 @@ def test_stages_are_1_2_and_3(stage):
 def test_what_shard_takes_is_checked(options, said):
     with pytest.raises(jaxmem.JaxmemError, match=said):
         jaxmem.shard(TWO, **options)
+
+
+@pytest.mark.parametrize("returned", [None, "copy", 1, jnp.ones(3, bool)])
+def test_what_keep_returns_is_checked(returned):
+    sharding = jaxmem.shard(TWO, keep=lambda path, leaf: returned)
+    said = r"keep=, a function that says True \(.*\) or False of an array; for \['up'\]\[0\] it ret"
+    with pytest.raises(jaxmem.JaxmemError, match=said):
+        sharding.specs({"up": [PARAMS["up"][0]]})
 
 
 @pytest.mark.parametrize("returned", [2, -3, "up", 1.0, True, False, (0, 1), [1], jnp.float32(1)])

@@ -456,6 +456,15 @@ def test_explain():
     assert "In this plan it is recomputed once in the backward pass" in text
     with pytest.raises(jaxmem.PlanError, match="No value of this plan was made at 'Block_3'. It "):
         plan.explain("Block_3")
+    choices = [
+        dataclasses.replace(plan.choices[0], path=f"Net/Block_{number}/Dense_1", action="keep")
+        for number in range(12)
+    ]
+    other = dataclasses.replace(choices[0], path="Net/Head_0/Dense_1", action="save")
+    text = dataclasses.replace(plan, choices=(*choices, other)).explain("Dense_1")
+    equal, alone = text.splitlines()
+    assert "in Net/Block_*/Dense_1 (test_plans.py:" in equal and "), 12 values: 64.00" in equal
+    assert "in Net/Head_0/Dense_1 (test_plans.py:" in alone and "values" not in alone.split(": ")[0]
 
 
 def test_predicted_times_are_printed_with_their_error(tmp_path, monkeypatch):
@@ -463,7 +472,11 @@ def test_predicted_times_are_printed_with_their_error(tmp_path, monkeypatch):
     plan = jaxmem.plan(tanh_chain, *SHAPES, target="h200", compilations=0)
     assert re.search(r"about \S+ ms beside \S+ ms \(unchecked\) on h200$", str(plan), re.MULTILINE)
     # One for making a value again, one for what is done with others instead.
-    assert plan.explain("tanh_chain").count(" per GiB (unchecked)") >= len(plan.choices)
+    lines = plan.explain("tanh_chain").splitlines()
+    assert all(
+        line.count(" per GiB (unchecked)") == 2 for line in lines if re.search(r"averages \d", line)
+    )
+    assert all(" per GiB (unchecked). In this plan it is " in line for line in lines)
     assert '"time_error": null' in plan.to_json()
 
     known = dataclasses.replace(jaxmem.target("h200"), time_error=0.2)

@@ -343,16 +343,17 @@ def shard(
     cut = {name for name, _ in cuts}
     if axis is None:
         axis = next((name for name in reversed(names) if name not in cut), names[-1])
-    for name in (*names_of(axis), *cut):
-        if name not in names:
-            raise JaxmemError(
-                f"The mesh has no axis {shown(name)}; its axes are {', '.join(map(repr, names))}."
-            )
-    if len(set(names_of(axis))) < len(names_of(axis)):
+    of_axis = names_of(axis)
+    if not all(isinstance(name, str) for name in of_axis) or len(set(of_axis)) < len(of_axis):
         raise JaxmemError(
             "jaxmem.shard takes axis=, an axis of the mesh that parameters are spread along, or "
             f"several in a tuple, each once; got {shown(axis)}."
         )
+    for name in (*of_axis, *cut):
+        if name not in names:
+            raise JaxmemError(
+                f"The mesh has no axis {shown(name)}; its axes are {', '.join(map(repr, names))}."
+            )
     if not is_count(stage) or stage > 3:
         raise JaxmemError(f"ZeRO has the stages 1, 2 and 3; got stage={shown(stage)}.")
     if scanned is not None and (not isinstance(scanned, str) or not scanned):

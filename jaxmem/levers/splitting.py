@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxmem.ground.checks import shown
@@ -115,7 +116,13 @@ def is_kept(keep: Callable[[str, Any], bool], path: str, leaf: Any) -> bool:
     if not leaf.ndim or not leaf.size:
         return True
     with _asked("keep", path, leaf):
-        return bool(keep(path, leaf))
+        found = keep(path, leaf)
+    if not isinstance(found, bool | np.bool_):
+        raise JaxmemError(
+            "jaxmem.shard takes keep=, a function that says True (every device keeps a copy) or "
+            f"False of an array; for {path} it returned {shown(found)}."
+        )
+    return bool(found)
 
 
 @contextlib.contextmanager

@@ -158,14 +158,15 @@ def _interior_of(
         # Where nothing is differentiated any more it runs here, forward and backward pass.
         workspace = _workspace(step, spread) if all(constant) else 0
         return _Interior(body, inside=_made(body), workspace=workspace)
-    if (step.primitive in _OPAQUE and not is_fused(step.equation)) or not is_known(step):
+    opaque = step.primitive in _OPAQUE and not is_fused(step.equation)
+    if opaque or not is_known(step):
         real = [
             at
             for at, variable in enumerate(step.equation.invars)
             if not constant[at] and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
         ]
         found = _of_opaque(step, real, spread, apart) if real else None
-        found = found or _Interior(workspace=_workspace(step, spread))
+        found = found or _Interior(workspace=_workspace(step, spread) if opaque else 0)
         if step.primitive == "top_k" and step.equation.params["k"] > _FEW:
             operand = step.equation.invars[0].aval
             every = spread.aval(step.inputs[0]) if isinstance(step.inputs[0], int) else operand

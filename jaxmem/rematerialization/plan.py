@@ -229,7 +229,8 @@ class Plan(Printed):
         pathlib.Path(path).write_text(page_of_plans([self], name=name), encoding="utf-8")
 
     def explain(self, path: str) -> str:
-        """Why the values made at a module path (or source line) are saved or not.
+        """Why the values made at a module path (or source line) are saved or not, those of equal
+        layers together.
 
         Raises:
             PlanError: no value of the plan was made there.
@@ -241,7 +242,7 @@ class Plan(Printed):
                 f"No value of this plan was made at {path!r}. It has values of "
                 f"{', '.join(paths[:8])}{', ...' * (len(paths) > 8)}; print(plan) shows the rest."
             )
-        return "\n".join(plan_text.reason(self, choice) for choice in found)
+        return plan_text.explanation(self, found)
 
     def as_policy(
         self,

@@ -128,10 +128,26 @@ def other_program(plan: Any, fingerprint: str, inputs: Sequence[tuple[str, str]]
     )
 
 
-def reason(plan: Any, choice: Choice) -> str:
-    """Why a plan saves one of its values or not."""
+def explanation(plan: Any, choices: Sequence[Choice]) -> str:
+    """Why a plan saves some of its values or not: a sentence for each, one for those of layers that
+    differ by their numbers alone."""
+    told = [(choice, _made(choice), _why(plan, choice)) for choice in choices]
+    groups = grouped(told, lambda one: (without_numbers(one[1]), one[2]))
+    lines = []
+    for group in groups:
+        made = common_path([made for _, made, _ in group])
+        if len(group) > 1:
+            made += f", {len(group)} values"
+        lines.append(f"{made}: {group[0][2]}")
+    return "\n".join(lines)
+
+
+def _made(choice: Choice) -> str:
+    return f"{choice.operation} in {choice.path or 'the function'} ({choice.line})"
+
+
+def _why(plan: Any, choice: Choice) -> str:
     rate = choice.seconds / max(choice.bytes, 1) * 2**30
-    made = f"{choice.operation} in {choice.path or 'the function'} ({choice.line})"
     cost = (
         f"{format_bytes(choice.bytes)}; making it again takes {choice.seconds * 1e6:.0f} us, "
         f"{rate * 1e3:.2f} ms per GiB {checked(plan.time_error)}"
@@ -155,7 +171,7 @@ def reason(plan: Any, choice: Choice) -> str:
     }[choice.action]
     if choice.action == "recompute" and not choice.times:
         why = _NEVER_AGAIN
-    return f"{made}: {cost}. In this plan {why}."
+    return f"{cost}. In this plan {why}."
 
 
 def _regions(rows: tuple[Row, ...]) -> Table:
