@@ -1,9 +1,10 @@
 """Projected bytes against compiled ones where nothing is planned inside of an operation.
 
 Small networks whose layers are a conditional, a rule of the user's own, a recurrent cell or a
-ragged matmul (tests/test_opaque.py), for an H200: projected and compiled bytes of the step as it
-is, and of the plan with the fewest projected bytes at one more forward pass, with the FLOPs that
-it predicts beside those that are compiled for the step as it is.
+ragged matmul, and single operations whose derivative JAX is asked for (tests/test_opaque.py), for
+an H200: projected and compiled bytes of the step as it is, and of the plan with the fewest
+projected bytes at one more forward pass, with the FLOPs that it predicts beside those that are
+compiled for the step as it is.
 """
 
 import jax
@@ -18,6 +19,8 @@ def programs():
     for name, (make, what, options) in test.PROGRAMS.items():
         yield name, *make(what, **options)
     yield "ragged matmul", test.experts, test.of_experts(groups=8)
+    for name, operation in test.ASKED.items():
+        yield f"matmul and {name}", *test.of_one(operation)
 
 
 def row(name, loss, args) -> dict:
@@ -36,7 +39,7 @@ def row(name, loss, args) -> dict:
         "plan, projected": jaxmem.format_bytes(plan.projected_bytes),
         "plan, compiled": jaxmem.format_bytes(planned.device),
         "plan, off": f"{planned.device / plan.projected_bytes - 1:+.1%}",
-        "FLOPs": f"{1 + plan.predicted.recompute_flops / plain.work.flops:.3f}x",
+        "FLOPs": f"{1 + plan.predicted.recompute_flops / max(plain.work.flops, 1):.3f}x",
     }
 
 
