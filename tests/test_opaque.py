@@ -384,6 +384,21 @@ def test_gradients_of_plans(name, planner):
             )
 
 
+@pytest.mark.parametrize("name", ["recurrent, the last", "recurrent in bfloat16"])
+def test_a_planned_loop_stacks_no_results_that_nothing_reads(name):
+    make, what, options = PROGRAMS[name]
+    loss, args = make(what, **options)
+    plan = jaxmem.plan(loss, *args, compilations=0)
+    assert plan.loops[0].schedule
+    report = jaxmem.memory(
+        jax.value_and_grad(plan.apply(loss)),
+        *args,
+        target="h200",
+        compiler_options=plan.compiler_options,
+    )
+    assert report.device == pytest.approx(plan.projected_bytes, rel=0.05)
+
+
 def ranked(x):
     return jnp.sum(jnp.sort(x, -1) * jnp.arange(x.shape[1])[None])
 

@@ -17,30 +17,30 @@ def in_front(values: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     `jax.vmap` batches a `jax.custom_jvp` and its rule apart, and takes the axes of the first for
     those of the results of the second: both have to put them in the same place.
     """
-    return _in_front().bind(*values, *operands, count=len(values)) if values else []
+    # Each by itself: what nothing reads is not made.
+    return [_in_front().bind(value, *operands) for value in values]
 
 
 @functools.cache
 def _in_front() -> Primitive:
     """Made when it is first bound: its rules are registered with JAX's internals."""
     identity = Primitive("batch_in_front")
-    identity.multiple_results = True
-    identity.def_impl(lambda *values, count: list(values[:count]))
-    identity.def_abstract_eval(lambda *values, count: list(values[:count]))
-    internals.ad.primitive_jvps[identity] = lambda values, tangents, count: (
-        identity.bind(*values, count=count),
-        tangents[:count],
+    identity.def_impl(lambda value, *operands: value)
+    identity.def_abstract_eval(lambda value, *operands: value)
+    internals.ad.primitive_jvps[identity] = lambda values, tangents: (
+        identity.bind(*values),
+        tangents[0],
     )
     internals.batching.primitive_batchers[identity] = _batched
-    internals.mlir.register_lowering(identity, lambda _, *values, count: list(values[:count]))
+    internals.mlir.register_lowering(identity, lambda _, value, *operands: [value])
     return identity
 
 
-def _batched(values, axes, *, count: int):
+def _batched(values, axes):
     (size,) = {x.shape[at] for x, at in zip(values, axes, strict=True) if at is not None}
-    moved = [
-        jnp.broadcast_to(x, (size, *x.shape)) if at is None else jnp.moveaxis(x, at, 0)
-        for x, at in zip(values[:count], axes[:count], strict=True)
+    front = [
+        x if at is None else jnp.moveaxis(x, at, 0) for x, at in zip(values, axes, strict=True)
     ]
-    rest = [x if at is None else jnp.moveaxis(x, at, 0) for x, at in zip(values, axes, strict=True)]
-    return _in_front().bind(*moved, *rest[count:], count=count), [0] * count
+    if axes[0] is None:
+        front[0] = jnp.broadcast_to(values[0], (size, *values[0].shape))
+    return _in_front().bind(*front), 0
