@@ -18,8 +18,10 @@ from jaxmem.jaxprs.equations import (
     operation_of,
     parameters_of,
 )
+from jaxmem.jaxprs.flat import Step, evaluate
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.operands import of_some
+from jaxmem.jaxprs.placement import HOST, memory_space
 
 _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "transpose"})
 
@@ -49,6 +51,22 @@ def scan_residuals(
         elif one.equation and one.made_of - {*constants}:
             (results if one.result in stacked else kept).append(one)
     return kept, results
+
+
+def region_residuals(step: Step, constant: Sequence[bool]) -> "list[Kept]":
+    """What a user's own region keeps on the device for its derivative by the operands that are not
+    ``constant``, as its policy says, beside operands and results."""
+    avals = [variable.aval for variable in step.equation.invars]
+    real = [
+        at for at, aval in enumerate(avals)
+        if jnp.issubdtype(aval.dtype, jnp.inexact) and not constant[at]
+    ]  # fmt: skip
+    kept = saved_residuals(lambda *operands: evaluate(step, operands), avals, real)
+    return [
+        one
+        for one in kept
+        if one.equation and one.result < 0 and memory_space(one.aval) is not HOST
+    ]
 
 
 # Primitives of JAX whose transpose is the user's own function.

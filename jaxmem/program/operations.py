@@ -40,12 +40,12 @@ class Operation:
 
     A `scan` also has ``body``, what it repeats ``length`` times; ``carry`` are the inputs of the
     body that one iteration hands to the next. A user's own `jax.checkpoint` has the ``body`` that
-    its derivative runs again. A scan, and what is opaque (a conditional, a rule of the user's own),
-    makes one value more than it returns: its ``residuals``, what it keeps for the backward pass
-    beside operands and results; ``results`` are bytes that each iteration of a scan would keep, and
-    returns. ``reads`` are those of them that its derivative reads, where that is known exactly.
-    ``inside`` are bytes that the derivative takes beside all of that, ``workspace`` those that the
-    operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
+    its derivative runs again. A scan, what is opaque (a conditional, a rule of the user's own), and
+    a region whose policy saves something makes one value more than it returns: its ``residuals``,
+    what it keeps for the backward pass beside operands and results; ``results`` are bytes that each
+    iteration of a scan would keep, and returns. ``reads`` are those of them that its derivative
+    reads, where that is known exactly. ``inside`` are bytes that the derivative takes beside all of
+    that, ``workspace`` those that the operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
     ``gathers`` are operands that devices send each other first: the value as it is made, and as it
     is read, and among which devices. A matmul is ``summed`` among devices that are cut along what
     it sums.
@@ -79,7 +79,7 @@ class Operation:
     @property
     def is_region(self) -> bool:
         """Whether it is a user's own `jax.checkpoint`."""
-        return self.body is not None and self.residuals is None
+        return self.body is not None and self.name != "scan"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Program:
                 kinds = [self.types[value] for value in operation.inputs]
                 wide = any(kind.startswith("bfloat16") for kind in kinds)
                 operation = dataclasses.replace(operation, widened=wide and len(kinds) == 2)
-            elif operation.residuals is not None and operation.body:
+            elif operation.residuals is not None and operation.body and not operation.is_region:
                 operation = dataclasses.replace(operation, body=operation.body.widened)
             operations.append(operation)
         program = dataclasses.replace(self, operations=tuple(operations))

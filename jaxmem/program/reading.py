@@ -14,7 +14,7 @@ from jaxmem.jaxprs.equations import inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
 from jaxmem.jaxprs.joint import joint as joint_of
 from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of
-from jaxmem.jaxprs.residuals import Kept, scan_residuals
+from jaxmem.jaxprs.residuals import Kept, region_residuals, scan_residuals
 from jaxmem.jaxprs.spreading import Spread
 from jaxmem.program.costs import (
     derivative_reads,
@@ -157,7 +157,10 @@ def _interior_of(
         body = read_program(called, fixed=_inputs(called, constant), spread=inside)
         # Where nothing is differentiated any more it runs here, forward and backward pass.
         workspace = _workspace(step, spread) if all(constant) else 0
-        return _Interior(body, inside=_made(body), workspace=workspace)
+        kept = _kept_of_region(step, constant)
+        saved = _bytes_alike(kept, body)
+        whole = sum(size_of(one.aval) for one in kept)
+        return _Interior(body, saved or None, whole, max(_made(body) - saved, 0), workspace)
     opaque = step.primitive in _OPAQUE and not is_fused(step.equation)
     if opaque or not is_known(step):
         real = [
@@ -174,6 +177,16 @@ def _interior_of(
             found = dataclasses.replace(found, workspace=max(found.workspace, sorted_bytes))
         return found
     return _Interior()
+
+
+def _kept_of_region(step: Step, constant: list[bool]) -> list[Kept]:
+    """What a user's own region saves by its policy; nothing, where its derivative refuses."""
+    if all(constant):
+        return []
+    try:
+        return region_residuals(step, constant)
+    except Exception:
+        return []
 
 
 def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Spread) -> _Interior:

@@ -10,6 +10,7 @@ from jaxmem.program import Kernel, Program
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Plan, Written
+from jaxmem.rematerialization.timelines import Timeline
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import LocalDevice, Target
 
@@ -60,14 +61,18 @@ class AsWritten:
 
     def _told(self, plan: Plan) -> Plan:
         """With what the regions cost, which to the planner are operations like others."""
-        cost = self.cost
+        cost, opened = self.cost, self.opened.program
+        plain = Variant.plain(self.constraints.as_run(opened), self.constraints.rates).layout(())
+        total = self.constraints.budget_for(opened).total
         predicted = dataclasses.replace(
             plan.predicted,
+            plain_bytes=total(plain.peak),
+            plain_timeline=Timeline.of(*plain.live(), total),
             recompute_flops=cost.recompute_flops,
             recompute_seconds=cost.recompute_seconds,
             seconds=cost.seconds,
         )
-        return dataclasses.replace(plan, predicted=predicted, opened=self.opened.program.opened)
+        return dataclasses.replace(plan, predicted=predicted, opened=opened.opened)
 
     def _again(self, rate: Callable[[Kernel], float]) -> float:
         return sum(
