@@ -45,7 +45,8 @@ class Operation:
     what it keeps for the backward pass beside operands and results; ``results`` are bytes that each
     iteration of a scan would keep, and returns. ``reads`` are those of them that its derivative
     reads, where that is known exactly. ``inside`` are bytes that the derivative takes beside all of
-    that, ``workspace`` those that the operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
+    that, ``workspace`` those that the operation takes. A ``widened`` one is computed in float32,
+    from copies of what it reads.
     ``gathers`` are operands that devices send each other first: the value as it is made, and as it
     is read, and among which devices. A matmul is ``summed`` among devices that are cut along what
     it sums.
