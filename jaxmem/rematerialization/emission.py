@@ -179,11 +179,13 @@ class _Emission:
             else:
                 self.flat.run([last], inside)
             for value in kernel.results:
+                if value == kernel.residuals:
+                    continue  # no value of the function's
                 if value in self.saved:
                     named = _named(inside[value], self.name(value))
                     named = jaxprs.row_major(named) if self.stacks_rows else named
                     values[value] = self.in_turn(value, named)
-                elif value != kernel.residuals:
+                else:
                     values[value] = inside[value]
             if last.primitive == "scan" and kernel.residuals is not None:
                 self.part(number + 1, values)
