@@ -283,6 +283,7 @@ def test_what_is_written_stays_where_nothing_else_recomputes_less(monkeypatch):
     assert jnp.array_equal(*grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("region", [jax.checkpoint, lambda f: f], ids=["its own", "none"])
 def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(region, capsys):
     """Which is projected to take a fifth more than it takes, and what is projected to fit does not:

@@ -35,7 +35,7 @@ def step(name, dtype=jnp.float32):
     return loss, tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
 
-@pytest.mark.parametrize("target", ["h100", "t4"])
+@pytest.mark.parametrize("target", ["h100", pytest.param("t4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MULTIPLIED)
 def test_projected_bytes_are_those_compiled(name, target):
     loss, operands = step(name)
@@ -44,6 +44,7 @@ def test_projected_bytes_are_those_compiled(name, target):
     assert not plan.compiled.flops  # XLA made no matmul of it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MULTIPLIED)
 def test_in_bfloat16(name):
     loss, operands = step(name, jnp.bfloat16)
