@@ -6,13 +6,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxmem.jaxprs.expansion import expanded
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, evaluate, flatten_jaxpr
 from jaxmem.jaxprs.nested import branches_of
-from jaxmem.jaxprs.operands import of_some
+from jaxmem.jaxprs.operands import moving, of_some
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +40,21 @@ def joint(step: Step, differentiated: Sequence[int], apart: bool = False) -> Joi
     the user's own may raise anything."""
     operands = [variable.aval for variable in step.equation.invars]
     results = [variable.aval for variable in step.equation.outvars]
-    moving = [at for at, aval in enumerate(results) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+    real = moving(results)
 
     def whole(operands, cotangents):
         def run(*operands):
             found = evaluate(step, operands)
-            return [found[at] for at in moving], found
+            return [found[at] for at in real], found
 
         chosen = [operands[at] for at in differentiated]
         of_chosen = of_some(differentiated, run, operands)
         _, back, found = jax.vjp(of_chosen, *chosen, has_aux=True)
         return found, back(list(jax.lax.optimization_barrier(tuple(cotangents))))
 
-    traced = jax.make_jaxpr(whole)(operands, [results[at] for at in moving])
+    traced = jax.make_jaxpr(whole)(operands, [results[at] for at in real])
     flat = expanded(flatten_jaxpr(traced))
-    first = flat.input_count - len(moving)
+    first = flat.input_count - len(real)
     cotangents = tuple(range(first, flat.input_count))
     boundary, barrier = next(
         (at, one) for at, one in enumerate(flat.steps) if one.inputs == cotangents

@@ -32,6 +32,15 @@ def of_some(at: Sequence[int], fun: Callable, operands: Sequence[Any]) -> Callab
     return of_chosen
 
 
+def moving(avals: Sequence[Any], constant: Sequence[bool] = ()) -> list[int]:
+    """The places of abstract values that have a derivative, but for those that are ``constant``."""
+    return [
+        at
+        for at, aval in enumerate(avals)
+        if jnp.issubdtype(aval.dtype, jnp.inexact) and not (constant and constant[at])
+    ]
+
+
 def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 

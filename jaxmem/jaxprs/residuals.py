@@ -20,7 +20,7 @@ from jaxmem.jaxprs.equations import (
 )
 from jaxmem.jaxprs.flat import Step, evaluate
 from jaxmem.jaxprs.nested import loop_of
-from jaxmem.jaxprs.operands import of_some
+from jaxmem.jaxprs.operands import moving, of_some
 from jaxmem.jaxprs.placement import HOST, memory_space
 
 _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "transpose"})
@@ -36,16 +36,12 @@ def scan_residuals(
     closes over."""
     closed = equation.params["jaxpr"]
     avals = closed.in_avals  # themselves: inside `jax.shard_map` they vary over axes of the mesh
-    real = [
-        at for at, aval in enumerate(avals)
-        if jnp.issubdtype(aval.dtype, jnp.inexact) and not constant[at]
-    ]  # fmt: skip
     loop = loop_of(equation)
     carry, constants = (range(len(avals))[part] for part in (loop.carry, loop.body_consts))
     stacked = {at for at, one in enumerate(wanted) if one and at >= len(carry)}
     kept: list[Kept] = []
     results: list[Kept] = []
-    for one in saved_residuals(jaxpr_as_fun(closed), avals, real):
+    for one in saved_residuals(jaxpr_as_fun(closed), avals, moving(avals, constant)):
         if one.argument in carry:
             kept.append(one)
         elif one.equation and one.made_of - {*constants}:
@@ -57,11 +53,9 @@ def region_residuals(step: Step, constant: Sequence[bool]) -> "list[Kept]":
     """What a user's own region keeps on the device for its derivative by the operands that are not
     ``constant``, as its policy says, beside operands and results."""
     avals = [variable.aval for variable in step.equation.invars]
-    real = [
-        at for at, aval in enumerate(avals)
-        if jnp.issubdtype(aval.dtype, jnp.inexact) and not constant[at]
-    ]  # fmt: skip
-    kept = saved_residuals(lambda *operands: evaluate(step, operands), avals, real)
+    kept = saved_residuals(
+        lambda *operands: evaluate(step, operands), avals, moving(avals, constant)
+    )
     return [
         one
         for one in kept
@@ -83,15 +77,15 @@ def has_linear_rule(equation: JaxprEqn) -> bool:
     key = getattr(equation.params["call_jaxpr"], "jaxpr", equation.params["call_jaxpr"])
     if key not in _linear_rules:
         avals = [variable.aval for variable in equation.invars]
-        moving = [at for at, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+        real = moving(avals)
 
         def along(*operands):
             def called(*operands):
                 parameters = equation.primitive.get_bind_params(equation.params)
                 return equation.primitive.bind(*operands, **parameters)
 
-            chosen = tuple(operands[at] for at in moving)
-            return jax.jvp(of_some(moving, called, operands), chosen, chosen)
+            chosen = tuple(operands[at] for at in real)
+            return jax.jvp(of_some(real, called, operands), chosen, chosen)
 
         # JAX keeps what it traces of a rule here for all later calls, with the line that it finds.
         source = equation.source_info

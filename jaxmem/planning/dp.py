@@ -142,11 +142,8 @@ class DP:
     def rows(self) -> list[Layout]:
         """One region on each block, or on the body of each scan, or both, for each policy: what a
         plan must not lose to."""
-        return list(dict.fromkeys([*self._rows, *self._rows_of_bodies]))
-
-    @property
-    def _rows(self) -> list[Layout]:
-        return [variant.row(*one) for variant in self.variants for one in variant.rows]
+        rows = [variant.row(*one) for variant in self.variants for one in variant.rows]
+        return list(dict.fromkeys([*rows, *self._rows_of_bodies]))
 
     @functools.cached_property
     def _rows_of_bodies(self) -> list[Layout]:

@@ -81,7 +81,7 @@ def is_fused(equation) -> bool:
 def is_known(step: Step) -> bool:
     """Whether what its derivative reads is known here (`derivative_reads`); of others (a sort, a
     scatter, a Cholesky decomposition, what comes new) JAX has to be asked."""
-    return is_fused(step.equation) or derivative_reads(step) != "operands"
+    return derivative_reads(step) != "operands" or is_fused(step.equation)
 
 
 def contraction_flops(name: str, operands, result, parameters) -> int:

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Iterator, Set
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.jaxprs.equations import inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
 from jaxmem.jaxprs.joint import joint as joint_of
 from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of
+from jaxmem.jaxprs.operands import moving
 from jaxmem.jaxprs.residuals import Kept, region_residuals, scan_residuals
 from jaxmem.jaxprs.spreading import Spread
 from jaxmem.program.costs import (
@@ -162,21 +162,21 @@ def _interior_of(
         whole = sum(size_of(one.aval) for one in kept)
         return _Interior(body, saved or None, whole, max(_made(body) - saved, 0), workspace)
     opaque = step.primitive in _OPAQUE and not is_fused(step.equation)
-    if opaque or not is_known(step):
-        real = [
-            at
-            for at, variable in enumerate(step.equation.invars)
-            if not constant[at] and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-        ]
-        found = _of_opaque(step, real, spread, apart) if real else None
-        found = found or _Interior(workspace=_workspace(step, spread) if opaque else 0)
-        if step.primitive == "top_k" and step.equation.params["k"] > _FEW:
-            operand = step.equation.invars[0].aval
-            every = spread.aval(step.inputs[0]) if isinstance(step.inputs[0], int) else operand
-            sorted_bytes = size_of(every) + 4 * every.size  # all of it, with where it was
-            found = dataclasses.replace(found, workspace=max(found.workspace, sorted_bytes))
-        return found
-    return _Interior()
+    if not opaque and is_known(step):
+        return _Interior()
+    real = moving([variable.aval for variable in step.equation.invars], constant)
+    found = _of_opaque(step, real, spread, apart) if real else None
+    found = found or _Interior(workspace=_workspace(step, spread) if opaque else 0)
+    return dataclasses.replace(found, workspace=max(found.workspace, _sorted(step, spread)))
+
+
+def _sorted(step: Step, spread: Spread) -> int:
+    """Bytes in which a ``top_k`` sorts all that it takes a few of, with where it was."""
+    if step.primitive != "top_k" or step.equation.params["k"] <= _FEW:
+        return 0
+    (operand,) = step.inputs
+    aval = spread.aval(operand) if isinstance(operand, int) else operand.aval
+    return size_of(aval) + 4 * aval.size
 
 
 def _kept_of_region(step: Step, constant: list[bool]) -> list[Kept]:
@@ -257,12 +257,8 @@ def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Int
         for at, value in zip(real, joint.flat.outputs[len(joint.results) :], strict=True)
         if isinstance(value, int)
     }
-    moving = [
-        out
-        for out, variable in zip(step.outputs, step.equation.outvars, strict=True)
-        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-    ]
-    inside = spread.inside(joint.flat, [*step.inputs, *moving])
+    floating = moving([variable.aval for variable in step.equation.outvars])
+    inside = spread.inside(joint.flat, [*step.inputs, *(step.outputs[at] for at in floating)])
     # What is gathered of an operand is counted where the operation reads it.
     program = _forward(joint.flat, dataclasses.replace(inside, gathers=()))
 
