@@ -4,6 +4,7 @@ import functools
 import itertools
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -606,3 +607,68 @@ def test_what_the_last_steps_keep_is_there_while_the_rest_runs(target):
         timeline=False,
     )
     assert 0.95 < report.device / plan.projected_bytes < 1.05
+
+
+# ---- results that nothing reads
+
+
+def with_results(which):
+    """A loop that stacks three results, of which some are read, in a loop that stacks one."""
+
+    def loss(p, xs):
+        def step(u, x):
+            new = jnp.tanh(u * 1.01 + 0.1 * jnp.roll(u, 1) * x)
+            return new, (new * 2, new, jnp.int32(3))
+
+        def outer(u, x):
+            u, results = jax.lax.scan(step, u, jnp.stack([x, 2 * x, 3 * x]))
+            return u, results[0].sum(0)
+
+        u, (double, same, count) = jax.lax.scan(step, p, xs)
+        total = jnp.sum(u**2)
+        if "double" in which:
+            total += jnp.sum(jnp.sin(double))
+        if "same" in which:
+            total += jnp.sum(jnp.cos(same[3:]))
+        if "count" in which:
+            total += jnp.sum(count)
+        v, sums = jax.lax.scan(outer, jnp.cos(u), xs)
+        return total + jnp.sum(v**2) + ("sums" in which) * jnp.sum(sums)
+
+    return loss
+
+
+@pytest.mark.parametrize("which", ["", "double", "same", "count", "sums", "double same sums"])
+@pytest.mark.parametrize("share", [0.6, 0.3])
+def test_gradients_where_some_results_are_not_read(which, share):
+    loss, args = with_results(which), (jnp.linspace(-1, 1, 16), jnp.linspace(0, 1, 40))
+    plain = jaxmem.plan(loss, *args, compilations=0).plain_bytes
+    plan = jaxmem.plan(loss, *args, budget=int(share * plain), compilations=0)
+    assert plan.loops
+    expected = jax.grad(loss, (0, 1))(*args)
+    planned = jax.grad(plan.apply(loss), (0, 1))
+    for found in (planned(*args), jax.jit(planned)(*args)):
+        chex.assert_trees_all_close(found, expected, rtol=1e-11)
+    many = jnp.stack([args[0], 2 * args[0]])
+    chex.assert_trees_all_close(
+        jax.vmap(planned, (0, None))(many, args[1]),
+        jax.vmap(jax.grad(loss, (0, 1)), (0, None))(many, args[1]),
+        rtol=1e-11,
+    )
+
+
+@pytest.mark.parametrize("budget", ["40MiB", "300MiB"])
+def test_results_that_nothing_reads_are_not_stacked(budget):
+    """By schedules of few states, and of one before each block: 1,000 MiB of them."""
+
+    def loss(p, xs):
+        def step(u, x):
+            new = jnp.tanh(u * 1.01 + 0.1 * jnp.roll(u, 1) * x)
+            return new, new * 2
+
+        return jnp.sum(jax.lax.scan(step, p, xs)[0] ** 2)
+
+    args = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (1 << 18, 1000)]
+    plan = jaxmem.plan(loss, *args, budget=budget, target="h100", compilations=1)
+    assert plan.loops[0].schedule
+    assert 0.6 < plan.compiled_bytes / plan.projected_bytes < 1.05

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -99,6 +99,7 @@ class _Emission:
     loops: dict[int, Loop]
     regions: Sequence[Region]
     in_loop: bool = False
+    dropped: Set[int] = frozenset()  # results that nobody asks for
 
     def __post_init__(self):
         self.saved = _saved(self.regions)
@@ -117,6 +118,11 @@ class _Emission:
     def readers(self) -> collections.Counter[int]:
         """How many operations read each value."""
         return collections.Counter(value for step in self.flat.steps for value in step.uses)
+
+    @functools.cached_property
+    def asked(self) -> frozenset[int]:
+        """The values that an operation reads, or somebody asks for."""
+        return frozenset(self.readers) | (_values(self.flat.outputs) - self.dropped)
 
     @functools.cached_property
     def stacks_rows(self) -> bool:
@@ -149,9 +155,8 @@ class _Emission:
         values.update(zip(parted, passed, strict=True))
 
     def outputs(self, values: dict[int, Any]) -> list[Any]:
-        """The results of the program, once its kernels have run."""
-        missing = [out for out in self.flat.outputs if isinstance(out, int) and out not in values]
-        assert not missing, "an output is in memory"
+        """The results of the program, once its kernels have run; None: nobody asks for it."""
+        values = values | dict.fromkeys(self.dropped)
         return [jaxprs.read(values, out) for out in self.flat.outputs]
 
     def name(self, value: int) -> str:
@@ -172,15 +177,15 @@ class _Emission:
                 inside |= {out: fused[out] for out in step.outputs}
             if number in self.loops:
                 self.looped(self.loops[number], last, inside)
-            elif own := self.derivative(last, kernel):
+            elif own := _derivative(self.program.rules, last, kernel):
                 operands = [jaxprs.read(inside, operand) for operand in last.inputs]
                 alone = all(self.readers[value] == 1 for value in last.uses)
                 inside[last.outputs[0]] = own.emit(last, operands, alone)
             else:
                 self.flat.run([last], inside)
             for value in kernel.results:
-                if value == kernel.residuals:
-                    continue  # no value of the function's
+                if value not in inside:
+                    continue  # no value of the function's, or one that nothing reads
                 if value in self.saved:
                     named = _named(inside[value], self.name(value))
                     named = jaxprs.row_major(named) if self.stacks_rows else named
@@ -190,11 +195,6 @@ class _Emission:
             if last.primitive == "scan" and kernel.residuals is not None:
                 self.part(number + 1, values)
                 fused.clear()  # what follows is made from the parted values
-
-    def derivative(self, step: jaxprs.Step, kernel: Kernel) -> Derivative | None:
-        """The cheaper derivative of the operation that completes a kernel."""
-        suiting = (one for one in DERIVATIVES if one.suits(self.program.rules))
-        return next((one for one in suiting if one.matches(step, kernel)), None)
 
     def in_turn(self, value: int, saved: Any) -> Any:
         """A saved value, for what reads it: in the recomputation of a region around its own, where
@@ -284,14 +284,17 @@ class _Emission:
         body = parts.body
         constants = [*body.consts, *operands[parts.body_consts]]
         carry, slices = operands[parts.carry], operands[parts.carry.stop :]
-        one = self.iteration(loop, body)
+        stacked_as = step.outputs[len(carry) :]
+        # XLA finds out that nothing reads what one loop stacks, and not of loops in loops.
+        read = [at for at, value in enumerate(stacked_as) if value in self.asked]
+        one = self.iteration(loop, body, read)
         with jaxprs.context(step):
             if loop.schedule:
                 carry, stacked = checkpointed_scan(
                     one, constants, carry, slices, loop.schedule, options["reverse"]
                 )
             elif head := loop.head:
-                first = self.iteration(head.loop, body)
+                first = self.iteration(head.loop, body, read)
                 pieces = (head.count, first), (options["length"] - head.count, one)
                 carry, stacked = split_scan(pieces, constants, carry, slices, options["reverse"])
             else:
@@ -299,15 +302,21 @@ class _Emission:
                     functools.partial(one, constants), carry, slices,
                     options["length"], options["reverse"], options["unroll"],
                 )  # fmt: skip
-        values.update(zip(step.outputs, [*carry, *stacked], strict=True))
+        made = [*step.outputs[: len(carry)], *(stacked_as[at] for at in read)]
+        values.update(zip(made, [*carry, *stacked], strict=True))
 
-    def iteration(self, loop: Loop, body: jaxprs.FlatJaxpr) -> Callable:
-        """One iteration of a scan: constants, carry and slices to the next carry and results."""
+    def iteration(self, loop: Loop, body: jaxprs.FlatJaxpr, read: Sequence[int]) -> Callable:
+        """One iteration of a scan: constants, carry and slices to the next carry, and to those of
+        its results that are read."""
         program = self.program.operation_of(loop.kernel).body
         assert program is not None
         region = Region(0, len(program.kernels), loop.saved, loop.regions)
         loops = {inner.kernel: inner for inner in loop.loops}
-        emission = _Emission(body, program, loops, () if loop.whole else [region], True)
+        carried = len(self.program.operation_of(loop.kernel).carry)
+        kept = [*range(carried), *(carried + at for at in read)]
+        dropped = _values(body.outputs) - _values([body.outputs[at] for at in kept])
+        regions = () if loop.whole else [region]
+        emission = _Emission(body, program, loops, regions, True, dropped)
         emission.saved |= frozenset(loop.offloaded)
 
         def one(constants, carry, slices):
@@ -318,9 +327,20 @@ class _Emission:
                 # The loop parts the forward pass from the recomputation: nothing to prevent.
                 emission.checkpointed(region, inner, False, loop.offloaded)
             results = emission.outputs(inner)
-            return results[: len(carry)], results[len(carry) :]
+            return results[:carried], [results[carried + at] for at in read]
 
         return one
+
+
+def _derivative(rules: Rules, step: jaxprs.Step, kernel: Kernel) -> Derivative | None:
+    """The cheaper derivative of the operation that completes a kernel."""
+    suiting = (one for one in DERIVATIVES if one.suits(rules))
+    return next((one for one in suiting if one.matches(step, kernel)), None)
+
+
+def _values(results: Sequence[Any]) -> frozenset[int]:
+    """Those of some results that are no literals."""
+    return frozenset(x for x in results if isinstance(x, int))
 
 
 def _named(value: Any, name: str) -> Any:

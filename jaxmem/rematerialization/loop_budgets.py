@@ -50,7 +50,8 @@ def scan(
         f, init, xs, length, reverse, unroll: as for `jax.lax.scan`; ``unroll`` counts where no
             state is made again.
         budget: device bytes for states, residuals and one iteration's own values in the backward
-            pass, beside operands, results and their cotangents. None: as few as take at most one
+            pass, beside operands, results and their cotangents. (Results are stacked though nothing
+            may read them: return None in the place of those.) None: as few as take at most one
             forward pass more.
         target: the GPU whose rates decide, and of whose memory a budget in percent is a share.
         offload: whether residuals may wait in host memory.
