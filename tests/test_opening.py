@@ -276,3 +276,27 @@ def test_what_policies_of_regions_save_is_projected(policy):
     assert kept.projected_bytes == pytest.approx(kept.compiled_bytes, rel=0.12)
     opened = jaxmem.plan(loss, *args, target="h100", compilations=0)
     assert opened.written.bytes == kept.projected_bytes
+
+
+@pytest.mark.parametrize("offloaded", [["hidden", "out"], ["hidden"]])
+def test_what_a_policy_sends_to_the_host_is_not_counted_on_the_device(offloaded):
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=offloaded,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x, w):
+        hidden = checkpoint_name(x @ w, "hidden")
+        return x + jnp.tanh(checkpoint_name(jnp.sin(hidden) @ w, "out"))
+
+    def loss(weights, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0] ** 2)
+
+    args = [jax.ShapeDtypeStruct(size, jnp.float32) for size in [(6, 512, 512), (4096, 512)]]
+    kept = jaxmem.plan(loss, *args, budget="10GiB", target="h100", regions="keep", compilations=1)
+    assert kept.projected_bytes == pytest.approx(kept.compiled_bytes, rel=0.1)
+    opened = jaxmem.plan(loss, *args, target="h100", compilations=0)
+    assert opened.written.bytes == kept.projected_bytes

@@ -29,11 +29,11 @@ _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "tr
 def scan_residuals(
     equation: JaxprEqn, constant: Sequence[bool], wanted: Sequence[bool]
 ) -> "tuple[list[Kept], list[Kept]]":
-    """What each iteration of a scan keeps for its derivative: the values that JAX saves of
-    the body, but for slices and constants, and what is made of constants alone, which are there
-    anyway, or once; and those of them that the scan stacks as a result that is ``wanted``. Operands
-    that are ``constant`` are not differentiated: a `jax.custom_vjp` refuses that of arrays that it
-    closes over."""
+    """What each iteration of a scan keeps on the device for its derivative: the values that JAX
+    saves of the body, but for slices and constants, and what is made of constants alone, which are
+    there anyway, or once; and those of them that the scan stacks as a result that is ``wanted``.
+    Operands that are ``constant`` are not differentiated: a `jax.custom_vjp` refuses that of arrays
+    that it closes over."""
     closed = equation.params["jaxpr"]
     avals = closed.in_avals  # themselves: inside `jax.shard_map` they vary over axes of the mesh
     loop = loop_of(equation)
@@ -42,6 +42,8 @@ def scan_residuals(
     kept: list[Kept] = []
     results: list[Kept] = []
     for one in saved_residuals(jaxpr_as_fun(closed), avals, moving(avals, constant)):
+        if memory_space(one.aval) is HOST:
+            continue
         if one.argument in carry:
             kept.append(one)
         elif one.equation and one.made_of - {*constants}:

@@ -42,9 +42,10 @@ def scan(
 
     Values and gradients are those of `jax.lax.scan`. The program does not grow with the length.
     Forward mode, second derivatives, `jax.vmap` and `jax.shard_map` work; of second derivatives in
-    reverse mode the outer one keeps all. Bytes are those of the arrays that the function sees:
-    under `jax.vmap` of one example, under `jax.shard_map` of one device. Where more than the loop
-    is to fit, `jaxmem.plan` and `jaxmem.remat` choose the same for the scans of a whole function.
+    reverse mode the outer one keeps all, and of a `jaxmem.scan` in another one they are JAX's own
+    error. Bytes are those of the arrays that the function sees: under `jax.vmap` of one example,
+    under `jax.shard_map` of one device. Where more than the loop is to fit, `jaxmem.plan` and
+    `jaxmem.remat` choose the same for the scans of a whole function.
 
     Args:
         f, init, xs, length, reverse, unroll: as for `jax.lax.scan`; ``unroll`` counts where no
@@ -138,7 +139,7 @@ def while_loop(
     at most ``r`` times while there are at most ``C(c + r, c)`` steps.
 
     Works under `jax.jit` and `jax.vmap` (the loop then runs until none goes on) and in forward
-    mode. A second derivative in reverse mode is JAX's own error.
+    mode. A second derivative is JAX's own error if one of the two is in reverse mode.
 
     Args:
         cond_fun, body_fun, init_val: as for `jax.lax.while_loop`.
