@@ -45,6 +45,8 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     body = operation.body
     assert body is not None
     plain = plain_option(program, kernel)
+    if not _is_differentiated(program, kernel):
+        return [plain]
     if any(inner.is_region for inner in body.operations):
         return [plain]  # the user has placed regions: theirs it is
     iterations = [_Iteration(program, kernel, rates, inner) for inner in _inside(body, rates)]
@@ -86,6 +88,8 @@ def checkpointed(program: Program, kernel: int, rates: Rates) -> dict[str, list[
     its body, whose own scans are as they are or have one on theirs, or on theirs alone."""
     body = program.operation_of(kernel).body
     assert body is not None
+    if not _is_differentiated(program, kernel):  # a region changes nothing
+        return dict.fromkeys(policies(body), [plain_option(program, kernel)])
     if any(inner.is_region for inner in body.operations):
         return {}
     scans = body.scans
@@ -214,8 +218,15 @@ def plain_option(program: Program, kernel: int) -> LoopOption:
     """A scan as JAX differentiates it, and stacks what its derivative reads."""
     body = program.operation_of(kernel).body
     assert body is not None
+    if not _is_differentiated(program, kernel):
+        return LoopOption(None, 0, 0, ())
     cost = simulate_block(body, 0, len(body.kernels), frozenset())
     return LoopOption(None, program.residual_bytes(kernel), cost.peak, (cost.at,))
+
+
+def _is_differentiated(program: Program, kernel: int) -> bool:
+    """Whether a scan has a derivative: its results depend on what is differentiated."""
+    return any(program.active[value] for value in program.operation_of(kernel).outputs)
 
 
 def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:

@@ -202,7 +202,7 @@ class _Layout:
         sizes = self.program.sizes
         written = sum(sizes[value] for value in kernel.results)
         for value in kernel.sources:
-            if not self.program.active[value]:
+            if value not in self.program.moving[number]:
                 continue
             if kernel.fused and sizes[value] > _REDUCED * written >= 0 and value >= count:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.

@@ -204,6 +204,25 @@ class Program:
                     active[value] = real[value] and value != operation.residuals
         return active
 
+    @functools.cached_property
+    def moving(self) -> tuple[frozenset[int], ...]:
+        """For each kernel the sources that have a cotangent of it: not those that it reads behind a
+        `jax.lax.stop_gradient` alone."""
+        found = []
+        for kernel in self.kernels:
+            sources = {value for value in kernel.sources if self.active[value]}
+            if not kernel.sent:
+                members = (self.operations[number] for number in kernel.operations)
+                sources &= {
+                    member.read_as(value)
+                    for member in members
+                    if member.name != "stop_gradient"
+                    if any(self.active[result] for result in member.outputs)
+                    for value in member.inputs
+                }
+            found.append(frozenset(sources))
+        return tuple(found)
+
     def operation_of(self, kernel: int) -> Operation:
         """The operation that completes a kernel."""
         return self.operations[self.kernels[kernel].operations[-1]]

@@ -16,6 +16,7 @@ from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of
 from jaxmem.jaxprs.operands import moving
 from jaxmem.jaxprs.residuals import Kept, region_residuals, scan_residuals
 from jaxmem.jaxprs.spreading import Spread
+from jaxmem.program.constants import constant_operands, constant_values
 from jaxmem.program.costs import (
     derivative_reads,
     flops,
@@ -46,19 +47,17 @@ _FEW = 16
 def read_program(
     flat: FlatJaxpr,
     differentiated: Set[int] | None = None,
-    fixed: Set[int] = frozenset(),
     spread: Spread | None = None,
     apart: bool = False,
 ) -> Program:
     """The operations of a flat jaxpr as plain data.
 
-    ``differentiated`` are the inputs that gradients are taken of; None: all. Of ``fixed`` inputs
-    and of arrays closed over none ever are. ``spread`` says what one device has of each value;
-    None: there is one. ``apart``: its derivative is compiled apart from it, as that of a loop's
+    ``differentiated`` are the inputs that gradients are taken of; None: all. ``spread`` says what
+    one device has of each value; None: there is one. ``apart``: its derivative is compiled apart from it, as that of a loop's
     body is.
     """
     spread = spread or Spread(flat)
-    fixed = {*fixed, *flat.arrays_closed_over}
+    constants = constant_values(flat, differentiated)
     pieces = [spread.aval(value) for value in range(len(flat.avals))]
     sizes, types = list(map(size_of, pieces)), list(map(type_of, pieces))
     whole_sizes, whole_types = list(map(size_of, flat.avals)), list(map(type_of, flat.avals))
@@ -66,9 +65,7 @@ def read_program(
     read = {value for step in flat.steps for value in step.uses}
     read |= {value for value in flat.outputs if isinstance(value, int)}
     for step in flat.steps:
-        constant = [not isinstance(one, int) or one in fixed for one in step.inputs]
-        if all(constant):
-            fixed.update(step.outputs)
+        constant = [not isinstance(one, int) or one in constants for one in step.inputs]
         interior = _interior_of(step, constant, read, spread, apart)
         outputs = step.outputs
         if interior.residuals is not None:
@@ -154,7 +151,7 @@ def _interior_of(
     if is_region(step.equation):
         called = called_jaxpr(step.equation)
         inside = spread.inside(called, step.inputs)
-        body = read_program(called, fixed=_inputs(called, constant), spread=inside)
+        body = read_program(called, _differentiated(called, constant), inside)
         # Where nothing is differentiated any more it runs here, forward and backward pass.
         workspace = _workspace(step, spread) if all(constant) else 0
         kept = _kept_of_region(step, constant)
@@ -193,11 +190,10 @@ def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Sprea
     loop = loop_of(step.equation)
     inside = spread.of_turn(step, loop.body)
     if all(constant):
-        body = read_program(loop.body, fixed=set(range(loop.body.input_count)), spread=inside)
+        body = read_program(loop.body, frozenset(), inside)
         return _Interior(body, 0, 0, 0, _turn(loop, inside))
-    constant = list(constant)
-    constant[loop.carry] = [False] * len(constant[loop.carry])  # the next ones may not be
-    body = read_program(loop.body, fixed=_inputs(loop.body, constant), spread=inside, apart=True)
+    constant = constant_operands(loop, constant)
+    body = read_program(loop.body, _differentiated(loop.body, constant), inside, apart=True)
     kept, results = scan_residuals(step.equation, constant, wanted)
     length = step.equation.params["length"]
     return _Interior(
@@ -312,7 +308,7 @@ def _turn(loop: Loop, spread: Spread) -> int:
 
 def _forward(flat: FlatJaxpr, spread: Spread) -> Program:
     """A program that nothing is differentiated in: XLA fuses its gathers."""
-    program = read_program(flat, frozenset(), set(range(flat.input_count)), spread)
+    program = read_program(flat, frozenset(), spread)
     operations = tuple(
         dataclasses.replace(one, fused=one.fused or one.name == "gather")
         for one in program.operations
@@ -324,10 +320,11 @@ def _made(body: Program) -> int:
     return sum(body.sizes[value] for kernel in body.kernels for value in kernel.results)
 
 
-def _inputs(body: FlatJaxpr, chosen: list[bool]) -> set[int]:
-    """The inputs of a body that some operands of its equation become."""
-    first = body.input_count - len(chosen)  # the body's own constants come first
-    return {first + at for at, one in enumerate(chosen) if one}
+def _differentiated(body: FlatJaxpr, constant: list[bool]) -> set[int]:
+    """The inputs of a body whose derivative may be asked for, given which operands of its equation
+    are constant."""
+    first = body.input_count - len(constant)  # the body's own constants come first
+    return {*range(first), *(first + at for at, one in enumerate(constant) if not one)}
 
 
 def _flops(step: Step, body: Program | None, spread: Spread) -> int:

@@ -1,0 +1,49 @@
+"""Values that no derivative is taken of: what is made of frozen parameters, of a batch, of integers,
+or behind a `jax.lax.stop_gradient`. JAX keeps nothing for them."""
+
+from collections.abc import Sequence, Set
+
+import jax.numpy as jnp
+
+from jaxmem.jaxprs.flat import FlatJaxpr
+from jaxmem.jaxprs.nested import Loop
+
+
+def constant_values(flat: FlatJaxpr, differentiated: Set[int] | None = None) -> set[int]:
+    """The numbers of a program's values that do not depend, as JAX differentiates it, on its
+    ``differentiated`` inputs (None: all). Of arrays that are closed over no derivative is taken; of
+    a tracer one may be."""
+    inputs = range(flat.input_count)
+    closed_over = flat.arrays_closed_over
+    tracers = {*range(len(flat.consts))} - closed_over
+    wanted = ({*inputs} if differentiated is None else {*differentiated, *tracers}) - closed_over
+    found = {at for at in inputs if at not in wanted or not _has_derivative(flat.avals[at])}
+    for step in flat.steps:
+        if step.primitive == "stop_gradient" or found.issuperset(step.uses):
+            found.update(step.outputs)
+        else:
+            found.update(at for at in step.outputs if not _has_derivative(flat.avals[at]))
+    return found
+
+
+def constant_operands(loop: Loop, constant: Sequence[bool]) -> list[bool]:
+    """Which operands of a scan are constant in all of its iterations, given those that are in the
+    first one: what an iteration hands on may depend on what is differentiated."""
+    found = list(constant)
+    body, carry = loop.body, loop.carry
+    first = body.input_count - len(found)  # the body's own constants come first
+    while True:
+        wanted = {first + at for at, one in enumerate(found) if not one}
+        constants = constant_values(body, {*range(first), *wanted})
+        handed_on = body.outputs[: carry.stop - carry.start]
+        now = [
+            one and (not isinstance(value, int) or value in constants)
+            for one, value in zip(found[carry], handed_on, strict=True)
+        ]
+        if now == found[carry]:
+            return found
+        found[carry] = now
+
+
+def _has_derivative(aval) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact)
