@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 
 from jaxmem.jaxprs.expansion import expanded
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, evaluate, flatten_jaxpr
+from jaxmem.jaxprs.mapped import localized
 from jaxmem.jaxprs.nested import branches_of
 from jaxmem.jaxprs.operands import moving, of_some
 
@@ -20,7 +21,8 @@ class Joint:
 
     Attributes:
         flat: its inputs are the operands, then the cotangents of the results that have some (after
-            constants); its outputs are the results, then the gradients.
+            constants); its outputs are the results, then the gradients. Of a `jax.shard_map` they
+            are the pieces that one device has.
         boundary: how many of its steps run forward.
         operands: the values that the operands are, in their order.
         results: the values that the results are, in their order.
@@ -53,7 +55,7 @@ def joint(step: Step, differentiated: Sequence[int], apart: bool = False) -> Joi
         return found, back(list(jax.lax.optimization_barrier(tuple(cotangents))))
 
     traced = jax.make_jaxpr(whole)(operands, [results[at] for at in real])
-    flat = expanded(flatten_jaxpr(traced))
+    flat = localized(expanded(flatten_jaxpr(traced)))
     first = flat.input_count - len(real)
     cotangents = tuple(range(first, flat.input_count))
     boundary, barrier = next(

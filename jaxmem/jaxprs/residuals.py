@@ -19,6 +19,7 @@ from jaxmem.jaxprs.equations import (
     parameters_of,
 )
 from jaxmem.jaxprs.flat import Step, evaluate
+from jaxmem.jaxprs.mapped import is_local
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.operands import moving, of_some
 from jaxmem.jaxprs.placement import HOST, memory_space
@@ -122,13 +123,14 @@ _BARRIERS = ("together", "back_together", "after", "optimization_barrier")
 class Kept:
     """A value that a vjp keeps: the number of the argument that it is, or the equation that made
     it, of what arguments; neither: a constant. ``result``: the number of the last result that it
-    is, or -1."""
+    is, or -1; ``piece``: what one device has of it, where a `jax.shard_map` made it."""
 
     aval: Any
     argument: int | None = None
     equation: JaxprEqn | None = None
     made_of: frozenset[int] = frozenset()
     result: int = -1
+    piece: Any = None
 
     @property
     def operation(self) -> str:
@@ -176,8 +178,16 @@ def saved_residuals(
         number = jaxpr.invars.index(variable) if variable in jaxpr.invars else None
         sources = made_of.get(variable, frozenset())
         result = max((at for at, one in enumerate(results) if one is variable), default=-1)
-        found[variable] = Kept(variable.aval, number, equation, sources, result)
+        piece = _piece(equation, variable)
+        found[variable] = Kept(variable.aval, number, equation, sources, result, piece)
     return list(found.values())
+
+
+def _piece(equation: JaxprEqn | None, variable: Any) -> Any:
+    if equation is None or not is_local(equation):
+        return None
+    (inner,) = inner_jaxprs(equation)
+    return inner.outvars[equation.outvars.index(variable)].aval
 
 
 def _made_of(jaxpr, inputs: Sequence[frozenset[int]]) -> dict[Any, frozenset[int]]:

@@ -77,6 +77,8 @@ def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, "_Layo
     for instance in results:
         layout.sizes[instance] = 0
     for value in range(program.input_count):
+        if program.active[value] and value not in cotangents and program.kernels:
+            cotangents[value] = [layout.zeros(value)]
         results |= dict.fromkeys(cotangents.get(value, ())[-1:], program.sizes[value])
     return layout.sweep(set(results), (), results), layout
 
@@ -137,6 +139,12 @@ class _Layout:
     def instance(self, value: int, free: bool = False) -> int:
         self.sizes.append(0 if free else self.program.sizes[value])
         return len(self.sizes) - 1
+
+    def zeros(self, value: int) -> int:
+        """The gradient of what nothing depends on, which XLA makes at the end."""
+        made = self.instance(value, free=True)
+        self.events.append(_Event(0, [], [made], True))
+        return made
 
     def forward(self, pieces: list, made: dict[int, int], given: dict[int, int]) -> list:
         """Runs kernels and regions; returns what their backward passes start from.

@@ -20,7 +20,7 @@ _FUSED = frozenset(
     broadcast_in_dim cbrt ceil clamp concatenate convert_element_type copy copy_p cos cosh
     device_put digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
     integer_pow iota is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg
-    mesh_cast nextafter not one_minus_square optimization_barrier or population_count pow real
+    mesh_cast nextafter not one_minus_square optimization_barrier or population_count pow pvary real
     reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum rem reshape reshard rev round
     row_major rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh
@@ -32,7 +32,7 @@ _LINEAR = frozenset(
     """
     add add_any bitcast_convert_type broadcast_in_dim complex concatenate conj convert_element_type
     copy copy_p cumsum device_put expand_dims fft imag iota mesh_cast name neg optimization_barrier
-    pad real reduce_sum reduce_window_sum reshape reshard rev row_major sharding_constraint slice
+    pad pvary real reduce_sum reduce_window_sum reshape reshard rev row_major sharding_constraint slice
     split squeeze stop_gradient sub transpose
     """.split()
 )

@@ -23,7 +23,7 @@ _SMALL = 16
 
 _VIEWS = frozenset(
     """
-    bitcast_convert_type copy copy_p expand_dims mesh_cast name optimization_barrier reshape reshard
+    bitcast_convert_type copy copy_p expand_dims mesh_cast name optimization_barrier pvary reshape reshard
     row_major sharding_constraint squeeze stop_gradient
     """.split()
 )

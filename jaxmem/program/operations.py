@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Mapping
 
 from jaxmem.program.costs import CONTRACTIONS
@@ -127,12 +128,16 @@ class Program:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A digest of operations, connections and sizes: a plan belongs to one of them."""
+        """A digest of operations, connections and sizes: a plan belongs to one of them, whatever it
+        is differentiated by, which says what residuals there are."""
         together = self.together
-        whole = (together.sizes, together.types, self.input_count, self.outputs)
-        digest = hashlib.sha256(repr(whole).encode())
+        residuals = {operation.residuals for operation in self.operations}
+        values = itertools.zip_longest(together.sizes, together.types)
+        own = [one for number, one in enumerate(values) if number not in residuals]
+        digest = hashlib.sha256(repr((own, self.input_count, self.outputs)).encode())
         for operation in self.operations:
-            digest.update(repr((operation.name, operation.inputs, operation.outputs)).encode())
+            made = [value for value in operation.outputs if value != operation.residuals]
+            digest.update(repr((operation.name, operation.inputs, made)).encode())
             if operation.body:
                 digest.update(operation.body.fingerprint.encode())
         return digest.hexdigest()[:16]

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmem.jaxprs.equations import inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
 from jaxmem.jaxprs.joint import joint as joint_of
+from jaxmem.jaxprs.mapped import is_local
 from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of
 from jaxmem.jaxprs.operands import moving
 from jaxmem.jaxprs.residuals import Kept, region_residuals, scan_residuals
@@ -206,8 +207,8 @@ def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Sprea
 
 
 def _bytes_alike(values: list[Kept], body: Program) -> int:
-    """Bytes that one device has of values of a scan's body, which are known by the sharding that
-    is asked for, or by their shapes: of each, what it has of most values of the body that have the
+    """Bytes that one device has of values of a scan's body, which are known by the `jax.shard_map`
+    that makes them, by the sharding that is asked for, or by their shapes: of each, what it has of most values of the body that have the
     same; of what a scan inside stacks, of those that it stacks; of others, what it has of all
     values together."""
     if not body.whole_sizes:
@@ -220,6 +221,8 @@ def _bytes_alike(values: list[Kept], body: Program) -> int:
 
     def share_of(one: Kept) -> float:
         aval = one.aval
+        if one.piece is not None:
+            return size_of(one.piece) / max(size_of(aval), 1)
         asked = one.sharding if isinstance(one.sharding, NamedSharding) else None
         if asked and aval.size and PartitionSpec.UNCONSTRAINED not in asked.spec:
             return math.prod(asked.shard_shape(aval.shape)) / aval.size
@@ -254,7 +257,10 @@ def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Int
         if isinstance(value, int)
     }
     floating = moving([variable.aval for variable in step.equation.outvars])
-    inside = spread.inside(joint.flat, [*step.inputs, *(step.outputs[at] for at in floating)])
+    if is_local(step.equation):
+        inside = Spread(joint.flat)
+    else:
+        inside = spread.inside(joint.flat, [*step.inputs, *(step.outputs[at] for at in floating)])
     # What is gathered of an operand is counted where the operation reads it.
     program = _forward(joint.flat, dataclasses.replace(inside, gathers=()))
 
@@ -281,7 +287,7 @@ def _workspace(step: Step, spread: Spread) -> int:
     for jaxpr in inner_jaxprs(step.equation):
         flat = flatten_jaxpr(jaxpr)
         count = flat.input_count - len(flat.consts)
-        if step.primitive == "shard_map":  # what is inside has the pieces of one device
+        if is_local(step.equation):
             program = _forward(flat, Spread(flat))
         else:
             operands = step.inputs[len(step.inputs) - count :]

@@ -1,0 +1,70 @@
+"""A program inside of `jax.shard_map`, as it runs on each device."""
+
+import dataclasses
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jaxmem.jaxprs.equations import operation_of
+from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
+
+
+def is_local(equation: Any) -> bool:
+    """Whether it is a `jax.shard_map` over all axes of its mesh that cut anything: what is inside
+    has the pieces of one device."""
+    if operation_of(equation) != "shard_map":
+        return False
+    given = equation.params
+    manual = given.get("manual_axes", given.get("newly_manual_axes"))  # jax 0.12, and before
+    return all(name in manual for name, size in given["mesh"].shape.items() if size > 1)
+
+
+def localized(flat: FlatJaxpr) -> FlatJaxpr:
+    """A program of which each `is_local` equation is written in place, as XLA has it; values that
+    these take and make are the pieces of one device. (So is what waits for one in a barrier.)"""
+    avals, steps = list(flat.avals), []
+    renamed: dict[int, int | Literal] = {}
+    pieces: dict[int, Any] = {}
+
+    def now(operand: int | Literal) -> int | Literal:
+        return renamed.get(operand, operand) if isinstance(operand, int) else operand
+
+    for step in flat.steps:
+        inputs = tuple(map(now, step.inputs))
+        if not is_local(step.equation):
+            steps.append(dataclasses.replace(step, inputs=inputs))
+            continue
+        body = flatten_jaxpr(step.equation.params["jaxpr"])
+        number = dict(zip(range(body.input_count), inputs, strict=True))
+        for one, outer in number.items():
+            if isinstance(outer, int):
+                pieces[outer] = body.avals[one]
+        for outer, result in zip(step.outputs, body.outputs, strict=True):
+            if isinstance(result, int):
+                pieces[outer] = body.avals[result]
+                if number.setdefault(result, outer) == outer:
+                    continue
+                renamed[outer] = number[result]
+            else:
+                renamed[outer] = result
+        for one in body.steps:
+            for value in one.outputs:
+                if value not in number:
+                    number[value] = len(avals)
+                    avals.append(body.avals[value])
+            steps.append(_renumbered(one, number))
+    for step in reversed(steps):
+        if step.primitive == "optimization_barrier":
+            for value, passed in zip(step.inputs, step.outputs, strict=True):
+                if isinstance(value, int) and passed in pieces:
+                    pieces.setdefault(value, pieces[passed])
+    for value, aval in pieces.items():
+        avals[value] = aval
+    outputs = tuple(map(now, flat.outputs))
+    return dataclasses.replace(flat, steps=tuple(steps), avals=tuple(avals), outputs=outputs)
+
+
+def _renumbered(step: Step, number: dict[int, int | Literal]) -> Step:
+    inputs = tuple(number[x] if isinstance(x, int) else x for x in step.inputs)
+    outputs = tuple(number[x] for x in step.outputs)
+    return dataclasses.replace(step, inputs=inputs, outputs=outputs)
