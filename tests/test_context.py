@@ -94,13 +94,13 @@ def squared(fun):
 def test_xla_fuses_what_is_inside_of_shard_map(loss, stacked):
     """As JAX differentiates it, each residual inside is a result: twice what XLA has in memory."""
 
-    def of(*shape, spec=P()):
-        place = jax.sharding.NamedSharding(MESH, spec)
+    def of(*shape, along=None):
+        place = jax.sharding.NamedSharding(MESH, P(along))
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
 
     count = (LAYERS,) if stacked else ()
     weights = {"u": of(*count, WIDTH, 4 * WIDTH), "d": of(*count, 4 * WIDTH, WIDTH)}
-    args = weights if stacked else [weights] * LAYERS, of(8 * ROWS, WIDTH, spec=P("data"))
+    args = weights if stacked else [weights] * LAYERS, of(8 * ROWS, WIDTH, along="data")
     target = jaxmem.target("h100", count=8)
     step = jax.jit(jax.value_and_grad(loss))
     options = Cuda.compiler_options

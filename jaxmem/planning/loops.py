@@ -89,7 +89,7 @@ def checkpointed(program: Program, kernel: int, rates: Rates) -> dict[str, list[
     body = program.operation_of(kernel).body
     assert body is not None
     if not _is_differentiated(program, kernel):  # a region changes nothing
-        return dict.fromkeys(policies(body), [plain_option(program, kernel)])
+        return {name: [plain_option(program, kernel)] for name in policies(body)}
     if any(inner.is_region for inner in body.operations):
         return {}
     scans = body.scans

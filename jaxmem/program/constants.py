@@ -1,5 +1,5 @@
-"""Values that no derivative is taken of: what is made of frozen parameters, of a batch, of integers,
-or behind a `jax.lax.stop_gradient`. JAX keeps nothing for them."""
+"""Values that no derivative is taken of: what is made of frozen parameters, of a batch or of
+integers, or is behind a `jax.lax.stop_gradient`. JAX keeps nothing for them."""
 
 from collections.abc import Sequence, Set
 

@@ -23,8 +23,8 @@ _SMALL = 16
 
 _VIEWS = frozenset(
     """
-    bitcast_convert_type copy copy_p expand_dims mesh_cast name optimization_barrier pvary reshape reshard
-    row_major sharding_constraint squeeze stop_gradient
+    bitcast_convert_type copy copy_p expand_dims mesh_cast name optimization_barrier pvary reshape
+    reshard row_major sharding_constraint squeeze stop_gradient
     """.split()
 )
 NAMED = "named"  # a name that a policy may save: what it marks is not made again for it

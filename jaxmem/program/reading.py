@@ -54,8 +54,8 @@ def read_program(
     """The operations of a flat jaxpr as plain data.
 
     ``differentiated`` are the inputs that gradients are taken of; None: all. ``spread`` says what
-    one device has of each value; None: there is one. ``apart``: its derivative is compiled apart from it, as that of a loop's
-    body is.
+    one device has of each value; None: there is one. ``apart``: its derivative is compiled apart
+    from it, as that of a loop's body is.
     """
     spread = spread or Spread(flat)
     constants = constant_values(flat, differentiated)
@@ -208,9 +208,9 @@ def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Sprea
 
 def _bytes_alike(values: list[Kept], body: Program) -> int:
     """Bytes that one device has of values of a scan's body, which are known by the `jax.shard_map`
-    that makes them, by the sharding that is asked for, or by their shapes: of each, what it has of most values of the body that have the
-    same; of what a scan inside stacks, of those that it stacks; of others, what it has of all
-    values together."""
+    that makes them, by the sharding that is asked for, or by their shapes: of each, what it has of
+    most values of the body that have the same; of what a scan inside stacks, of those that it
+    stacks; of others, what it has of all values together."""
     if not body.whole_sizes:
         return sum(size_of(one.aval) for one in values)
     shares: dict[str, list[float]] = {}
