@@ -61,6 +61,22 @@ def test_the_readme_is_short():
     assert len(re.sub(r"\]\([^)]*\)", "]", shown).split()) <= 600
 
 
+def test_where_the_project_has_an_address_the_readme_leads_there():
+    """A package index shows the page by itself: a relative link on it leads nowhere."""
+    from hatch_build import CustomMetadataHook
+
+    hook, source = CustomMetadataHook(str(ROOT), {}), "https://example.org/jaxmem/"
+    metadata: dict = {"urls": {"Source": source}}
+    hook.update(metadata)
+    text = metadata["readme"]["text"]
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 20 and all(link.startswith(source) for link in links)
+    assert f"]({source}blob/main/docs/proof.md#three-figures-of-one-step)" in text
+    assert f"]({source}raw/main/docs/images/fit.png)" in text
+    hook.update(metadata := {})
+    assert metadata["readme"]["text"] == README.read_text()
+
+
 def test_the_output_in_the_readme_is_what_the_code_prints(
     as_users_run_it, tmp_path, monkeypatch, capsys
 ):
