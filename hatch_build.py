@@ -8,8 +8,6 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 _LINK = re.compile(
     r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?!\w+:)(?P<path>[^)#]*)(?P<part>#[^)]*)?\)"
 )
-    r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?!\w+:)(?P<path>[^)#]*)(?P<part>#[^)]*)?\)"
-)
 
 
 def absolute(text: str, source: str) -> str:
