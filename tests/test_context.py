@@ -29,10 +29,10 @@ def test_what_runs_inside_of_shard_map_is_projected(attention, form):
     """Scores of 8 GiB, three at a time in the backward pass, are in no value of the program."""
     loss, args = context.program(attention, form, layers=4)
     plain = jaxmem.plan(loss, *args, target=context.TARGET).plain_bytes
-    assert plain == pytest.approx(bytes_of(loss, args), rel=0.1)
+    assert plain == pytest.approx(bytes_of(loss, args), rel=0.12)
     plan = jaxmem.plan(loss, *args, budget=int(0.8 * plain))
     assert plan.projected_bytes <= 0.8 * plain
-    assert plan.projected_bytes == pytest.approx(bytes_of(plan.apply(loss), args), rel=0.1)
+    assert plan.projected_bytes == pytest.approx(bytes_of(plan.apply(loss), args), rel=0.12)
 
 
 MESH = jax.sharding.AbstractMesh((8,), ("data",))
@@ -81,32 +81,114 @@ def squared(fun):
     return lambda weights, x: jnp.mean(fun(weights, x) ** 2)
 
 
-@pytest.mark.parametrize(
-    ("loss", "stacked"),
-    [
-        pytest.param(squared(mapped(layers)), False, id="layers"),
-        pytest.param(mapped(mean_inside, replicated=True), False, id="whole loss"),
-        pytest.param(squared(mapped(passed_around)), False, id="passed around"),
-        pytest.param(squared(mapped(scanned)), True, id="scan inside"),
-        pytest.param(squared(each_layer), True, id="inside of a scan"),
-    ],
-)
-def test_xla_fuses_what_is_inside_of_shard_map(loss, stacked):
-    """As JAX differentiates it, each residual inside is a result: twice what XLA has in memory."""
-
+def arguments(stacked):
     def of(*shape, along=None):
         place = jax.sharding.NamedSharding(MESH, P(along))
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
 
     count = (LAYERS,) if stacked else ()
     weights = {"u": of(*count, WIDTH, 4 * WIDTH), "d": of(*count, 4 * WIDTH, WIDTH)}
-    args = weights if stacked else [weights] * LAYERS, of(8 * ROWS, WIDTH, along="data")
-    target = jaxmem.target("h100", count=8)
+    return weights if stacked else [weights] * LAYERS, of(8 * ROWS, WIDTH, along="data")
+
+
+def compiled(loss, args, options=Cuda.compiler_options):
     step = jax.jit(jax.value_and_grad(loss))
-    options = Cuda.compiler_options
-    report = jaxmem.memory(step, *args, target=target, compiler_options=options, timeline=False)
-    plain = jaxmem.plan(loss, *args, target=target, compilations=0).plain_bytes
-    assert plain == pytest.approx(report.device, rel=0.1)
+    return jaxmem.memory(step, *args, target=EIGHT, compiler_options=options, timeline=False)
+
+
+EIGHT = jaxmem.target("h100", count=8)
+MAPPED = [
+    pytest.param(squared(mapped(layers)), False, id="layers"),
+    pytest.param(mapped(mean_inside, replicated=True), False, id="whole loss"),
+    pytest.param(squared(mapped(passed_around)), False, id="passed around"),
+    pytest.param(squared(mapped(scanned)), True, id="scan inside"),
+    pytest.param(squared(each_layer), True, id="inside of a scan"),
+]
+
+
+@pytest.mark.parametrize(("loss", "stacked"), MAPPED)
+def test_xla_fuses_what_is_inside_of_shard_map(loss, stacked):
+    """As JAX differentiates it, each residual inside is a result: twice what XLA has in memory."""
+    args = arguments(stacked)
+    plain = jaxmem.plan(loss, *args, target=EIGHT, compilations=0).plain_bytes
+    assert plain == pytest.approx(compiled(loss, args).device, rel=0.12)
+
+
+@pytest.mark.parametrize(("loss", "stacked"), MAPPED[1:4])
+def test_plans_go_into_shard_map(loss, stacked):
+    """A plan inside recomputes no more than one of the same layers outside."""
+    args = arguments(stacked)
+    plain = compiled(loss, args)
+    plan = jaxmem.plan(loss, *args, target=EIGHT, budget=int(0.85 * plain.device))
+    assert plan.loops and plan.compiled_bytes <= 0.85 * plain.device
+    report = compiled(plan.apply(loss), args, plan.compiler_options)
+    assert report.device == plan.compiled_bytes
+    assert report.work.flops < 1.12 * plain.work.flops
+    assert jaxmem.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_gradients_of_plans_inside_of_shard_map(part):
+    """On eight devices of the CPU, with collectives inside, and values that vary or do not."""
+    script = """
+import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_enable_x64", True)
+import jaxmem
+from tests import test_context as programs
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+def gathered(weights, x):
+    for w in weights:
+        every = jax.lax.all_gather(x, "data", tiled=True)
+        x = jnp.tanh(programs.layer(x, w)) + jnp.mean(every, 0)[None]
+        x = x / jax.lax.psum(jnp.sum(x * x), "data")
+    return x
+
+def mapped(fun, checked, out=P("data")):
+    places = (P(), P("data"))
+    return jax.shard_map(fun, mesh=mesh, in_specs=places, out_specs=out, check_vma=checked)
+
+def square(fun):
+    return lambda weights, x: jnp.mean(fun(weights, x) ** 2)
+
+def normal(number, *shape, along=None):
+    value = 0.3 * jax.random.normal(jax.random.key(number), shape)
+    return jax.device_put(value, NamedSharding(mesh, P(along)))
+
+def weights_of(*count):
+    return {"u": normal(1, *count, 6, 24), "d": normal(2, *count, 24, 6)}
+
+x, one, stacked = normal(0, 64, 6, along="data"), [weights_of()] * 3, weights_of(3)
+cases = [
+    (square(mapped(gathered, checked)), one) for checked in (True, False)
+] + [
+    (mapped(programs.mean_inside, True, P()), one),
+    (square(mapped(programs.scanned, True)), stacked),
+    (square(mapped(programs.passed_around, False)), one),
+    (square(mapped(lambda w, x: mapped_twice(w, x), True)), one),
+]
+
+def mapped_twice(weights, x):
+    return programs.layers(weights, x) * jax.lax.stop_gradient(x)
+
+for loss, weights in cases[PART::2]:
+    wanted = jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(weights, x))
+    try:
+        jaxmem.plan(loss, weights, x, budget="1B", argnums=(0, 1))
+    except jaxmem.BudgetError as error:
+        lowest = error.lowest
+    middle = (lowest + jaxmem.plan(loss, weights, x, argnums=(0, 1)).plain_bytes) // 2
+    for budget in (lowest, middle):
+        plan = jaxmem.plan(loss, weights, x, budget=budget, argnums=(0, 1))
+        assert plan.loops, plan
+        gradient = jax.grad(plan.apply(loss), (0, 1))
+        for run in (jax.jit(gradient), gradient)[: 1 + (PART and budget == middle)]:
+            for a, b in zip(jax.tree.leaves(run(weights, x)), wanted, strict=True):
+                assert jnp.abs(a - b).max() <= 1e-12 * jnp.abs(b).max(), loss
+"""
+    run_on_eight(script.replace("PART", str(part)))
 
 
 @pytest.mark.slow
@@ -124,6 +206,10 @@ for attention in (context.ring, context.all_to_all):
     found = jax.jit(jax.shard_map(attention, **mapped))(*x)
     assert jnp.abs(found - wanted).max() < 1e-5, attention
 """
+    run_on_eight(script)
+
+
+def run_on_eight(script):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True

@@ -249,7 +249,7 @@ def summed_bytes(program: Program) -> int:
 
 def _over_forward(program: Program, of: Callable[[Kernel], int]) -> int:
     """The sum over all kernels of a forward pass, those of a scan as often as it runs them."""
-    loops = (program.operation_of(scan) for scan in program.scans)
+    loops = map(program.operation_of, program.loops)
     inside = sum(loop.length * _over_forward(loop.body, of) for loop in loops if loop.body)
     return inside + sum(map(of, program.kernels))
 

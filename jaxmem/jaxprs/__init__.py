@@ -49,6 +49,7 @@ from jaxmem.jaxprs.lowering import (
     results_on_host as results_on_host,
     to_bytecode as to_bytecode,
 )
+from jaxmem.jaxprs.mapped import mapped_like as mapped_like
 from jaxmem.jaxprs.names import (
     Stretch as Stretch,
     given_name as given_name,

@@ -1,8 +1,10 @@
 """A program inside of `jax.shard_map`, as it runs on each device."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Literal
 
 from jaxmem.jaxprs.equations import operation_of
@@ -14,9 +16,50 @@ def is_local(equation: Any) -> bool:
     has the pieces of one device."""
     if operation_of(equation) != "shard_map":
         return False
+    manual, mesh = _manual_axes(equation), equation.params["mesh"]
+    return all(name in manual for name, size in mesh.shape.items() if size > 1)
+
+
+def _manual_axes(equation: Any) -> frozenset[str]:
     given = equation.params
-    manual = given.get("manual_axes", given.get("newly_manual_axes"))  # jax 0.12, and before
-    return all(name in manual for name, size in given["mesh"].shape.items() if size > 1)
+    return frozenset(given.get("manual_axes", given.get("newly_manual_axes")))  # jax 0.12; before
+
+
+def mapped_like(step: Step, fun: Callable, results: Sequence[int]) -> Callable:
+    """Another function of one device's pieces, mapped as a `jax.shard_map` maps its own, of which
+    it returns the ``results`` at some places."""
+    given = step.equation.params
+    return jax.shard_map(
+        lambda *pieces: tuple(fun(*pieces)),
+        mesh=given["mesh"],
+        in_specs=tuple(given["in_specs"]),
+        out_specs=tuple(given["out_specs"][at] for at in results),
+        check_vma=given["check_vma"],
+        axis_names=_manual_axes(step.equation),
+    )
+
+
+def inside_of(equation: Any, fun: Callable[[], Any]) -> Any:
+    """What a function returns that traces where a `jax.shard_map` traces what it maps: the axes of
+    the mesh have names there."""
+    found: list[Any] = []
+    given = equation.params
+
+    def run():
+        found.append(fun())
+        return ()
+
+    jax.eval_shape(
+        jax.shard_map(
+            run,
+            mesh=given["mesh"],
+            in_specs=(),
+            out_specs=(),
+            check_vma=given["check_vma"],
+            axis_names=_manual_axes(equation),
+        )
+    )
+    return found[0]
 
 
 def localized(flat: FlatJaxpr) -> FlatJaxpr:

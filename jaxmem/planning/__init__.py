@@ -1,6 +1,7 @@
 """From a program and a budget to regions: pure arithmetic, no JAX."""
 
-from jaxmem.planning.dp import Layout as Layout, Variant as Variant
+from jaxmem.planning.dp import Variant as Variant
+from jaxmem.planning.layouts import Layout as Layout
 from jaxmem.planning.loops import LoopOption as LoopOption, loop_options as loop_options
 from jaxmem.planning.named_counts import spared_alone as spared_alone
 from jaxmem.planning.named_places import Place as Place

@@ -1,22 +1,22 @@
 """The dp planner: the least recomputation within a budget, over nested regions and what they save.
 
 The chain's optimum (`_chain`) proposes; its layout (`_simulate`), which knows every skip and every
-transient, decides. Scans come with a menu (`_loops`), and every place in it is a variant of the
-program.
+transient, decides. Scans come with a menu (`_loops`), and so does a `jax.shard_map`; every place in
+it is a variant of the program.
 """
 
 import bisect
-import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
+from jaxmem.planning.layouts import Layout
 from jaxmem.planning.loops import checkpointed, loop_options, plain_option
+from jaxmem.planning.mapped import mapped_options
 from jaxmem.planning.options import LoopOption, together
 from jaxmem.planning.rates import Rates, of_each
-from jaxmem.planning.regions import Loop, Region, place_of
+from jaxmem.planning.regions import Region, place_of
 from jaxmem.planning.rows import Spans, policies, row, tilings
 from jaxmem.planning.simulate import live_bytes, simulate
 from jaxmem.program import Program
@@ -56,32 +56,16 @@ _FITTINGS = 4
 _BLOCKS_MORE = 3
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """Regions and loops, their projected peak beyond the program's inputs and the place that sets
-    it (a kernel and the innermost region round it; of a scan, also those of its body), how often
-    each kernel runs forward, and what all that adds to one plain forward pass: FLOPs, bytes moved,
-    seconds, and the price by which plans are compared (`Rates.price`)."""
-
-    regions: tuple[Region, ...]
-    loops: tuple[Loop, ...]
-    peak: int
-    place: tuple[int, ...]
-    runs: dict[int, int] = dataclasses.field(compare=False)
-    flops: int
-    moved: int
-    seconds: float
-    price: float
-    host: int  # bytes of residuals that wait there
-    # Bytes beyond the program's inputs at each event, and the first event of the backward pass.
-    live: Callable[[], tuple[list[int], int]] = dataclasses.field(compare=False, repr=False)
-
-
 class DP:
     """The plans of one program, from no recomputation to the least memory."""
 
     def __init__(self, program: Program, rates: Rates):
-        menus = [loop_options(program, scan, rates) for scan in program.scans]
+        menus = [
+            mapped_options(DP(program.body_of(number), rates), number)
+            if number in program.maps
+            else loop_options(program, number, rates)
+            for number in program.loops
+        ]
         self.program, self.rates = program, rates
         self.variants = [Variant(program, rates, options) for options in together(menus)]
         self.plain = self.variants[0].layout(())
@@ -170,7 +154,7 @@ class Variant:
     """A program whose scans are decided."""
 
     def __init__(self, program: Program, rates: Rates, options: list[LoopOption]):
-        decided = zip(program.scans, options, strict=True)
+        decided = zip(program.loops, options, strict=True)
         self.program = program.with_loops({n: (o.residuals, o.inside) for n, o in decided})
         self.options = options
         self.loops_price = sum(option.price for option in options)
@@ -186,14 +170,14 @@ class Variant:
     @classmethod
     def plain(cls, program: Program, rates: Rates) -> "Variant":
         """The program with its scans as JAX differentiates them."""
-        return cls(program, rates, [plain_option(program, scan) for scan in program.scans])
+        return cls(program, rates, [plain_option(program, loop) for loop in program.loops])
 
     @classmethod
     def checkpointed(cls, program: Program, rates: Rates) -> "dict[str, list[Variant]]":
         """The program with one region on the body of each scan, as its author would place them, by
         policy."""
         menus = [checkpointed(program, scan, rates) for scan in program.scans]
-        if not menus or not all(menus):
+        if not menus or not all(menus) or program.maps:
             return {}
         found: dict[str, list[Variant]] = {}
         for name in menus[0]:
@@ -221,7 +205,7 @@ class Variant:
         cost = simulate(self.program, regions)
         kernels = self.program.kernels
         again = {number: times - 1 for number, times in cost.runs.items() if times > 1}
-        options = dict(zip(self.program.scans, self.options, strict=True))
+        options = dict(zip(self.program.loops, self.options, strict=True))
         inside = options[cost.at].place if cost.at in options else ()
         return Layout(
             regions,

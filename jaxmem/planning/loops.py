@@ -215,11 +215,15 @@ def _offloaded(one: Body, values: tuple[int, ...], body: Program, rates: Rates) 
 
 
 def plain_option(program: Program, kernel: int) -> LoopOption:
-    """A scan as JAX differentiates it, and stacks what its derivative reads."""
-    body = program.operation_of(kernel).body
+    """A scan as JAX differentiates it, and stacks what its derivative reads; or a `jax.shard_map`
+    as it is."""
+    operation = program.operation_of(kernel)
+    body = operation.body
     assert body is not None
     if not _is_differentiated(program, kernel):
         return LoopOption(None, 0, 0, ())
+    if kernel in program.maps:
+        return LoopOption(None, program.residual_bytes(kernel), operation.inside, ())
     cost = simulate_block(body, 0, len(body.kernels), frozenset())
     return LoopOption(None, program.residual_bytes(kernel), cost.peak, (cost.at,))
 

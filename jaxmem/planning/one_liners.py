@@ -1,6 +1,7 @@
 """What the usual policies cost: `jax.checkpoint` on every block of the model."""
 
-from jaxmem.planning.dp import Layout, Variant
+from jaxmem.planning.dp import Variant
+from jaxmem.planning.layouts import Layout
 from jaxmem.planning.rates import Rates
 from jaxmem.planning.rows import policies, row, tilings
 from jaxmem.program import Program

@@ -70,8 +70,8 @@ def sums_seconds(device: Target, sent: float, among: int, apart: int) -> float:
 def of_each(program: Program, rate: Callable[[Kernel], float]) -> list[float]:
     """A rate of each kernel; of a scan, that of all its iterations."""
     found = [rate(kernel) for kernel in program.kernels]
-    for scan in program.scans:
-        loop = program.operation_of(scan)
+    for number in program.loops:
+        loop = program.operation_of(number)
         assert loop.body is not None
-        found[scan] = loop.length * sum(of_each(loop.body, rate))
+        found[number] = loop.length * sum(of_each(loop.body, rate))
     return found

@@ -48,11 +48,13 @@ def as_emitted(program: Program, regions: Sequence[Region]) -> tuple[Region, ...
 class Loop:
     """A `scan`, whose body is recomputed in the backward pass but for the values ``saved`` of it;
     ``regions`` are nested in the body. The values ``offloaded`` (inputs of the body among them)
-    wait for the backward pass in host memory.
+    wait for the backward pass in host memory. Or a `jax.shard_map` with ``regions`` in what it
+    maps.
 
     ``kernel`` is its number in the program; values and ``regions`` are by the numbers of the body's
     own program. With a ``schedule`` states are kept for some iterations alone, and the others run
-    again. ``whole`` is a body that is not recomputed: all that its derivative reads is saved.
+    again. ``whole`` is a body that is no region: all that its derivative reads is saved, but for
+    what is in ``regions``.
     ``loops`` are the scans of the body that are not left as they are. With a ``head`` all this is
     of the iterations behind it.
     """
@@ -80,8 +82,7 @@ def loops_as_emitted(program: Program, loops: Sequence[Loop]) -> tuple[Loop, ...
     before = _emitted_before(program)
 
     def emitted(loop: Loop) -> Loop:
-        body = program.operation_of(loop.kernel).body
-        assert body is not None
+        body = program.body_of(loop.kernel)
         head = loop.head
         return dataclasses.replace(
             loop,

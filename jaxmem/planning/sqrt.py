@@ -12,7 +12,8 @@ import itertools
 
 import numpy as np
 
-from jaxmem.planning.dp import Layout, Variant
+from jaxmem.planning.dp import Variant
+from jaxmem.planning.layouts import Layout
 from jaxmem.planning.rates import Rates
 from jaxmem.planning.regions import Region
 from jaxmem.program import Program

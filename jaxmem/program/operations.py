@@ -41,13 +41,13 @@ class Operation:
 
     A `scan` also has ``body``, what it repeats ``length`` times; ``carry`` are the inputs of the
     body that one iteration hands to the next. A user's own `jax.checkpoint` has the ``body`` that
-    its derivative runs again. A scan, what is opaque (a conditional, a rule of the user's own), and
-    a region whose policy saves something makes one value more than it returns: its ``residuals``,
-    what it keeps for the backward pass beside operands and results; ``results`` are bytes that each
-    iteration of a scan would keep, and returns. ``reads`` are those of them that its derivative
-    reads, where that is known exactly. ``inside`` are bytes that the derivative takes beside all of
-    that, ``workspace`` those that the operation takes. A ``widened`` one is computed in float32,
-    from copies of what it reads.
+    its derivative runs again, a `jax.shard_map` the one of each device. A scan, what is opaque (a
+    conditional, a rule of the user's own), and a region whose policy saves something makes one
+    value more than it returns: its ``residuals``, what it keeps for the backward pass beside
+    operands and results; ``results`` are bytes that each iteration of a scan would keep, and
+    returns. ``reads`` are those of them that its derivative reads, where that is known exactly.
+    ``inside`` are bytes that the derivative takes beside all of that, ``workspace`` those that the
+    operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
     ``gathers`` are operands that devices send each other first: the value as it is made, and as it
     is read, and among which devices. A matmul is ``summed`` among devices that are cut along what
     it sums.
@@ -81,7 +81,7 @@ class Operation:
     @property
     def is_region(self) -> bool:
         """Whether it is a user's own `jax.checkpoint`."""
-        return self.body is not None and self.name != "scan"
+        return self.body is not None and self.name not in ("scan", "shard_map")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +232,12 @@ class Program:
         """The operation that completes a kernel."""
         return self.operations[self.kernels[kernel].operations[-1]]
 
+    def body_of(self, kernel: int) -> "Program":
+        """The program that a scan repeats, or that a `jax.shard_map` has for each device."""
+        body = self.operation_of(kernel).body
+        assert body is not None
+        return body
+
     def residual_bytes(self, kernel: int) -> int:
         """Bytes of the residuals of a scan."""
         value = self.kernels[kernel].residuals
@@ -246,6 +252,21 @@ class Program:
             if (last := self.operation_of(index)).name == "scan" and last.length
             if not self.kernels[index].sent
         ]
+
+    @functools.cached_property
+    def maps(self) -> list[int]:
+        """Numbers of the kernels that are a `jax.shard_map` whose program is planned."""
+        return [
+            index
+            for index in range(len(self.kernels))
+            if (last := self.operation_of(index)).name == "shard_map" and last.body
+            if not self.kernels[index].sent
+        ]
+
+    @functools.cached_property
+    def loops(self) -> list[int]:
+        """Numbers of the kernels that have a program inside which is planned, in order."""
+        return sorted(self.scans + self.maps)
 
     @functools.cached_property
     def widens(self) -> bool:

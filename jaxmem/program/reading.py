@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmem.jaxprs.equations import inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
 from jaxmem.jaxprs.joint import joint as joint_of
-from jaxmem.jaxprs.mapped import is_local
+from jaxmem.jaxprs.mapped import inside_of, is_local
 from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of
 from jaxmem.jaxprs.operands import moving
 from jaxmem.jaxprs.residuals import Kept, region_residuals, scan_residuals
@@ -164,8 +164,19 @@ def _interior_of(
         return _Interior()
     real = moving([variable.aval for variable in step.equation.invars], constant)
     found = _of_opaque(step, real, spread, apart) if real else None
+    if found and is_local(step.equation) and step.equation.params["mesh"].size > 1:
+        # As it may be recomputed: from all that it reads.
+        program = _of_mapped(step, constant)
+        found = dataclasses.replace(found, body=program, residuals=found.residuals or 0, reads=None)
     found = found or _Interior(workspace=_workspace(step, spread) if opaque else 0)
     return dataclasses.replace(found, workspace=max(found.workspace, _sorted(step, spread)))
+
+
+def _of_mapped(step: Step, constant: list[bool]) -> Program:
+    """What a `jax.shard_map` has for each device."""
+    (body,) = map(flatten_jaxpr, inner_jaxprs(step.equation))
+    wanted = _differentiated(body, constant)
+    return inside_of(step.equation, lambda: read_program(body, wanted))
 
 
 def _sorted(step: Step, spread: Spread) -> int:

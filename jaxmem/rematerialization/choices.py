@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.words import counted
 from jaxmem.planning import Layout, Loop, Rates, Region, simulate_block
+from jaxmem.planning.simulate import simulate
 from jaxmem.program import Program
 
 
@@ -49,6 +50,11 @@ def _loop_rows(program: Program, loops: Sequence[Loop], depth: int):
     for loop, times, which in _pieces(program, loops):
         operation = program.operation_of(loop.kernel)
         assert operation.body is not None
+        if loop.kernel in program.maps:
+            for row in _region_rows(operation.body, loop.regions, depth):
+                yield dataclasses.replace(row, first=f"shard_map: {row.first}")
+            yield from _loop_rows(operation.body, loop.loops, depth)
+            continue
         sizes, length, kept = operation.body.sizes, operation.length, times
         offloaded = sum(sizes[value] for value in loop.offloaded) * times
         parts = which + f" ({format_bytes(offloaded)} to the host)" * bool(offloaded)
@@ -109,16 +115,23 @@ def _where(program: Program, kernel: int) -> str:
 
 
 def choices_of(program: Program, rates: Rates, layout: Layout):
-    saved = {value for region in layout.regions for value in _saved(region)}
-    wrapped = {k for region in layout.regions for k in range(region.start, region.stop)}
-    yield from _values(program, rates, saved, wrapped, layout.runs, "", frozenset())
+    yield from _within(program, rates, layout.regions, layout.runs, "")
     yield from _loop_choices(program, rates, layout.loops, "")
+
+
+def _within(program: Program, rates: Rates, regions: Sequence[Region], runs, times: str):
+    saved = {value for region in regions for value in _saved(region)}
+    wrapped = {k for region in regions for k in range(region.start, region.stop)}
+    yield from _values(program, rates, saved, wrapped, runs, times, frozenset())
 
 
 def _loop_choices(program: Program, rates: Rates, loops: Sequence[Loop], around: str):
     for loop, count, _ in _pieces(program, loops):
-        body = program.operation_of(loop.kernel).body
-        assert body is not None
+        body = program.body_of(loop.kernel)
+        if loop.kernel in program.maps:
+            yield from _within(body, rates, loop.regions, simulate(body, loop.regions).runs, around)
+            yield from _loop_choices(body, rates, loop.loops, around)
+            continue
         saved = {*loop.saved, *loop.offloaded}
         if loop.whole:
             saved = {value for kernel in body.kernels for value in kernel.results}

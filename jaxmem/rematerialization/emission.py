@@ -176,7 +176,8 @@ class _Emission:
                     fused |= {out: inside[out] for out in step.outputs}
                 inside |= {out: fused[out] for out in step.outputs}
             if number in self.loops:
-                self.looped(self.loops[number], last, inside)
+                run = self.mapped if last.primitive == "shard_map" else self.looped
+                run(self.loops[number], last, inside)
             elif own := _derivative(self.program.rules, last, kernel):
                 operands = [jaxprs.read(inside, operand) for operand in last.inputs]
                 alone = all(self.readers[value] == 1 for value in last.uses)
@@ -305,24 +306,39 @@ class _Emission:
         made = [*step.outputs[: len(carry)], *(stacked_as[at] for at in read)]
         values.update(zip(made, [*carry, *stacked], strict=True))
 
+    def mapped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
+        """A `jax.shard_map` with regions in what each device runs."""
+        operands = [_array(jaxprs.read(values, operand)) for operand in step.inputs]
+        (body,) = map(jaxprs.flatten_jaxpr, jaxprs.inner_jaxprs(step.equation))
+        read = [at for at, value in enumerate(step.outputs) if value in self.asked]
+        one = self.iteration(loop, body, read)
+
+        def run(*pieces):
+            return one([], [], pieces)[1]
+
+        with jaxprs.context(step):
+            made = jaxprs.mapped_like(step, run, read)(*operands)
+        values.update(zip((step.outputs[at] for at in read), made, strict=True))
+
     def iteration(self, loop: Loop, body: jaxprs.FlatJaxpr, read: Sequence[int]) -> Callable:
         """One iteration of a scan: constants, carry and slices to the next carry, and to those of
-        its results that are read."""
-        program = self.program.operation_of(loop.kernel).body
-        assert program is not None
+        its results that are read. Of what is mapped all operands are slices."""
+        operation = self.program.operation_of(loop.kernel)
+        program = self.program.body_of(loop.kernel)
         region = Region(0, len(program.kernels), loop.saved, loop.regions)
         loops = {inner.kernel: inner for inner in loop.loops}
-        carried = len(self.program.operation_of(loop.kernel).carry)
+        carried = len(operation.carry)
         kept = [*range(carried), *(carried + at for at in read)]
         dropped = _values(body.outputs) - _values([body.outputs[at] for at in kept])
-        regions = () if loop.whole else [region]
-        emission = _Emission(body, program, loops, regions, True, dropped)
+        regions = loop.regions if loop.whole else [region]
+        in_loop = operation.name == "scan"
+        emission = _Emission(body, program, loops, regions, in_loop, dropped)
         emission.saved |= frozenset(loop.offloaded)
 
         def one(constants, carry, slices):
             inner = dict(enumerate([*constants, *carry, *slices]))
             if loop.whole:
-                emission.run(0, len(program.kernels), (), inner)
+                emission.run(0, len(program.kernels), loop.regions, inner)
             else:
                 # The loop parts the forward pass from the recomputation: nothing to prevent.
                 emission.checkpointed(region, inner, False, loop.offloaded)

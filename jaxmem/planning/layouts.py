@@ -1,0 +1,46 @@
+"""What planners propose, and what is asked of a planner."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from jaxmem.planning.regions import Loop, Region
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Regions and loops, their projected peak beyond the program's inputs and the place that sets
+    it (a kernel and the innermost region round it; of a scan, also those of its body), how often
+    each kernel runs forward, and what all that adds to one plain forward pass: FLOPs, bytes moved,
+    seconds, and the price by which plans are compared (`Rates.price`)."""
+
+    regions: tuple[Region, ...]
+    loops: tuple[Loop, ...]
+    peak: int
+    place: tuple[int, ...]
+    runs: dict[int, int] = dataclasses.field(compare=False)
+    flops: int
+    moved: int
+    seconds: float
+    price: float
+    host: int  # bytes of residuals that wait there
+    # Bytes beyond the program's inputs at each event, and the first event of the backward pass.
+    live: Callable[[], tuple[list[int], int]] = dataclasses.field(compare=False, repr=False)
+
+
+class Planner(Protocol):
+    """The plans that one way of planning has for one program; bytes are beyond its inputs."""
+
+    plain: Layout
+
+    def cheapest_within(self, budget: int) -> Layout | None:
+        """The least recompute that is projected to fit a budget, or None."""
+
+    def smallest(self) -> Layout:
+        """The least projected bytes."""
+
+    def smallest_at_one_forward(self) -> Layout:
+        """The least projected bytes for at most one more forward pass."""
+
+    def rows(self) -> list[Layout]:
+        """What else to compile where nothing that is projected to fit does."""
