@@ -59,11 +59,11 @@ docs: $(VENV)/.ready  ## the documentation site, into site/
 	$(RUN) -m benchmarks.page
 	$(RUN) -m mkdocs build --strict
 
+# Without the compiler for TPUs their tests are skipped.
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[test]'
-	$(RUN) -m jaxmem install-compiler
-	-$(RUN) -m jaxmem install-compiler --tpu  # without it the tests of TPUs are skipped
+	$(RUN) -m jaxmem install-compiler --tpu & $(RUN) -m jaxmem install-compiler && wait
 	touch $@
 
 clean:

@@ -180,7 +180,13 @@ def test_the_mean_has_the_dtype_asked_for():
 
 @pytest.mark.parametrize("params", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("gradients", [jnp.bfloat16, jnp.float16, jnp.float32])
-@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.adam(0.1, mu_dtype=jnp.float32)])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.adam(0.1),
+        pytest.param(optax.adam(0.1, mu_dtype=jnp.float32), marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_and_parameters_of_other_dtypes(params, gradients, inner):
     """As by optax.MultiSteps, whose state keeps its dtypes."""
     params = jax.tree.map(lambda leaf: leaf.astype(params), PARAMS)

@@ -223,7 +223,15 @@ def proved_metrics(w, batch, key=None):
     return losses.mean(), metrics
 
 
-@pytest.mark.parametrize(("size", "count"), [(12, 1), (12, 4), (12, 12), (11, 4), (13, 3)])
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        (12, 1),
+        (12, 4),
+        (13, 3),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(12, 12), (11, 4)]),
+    ],
+)
 def test_metrics_are_those_of_the_whole_batch(size, count):
     """Without a word where it is proved, under jit or not, with a `weight` too."""
     w = jnp.asarray(np.random.default_rng(1).normal(size=(5, 3)))

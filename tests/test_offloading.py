@@ -51,7 +51,9 @@ def kinds(state):
     }
 
 
-@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "jitted", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["jit", "eager"]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_the_optimizer_with_its_state_on_the_host(name, jitted):
     plain_params, plain_state = run(OPTIMIZERS[name](), jitted)

@@ -349,7 +349,7 @@ def test_what_a_scan_keeps_is_not_laid_out_anew(devices, share):
     assert report.device < 1.1 * plan.projected_bytes
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", [None, Schedule(8, 4, 2, 2), Schedule(8, 3, 3, 3)])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_loops_equal_the_plain_scan(whole, schedule, reverse):
