@@ -1,7 +1,7 @@
 """A program inside of `jax.shard_map`, as it runs on each device."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,7 +78,7 @@ def localized(flat: FlatJaxpr) -> FlatJaxpr:
             steps.append(dataclasses.replace(step, inputs=inputs))
             continue
         body = flatten_jaxpr(step.equation.params["jaxpr"])
-        number = dict(zip(range(body.input_count), inputs, strict=True))
+        number: dict[int, Any] = dict(zip(range(body.input_count), inputs, strict=True))
         for one, outer in number.items():
             if isinstance(outer, int):
                 pieces[outer] = body.avals[one]
@@ -90,12 +90,12 @@ def localized(flat: FlatJaxpr) -> FlatJaxpr:
                 renamed[outer] = number[result]
             else:
                 renamed[outer] = result
-        for one in body.steps:
-            for value in one.outputs:
+        for inner in body.steps:
+            for value in inner.outputs:
                 if value not in number:
                     number[value] = len(avals)
                     avals.append(body.avals[value])
-            steps.append(_renumbered(one, number))
+            steps.append(_renumbered(inner, number))
     for step in reversed(steps):
         if step.primitive == "optimization_barrier":
             for value, passed in zip(step.inputs, step.outputs, strict=True):
@@ -107,7 +107,7 @@ def localized(flat: FlatJaxpr) -> FlatJaxpr:
     return dataclasses.replace(flat, steps=tuple(steps), avals=tuple(avals), outputs=outputs)
 
 
-def _renumbered(step: Step, number: dict[int, int | Literal]) -> Step:
+def _renumbered(step: Step, number: Mapping[int, Any]) -> Step:
     inputs = tuple(number[x] if isinstance(x, int) else x for x in step.inputs)
     outputs = tuple(number[x] for x in step.outputs)
     return dataclasses.replace(step, inputs=inputs, outputs=outputs)

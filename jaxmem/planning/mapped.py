@@ -23,7 +23,7 @@ class MappedOption(LoopOption):
         """The plan for the lowest price that takes at most so many bytes."""
         assert self.planner is not None
         found = self.planner.cheapest_within(int(room))
-        return found and _option(self.planner, found, self.kernel)
+        return _option(self.planner, found, self.kernel) if found else None
 
 
 def mapped_options(planner: Planner, kernel: int) -> list[LoopOption]:
