@@ -80,8 +80,8 @@ def shaped(loss, dtype=jnp.float32, rows=ROWS, width=WIDTH):
 
 LOSSES = [adapted, head_alone, stopped, top_alone, distilled, frozen_first]
 # XLA adds to what is carried in the matmul's own kernel, and slices stacks into the memory of
-# gradients.
-OFF = {head_alone: 0.15, stopped: 0.15}
+# gradients. With jax 0.12 it copies what is carried first.
+OFF = {head_alone: 0.15, stopped: 0.15, frozen_first: 0.1}
 named = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 
 
