@@ -114,6 +114,41 @@ def test_xla_fuses_what_is_inside_of_shard_map(loss, stacked):
     assert plain == pytest.approx(compiled(loss, args).device, rel=0.12)
 
 
+@pytest.mark.parametrize("in_scan", [False, True])
+def test_axes_may_be_left_to_the_compiler(in_scan):
+    """Planning crashed: nobody had bound the names of the other axes."""
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+
+    def of(*shape, along):
+        place = jax.sharding.NamedSharding(mesh, P(*along))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+
+    def cut(x, w):
+        return x + jax.lax.psum(jax.nn.gelu(x @ w["u"]) @ w["d"], "model")
+
+    specs = {"u": P(None, "model"), "d": P("model")}
+    one = jax.shard_map(cut, mesh=mesh, axis_names={"model"}, in_specs=(P(), specs), out_specs=P())
+
+    def loss(weights, x):
+        if in_scan:
+            return jnp.mean(jax.lax.scan(lambda x, w: (one(x, w), None), x, weights)[0] ** 2)
+        for w in weights:
+            x = one(x, w)
+        return jnp.mean(x**2)
+
+    count, first = ((LAYERS,), (None,)) if in_scan else ((), ())
+    weights = {
+        "u": of(*count, WIDTH, 4 * WIDTH, along=(*first, None, "model")),
+        "d": of(*count, 4 * WIDTH, WIDTH, along=(*first, "model")),
+    }
+    x = of(4 * ROWS, WIDTH, along=("data",))
+    args = weights if in_scan else [weights] * LAYERS, x
+    plan = jaxmem.plan(loss, *args, target=EIGHT, compilations=0)
+    assert plan.plain_bytes == pytest.approx(compiled(loss, args).device, rel=0.12)
+    plan = jaxmem.plan(loss, *args, target=EIGHT, budget=int(0.8 * plan.plain_bytes))
+    assert plan.recomputes
+
+
 @pytest.mark.parametrize(("loss", "stacked"), MAPPED[1:4])
 def test_plans_go_into_shard_map(loss, stacked):
     """A plan inside recomputes no more than one of the same layers outside."""

@@ -22,7 +22,7 @@ class Joint:
     Attributes:
         flat: its inputs are the operands, then the cotangents of the results that have some (after
             constants); its outputs are the results, then the gradients. Of a `jax.shard_map` they
-            are the pieces that one device has.
+            are the pieces inside.
         boundary: how many of its steps run forward.
         operands: the values that the operands are, in their order.
         results: the values that the results are, in their order.

@@ -14,10 +14,14 @@ from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
 def is_local(equation: Any) -> bool:
     """Whether it is a `jax.shard_map` over all axes of its mesh that cut anything: what is inside
     has the pieces of one device."""
-    if operation_of(equation) != "shard_map":
-        return False
-    manual, mesh = _manual_axes(equation), equation.params["mesh"]
-    return all(name in manual for name, size in mesh.shape.items() if size > 1)
+    return operation_of(equation) == "shard_map" and not automatic_axes(equation)
+
+
+def automatic_axes(equation: Any) -> dict[str, int]:
+    """The axes of a mesh that a `jax.shard_map` leaves to the compiler, which cuts what is inside
+    along them."""
+    manual, shape = _manual_axes(equation), equation.params["mesh"].shape
+    return {name: size for name, size in shape.items() if size > 1 and name not in manual}
 
 
 def _manual_axes(equation: Any) -> frozenset[str]:
@@ -63,8 +67,8 @@ def inside_of(equation: Any, fun: Callable[[], Any]) -> Any:
 
 
 def localized(flat: FlatJaxpr) -> FlatJaxpr:
-    """A program of which each `is_local` equation is written in place, as XLA has it; values that
-    these take and make are the pieces of one device. (So is what waits for one in a barrier.)"""
+    """A program of which each `jax.shard_map` is written in place, as XLA has it; values that it
+    takes and makes are the pieces inside. (So is what waits for one in a barrier.)"""
     avals, steps = list(flat.avals), []
     renamed: dict[int, int | Literal] = {}
     pieces: dict[int, Any] = {}
@@ -74,7 +78,7 @@ def localized(flat: FlatJaxpr) -> FlatJaxpr:
 
     for step in flat.steps:
         inputs = tuple(map(now, step.inputs))
-        if not is_local(step.equation):
+        if step.primitive != "shard_map":
             steps.append(dataclasses.replace(step, inputs=inputs))
             continue
         body = flatten_jaxpr(step.equation.params["jaxpr"])

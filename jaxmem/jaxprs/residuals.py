@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from jaxmem.jaxprs.equations import (
     parameters_of,
 )
 from jaxmem.jaxprs.flat import Step, evaluate
-from jaxmem.jaxprs.mapped import is_local
+from jaxmem.jaxprs.mapped import automatic_axes
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.operands import moving, of_some
 from jaxmem.jaxprs.placement import HOST, memory_space
@@ -123,14 +124,14 @@ _BARRIERS = ("together", "back_together", "after", "optimization_barrier")
 class Kept:
     """A value that a vjp keeps: the number of the argument that it is, or the equation that made
     it, of what arguments; neither: a constant. ``result``: the number of the last result that it
-    is, or -1; ``piece``: what one device has of it, where a `jax.shard_map` made it."""
+    is, or -1; ``piece``: bytes that one device has of it, where a `jax.shard_map` made it."""
 
     aval: Any
     argument: int | None = None
     equation: JaxprEqn | None = None
     made_of: frozenset[int] = frozenset()
     result: int = -1
-    piece: Any = None
+    piece: float | None = None
 
     @property
     def operation(self) -> str:
@@ -183,11 +184,13 @@ def saved_residuals(
     return list(found.values())
 
 
-def _piece(equation: JaxprEqn | None, variable: Any) -> Any:
-    if equation is None or not is_local(equation):
+def _piece(equation: JaxprEqn | None, variable: Any) -> float | None:
+    """Axes that are left to the compiler are taken to cut it too."""
+    if equation is None or operation_of(equation) != "shard_map":
         return None
     (inner,) = inner_jaxprs(equation)
-    return inner.outvars[equation.outvars.index(variable)].aval
+    aval = inner.outvars[equation.outvars.index(variable)].aval
+    return aval.size * aval.dtype.itemsize / math.prod(automatic_axes(equation).values())
 
 
 def _made_of(jaxpr, inputs: Sequence[frozenset[int]]) -> dict[Any, frozenset[int]]:

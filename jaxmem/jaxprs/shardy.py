@@ -18,7 +18,8 @@ from jaxmem.targets import FAMILIES
 
 # For each axis of an array the axes of the mesh, or parts of them, that it is cut along, and into
 # how many pieces each cuts.
-Parts = tuple[tuple[tuple[str, int], ...], ...]
+Part = tuple[tuple[str, int], ...]
+Parts = tuple[Part, ...]
 _PASSES = (
     "builtin.module(sdy-propagation-pipeline)",
     "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))",

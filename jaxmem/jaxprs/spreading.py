@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
+from jaxmem.jaxprs.mapped import automatic_axes
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.placement import abstract, of_shape
-from jaxmem.jaxprs.shardy import Parts, Propagated, propagated
+from jaxmem.jaxprs.shardy import Part, Parts, Propagated, propagated
 from jaxmem.targets.links import Ring
 
 
@@ -81,6 +82,14 @@ class Spread:
         both = axes[0] & axes[1]
         return ring(self.mesh, both) if both else None
 
+    def mapped(self, step: Step, body: FlatJaxpr) -> "Spread":
+        """How a program inside of a `jax.shard_map` is spread, of which it has the pieces."""
+        automatic = automatic_axes(step.equation)
+        if self.mesh is None or not automatic:
+            return Spread(body)
+        cut = {axis for value in step.uses for axis in self._axes(value) if axis[0] in automatic}
+        return EvenSpread.of(body, self.mesh, tuple(sorted(cut)))
+
     def inside(self, body: FlatJaxpr, operands: Sequence[Any]) -> "Spread":
         """How a program inside of a step is spread, given its operands as values of this one or
         literals."""
@@ -114,6 +123,22 @@ class Spread:
         return NamedSharding(self.mesh, PartitionSpec(*whole[element:]))
 
 
+@dataclasses.dataclass(frozen=True)
+class EvenSpread(Spread):
+    """Of what is inside of a `jax.shard_map`, where Shardy cannot be asked: every value is cut
+    along its longest axis, over the axes of the mesh that are left to the compiler and that
+    anything the `jax.shard_map` takes is cut over."""
+
+    axes: Part = ()
+
+    @classmethod
+    def of(cls, flat: FlatJaxpr, mesh: Any, axes: Part) -> "EvenSpread":
+        return cls(flat, mesh, tuple(_evenly(aval, axes) for aval in flat.avals), (), axes)
+
+    def _inside(self, body: FlatJaxpr, operands: Sequence[Any], whole: int) -> Spread:
+        return EvenSpread.of(body, self.mesh, self.axes)
+
+
 def spread(flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None) -> Spread:
     """How a program is spread whose last inputs have the shardings that are ``given`` (None: not
     known); over the mesh of those that are on several devices, if none is named."""
@@ -133,7 +158,7 @@ def spread(flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None) -> Spread:
 
     found = propagated(everything, flat.avals, [*own, *given], mesh)
     if found is None:
-        return Spread(flat, mesh, tuple(_evenly(aval, mesh) for aval in flat.avals))
+        return Spread(flat, mesh, tuple(_evenly(aval, (("", mesh.size),)) for aval in flat.avals))
     parts: list[Parts] = [((),) * len(getattr(aval, "shape", ())) for aval in flat.avals]
     for at, one in zip(arrays, found.results(), strict=True):
         parts[at] = one
@@ -255,12 +280,11 @@ def _axes_of(parts: Parts) -> set[tuple[str, int]]:
     return {axis for part in parts for axis in part}
 
 
-def _evenly(aval: Any, mesh: Any) -> Parts:
+def _evenly(aval: Any, axes: Part) -> Parts:
     """Along the longest axis, where Shardy cannot be asked."""
     shape = getattr(aval, "shape", ())
     longest = max(range(len(shape)), key=shape.__getitem__, default=-1)
-    every = (("", mesh.size),)
-    return tuple(every if at == longest else () for at in range(len(shape)))
+    return tuple(axes if at == longest else () for at in range(len(shape)))
 
 
 def _count(axes: Iterable[tuple[str, int]]) -> int:

@@ -233,7 +233,7 @@ def _bytes_alike(values: list[Kept], body: Program) -> int:
     def share_of(one: Kept) -> float:
         aval = one.aval
         if one.piece is not None:
-            return size_of(one.piece) / max(size_of(aval), 1)
+            return one.piece / max(size_of(aval), 1)
         asked = one.sharding if isinstance(one.sharding, NamedSharding) else None
         if asked and aval.size and PartitionSpec.UNCONSTRAINED not in asked.spec:
             return math.prod(asked.shard_shape(aval.shape)) / aval.size
@@ -268,8 +268,8 @@ def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Int
         if isinstance(value, int)
     }
     floating = moving([variable.aval for variable in step.equation.outvars])
-    if is_local(step.equation):
-        inside = Spread(joint.flat)
+    if step.primitive == "shard_map":
+        inside = spread.mapped(step, joint.flat)
     else:
         inside = spread.inside(joint.flat, [*step.inputs, *(step.outputs[at] for at in floating)])
     # What is gathered of an operand is counted where the operation reads it.
@@ -298,8 +298,8 @@ def _workspace(step: Step, spread: Spread) -> int:
     for jaxpr in inner_jaxprs(step.equation):
         flat = flatten_jaxpr(jaxpr)
         count = flat.input_count - len(flat.consts)
-        if is_local(step.equation):
-            program = _forward(flat, Spread(flat))
+        if step.primitive == "shard_map":
+            program = _forward(flat, spread.mapped(step, flat))
         else:
             operands = step.inputs[len(step.inputs) - count :]
             program = _forward(flat, spread.inside(flat, operands))
