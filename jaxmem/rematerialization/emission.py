@@ -213,17 +213,6 @@ class _Emission:
                 return saved
         return jaxprs.after(saved, latest)
 
-    def costs(self, value: int, region: Region) -> bool:
-        """Whether a region's recomputation runs a matmul or a convolution more to have a value."""
-        wanted = {value}
-        for number in reversed(range(region.start, region.stop)):
-            kernel = self.program.kernels[number]
-            if not wanted.isdisjoint(set(kernel.results).difference(region.saved)):
-                if kernel.flops and number not in self.recomputed[region]:
-                    return True
-                wanted.update(kernel.sources)
-        return False
-
     def tied(self, region: Region, reads: Sequence[int]) -> list[int]:
         """The parameters that a region's matmuls read, and the latest value that it reads: the
         backward pass goes on from their cotangents once all are there. Without that, XLA may leave
@@ -263,7 +252,10 @@ class _Emission:
                 inner[value] = _named(inner[value], self.name(value))
             if made:
                 latest = max(made, key=lambda value: self.program.made[value])
-                costs = [self.costs(latest, each.region) for each in self.open_regions]
+                costs = [
+                    _costs(self.program, latest, each.region, self.recomputed[each.region])
+                    for each in self.open_regions
+                ]
                 self.open_regions.append(_OpenRegion(region, inner[latest], costs))
             else:
                 self.open_regions.append(_OpenRegion(region, None, []))
@@ -352,6 +344,19 @@ def _derivative(rules: Rules, step: jaxprs.Step, kernel: Kernel) -> Derivative |
     """The cheaper derivative of the operation that completes a kernel."""
     suiting = (one for one in DERIVATIVES if one.suits(rules))
     return next((one for one in suiting if one.matches(step, kernel)), None)
+
+
+def _costs(program: Program, value: int, region: Region, again: Set[int]) -> bool:
+    """Whether a region's recomputation, of the kernels ``again``, runs a matmul or a convolution
+    more to have a value."""
+    wanted = {value}
+    for number in reversed(range(region.start, region.stop)):
+        kernel = program.kernels[number]
+        if not wanted.isdisjoint(set(kernel.results).difference(region.saved)):
+            if kernel.flops and number not in again:
+                return True
+            wanted.update(kernel.sources)
+    return False
 
 
 def _values(results: Sequence[Any]) -> frozenset[int]:
