@@ -124,13 +124,6 @@ class _Emission:
         """The values that an operation reads, or somebody asks for."""
         return frozenset(self.readers) | (_values(self.flat.outputs) - self.dropped)
 
-    @functools.cached_property
-    def stacks_rows(self) -> bool:
-        """Whether what is saved lies row by row, where compilers would have it otherwise. Not where
-        there are convolutions, which have layouts of their own."""
-        names = {step.primitive for step in self.flat.steps}
-        return self.in_loop and "conv_general_dilated" not in names
-
     def run(self, start: int, stop: int, regions: Sequence[Region], values: dict[int, Any]) -> None:
         """Kernels ``start`` to ``stop - 1``, reading and writing ``values`` by number."""
         for region in regions:
@@ -189,7 +182,11 @@ class _Emission:
                     continue  # no value of the function's, or one that nothing reads
                 if value in self.saved:
                     named = _named(inside[value], self.name(value))
-                    named = jaxprs.row_major(named) if self.stacks_rows else named
+                    named = (
+                        jaxprs.row_major(named)
+                        if self.in_loop and _stacks_rows(self.flat)
+                        else named
+                    )
                     values[value] = self.in_turn(value, named)
                 else:
                     values[value] = inside[value]
@@ -344,6 +341,12 @@ def _derivative(rules: Rules, step: jaxprs.Step, kernel: Kernel) -> Derivative |
     """The cheaper derivative of the operation that completes a kernel."""
     suiting = (one for one in DERIVATIVES if one.suits(rules))
     return next((one for one in suiting if one.matches(step, kernel)), None)
+
+
+def _stacks_rows(flat: jaxprs.FlatJaxpr) -> bool:
+    """Whether what is saved of a loop's body lies row by row, where compilers would have it
+    otherwise. Not where there are convolutions, which have layouts of their own."""
+    return all(step.primitive != "conv_general_dilated" for step in flat.steps)
 
 
 def _costs(program: Program, value: int, region: Region, again: Set[int]) -> bool:
