@@ -6,6 +6,7 @@ it is a variant of the program.
 """
 
 import bisect
+import dataclasses
 import functools
 import math
 
@@ -61,7 +62,7 @@ class DP:
 
     def __init__(self, program: Program, rates: Rates):
         menus = [
-            mapped_options(DP(program.body_of(number), rates), number)
+            _mapped(program.body_of(number), rates, number)
             if number in program.maps
             else loop_options(program, number, rates)
             for number in program.loops
@@ -148,6 +149,11 @@ class DP:
             (layout for layout in found if layout.seconds <= forward),
             key=lambda layout: (layout.peak, layout.price),
         )
+
+
+def _mapped(body: Program, rates: Rates, number: int) -> list[LoopOption]:
+    plain = Variant.plain(body.as_written, rates).layout(())
+    return mapped_options(DP(body, dataclasses.replace(rates, host=0.0)), number, plain)
 
 
 class Variant:

@@ -26,14 +26,14 @@ class MappedOption(LoopOption):
         return _option(self.planner, found, self.kernel) if found else None
 
 
-def mapped_options(planner: Planner, kernel: int) -> list[LoopOption]:
+def mapped_options(planner: Planner, kernel: int, plain: Layout) -> list[LoopOption]:
     """The menu of the `jax.shard_map` that is the kernel of that number: as it is, then from the
-    lowest price to the fewest bytes."""
-    plain, least = planner.plain, planner.smallest()
+    lowest price to the fewest bytes. As it is, which is ``plain``, it has JAX's derivatives."""
+    least = planner.smallest()
     between = np.geomspace(max(plain.peak, 1), max(least.peak, 1), _OPTIONS)[1:-1]
     found = [planner.cheapest_within(int(budget)) for budget in between]
-    layouts = [least, *planner.rows(), *filter(None, found)]
-    front: list[LoopOption] = [_option(planner, plain, kernel)]
+    layouts = [least, planner.plain, *planner.rows(), *filter(None, found)]
+    front: list[LoopOption] = [dataclasses.replace(_option(planner, plain, kernel), loop=None)]
     for layout in sorted(layouts, key=lambda layout: (layout.price, layout.peak)):
         if layout.peak < front[-1].bytes:
             front.append(_option(planner, layout, kernel))
@@ -43,10 +43,9 @@ def mapped_options(planner: Planner, kernel: int) -> list[LoopOption]:
 def _option(planner: Planner, layout: Layout, kernel: int) -> MappedOption:
     live, first = layout.live()
     kept = min(live[max(first - 1, 0) : first + 1], default=0)
-    is_plain = not layout.regions and not layout.loops
     loop = Loop(kernel, regions=layout.regions, whole=True, loops=layout.loops)
     return MappedOption(
-        None if is_plain else loop,
+        loop,
         kept,
         layout.peak - kept,
         layout.place,

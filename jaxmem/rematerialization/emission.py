@@ -103,11 +103,11 @@ class _Emission:
 
     def __post_init__(self):
         self.saved = _saved(self.regions)
+        self.stacks_rows = self.in_loop and _stacks_rows(self.flat)
         # Names that no other emission has: a policy around this one must not know them.
         self.prefix = f"jaxmem:{next(_EMISSIONS)}"
-        self.open_regions: list[
-            _OpenRegion
-        ] = []  # the regions that are being written, outermost first
+        # The regions that are being written, outermost first.
+        self.open_regions: list[_OpenRegion] = []
 
     @functools.cached_property
     def recomputed(self) -> dict[Region, frozenset[int]]:
@@ -182,11 +182,7 @@ class _Emission:
                     continue  # no value of the function's, or one that nothing reads
                 if value in self.saved:
                     named = _named(inside[value], self.name(value))
-                    named = (
-                        jaxprs.row_major(named)
-                        if self.in_loop and _stacks_rows(self.flat)
-                        else named
-                    )
+                    named = jaxprs.row_major(named) if self.stacks_rows else named
                     values[value] = self.in_turn(value, named)
                 else:
                     values[value] = inside[value]
