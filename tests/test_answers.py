@@ -121,7 +121,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Every second one by `make test`, the others by `make test-all`.
+@pytest.mark.parametrize(
+    "name",
+    [*[*PROGRAMS][::2], *(pytest.param(one, marks=pytest.mark.slow) for one in [*PROGRAMS][1::2])],
+)
 def test_the_answer_is_that_of_a_full_compilation(name, monkeypatch, tmp_path):
     paths = iter((tmp_path / "early", tmp_path / "full"))
     monkeypatch.setattr(compilation, "_result_path", lambda *_: next(paths))

@@ -151,13 +151,18 @@ def keeps_more(p):
     ("check", "apply"),
     [
         (checks.gradients, one_part_in_a_million),
-        (checks.gradients, other_aux),
-        (checks.forward, other_aux),
-        (checks.types, strong_types),
         (checks.kept_bytes, keeps_more),
-        (checks.vmapped, one_part_in_a_million),
-        (checks.linearized, one_part_in_a_million),
-        (checks.with_dead_code, one_part_in_a_million),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                (checks.gradients, other_aux),
+                (checks.forward, other_aux),
+                (checks.types, strong_types),
+                (checks.vmapped, one_part_in_a_million),
+                (checks.linearized, one_part_in_a_million),
+                (checks.with_dead_code, one_part_in_a_million),
+            )
+        ),
     ],
 )
 def test_a_wrong_function_is_found(check, apply):

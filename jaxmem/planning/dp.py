@@ -53,6 +53,9 @@ _NEAR = 1.02
 # is there beside the loop's residuals, where that takes more than the loop inside; with less room
 # the residuals may grow, at the cost of what is inside, which takes one or two more.
 _FITTINGS = 4
+# A program of more `jax.shard_map`s has no regions inside of them, but round them: it has small
+# ones, such as the attention of each layer. Chosen: it bounds the time of planning.
+_MAPS = 4
 # Blocks more than a straight line between all of them and none says that a budget asks for. Chosen.
 _BLOCKS_MORE = 3
 
@@ -62,7 +65,7 @@ class DP:
 
     def __init__(self, program: Program, rates: Rates):
         menus = [
-            _mapped(program.body_of(number), rates, number)
+            _mapped(program, number, rates)
             if number in program.maps
             else loop_options(program, number, rates)
             for number in program.loops
@@ -151,9 +154,12 @@ class DP:
         )
 
 
-def _mapped(body: Program, rates: Rates, number: int) -> list[LoopOption]:
+def _mapped(program: Program, number: int, rates: Rates) -> list[LoopOption]:
+    """The menu of a `jax.shard_map`."""
+    body, rates = program.body_of(number), dataclasses.replace(rates, host=0.0)
     plain = Variant.plain(body.as_written, rates).layout(())
-    return mapped_options(DP(body, dataclasses.replace(rates, host=0.0)), number, plain)
+    planner = DP(body, rates) if len(program.maps) <= _MAPS else None
+    return mapped_options(planner, number, plain)
 
 
 class Variant:
@@ -183,11 +189,14 @@ class Variant:
         """The program with one region on the body of each scan, as its author would place them, by
         policy."""
         menus = [checkpointed(program, scan, rates) for scan in program.scans]
-        if not menus or not all(menus) or program.maps:
+        if not menus or not all(menus):
             return {}
+        as_they_are = {number: [plain_option(program, number)] for number in program.maps}
         found: dict[str, list[Variant]] = {}
         for name in menus[0]:
-            ways = [menu[name] for menu in menus]  # one of a scan without scans in it
+            # One of a scan without scans in it.
+            known = {n: menu[name] for n, menu in zip(program.scans, menus, strict=True)}
+            ways = [(known | as_they_are)[number] for number in program.loops]
             count = max(map(len, ways))
             found[name] = [
                 cls(program, rates, [one[min(at, len(one) - 1)] for one in ways])
