@@ -190,7 +190,7 @@ def test_no_plan_is_below_it(loss, stacked):
         plan = jaxmem.plan(loss, *args, budget=int(share * plain))
         bound = plan.bound
         assert bound.recompute_flops <= plan.predicted.recompute_flops
-        assert bound.within == plan.budget
+        assert bound.bytes == plan.budget
         assert bound.flops > 2.9 * plan.predicted.flops * (1 - 1 / 12)
 
 

@@ -159,7 +159,7 @@ def test_the_error_is_that_of_what_was_held_out(samples):
     assert made.rates.shares.memory == pytest.approx(REACHED.memory, rel=0.01)
     assert made.high_error > 0.1 and "host" not in made.fitted
     wrong = next(one for one in made.checked if one.name.startswith("layers"))
-    assert wrong.held and wrong.error == pytest.approx(-0.5, abs=0.02)
+    assert wrong.is_held_out and wrong.error == pytest.approx(-0.5, abs=0.02)
     noise = np.random.default_rng(0).uniform(0.9, 1.1, len(samples))
     noisy = [
         dataclasses.replace(one, seconds=one.seconds * factor)

@@ -63,12 +63,12 @@ class Largest:
         """Why no larger batch is the answer, in a sentence."""
         allowed = f"the budget of {format_bytes(self.budget)}"
         if not self.size:
-            held = format_bytes(self.report.argument)
+            argument_bytes = format_bytes(self.report.argument)
             return (
                 f"Nothing fits: a {self.what} of {self.multiple} takes "
                 f"{format_beside(self.report.device, self.budget)}, more than {allowed}, of which "
-                f"{held} are arguments{_holders(self.report)}. jaxmem.fit searches what makes it "
-                "fit."
+                f"{argument_bytes} are arguments{_holders(self.report)}. jaxmem.fit searches what "
+                "makes it fit."
             )
         if self.most and self.size + self.multiple > self.most:
             return f"It is the largest {self.what} that was to be tried."

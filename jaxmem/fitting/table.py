@@ -230,10 +230,10 @@ def _told(one: Candidate) -> Hashable:
 def holders(report: MemoryReport, most: int = 3) -> str:
     """What holds the most bytes at the peak, by source line, in words."""
     if not report.has_timeline:
-        held = {"arguments": report.argument, "temporary values": report.temp}
+        largest = {"arguments": report.argument, "temporary values": report.temp}
     else:
-        held = dict(list(report.by_source.items())[:most])
-    return ", ".join(f"{format_bytes(size)} by {line}" for line, size in held.items())
+        largest = dict(list(report.by_source.items())[:most])
+    return ", ".join(f"{format_bytes(size)} by {line}" for line, size in largest.items())
 
 
 def time_error(target: Target | LocalDevice) -> float | None:

@@ -50,8 +50,8 @@ class Step:
     def located(self) -> JaxprEqn:
         """The equation, or the innermost of its callers, that has a frame of the user's: JAX roots
         the tracebacks inside of a call in the call."""
-        around = (self.equation, *self.callers)
-        return next((one for one in around if line_of(one) != "unknown"), self.equation)
+        equations = (self.equation, *self.callers)
+        return next((one for one in equations if line_of(one) != "unknown"), self.equation)
 
 
 @dataclasses.dataclass(frozen=True)

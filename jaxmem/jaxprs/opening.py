@@ -53,8 +53,8 @@ def _opened(closed: ClosedJaxpr) -> ClosedJaxpr:
             fixed = [Var(variable.aval) for variable in inner.jaxpr.constvars]
             constants.extend(zip(fixed, inner.consts, strict=True))
             variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
-            within = dict(zip(variables, [*fixed, *inputs], strict=True))
-            results = walk(inner.jaxpr, within, source.name_stack, True)
+            values = dict(zip(variables, [*fixed, *inputs], strict=True))
+            results = walk(inner.jaxpr, values, source.name_stack, True)
             names.update(zip(equation.outvars, results, strict=True))
         return [named(atom) for atom in jaxpr.outvars]
 

@@ -123,14 +123,14 @@ class _Scan(Looped):
             _, _, more = walk.taped(state, schedule.block, start, constants, slices, None)
             return walk.untaped(bars, more, schedule.block, start, constant, slices, results_bar)
 
-        def fetched(loop, there):
+        def fetched(loop, entry):
             """The state before the block before this one is fetched while this one runs."""
             bars, state = loop
-            at, before = there
+            at, before = entry
             return (block(state, at, bars), _moved(before, DEVICE)), None
 
-        def kept_one(bars, there):
-            at, state = there
+        def kept_one(bars, entry):
+            at, state = entry
             return block(state, at, bars), None
 
         def found_one(count, loop):
@@ -144,11 +144,11 @@ class _Scan(Looped):
         if others == 1:
             # XLA has no loop to run once, and would make the block's residuals at any time.
             places, kept, bars = jax.lax.optimization_barrier((places, kept, bars))
-        there = (jnp.arange(others), kept)
+        entry = (jnp.arange(others), kept)
         if schedule.host:
-            (bars, _), _ = jax.lax.scan(fetched, (bars, places), there, reverse=True)
+            (bars, _), _ = jax.lax.scan(fetched, (bars, places), entry, reverse=True)
         elif self.keeps_all:
-            bars, _ = jax.lax.scan(kept_one, bars, there, reverse=True)
+            bars, _ = jax.lax.scan(kept_one, bars, entry, reverse=True)
         else:
             *_, bars = jax.lax.fori_loop(0, others, found_one, (places, kept, bars))
         carry_bar, sums, slices_bar = bars

@@ -151,15 +151,15 @@ def _advances(blocks: np.ndarray, states: np.ndarray) -> np.ndarray:
     blocks, states = blocks.astype(float), np.minimum(states, blocks).astype(float)
     result = blocks * (blocks - 1) / 2  # with one state
     waiting = np.flatnonzero(states > 1)
-    here = np.ones(len(waiting))  # C(states + count, states)
+    counts = np.ones(len(waiting))  # C(states + count, states)
     count = 0
     while len(waiting):
-        done = here >= blocks[waiting]
+        done = counts >= blocks[waiting]
         at = waiting[done]
         # C(states + count, states + 1), by C(n, k + 1) = C(n, k) (n - k) / (k + 1)
-        below = here[done] * count / (states[at] + 1)
+        below = counts[done] * count / (states[at] + 1)
         result[at] = count * blocks[at] - below
-        waiting, here = waiting[~done], here[~done]
+        waiting, counts = waiting[~done], counts[~done]
         count += 1
-        here = here * (states[waiting] + count) / count
+        counts = counts * (states[waiting] + count) / count
     return result

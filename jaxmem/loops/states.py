@@ -126,9 +126,9 @@ class Walk:
     def untaped(self, bars, tape, steps, start, constant, slices, results_bar):
         """The cotangents of carry, constants and slices before some steps, from those behind."""
 
-        def one(bars, there):
+        def one(bars, entry):
             carry_bar, sums, slices_bar = bars
-            count, kept = there
+            count, kept = entry
             place = self.place(start + count)
             more, carry_bar, slice_bar = self.tape.back(
                 constant, kept, read(slices, place), [*carry_bar, *read(results_bar, place)]

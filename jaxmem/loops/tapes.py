@@ -119,8 +119,8 @@ class Tape:
     def back(self, constant, kept, slices, cotangents) -> tuple[list, list, list]:
         """The cotangents of constants, carry and slices, from those of the next carry and of the
         results (None: it has none); None of what has none."""
-        there = {"constant": constant, "slice": slices, "stacked": kept}
-        residuals = [there[kind][number] for kind, number in self.sources]
+        values = {"constant": constant, "slice": slices, "stacked": kept}
+        residuals = [values[kind][number] for kind, number in self.sources]
         derivative = jax.tree.unflatten(self.tree, residuals)
         pairs = zip(cotangents, self.results, strict=True)
         (made,) = derivative([zeros(aval) if bar is None else bar for bar, aval in pairs])

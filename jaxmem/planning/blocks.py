@@ -143,12 +143,12 @@ class Blocks:
         is_saved = np.array([value in saved for value in self.values], dtype=bool)
         for stop in range(1, count + 1):
             end = cuts[stop]
-            here = block_of < stop
+            earlier = block_of < stop
             stays = np.zeros(count)
-            held = here & (is_saved | (last > end))
-            np.add.at(stays, block_of[held], sizes[held])
+            resident = earlier & (is_saved | (last > end))
+            np.add.at(stays, block_of[resident], sizes[resident])
             keeps[:, stop] = np.cumsum(stays[::-1])[::-1]
-            crossing = here & ~is_saved & (last > end)
+            crossing = earlier & ~is_saved & (last > end)
             wanted = {self.values[index] for index in np.flatnonzero(crossing)}
             self._walk(stop, wanted, saved, ahead[:, stop], known)
         return ahead, keeps
@@ -170,8 +170,8 @@ class Blocks:
                     price += self.prices[index]
                     wanted.update(value for value in kernel.sources if value not in saved)
             prices[block] = price
-        for (cut, held), before in passed:
-            known[cut, held] = prices[:cut] - before
+        for (cut, needed), before in passed:
+            known[cut, needed] = prices[:cut] - before
 
     def regions(self, stretches: Sequence[Stretch]) -> tuple[Region, ...]:
         """Stretches of the chain as regions of the program."""

@@ -156,12 +156,12 @@ class _Moment:
         made_of = self._made_of([*wanted, *operands])
         again = {number: at for at, number in enumerate(sorted(made_of))}
         values = [value for number in again for value in graph.nodes[number].makes]
-        there = {value: len(again) + at for at, value in enumerate(values)}
+        column_of = {value: len(again) + at for at, value in enumerate(values)}
         # What its operands are computed from on the way into it: nothing of FLOPs.
-        beside = sorted(self._made_of(operands, free=True))
-        fused = {number: len(again) + len(there) + at for at, number in enumerate(beside)}
+        free = sorted(self._made_of(operands, free=True))
+        fused = {number: len(again) + len(column_of) + at for at, number in enumerate(free)}
         total = max(graph.flops, 1)
-        cost = np.zeros(len(again) + len(there) + len(fused))
+        cost = np.zeros(len(again) + len(column_of) + len(fused))
         for number, at in again.items():
             if number in done:  # others may be computed now for the first time
                 cost[at] = graph.nodes[number].flops / total
@@ -179,7 +179,7 @@ class _Moment:
                 if maker not in again:
                     limit += share  # an input; what is yet to come may be there in time
                     continue
-                for column in (run.get(maker), there[value]):
+                for column in (run.get(maker), column_of[value]):
                     if column is None:
                         continue  # of operands: it has FLOPs, so its results are there or not
                     row[column] = row.get(column, 0.0) - share
@@ -194,7 +194,7 @@ class _Moment:
                 for read in graph.nodes[number].reads:
                     needs(read, at, run)
         scale = max(room, 1)
-        rows.append({there[value]: graph.sizes[value] / scale for value in values})
+        rows.append({column_of[value]: graph.sizes[value] / scale for value in values})
         limits.append(room / scale)
         entries = [(at, column, x) for at, row in enumerate(rows) for column, x in row.items()]
         lines, columns, numbers = zip(*entries, strict=True)

@@ -201,8 +201,8 @@ def _offloaded(one: Body, values: tuple[int, ...], body: Program, rates: Rates) 
     link = moved / rates.host
     flops, bytes_moved, seconds, price = one.again
     forward = one.forward[2]
-    beside = (forward, 2 * forward + seconds)
-    exposed = sum(max(link - _OVERLAP * time, 0.0) for time in beside)
+    compute = (forward, 2 * forward + seconds)
+    exposed = sum(max(link - _OVERLAP * time, 0.0) for time in compute)
     saved = tuple(value for value in one.loop.saved if value not in values)
     return dataclasses.replace(
         one,
@@ -244,14 +244,14 @@ def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:
     # Ranks that the thresholds have are not all: what fits beside them may be smaller.
     front: list[tuple[int, float, frozenset[int]]] = [(0, 0.0, frozenset())]
     for size, price, values in sorted(dear, key=lambda entry: -entry[1])[:_KERNELS]:
-        grown = front + [(b + size, p + price, held | values) for b, p, held in front]
+        grown = front + [(b + size, p + price, chosen | values) for b, p, chosen in front]
         front = []
         for entry in sorted(grown, key=lambda entry: (entry[0], -entry[1])):
             if not front or entry[1] > front[-1][1]:
                 front.append(entry)
     if len(front) > _SETS:
         front = [front[int(at)] for at in np.linspace(0, len(front) - 1, _SETS)]
-    return [held for _, _, held in front]
+    return [chosen for _, _, chosen in front]
 
 
 def _memories(solution: Solution, level: int) -> list[int]:

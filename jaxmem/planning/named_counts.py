@@ -117,9 +117,9 @@ class _Counting:
                     continue
                 name = self.names.get(value)
                 if name is not None:
-                    held = when & self.bits[name]
-                    tables.named += self.times * program.sizes[value] * held
-                    self.keep(value, held)
+                    kept = when & self.bits[name]
+                    tables.named += self.times * program.sizes[value] * kept
+                    self.keep(value, kept)
                     when = when & ~self.bits[name]
                 inside += program.sizes[value] * when
                 runs = runs | when

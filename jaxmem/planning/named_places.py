@@ -47,10 +47,10 @@ def _decided(place: Place, saved: frozenset[int]) -> Program:
     for number, scan in place.scans.items():
         body = _decided(scan, saved)
         regions = _regions(scan, saved)
-        within = {k for start, stop in scan.spans for k in range(start, stop)}
+        own = {k for start, stop in scan.spans for k in range(start, stop)}
         given = {value for region in regions for value in region.saved}
         for at, kernel in enumerate(body.kernels):
-            out = [v for v in kernel.results if at not in within or _leaves(scan, v, at)]
+            out = [v for v in kernel.results if at not in own or _leaves(scan, v, at)]
             given.update(value for value in out if value != kernel.residuals)
         cost = simulate_block(body, 0, len(body.kernels), given, regions)
         read = cost.read & (given | scan.carry)
@@ -66,9 +66,9 @@ def _leaves(place: Place, value: int, kernel: int) -> bool:
 
 
 def _regions(place: Place, saved: frozenset[int]) -> list[Region]:
-    held = {value for name in saved for value in place.groups[name]}
+    saved_values = {value for name in saved for value in place.groups[name]}
     regions = []
     for start, stop in place.spans:
         made = {v for kernel in place.program.kernels[start:stop] for v in kernel.results}
-        regions.append(Region(start, stop, tuple(sorted(made & held))))
+        regions.append(Region(start, stop, tuple(sorted(made & saved_values))))
     return regions

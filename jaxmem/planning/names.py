@@ -121,11 +121,11 @@ class Names:
     def smallest(self) -> NamedChoice:
         """The fewest projected bytes on the device; of several the lowest price."""
         sizes = np.where(self.allowed, self.bytes, np.inf)
-        away = self._whole & self.allowed
-        sizes[away] -= self._total(self._hostable)[away]
+        offloads = self._whole & self.allowed
+        sizes[offloads] -= self._total(self._hostable)[offloads]
         number = self._least(sizes <= sizes.min())
         hostable = sum(1 << name for name in self._hostable)
-        return self.choice(number, number & hostable if away[number] else 0)
+        return self.choice(number, number & hostable if offloads[number] else 0)
 
     @functools.cached_property
     def front(self) -> list[NamedChoice]:
@@ -191,8 +191,8 @@ class Names:
         if not self.rates.host:
             return np.zeros_like(np.asarray(seconds, float))
         link = np.asarray(host) / self.rates.host
-        beside = (self._forward, 2 * self._forward + seconds)
-        return sum((np.maximum(link - _OVERLAP * time, 0.0) for time in beside), np.zeros(()))
+        compute = (self._forward, 2 * self._forward + seconds)
+        return sum((np.maximum(link - _OVERLAP * time, 0.0) for time in compute), np.zeros(()))
 
     @functools.cached_property
     def _forward(self) -> float:
@@ -218,8 +218,8 @@ class Names:
         """The bytes that some of these names have together, and for each such number the names."""
         found = {0: 0}
         for name in names:
-            for size, held in list(found.items()):
-                found.setdefault(size + self.sizes[name], held | 1 << name)
+            for size, chosen in list(found.items()):
+                found.setdefault(size + self.sizes[name], chosen | 1 << name)
         return found
 
     def _with_host(self, budget: float, best: NamedChoice | None) -> NamedChoice | None:

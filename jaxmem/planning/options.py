@@ -116,8 +116,8 @@ class Body:
         # There beside a block's steps, and back beside those and their derivatives. A second of
         # what is not hidden counts as much as one of the steps that it spares.
         link, forward = self.state / host, schedule.block * self.forward[2]
-        beside = (forward, 3 * forward + schedule.block * self.again[2])
-        exposed = schedule.states * sum(max(link - time, 0.0) for time in beside)
+        compute = (forward, 3 * forward + schedule.block * self.again[2])
+        exposed = schedule.states * sum(max(link - time, 0.0) for time in compute)
         counts = self.forward[3] / self.forward[2] if self.forward[2] else DEAR
         return dataclasses.replace(
             option,

@@ -108,9 +108,9 @@ def simulate_block(
         for value in alive
         if last_used[value] > stop and made_by[value] and program.active[value]
     }
-    live = [*given.values(), *(i for held in cotangents.values() for i in held)]
+    live = [*given.values(), *(i for instances in cotangents.values() for i in instances)]
     layout.backward(layout.forward(_pieces(regions, start, stop), made, given), cotangents)
-    kept = {i for value, held in cotangents.items() if value not in results for i in held}
+    kept = {i for value, instances in cotangents.items() if value not in results for i in instances}
     cost = layout.sweep(kept, live)
     used = {instance for event in layout.events for instance in event.uses}
     return dataclasses.replace(
@@ -178,13 +178,13 @@ class _Layout:
             self.events.append(_Event(number, uses, fresh, False, kernel.workspace))
 
     def backward(self, tape: list, cotangents: dict[int, list[int]]) -> None:
-        for piece, held, *given in reversed(tape):
+        for piece, live, *given in reversed(tape):
             if isinstance(piece, int):
-                self.derive(piece, held, cotangents)
+                self.derive(piece, live, cotangents)
             else:
                 pieces = _pieces(piece.regions, piece.start, piece.stop)
                 start = len(self.events)
-                inner = self.forward(pieces, held.copy(), *given)
+                inner = self.forward(pieces, live.copy(), *given)
                 self.passes.append((piece, self.events[start:]))
                 self.backward(inner, cotangents)
 
@@ -266,11 +266,11 @@ class _Layout:
             kernel = self.kernels[event.kernel]
             # XLA writes the result of an elementwise kernel over an operand that dies there.
             over = kernel.fused and not event.apart
-            here = max(before, alive - freed) if over else alive
-            here += event.inside
-            self.alive.append(here)
-            if here > peak:
-                peak, at = here, event.kernel
+            live_now = max(before, alive - freed) if over else alive
+            live_now += event.inside
+            self.alive.append(live_now)
+            if live_now > peak:
+                peak, at = live_now, event.kernel
             alive -= freed
         runs = collections.Counter(event.kernel for event in events if not event.backward)
         return Cost(peak, at, runs)

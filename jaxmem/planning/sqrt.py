@@ -172,9 +172,9 @@ def _candidates(crossing: np.ndarray, dear: np.ndarray) -> np.ndarray:
     operations). A long program keeps the lowest point of each stretch.
     """
     inner = np.arange(1, len(crossing) - 1)
-    before, here, after = crossing[inner - 1], crossing[inner], crossing[inner + 1]
-    level = (here == before) & (here == after)
-    least = (here <= before) & (here <= after)
+    before, at_cut, after = crossing[inner - 1], crossing[inner], crossing[inner + 1]
+    level = (at_cut == before) & (at_cut == after)
+    least = (at_cut <= before) & (at_cut <= after)
     low = inner[dear[inner - 1] | (least & (~level | dear[inner]))]
     if len(low) > _CANDIDATES:
         stretches = np.array_split(low, _CANDIDATES)

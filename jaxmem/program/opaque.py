@@ -90,8 +90,8 @@ def _peak(program, kernels, outside: Set[int], first: Set[int], last: Set[int]) 
         # XLA writes the result of an elementwise kernel over an operand that dies there, and what
         # a loop hands on over what it was given.
         over = kernel.fused or program.operations[kernel.operations[-1]].name in _LOOPS
-        here = max(before, now - freed) if over else now
-        most = max(most, here + kernel.workspace)
+        live_now = max(before, now - freed) if over else now
+        most = max(most, live_now + kernel.workspace)
         alive.difference_update(ends[number])
         now -= freed
     return most

@@ -20,15 +20,15 @@ class Bound:
     bytes: no plan, and no other way to choose what is kept, recomputes less.
 
     Attributes:
-        within: bytes, with what is reserved. Schedules may have as much more as the memories of
-            the chip hold, on targets that have such.
+        bytes: all of them, with what is reserved. Schedules may have as much more as the memories
+            of the chip hold, on targets that have such.
         flops: the least of ``value_and_grad(fun)``: each matmul and convolution once, and
             ``recompute_flops`` more.
         recompute_flops: the least that is recomputed.
         above: what the plan does more than that, of ``flops``.
     """
 
-    within: int
+    bytes: int
     flops: int
     recompute_flops: int
     above: float
@@ -36,7 +36,7 @@ class Bound:
     def __str__(self) -> str:
         return (
             f"at most {self.above:.1%} above the least FLOPs that any schedule within "
-            f"{format_bytes(self.within)} needs"
+            f"{format_bytes(self.bytes)} needs"
         )
 
 
@@ -49,9 +49,9 @@ def bound_of(plan: Any) -> Bound | None:
     if traced.spread(traced.flat).mesh is not None:
         return None
     graph = graph_of(traced)
-    within = plan.budget or plan.compiled_bytes or plan.projected_bytes
+    allowed = plan.budget or plan.compiled_bytes or plan.projected_bytes
     # What waits in the memories of the chip is there, and not in the budget.
-    room = within - plan.reserved - traced.program.input_bytes
+    room = allowed - plan.reserved - traced.program.input_bytes
     if plan.family:
         room += FAMILIES[plan.family].chip_bytes
     least, again = least_recomputed(graph, room), plan.predicted.recompute_flops
@@ -59,7 +59,7 @@ def bound_of(plan: Any) -> Bound | None:
     compiled = plan.compiled and plan.compiled.flops
     once = max(compiled - again, 1) if compiled else graph.flops
     above = max((once + again) / max(once + least, 1) - 1, 0.0)
-    return Bound(within, once + least, least, above)
+    return Bound(allowed, once + least, least, above)
 
 
 def graph_of(traced: TracedFunction) -> Graph:

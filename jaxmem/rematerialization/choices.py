@@ -125,12 +125,12 @@ def _within(program: Program, rates: Rates, regions: Sequence[Region], runs, tim
     yield from _values(program, rates, saved, wrapped, runs, times, frozenset())
 
 
-def _loop_choices(program: Program, rates: Rates, loops: Sequence[Loop], around: str):
+def _loop_choices(program: Program, rates: Rates, loops: Sequence[Loop], prefix: str):
     for loop, count, _ in _pieces(program, loops):
         body = program.body_of(loop.kernel)
         if loop.kernel in program.maps:
-            yield from _within(body, rates, loop.regions, simulate(body, loop.regions).runs, around)
-            yield from _loop_choices(body, rates, loop.loops, around)
+            yield from _within(body, rates, loop.regions, simulate(body, loop.regions).runs, prefix)
+            yield from _loop_choices(body, rates, loop.loops, prefix)
             continue
         saved = {*loop.saved, *loop.offloaded}
         if loop.whole:
@@ -139,7 +139,7 @@ def _loop_choices(program: Program, rates: Rates, loops: Sequence[Loop], around:
         # Every run of the body is in the backward pass, beside one in the forward pass.
         runs = {number: times + 1 for number, times in cost.runs.items()}
         everything = set(range(len(body.kernels)))
-        times, offloaded = f"{around}{count} x ", frozenset(loop.offloaded)
+        times, offloaded = f"{prefix}{count} x ", frozenset(loop.offloaded)
         yield from _values(body, rates, saved, everything, runs, times, offloaded)
         yield from _loop_choices(body, rates, loop.loops, times)
 

@@ -89,9 +89,9 @@ class CompiledPlans(PlanCompiler):
                 if not self.gains(layout.price):
                     return
                 lower = (fits + goal) / 2 if fits else self.safer(goal) / _ALTERNATIVE
-                beside = self.alternatives(layout, lower)
-                goals |= dict.fromkeys(beside, lower)
-                yield [layout, *beside]
+                alternatives = self.alternatives(layout, lower)
+                goals |= dict.fromkeys(alternatives, lower)
+                yield [layout, *alternatives]
                 if not search.best and math.isinf(fails):  # the first ones
                     yield from itertools.islice(self.cheaper_rows(budget, layout.price), 1)
             # Where something fits, the fewest bytes are looked for only if they were asked for: it

@@ -130,10 +130,10 @@ class Frontier(Printed):
         of each one-liner. Below the smallest of them there is none."""
         liners = [(total, seconds) for _, total, seconds in self.one_liners]
         sizes = {plan.projected_bytes for plan in self.plans} | {total for total, _ in liners}
-        within = {
+        fitting = {
             size: [seconds for total, seconds in liners if total <= size] for size in sorted(sizes)
         }
-        return [(size, min(known)) for size, known in within.items() if known]
+        return [(size, min(known)) for size, known in fitting.items() if known]
 
     def _parts(self) -> Iterable[Part]:
         most, least = self.plans[0], self.plans[-1]

@@ -113,8 +113,10 @@ class Search(Generic[Proposal]):
             number = f"{len(self.outcomes) + 1} of at most {self.compilations}"
             said, *others = [one.said for _, one in begun if one.said]
             # Those beside the first get a number when they count.
-            beside = f"; beside it, in case it does not fit: {'; '.join(others)}" if others else ""
-            tell(f"jaxmem: compiling {number}: {said}{beside}")
+            alternatives = (
+                f"; beside it, in case it does not fit: {'; '.join(others)}" if others else ""
+            )
+            tell(f"jaxmem: compiling {number}: {said}{alternatives}")
             bar.show(f"compiling {'; '.join([said, *others])}")
             for at, (proposal, one) in enumerate(begun):
                 try:

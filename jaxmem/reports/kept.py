@@ -33,8 +33,8 @@ class Residual:
 class Residuals:
     """What is kept, largest first; `residuals` makes it.
 
-    ``total`` counts what the forward pass makes; arguments that are kept (``held``) are there in
-    any case.
+    ``total`` counts what the forward pass makes; arguments that are kept (``argument_bytes``) are
+    there in any case.
     """
 
     values: tuple[Residual, ...]
@@ -45,7 +45,7 @@ class Residuals:
         return sum(value.bytes for value in self.values if not value.is_argument)
 
     @property
-    def held(self) -> int:
+    def argument_bytes(self) -> int:
         """Bytes of the kept values that are arguments."""
         return sum(value.bytes for value in self.values if value.is_argument)
 
@@ -59,7 +59,7 @@ class Residuals:
         made = [value for value in self.values if not value.is_argument]
         lines = [
             f"{format_bytes(self.total)} kept in {counted(len(made), 'value')}, besides "
-            f"{format_bytes(self.held)} of arguments"
+            f"{format_bytes(self.argument_bytes)} of arguments"
         ]
         for value in made:
             what = f"{value.dtype}[{','.join(map(str, value.shape))}]"

@@ -58,23 +58,23 @@ def main() -> None:
     def compile(options: list, **request):
         return functions["compile"](prepared, options=options, **request)
 
-    held: _Fork | None = None
+    paused: _Fork | None = None
     while select.select([sys.stdin], [], [], IDLE)[0]:
         try:
             about = pickle.load(sys.stdin.buffer)
         except EOFError:
             break
         try:
-            if held is None or not about["full"] or held.request != about["request"]:
-                if held is not None:
-                    ended, held = held, None
+            if paused is None or not about["full"] or paused.request != about["request"]:
+                if paused is not None:
+                    ended, paused = paused, None
                     ended.end()
-                held = _Fork(compile, about["request"])
-            reply = held.answer(functions["DUMPED"], about["full"], about["hold"])
+                paused = _Fork(compile, about["request"])
+            reply = paused.answer(functions["DUMPED"], about["full"], about["hold"])
         except OSError as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
-        if held is not None and not held.stopped:
-            held = None
+        if paused is not None and not paused.stopped:
+            paused = None
         pickle.dump(reply, replies)
         replies.flush()
     _end()

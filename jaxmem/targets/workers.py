@@ -93,7 +93,7 @@ class Worker:
 
     def __init__(self, command: Command):
         self.command, self.since = command, time.monotonic()
-        self.held: Mapping[str, Any] | None = None
+        self.paused: Mapping[str, Any] | None = None
         self.folder = tempfile.mkdtemp()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         environment = dict(os.environ, JAX_PLATFORMS="cpu")
@@ -117,7 +117,7 @@ class Worker:
             raise
 
     @classmethod
-    def borrow(cls, command: Command, held: Mapping[str, Any] | None = None) -> "Worker":
+    def borrow(cls, command: Command, paused: Mapping[str, Any] | None = None) -> "Worker":
         """An idle worker, or a new one: the one that holds a request, else one that holds none, or
         what it holds for the longest time."""
         with cls.lock:
@@ -127,15 +127,15 @@ class Worker:
                     worker.close()
             fitting = [worker for worker in cls.idle if worker.command == command]
             if fitting:
-                worker = min(fitting, key=lambda one: cls._preference(one, held))
+                worker = min(fitting, key=lambda one: cls._preference(one, paused))
                 cls.idle.remove(worker)
                 return worker
         return cls(command)
 
     @staticmethod
-    def _preference(worker: "Worker", held: Mapping[str, Any] | None) -> tuple[bool, bool, float]:
-        wanted = worker.held is not None and worker.held == held
-        return not wanted, worker.held is not None, worker.since
+    def _preference(worker: "Worker", paused: Mapping[str, Any] | None) -> tuple[bool, bool, float]:
+        wanted = worker.paused is not None and worker.paused == paused
+        return not wanted, worker.paused is not None, worker.since
 
     def give_back(self) -> None:
         """For the next one that asks."""
@@ -183,7 +183,7 @@ class Worker:
             if job is not None:
                 job.process = None
         tail = "\n".join(self._last_lines()) if "died" in reply else ""
-        self.held = request["request"] if request["hold"] and "texts" in reply else None
+        self.paused = request["request"] if request["hold"] and "texts" in reply else None
         self.give_back()
         if "died" in reply:
             raise self._died(reply["died"], name, tail)

@@ -41,8 +41,8 @@ def out_of_memory(step: Any, state: Any, batch: Any, error: Exception) -> Jaxmem
         f"  measured  {measured}",
     ]
     if report and report.has_timeline:
-        held = list(report.by_source.items())[:3]
-        lines += ["  held by   " + f"{format_bytes(size)} at {line}" for line, size in held]
+        largest = list(report.by_source.items())[:3]
+        lines += ["  held by   " + f"{format_bytes(size)} at {line}" for line, size in largest]
     lines.append(_advice(step, state, batch, report, budget, device))
     lines.append(f"XLA said: {str(error).splitlines()[0]}")
     return JaxmemError("\n".join(lines))

@@ -63,7 +63,9 @@ class States:
         check_key(key)
         self._check_has_state(model_state)
         given = {"model_state": not is_module and model_state is not None, "key": key is not None}
-        check_signature(self.settings.loss_fn, *[name for name, there in given.items() if there])
+        check_signature(
+            self.settings.loss_fn, *[name for name, is_given in given.items() if is_given]
+        )
         return params, model_state
 
     def _init(self, params: Any, model_state: Any, key: jax.Array | None) -> TrainState:

@@ -89,17 +89,17 @@ def accumulate(
         """One call: ``finish`` of the updates where the cycle ends, ``result`` where it does not;
         and the next state."""
         good = _all_finite(gradients) if skip_nonfinite else jnp.asarray(True)
-        held = state.skip_state["held"] + good.astype(jnp.int32)  # micro-gradients in the mean
+        averaged = state.skip_state["held"] + good.astype(jnp.int32)  # micro-gradients in the mean
 
         def add(total, new):
-            share = jnp.maximum(held, 1).astype(total.dtype)
+            share = jnp.maximum(averaged, 1).astype(total.dtype)
             return jnp.where(good, total + (new.astype(total.dtype) - total) / share, total)
 
         mean = jax.tree.map(add, state.acc_grads, gradients)
         count = state.mini_step + (1 if count_skipped else good.astype(jnp.int32))
         length = every(state.gradient_step) if callable(every) else every
         ends = (count >= length) | flush
-        applies = ends & (held > 0)
+        applies = ends & (averaged > 0)
 
         def apply(carried):
             result, inner, mean = carried
@@ -111,7 +111,7 @@ def accumulate(
             return finish(updates, result), inner, zeros
 
         result, inner, mean = update_if(applies, apply, (result, state.inner_opt_state, mean))
-        counts = {"held": jnp.where(ends, 0, held)}
+        counts = {"held": jnp.where(ends, 0, averaged)}
         if skip_nonfinite:
             counts["skipped"] = state.skip_state["skipped"] + (~good).astype(jnp.int32)
         return result, optax.MultiStepsState(

@@ -35,10 +35,14 @@ def call_loss(loss_fn: Callable, params: Any, batch: Any, model_state: Any, key:
         results = loss_fn(params, batch, **given)
     parts = results if isinstance(results, tuple) else (results,)
     expected = "loss" if model_state is None else "(loss, model_state)"
-    held = 1 if model_state is None else 2
-    metrics = parts[held] if len(parts) > held else {}
+    before_metrics = 1 if model_state is None else 2
+    metrics = parts[before_metrics] if len(parts) > before_metrics else {}
     loss: Any = parts[0] if parts else None
-    if len(parts) not in (held, held + 1) or not isinstance(metrics, dict) or not is_numeric(loss):
+    if (
+        len(parts) not in (before_metrics, before_metrics + 1)
+        or not isinstance(metrics, dict)
+        or not is_numeric(loss)
+    ):
         raise JaxmemError(
             f"loss_fn must return {expected}, with a dict of metrics after it if it likes; it "
             + ("returned None: is a return missing?" if results is None else _told(results))
@@ -54,7 +58,7 @@ def call_loss(loss_fn: Callable, params: Any, batch: Any, model_state: Any, key:
             f"The loss is computed in {jnp.result_type(loss)}, which has 3 or 4 digits: a mean of "
             "many terms is wrong in it. Cast the model's outputs to float32 before the loss."
         )
-    if held == 1:
+    if before_metrics == 1:
         return Results(loss, None, metrics)
     check_same(("model_state", "in the state"), model_state, "returned by loss_fn", parts[1])
     state = jax.tree.map(_like, parts[1], model_state)
@@ -72,13 +76,13 @@ def check_signature(loss_fn: Callable, *given: str) -> None:
     parameters = signature.parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     for name, example in _EXTRAS.items():
-        there = parameters.get(name)
-        if name in given and not there and not takes_all:
+        parameter = parameters.get(name)
+        if name in given and not parameter and not takes_all:
             raise JaxmemError(
                 f"The state has a {name}, and {written} takes none. Let it take {name}=, or make "
                 f"the state without: leave {name}= out of init."
             )
-        if there and there.default is there.empty and name not in given:
+        if parameter and parameter.default is parameter.empty and name not in given:
             raise JaxmemError(
                 f"{written} takes {name}, and the state has none. Make the state with "
                 f"init(params, {example})."

@@ -84,9 +84,9 @@ def quantize(x: jax.Array, *, signed: bool = True, block: int = 256) -> Quantize
     size = jnp.abs(scaled)
     power, count = jnp.full_like(size, 10.0**_DECADES), jnp.full_like(size, 1 if signed else 2)
     for decade in range(1, _DECADES):
-        here = size >= 10.0 ** (decade - _DECADES)
-        power = jnp.where(here, 10.0 ** (_DECADES - decade), power)
-        count = jnp.where(here, 2.0 ** (decade if signed else decade + 1), count)
+        in_decade = size >= 10.0 ** (decade - _DECADES)
+        power = jnp.where(in_decade, 10.0 ** (_DECADES - decade), power)
+        count = jnp.where(in_decade, 2.0 ** (decade if signed else decade + 1), count)
     place = jnp.clip(jnp.floor((size * power - 1) / 9 * count), 0, count - 1)
     # Decades of 1, 2, 4, ... values after each other: what was before this one is its count less
     # that of the first.

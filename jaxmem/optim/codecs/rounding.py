@@ -57,8 +57,8 @@ def _hash(bits: jax.Array, seed: jax.Array) -> jax.Array:
     """
     place = jnp.zeros(bits.shape, jnp.uint32)
     for axis, length in enumerate(bits.shape):
-        here = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        place = place * np.uint32(length) + here
+        position = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        place = place * np.uint32(length) + position
     mixed = (place * np.uint32(0x9E3779B9) + seed) ^ (bits * np.uint32(0x27D4EB2F))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)

@@ -60,7 +60,7 @@ def _picked(step: jaxprs.Step, operand: jax.Array, indices: jax.Array) -> jax.Ar
             indices = jnp.clip(indices, 0, operand.shape[axis] - 1)
         numbers = jax.lax.broadcasted_iota(indices.dtype, operand.shape, axis)
         rows = (*operand.shape[:axis], 1, *operand.shape[axis + 1 :])
-        here = numbers == indices.reshape(rows)
-        return out, jnp.sum(tangents[0], axis, where=here).reshape(out.shape)
+        is_picked = numbers == indices.reshape(rows)
+        return out, jnp.sum(tangents[0], axis, where=is_picked).reshape(out.shape)
 
     return picked(operand, indices)

@@ -19,7 +19,7 @@ Groups = Callable[[Program, jaxprs.Stretch, Sequence[tuple[int, int]]], tuple[fr
 
 def names_of(traced: TracedFunction) -> tuple[list[str], list[str]]:
     """The names in regions, and those that are in none, both in the order of the program."""
-    inside = dict.fromkeys(name for name, within in jaxprs.names_in(traced.closed) if within)
+    inside = dict.fromkeys(name for name, is_inside in jaxprs.names_in(traced.closed) if is_inside)
     every = dict.fromkeys(name for name, _ in jaxprs.names_in(traced.closed))
     return list(inside), [name for name in every if name not in inside]
 

@@ -116,11 +116,11 @@ class NamedPolicy(Printed, jaxprs.NamePolicy):
         saved = [name for name, how in self.names.items() if how == "save"]
         if not self.offloaded:
             return f"jax.checkpoint_policies.save_only_these_names({', '.join(map(repr, saved))})"
-        away = [name for name, how in self.names.items() if how == "offload"]
+        offloaded = [name for name, how in self.names.items() if how == "offload"]
         return (
             "jax.checkpoint_policies.save_and_offload_only_these_names(\n"
             f"    names_which_can_be_saved={saved!r},\n"
-            f"    names_which_can_be_offloaded={away!r},\n"
+            f"    names_which_can_be_offloaded={offloaded!r},\n"
             f'    offload_src="device", offload_dst="{HOST_KIND}",\n)'
         )
 

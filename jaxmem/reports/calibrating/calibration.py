@@ -73,24 +73,24 @@ class Calibration(Printed):
         }
 
     def _parts(self) -> Iterable[Part]:
-        held = sum(one.held for one in self.checked)
+        out = sum(one.is_held_out for one in self.checked)
         yield (
             f"calibrated: ±{self.error:.0%} on your {self.rates.device} (median; 90th percentile "
             f"±{self.high_error:.0%})"
         )
         yield (
-            f"errors are of {counted(held, 'program')} that the rates were not fitted to; "
-            f"{len(self.checked) - held} more were fitted"
+            f"errors are of {counted(out, 'program')} that the rates were not fitted to; "
+            f"{len(self.checked) - out} more were fitted"
         )
         if self.path:
             yield f"kept in {self.path}; `jaxmem calibrate --forget` removes it"
         yield ""
         yield self._table()
-        worst = sorted(self.checked, key=lambda one: -abs(one.error) * one.held)
+        worst = sorted(self.checked, key=lambda one: -abs(one.error) * one.is_held_out)
         rows = [
             (_time(one.measured), _time(one.predicted), f"{one.error:+.0%}", one.name)
             for one in worst[:_ROWS]
-            if one.held
+            if one.is_held_out
         ]
         heads = ("measured", "predicted", "error", "held out, the largest errors first")
         yield Table(heads, rows, left=(3,))
@@ -194,7 +194,11 @@ def calibration(
             f"No program ran on {target.description} for longer than it takes to call one. "
             "Calibrate for longer: `jaxmem calibrate --seconds 60`."
         )
-    told = [one for one, held in zip(measured, held_out(measured), strict=True) if not held]
+    told = [
+        one
+        for one, is_held_out in zip(measured, held_out(measured), strict=True)
+        if not is_held_out
+    ]
     fitted, found = fit_rates(target, stated is not None, launch, told)
     if host is not None:
         fitted = dataclasses.replace(fitted, host_bandwidth=host / fitted.shares.link)

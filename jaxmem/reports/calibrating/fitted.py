@@ -17,12 +17,12 @@ _ALONE = 0.5  # of a program's time: less, and it does not tell of the rate. Cho
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A program beside its prediction: ``held``: it was held out of the fit."""
+    """A program beside its prediction: ``is_held_out``: it was held out of the fit."""
 
     name: str
     measured: float
     predicted: float
-    held: bool
+    is_held_out: bool
 
     @property
     def error(self) -> float:
@@ -33,12 +33,12 @@ class Checked:
 def held_out(samples: Sequence[Sample]) -> list[bool]:
     """Which samples the rates are not fitted to: parts of networks, and of each ladder every second
     one from its largest but one."""
-    held = [sample.whole for sample in samples]
+    is_held_out = [sample.whole for sample in samples]
     for ladder in dict.fromkeys(sample.ladder for sample in samples if not sample.whole):
         places = [at for at, sample in enumerate(samples) if sample.ladder == ladder]
         for place in places[::-1][1::2]:
-            held[place] = True
-    return held
+            is_held_out[place] = True
+    return is_held_out
 
 
 def fit_rates(
@@ -99,8 +99,8 @@ _SHARES = ("matmul", "convolution", "memory")
 def check(target: Target, samples: Sequence[Sample]) -> list[Checked]:
     """What was measured beside what is predicted with a target's rates."""
     return [
-        Checked(sample.name, sample.seconds, _predicted(sample, target), held)
-        for sample, held in zip(samples, held_out(samples), strict=True)
+        Checked(sample.name, sample.seconds, _predicted(sample, target), is_held_out)
+        for sample, is_held_out in zip(samples, held_out(samples), strict=True)
     ]
 
 
@@ -108,7 +108,9 @@ def errors_of(checked: Iterable[Checked]) -> tuple[float, float]:
     """The median and the 90th percentile of the errors of what was held out; of everything, where
     nothing was."""
     every = list(checked)
-    found = [abs(one.error) for one in every if one.held] or [abs(one.error) for one in every]
+    found = [abs(one.error) for one in every if one.is_held_out] or [
+        abs(one.error) for one in every
+    ]
     return float(np.median(found)), float(np.quantile(found, 0.9))
 
 

@@ -65,14 +65,14 @@ class Device:
     def host_bandwidth(self, size: int, seconds: float) -> float | None:
         """Bytes per second between the device and memory of the host that it reads by itself, the
         slower way; None: there is no such memory."""
-        here = jax.sharding.SingleDeviceSharding(self.device)
-        there = jax.sharding.SingleDeviceSharding(self.device, memory_kind=HOST_KIND)
+        device_memory = jax.sharding.SingleDeviceSharding(self.device)
+        host_memory = jax.sharding.SingleDeviceSharding(self.device, memory_kind=HOST_KIND)
         try:
-            on_device = jax.device_put(jnp.zeros(size, jnp.uint8), here)
-            on_host = jax.block_until_ready(jax.device_put(on_device, there))
+            on_device = jax.device_put(jnp.zeros(size, jnp.uint8), device_memory)
+            on_host = jax.block_until_ready(jax.device_put(on_device, host_memory))
         except (ValueError, jax.errors.JaxRuntimeError):
             return None
-        ways = [(on_device, there), (on_host, here)]
+        ways = [(on_device, host_memory), (on_host, device_memory)]
         slower = max(
             timed(lambda x=x, to=to: jax.device_put(x, to, may_alias=False), seconds / 2)
             for x, to in ways

@@ -122,7 +122,7 @@ def _rows(time: "StepTime", key: str, most: int) -> dict[str, dict[str, float]]:
 
 def _known(colors: dict[str, str], names) -> list[str]:
     """The names in the order of their colours, the others last."""
-    there = dict.fromkeys(names)
-    return [name for name in colors if name in there] + [
-        name for name in there if name not in colors
+    ordered = dict.fromkeys(names)
+    return [name for name in colors if name in ordered] + [
+        name for name in ordered if name not in colors
     ]

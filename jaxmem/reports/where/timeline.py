@@ -98,14 +98,14 @@ class Timeline:
             own = np.zeros(len(one.values) + 1, np.int64)
             for sizes, picture in self._pictures(one, point):
                 np.add.at(own, picture[0], np.where(picture[0] >= 0, sizes, 0))
-            here = [value for value in one.values if value.first <= point <= value.last]
+            alive = [value for value in one.values if value.first <= point <= value.last]
             for value, count in zip((*one.values, None), own.tolist(), strict=True):
                 if count and value is None:
                     value = Value("", (), 0, one.size, "", 0, len(self.schedule) - 1)
                 if count and value is not None:
                     shared = [
                         other.name
-                        for other in here
+                        for other in alive
                         if other is not value
                         and other.offset < value.offset + value.size
                         and value.offset < other.offset + other.size

@@ -87,8 +87,8 @@ def _of_terms(op: Operation) -> Kind:
     growth = totals[0].growth
     if not all(close(growth, total.growth) for total in totals):
         return op.bends
-    beside = [kind for kind in kinds if isinstance(kind, Free) and not kind.is_zero]
+    free = [kind for kind in kinds if isinstance(kind, Free) and not kind.is_zero]
     mean = close(growth, mean_growth(op.sizes))
-    if beside and not (mean and all(close(kind.growth, 1) for kind in beside)):
+    if free and not (mean and all(close(kind.growth, 1) for kind in free)):
         return op.bends
     return Total(growth)

@@ -26,10 +26,10 @@ def lies(kind: Each, shapes: Shapes, sizes: Sizes) -> bool:
         return False
     if any(axis != kind.axis for axis in resized_axes(shapes)):
         return False
-    here = one[kind.axis], two[kind.axis]
+    lengths = one[kind.axis], two[kind.axis]
     if kind.inner is None:
-        return here[0] * sizes[1] == here[1] * sizes[0]
-    return here == tuple(kind.outer * size * kind.inner for size in sizes)
+        return lengths[0] * sizes[1] == lengths[1] * sizes[0]
+    return lengths == tuple(kind.outer * size * kind.inner for size in sizes)
 
 
 def flat(kind: Kind, shapes: Shapes, sizes: Sizes) -> Flat | None:

@@ -22,7 +22,7 @@ def elementwise(op: Operation) -> Kind:
     if common is None:
         return op.mixes
     for kind, (one, _) in zip(op.kinds, op.shapes, strict=True):
-        beside = one and isinstance(kind, Free) and kind.value is None
-        if beside and (len(one) <= common.axis or one[common.axis] != 1):
+        is_free = one and isinstance(kind, Free) and kind.value is None
+        if is_free and (len(one) <= common.axis or one[common.axis] != 1):
             return op.mixes
     return op.each(common.axis, dataclasses.replace(common, growth=growth))
