@@ -159,7 +159,7 @@ def _mapped(program: Program, number: int, rates: Rates) -> list[LoopOption]:
     body, rates = program.body_of(number), dataclasses.replace(rates, host=0.0)
     plain = Variant.plain(body.as_written, rates).layout(())
     planner = DP(body, rates) if len(program.maps) <= _MAPS else None
-    return mapped_options(planner, number, plain)
+    return mapped_options(planner, number, plain, plain_option(program, number))
 
 
 class Variant:

@@ -16,21 +16,59 @@ _OPTIONS = 12
 class MappedOption(LoopOption):
     """One way to run what a `jax.shard_map` maps."""
 
-    planner: Planner | None = None
-    kernel: int = -1
+    plans: "MappedPlans | None" = None
 
     def with_room(self, room: int) -> LoopOption | None:
         """The plan for the lowest price that takes at most so many bytes."""
-        if self.planner is None:
-            return None
-        found = self.planner.cheapest_within(int(room))
-        return _option(self.planner, found, self.kernel) if found else None
+        assert self.plans is not None
+        return self.plans.within(int(room))
 
 
-def mapped_options(planner: Planner | None, kernel: int, plain: Layout) -> list[LoopOption]:
+@dataclasses.dataclass(frozen=True)
+class MappedPlans:
+    """The plans of a `jax.shard_map`.
+
+    Attributes:
+        kernel: its number.
+        planner: that of what one device runs; None: it is left as it is.
+        more: bytes that its derivative takes beside those of a layout: of loops inside, layouts
+            know less than is read of the derivative as JAX has it.
+    """
+
+    kernel: int
+    planner: Planner | None
+    more: int
+
+    def within(self, room: int) -> LoopOption | None:
+        """The plan for the lowest price that takes at most so many bytes."""
+        found = self.planner and self.planner.cheapest_within(room - self.more)
+        return self.option(found) if found else None
+
+    def option(self, layout: Layout) -> LoopOption:
+        """A layout of what one device runs."""
+        live, first = layout.live()
+        kept = min(live[max(first - 1, 0) : first + 1], default=0)
+        return MappedOption(
+            Loop(self.kernel, regions=layout.regions, whole=True, loops=layout.loops),
+            kept,
+            layout.peak - kept + self.more,
+            layout.place,
+            layout.flops,
+            layout.moved,
+            layout.seconds,
+            layout.price,
+            plans=self,
+        )
+
+
+def mapped_options(
+    planner: Planner | None, kernel: int, plain: Layout, derivative: LoopOption
+) -> list[LoopOption]:
     """The menu of the `jax.shard_map` that is the kernel of that number: as it is, then from the
-    lowest price to the fewest bytes. As it is, which is ``plain``, it has JAX's derivatives."""
-    as_it_is = dataclasses.replace(_option(planner, plain, kernel), loop=None)
+    lowest price to the fewest bytes. As it is, which is ``plain``, it has JAX's derivatives, of
+    which ``derivative`` was read."""
+    plans = MappedPlans(kernel, planner, max(derivative.bytes - plain.peak, 0))
+    as_it_is = dataclasses.replace(plans.option(plain), loop=None)
     if planner is None:
         return [as_it_is]
     least = planner.smallest()
@@ -39,24 +77,6 @@ def mapped_options(planner: Planner | None, kernel: int, plain: Layout) -> list[
     layouts = [least, planner.plain, *planner.rows(), *filter(None, found)]
     front: list[LoopOption] = [as_it_is]
     for layout in sorted(layouts, key=lambda layout: (layout.price, layout.peak)):
-        if layout.peak < front[-1].bytes:
-            front.append(_option(planner, layout, kernel))
+        if layout.peak + plans.more < front[-1].bytes:
+            front.append(plans.option(layout))
     return front
-
-
-def _option(planner: Planner | None, layout: Layout, kernel: int) -> MappedOption:
-    live, first = layout.live()
-    kept = min(live[max(first - 1, 0) : first + 1], default=0)
-    loop = Loop(kernel, regions=layout.regions, whole=True, loops=layout.loops)
-    return MappedOption(
-        loop,
-        kept,
-        layout.peak - kept,
-        layout.place,
-        layout.flops,
-        layout.moved,
-        layout.seconds,
-        layout.price,
-        planner=planner,
-        kernel=kernel,
-    )
