@@ -246,21 +246,19 @@ class Program:
     @functools.cached_property
     def scans(self) -> list[int]:
         """Numbers of the kernels that are a `scan` that runs."""
-        return [
-            index
-            for index in range(len(self.kernels))
-            if (last := self.operation_of(index)).name == "scan" and last.length
-            if not self.kernels[index].sent
-        ]
+        return self._with_body("scan")
 
     @functools.cached_property
     def maps(self) -> list[int]:
         """Numbers of the kernels that are a `jax.shard_map` whose program is planned."""
+        return self._with_body("shard_map")
+
+    def _with_body(self, name: str) -> list[int]:
         return [
             index
-            for index in range(len(self.kernels))
-            if (last := self.operation_of(index)).name == "shard_map" and last.body
-            if not self.kernels[index].sent
+            for index, kernel in enumerate(self.kernels)
+            if (last := self.operation_of(index)).name == name and last.length and last.body
+            if not kernel.sent
         ]
 
     @functools.cached_property
