@@ -117,7 +117,8 @@ def test_xla_fuses_what_is_inside_of_shard_map(loss, stacked):
 @pytest.mark.parametrize("in_scan", [False, True])
 def test_axes_may_be_left_to_the_compiler(in_scan):
     """Planning crashed: nobody had bound the names of the other axes."""
-    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    automatic = (jax.sharding.AxisType.Auto,) * 2  # jax 0.12 has others
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=automatic)
 
     def of(*shape, along):
         place = jax.sharding.NamedSharding(mesh, P(*along))
