@@ -114,6 +114,22 @@ def test_xla_fuses_what_is_inside_of_shard_map(loss, stacked):
     assert plain == pytest.approx(compiled(loss, args).device, rel=0.12)
 
 
+def test_what_is_mapped_may_be_frozen():
+    """A plan is of the program, whether what is mapped has a derivative or not."""
+    frozen, encoder = arguments(False), mapped(layers)
+
+    def loss(head, weights, x):
+        return jnp.mean(jnp.tanh(encoder(weights, x) @ head) ** 2)
+
+    head = jax.ShapeDtypeStruct(
+        (WIDTH, WIDTH), jnp.float32, sharding=jax.sharding.NamedSharding(MESH, P())
+    )
+    plan = jaxmem.plan(loss, head, *frozen, target=EIGHT, compilations=0)
+    assert plan.plain_bytes == pytest.approx(compiled(loss, (head, *frozen)).device, rel=0.25)
+    for places in (0, (0, 1), 1):
+        jax.eval_shape(jax.grad(plan.apply(loss), places), head, *frozen)
+
+
 @pytest.mark.parametrize("in_scan", [False, True])
 def test_axes_may_be_left_to_the_compiler(in_scan):
     """Planning crashed: nobody had bound the names of the other axes."""

@@ -33,13 +33,21 @@ def mapped_like(step: Step, fun: Callable, results: Sequence[int]) -> Callable:
     """Another function of one device's pieces, mapped as a `jax.shard_map` maps its own, of which
     it returns the ``results`` at some places."""
     given = step.equation.params
+    out = tuple(given["out_specs"][at] for at in results)
+    return _mapped(
+        step.equation, lambda *pieces: tuple(fun(*pieces)), tuple(given["in_specs"]), out
+    )
+
+
+def _mapped(equation: Any, fun: Callable, in_specs: tuple, out_specs: tuple) -> Callable:
+    given = equation.params
     return jax.shard_map(
-        lambda *pieces: tuple(fun(*pieces)),
+        fun,
         mesh=given["mesh"],
-        in_specs=tuple(given["in_specs"]),
-        out_specs=tuple(given["out_specs"][at] for at in results),
+        in_specs=in_specs,
+        out_specs=out_specs,
         check_vma=given["check_vma"],
-        axis_names=_manual_axes(step.equation),
+        axis_names=_manual_axes(equation),
     )
 
 
@@ -47,22 +55,12 @@ def inside_of(equation: Any, fun: Callable[[], Any]) -> Any:
     """What a function returns that traces where a `jax.shard_map` traces what it maps: the axes of
     the mesh have names there."""
     found: list[Any] = []
-    given = equation.params
 
     def run():
         found.append(fun())
         return ()
 
-    jax.eval_shape(
-        jax.shard_map(
-            run,
-            mesh=given["mesh"],
-            in_specs=(),
-            out_specs=(),
-            check_vma=given["check_vma"],
-            axis_names=_manual_axes(equation),
-        )
-    )
+    jax.eval_shape(_mapped(equation, run, (), ()))
     return found[0]
 
 

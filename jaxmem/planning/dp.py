@@ -13,7 +13,7 @@ import math
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
 from jaxmem.planning.layouts import Layout
-from jaxmem.planning.loops import checkpointed, loop_options, plain_option
+from jaxmem.planning.loops import checkpointed, is_differentiated, loop_options, plain_option
 from jaxmem.planning.mapped import mapped_options
 from jaxmem.planning.options import LoopOption, together
 from jaxmem.planning.rates import Rates, of_each
@@ -156,6 +156,8 @@ class DP:
 
 def _mapped(program: Program, number: int, rates: Rates) -> list[LoopOption]:
     """The menu of a `jax.shard_map`."""
+    if not is_differentiated(program, number):
+        return [plain_option(program, number)]
     body, rates = program.body_of(number), dataclasses.replace(rates, host=0.0)
     plain = Variant.plain(body.as_written, rates).layout(())
     planner = DP(body, rates) if len(program.maps) <= _MAPS else None

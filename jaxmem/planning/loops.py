@@ -45,7 +45,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     body = operation.body
     assert body is not None
     plain = plain_option(program, kernel)
-    if not _is_differentiated(program, kernel):
+    if not is_differentiated(program, kernel):
         return [plain]
     if any(inner.is_region for inner in body.operations):
         return [plain]  # the user has placed regions: theirs it is
@@ -88,7 +88,7 @@ def checkpointed(program: Program, kernel: int, rates: Rates) -> dict[str, list[
     its body, whose own scans are as they are or have one on theirs, or on theirs alone."""
     body = program.operation_of(kernel).body
     assert body is not None
-    if not _is_differentiated(program, kernel):  # a region changes nothing
+    if not is_differentiated(program, kernel):  # a region changes nothing
         return {name: [plain_option(program, kernel)] for name in policies(body)}
     if any(inner.is_region for inner in body.operations):
         return {}
@@ -220,7 +220,7 @@ def plain_option(program: Program, kernel: int) -> LoopOption:
     operation = program.operation_of(kernel)
     body = operation.body
     assert body is not None
-    if not _is_differentiated(program, kernel):
+    if not is_differentiated(program, kernel):
         return LoopOption(None, 0, 0, ())
     if kernel in program.maps:
         return LoopOption(None, program.residual_bytes(kernel), operation.inside, ())
@@ -228,8 +228,8 @@ def plain_option(program: Program, kernel: int) -> LoopOption:
     return LoopOption(None, program.residual_bytes(kernel), cost.peak, (cost.at,))
 
 
-def _is_differentiated(program: Program, kernel: int) -> bool:
-    """Whether a scan has a derivative: its results depend on what is differentiated."""
+def is_differentiated(program: Program, kernel: int) -> bool:
+    """Whether a scan or a `jax.shard_map` has a derivative: its results depend on what is differentiated."""
     return any(program.active[value] for value in program.operation_of(kernel).outputs)
 
 

@@ -164,11 +164,11 @@ def _interior_of(
         return _Interior()
     real = moving([variable.aval for variable in step.equation.invars], constant)
     found = _of_opaque(step, real, spread, apart) if real else None
-    if found and is_local(step.equation) and step.equation.params["mesh"].size > 1:
+    found = found or _Interior(workspace=_workspace(step, spread) if opaque else 0)
+    if is_local(step.equation) and step.equation.params["mesh"].size > 1:
         # As it may be recomputed: from all that it reads.
         program = _of_mapped(step, constant)
         found = dataclasses.replace(found, body=program, residuals=found.residuals or 0, reads=None)
-    found = found or _Interior(workspace=_workspace(step, spread) if opaque else 0)
     return dataclasses.replace(found, workspace=max(found.workspace, _sorted(step, spread)))
 
 
