@@ -229,7 +229,7 @@ def plain_option(program: Program, kernel: int) -> LoopOption:
 
 
 def is_differentiated(program: Program, kernel: int) -> bool:
-    """Whether a scan or a `jax.shard_map` has a derivative: its results depend on what is differentiated."""
+    """Whether a scan or a `jax.shard_map` has a derivative."""
     return any(program.active[value] for value in program.operation_of(kernel).outputs)
 
 
