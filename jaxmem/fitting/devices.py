@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxmem import jaxprs
 from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.search import Search
 from jaxmem.fitting.table import Fitting, time_error
@@ -161,35 +162,36 @@ def devices_needed(
     if not is_count(most):
         raise JaxmemError(f"jaxmem.devices_needed takes most=, an int of 1 or more; got {most!r}.")
     tried: list[Tried] = []
-    for count in _counts(batch, most, resolve(target)):
-        problem = Problem(
-            loss_fn, optimizer, params, batch, target=target, devices=count, **options
-        )
-        search = Search(problem)
-        smallest = search.smallest()
-        assert smallest is not None and smallest.projected is not None
-        try:
-            hopeless = smallest.projected > _HOPELESS * problem.budget
-            size = smallest.projected
-            if not hopeless and size > problem.budget:
-                size = search.bytes_of(smallest)
-            if size > problem.budget:
-                said = f"too large: {smallest.name}; recompute {smallest.remat}"
-                tried.append(Tried(count, size, not hopeless, said))
-                continue
-            tell(f"jaxmem: fit on {counted(count, 'device')}")
-            step = search.run(compilations)
-        except BudgetError as error:
-            size = error.lowest or smallest.projected
-            tried.append(Tried(count, size, error.lowest is not None, "nothing fits"))
-        except CompileError as error:
-            said = f"XLA could not compile it: {str(error).splitlines()[0]}"
-            tried.append(Tried(count, smallest.projected, False, said))
-        else:
-            chosen = step.fitting.chosen
-            said = f"{chosen.name}; recompute {chosen.remat}"
-            tried.append(Tried(count, chosen.compiled or 0, True, said, chosen.seconds))
-            return DevicesNeeded(count, tuple(tried), step)
+    with jaxprs.mesh_in_force(None):  # steps are traced on meshes of their own
+        for count in _counts(batch, most, resolve(target)):
+            problem = Problem(
+                loss_fn, optimizer, params, batch, target=target, devices=count, **options
+            )
+            search = Search(problem)
+            smallest = search.smallest()
+            assert smallest is not None and smallest.projected is not None
+            try:
+                hopeless = smallest.projected > _HOPELESS * problem.budget
+                size = smallest.projected
+                if not hopeless and size > problem.budget:
+                    size = search.bytes_of(smallest)
+                if size > problem.budget:
+                    said = f"too large: {smallest.name}; recompute {smallest.remat}"
+                    tried.append(Tried(count, size, not hopeless, said))
+                    continue
+                tell(f"jaxmem: fit on {counted(count, 'device')}")
+                step = search.run(compilations)
+            except BudgetError as error:
+                size = error.lowest or smallest.projected
+                tried.append(Tried(count, size, error.lowest is not None, "nothing fits"))
+            except CompileError as error:
+                said = f"XLA could not compile it: {str(error).splitlines()[0]}"
+                tried.append(Tried(count, smallest.projected, False, said))
+            else:
+                chosen = step.fitting.chosen
+                said = f"{chosen.name}; recompute {chosen.remat}"
+                tried.append(Tried(count, chosen.compiled or 0, True, said, chosen.seconds))
+                return DevicesNeeded(count, tuple(tried), step)
     raise _too_small(tried, problem)
 
 

@@ -1,5 +1,6 @@
 """One call that makes a step fit."""
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxmem import jaxprs
 from jaxmem.fitting.meshes import Split
 from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.search import Search
@@ -107,23 +109,26 @@ def fit(
     >>> print(step.fitting.chosen.levers)
     precision as it is
     """
-    problem = Problem(
-        loss_fn,
-        optimizer,
-        params,
-        batch,
-        budget=budget,
-        target=target,
-        model_state=model_state,
-        key=key,
-        precision=precision,
-        loss_scale=loss_scale,
-        mesh=mesh,
-        devices=devices,
-        split=split,
-        allow=allow,
-        keep=keep,
-    )
-    step = Search(problem).run(compilations)
+    spread = mesh is not None or devices is not None
+    # Steps are traced on meshes of their own.
+    with jaxprs.mesh_in_force(None) if spread else contextlib.nullcontext():
+        problem = Problem(
+            loss_fn,
+            optimizer,
+            params,
+            batch,
+            budget=budget,
+            target=target,
+            model_state=model_state,
+            key=key,
+            precision=precision,
+            loss_scale=loss_scale,
+            mesh=mesh,
+            devices=devices,
+            split=split,
+            allow=allow,
+            keep=keep,
+        )
+        step = Search(problem).run(compilations)
     print(step.fitting)
     return step

@@ -2,7 +2,7 @@
 
 import dataclasses
 import types
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 from jaxmem.jaxprs.expansion import expanded
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, evaluate, flatten_jaxpr
 from jaxmem.jaxprs.mapped import localized
-from jaxmem.jaxprs.nested import branches_of
+from jaxmem.jaxprs.nested import branches_of, without_results
 from jaxmem.jaxprs.operands import moving, of_some
 
 
@@ -94,28 +94,37 @@ def merged(
         if made is not step.outputs:
             first.update(zip(step.outputs, made, strict=True))
             continue
-        passed = _passed_on(step, inputs)
-        first.update(passed)
-        outputs = tuple(value for value in step.outputs if value not in passed)
-        steps.append(dataclasses.replace(step, inputs=inputs, outputs=outputs))
+        step = dataclasses.replace(step, inputs=inputs)
+        passed = _passed_on(step)
+        first.update((step.outputs[at], operand) for at, operand in passed.items())
+        steps.append(_without_results(step, passed) if passed else step)
     outputs = tuple(first.get(x, x) if isinstance(x, int) else x for x in flat.outputs)
     return dataclasses.replace(flat, steps=tuple(steps), outputs=outputs)
 
 
-def _passed_on(step: Step, inputs: Sequence[int | Literal]) -> dict[int, int]:
-    """The results of a conditional that are operands whichever branch is taken, and which."""
+def _without_results(step: Step, at: Collection[int]) -> Step:
+    return dataclasses.replace(
+        step,
+        equation=without_results(step.equation, at),
+        outputs=tuple(value for place, value in enumerate(step.outputs) if place not in at),
+    )
+
+
+def _passed_on(step: Step) -> dict[int, int]:
+    """The places of a conditional's results that are operands whichever branch is taken, and which
+    operands."""
     if step.primitive != "cond" or not (branches := branches_of(step.equation)):
         return {}
-    operands = inputs[1:]
+    operands = step.inputs[1:]
     found = {}
-    for at, result in enumerate(step.outputs):
+    for at in range(len(step.outputs)):
         passed = {
             branch.outputs[at] - branch.input_count if isinstance(branch.outputs[at], int) else 0
             for branch in branches
         }
         (number, *others) = passed
         if not others and -len(operands) <= number < 0 and isinstance(operands[number], int):
-            found[result] = operands[number]
+            found[at] = operands[number]
     return found
 
 

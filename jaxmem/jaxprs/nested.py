@@ -1,11 +1,12 @@
 """Equations that hold programs of their own: scans, conditionals, calls, scatters."""
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxmem.jaxprs.equations import operation_of, parameters_of
 from jaxmem.jaxprs.flat import FlatJaxpr, evaluate, flatten_jaxpr, read
@@ -75,6 +76,24 @@ def branches_of(equation: JaxprEqn) -> list[FlatJaxpr] | None:
     if equation.params.get("branches_platforms") is not None:
         return None
     return [flatten_jaxpr(branch) for branch in equation.params["branches"]]
+
+
+def without_results(equation: JaxprEqn, at: Collection[int]) -> JaxprEqn:
+    """A cond without those of its results that stand at some places."""
+
+    def fewer(branch: ClosedJaxpr) -> ClosedJaxpr:
+        def run(*operands):
+            return _others(jaxpr_as_fun(branch)(*operands), at)
+
+        return jax.make_jaxpr(run)(*branch.in_avals)
+
+    branches = tuple(map(fewer, equation.params["branches"]))
+    outvars = _others(equation.outvars, at)
+    return equation.replace(outvars=outvars, params={**equation.params, "branches": branches})
+
+
+def _others(values: Sequence[Any], at: Collection[int]) -> list[Any]:
+    return [value for place, value in enumerate(values) if place not in at]
 
 
 def called_jaxpr(equation: JaxprEqn) -> FlatJaxpr:

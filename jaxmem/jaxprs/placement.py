@@ -1,10 +1,21 @@
 """Where arrays live: memory spaces, devices and meshes."""
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+import numpy as np
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from jaxmem.ground.errors import JaxmemError, OffloadError
 from jaxmem.targets.memories import HOST_KIND, HOST_KINDS
@@ -74,16 +85,87 @@ def shortest(sharding: Sharding) -> Sharding:
 def varying(value: jax.Array, *others: Any) -> jax.Array:
     """The value, varying over the mesh axes of `jax.shard_map` that any of the others (arrays or
     abstract values) varies over: the carry of a loop does not begin to vary in it."""
-    leaves = (x if hasattr(x, "mat") else jax.typeof(x) for x in jax.tree.leaves(others))
-    axes = frozenset().union(*(leaf.mat.varying for leaf in leaves))
+    axes = frozenset().union(*(_aval(x).mat.varying for x in jax.tree.leaves(others)))
     axes -= jax.typeof(value).mat.varying
     return jax.lax.pcast(value, tuple(sorted(axes)), to="varying") if axes else value
 
 
 def of_shape(aval, shape: tuple[int, ...]) -> Any:
-    """An abstract value of another shape, varying over the same axes of `jax.shard_map`."""
-    spec = PartitionSpec(*[None] * len(shape))
-    return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))
+    """An abstract value of another shape, varying over the same axes of `jax.shard_map`, and cut
+    over no explicit axis of a mesh."""
+    return _of_spec(aval, shape, [None] * len(shape))
+
+
+def element_of(aval) -> Any:
+    """The abstract value of one element of a stack, cut over the same axes of a mesh."""
+    return _of_spec(aval, aval.shape[1:], aval.sharding.spec[1:])
+
+
+def stack_of(aval, count: int) -> Any:
+    """The abstract value of a stack of so many elements, cut over the same axes of a mesh."""
+    return _of_spec(aval, (count, *aval.shape), (None, *aval.sharding.spec))
+
+
+def _of_spec(aval, shape: Sequence[int], spec: Sequence[Any]) -> Any:
+    sharding = aval.sharding.update(spec=PartitionSpec(*spec))
+    return aval.update(shape=tuple(shape), sharding=sharding)
+
+
+def filled(like, number: int = 0) -> jax.Array:
+    """An array full of a number, of the type and in the place of an abstract value: in the same
+    memory, cut over the same axes of a mesh, varying over the same axes of `jax.shard_map`."""
+    one = jnp.full((), number, like.dtype)
+    if memory_space(like) is HOST:  # the number: of the whole XLA would make all on the device
+        one = jax.device_put(one, HOST)
+    aval = _aval(like)
+    return varying(jax.lax.broadcast(one, aval.shape, out_sharding=_explicit(aval)), aval)
+
+
+def struct_of(aval) -> jax.ShapeDtypeStruct:
+    """The shape, the dtype and the explicit axes of a mesh of an abstract value."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_explicit(aval))
+
+
+def in_automatic_axes(fun: Callable, likes: Sequence[Any]) -> Callable:
+    """A function of arrays, inside of which no axis of a mesh is explicit: XLA spreads what its
+    operations make, which JAX would not know how to. Its results, a list, are cut as the ``likes``
+    are. Without a mesh of explicit axes it is the function itself."""
+
+    def run(*arrays):
+        if not any(has_explicit_axes(_aval(x)) for x in jax.tree.leaves(arrays)):
+            return fun(*arrays)
+        specs = [_aval(like).sharding.spec for like in likes]
+        return jax.sharding.auto_axes(fun, out_sharding=specs)(*arrays)
+
+    return run
+
+
+@contextlib.contextmanager
+def mesh_in_force(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
+    """In which a mesh is in force, or none, whatever `jax.set_mesh` was given."""
+    real = mesh if isinstance(mesh, Mesh) else Mesh(np.empty((), dtype=object), ())
+    with contextlib.ExitStack() as stack:
+        # Inside of a trace, where devices are not known, it raises.
+        with contextlib.suppress(ValueError):
+            stack.enter_context(jax.set_mesh(real))
+        abstract = mesh if isinstance(mesh, AbstractMesh) else real.abstract_mesh
+        stack.enter_context(jax.sharding.use_abstract_mesh(abstract))
+        yield
+
+
+def _aval(value) -> Any:
+    has_one = isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray)
+    return jax.typeof(value) if has_one else value
+
+
+def has_explicit_axes(aval) -> bool:
+    """Whether an abstract value is on a mesh that has some."""
+    return AxisType.Explicit in aval.sharding.mesh.axis_types
+
+
+def _explicit(aval) -> Sharding | None:
+    """Its sharding, as far as that is explicit; None: it is not."""
+    return aval.sharding if any(aval.sharding.spec) else None
 
 
 def abstract(value) -> Any:

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
@@ -28,6 +28,21 @@ def placed(mesh: Mesh | AbstractMesh, tree: Any, specs: Any = None) -> Any:
     if specs is None:
         specs = jax.tree.map(lambda _: PartitionSpec(), tree)
     return jax.tree.map(put, tree, specs)
+
+
+def on_automatic_axes(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
+    """A tree whose arrays on a mesh of explicit axes are on this one, which has the same axes
+    without that: no array moves."""
+
+    def put(leaf):
+        own = getattr(leaf, "sharding", None)
+        if isinstance(leaf, jax.core.Tracer) or not isinstance(own, NamedSharding):
+            return leaf
+        if own.mesh.shape != mesh.shape or AxisType.Explicit not in own.mesh.axis_types:
+            return leaf
+        return placed(mesh, leaf, own.spec)
+
+    return jax.tree.map(put, tree)
 
 
 def bytes_table(

@@ -196,11 +196,13 @@ class Sharding:
         return gathered
 
     def context(self) -> contextlib.AbstractContextManager:
-        """In which a loss is traced: of a model that names axes the mesh is known there."""
-        if not self.split:
+        """In which a step is traced and run: the mesh is in force there for a model that names
+        axes, and in the place of another, such as that of `jax.set_mesh`."""
+        current = jax.sharding.get_abstract_mesh()
+        same = current.shape == self.mesh.shape and AxisType.Explicit not in current.axis_types
+        if not self.split and (current.empty or same):
             return contextlib.nullcontext()
-        mesh = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
-        return jax.sharding.use_abstract_mesh(mesh)
+        return jaxprs.mesh_in_force(self.mesh)
 
     def report(self, params: Any, state: Any = ()) -> str:
         """Bytes on each device of parameters and optimizer state, and what is not spread."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.placement import of_shape
+from jaxmem.jaxprs.placement import stack_of
 
 # Of residuals and of operands, a list each, to a list of results.
 Function = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -131,7 +131,7 @@ def _batched(values, axes, *, rule: Linear, count: int):
     axes = [at if at is None else 0 for at in axes]
     residual_axes, operand_axes = axes[:count], axes[count:]
     inside = [
-        aval if at is None else of_shape(aval, (size, *aval.shape))
+        aval if at is None else stack_of(aval, size)
         for aval, at in zip(rule.operands, operand_axes, strict=True)
     ]
 
@@ -152,6 +152,6 @@ def _batched(values, axes, *, rule: Linear, count: int):
         summed(rule.transposed),
         summed(rule.plain_transposed),
         tuple(inside),
-        tuple(of_shape(aval, (size, *aval.shape)) for aval in rule.results),
+        tuple(stack_of(aval, size) for aval in rule.results),
     )
     return batched(values[:count], values[count:]), [0] * len(rule.results)

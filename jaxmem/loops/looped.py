@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.jaxprs.placement import of_shape
+from jaxmem.jaxprs.placement import element_of
 from jaxmem.loops.derivatives import Passes, with_backward
 from jaxmem.loops.states import Arrays, blank, carried, stack
 from jaxmem.loops.tapes import Step, Tape
@@ -66,7 +66,7 @@ class Looped(abc.ABC):
     def tape(self, step: Step, operands: Sequence[Any], wanted: Set[int]) -> Tape:
         """One of the iterations, with its residuals."""
         constants, carry, slices = self.parts(list(map(jax.typeof, operands)))
-        slices = [of_shape(aval, aval.shape[1:]) for aval in slices]
+        slices = list(map(element_of, slices))
         return Tape.of(step, constants, carry, slices, wanted)
 
     def blank_results(self, operands: Sequence[Any]) -> Arrays:

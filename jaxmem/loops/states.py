@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.jaxprs.placement import HOST, memory_space, varying
+from jaxmem.jaxprs.placement import filled, stack_of
 from jaxmem.loops.tapes import Step, Tape
 
 Arrays = list[Any]
@@ -117,7 +117,10 @@ class Walk:
 
         # XLA would have one buffer for the first contents of all stacks of zeros, and copy it.
         fill = int(results is None)
-        kept = [_filled(aval, steps, fill) for aval in self.tape.stacked]
+        kept = [
+            None if is_extended(aval) else filled(stack_of(aval, steps), fill)
+            for aval in self.tape.stacked
+        ]
         if any(x is None for x in kept):  # random keys: the first ones
             _, _, more = self.tape.run(constants, state, read(slices, self.place(start)))
             kept = [stack(y, steps) if x is None else x for x, y in zip(kept, more, strict=True)]
@@ -166,10 +169,8 @@ def stack(value, count: int):
 
 
 def blank(value):
-    """Zeros of the same type, over the same axes of `jax.shard_map`; of random keys, the keys."""
-    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-        return value
-    return varying(jnp.zeros_like(value), value)
+    """Zeros of the same type and in the same place; of random keys, the keys."""
+    return value if is_extended(value) else filled(jax.typeof(value))
 
 
 def carried(cotangents: Mapping[int, Any], carry: Arrays) -> Arrays:
@@ -181,10 +182,6 @@ def carried(cotangents: Mapping[int, Any], carry: Arrays) -> Arrays:
     ]
 
 
-def _filled(aval, count: int, fill: int):
-    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return None
-    one = jnp.full((), fill, aval.dtype)
-    if memory_space(aval) is HOST:  # the number: of the stack XLA would make all on the device
-        one = jax.device_put(one, HOST)
-    return varying(jax.lax.broadcast(one, (count, *aval.shape)), aval)
+def is_extended(value) -> bool:
+    """Whether it is of a type that has no zeros, as random keys are."""
+    return jnp.issubdtype(value.dtype, jax.dtypes.extended)

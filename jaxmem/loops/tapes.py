@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from jaxmem.jaxprs import original
-from jaxmem.jaxprs.placement import varying
+from jaxmem.jaxprs.placement import filled
 
 # Of constants, carry and slices, a list each, to the next carry and the results, a list each.
 Step = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
@@ -133,7 +133,7 @@ def zeros(aval) -> Any:
     """The cotangent of what nothing reads, by its abstract value."""
     if not jnp.issubdtype(aval.dtype, jnp.inexact):
         return no_cotangent(aval)
-    return varying(jnp.zeros(aval.shape, aval.dtype), aval)
+    return filled(aval)
 
 
 def no_cotangent(value) -> np.ndarray:

@@ -1,11 +1,13 @@
 """`jax.nn.dot_product_attention` in memory linear in the length."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem import jaxprs
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ops.blocks import accumulation_dtype
 from jaxmem.ops.flash import attend
@@ -69,11 +71,18 @@ def attention(
         return jax.nn.dot_product_attention(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, implementation="cudnn"
         )
+    shape = *query.shape[:-1], value.shape[-1]
+    if not key.shape[-3] or not math.prod(shape):  # a sum of nothing
+        return jnp.zeros(shape, query.dtype)
+    (out,) = jaxprs.in_automatic_axes(
+        functools.partial(_attention, scale=scale, is_causal=is_causal, block=block), [query]
+    )(query, key, value, bias, mask)
+    return out
+
+
+def _attention(query, key, value, bias, mask, scale, is_causal, block) -> list[jax.Array]:
     batch, (length, heads, width) = query.shape[:-3], query.shape[-3:]
     (keys, groups, _), count = key.shape[-3:], math.prod(batch)
-    shape = *batch, length, heads, value.shape[-1]
-    if not keys or not math.prod(shape):  # a sum of nothing
-        return jnp.zeros(shape, query.dtype)
     factor = width**-0.5 if scale is None else scale
     lowest = -0.7 * float(jnp.finfo(accumulation_dtype(query.dtype)).max)
 
@@ -109,7 +118,7 @@ def attention(
         # Without a mask and a bias each query sees a key, its own if no other.
         lowest if is_causal and (bias is not None or mask is not None) else None,
     )
-    return out.reshape(shape)
+    return [out.reshape(*batch, length, heads, value.shape[-1])]
 
 
 def _check(query, key, value, bias, mask, implementation, block) -> None:

@@ -75,20 +75,27 @@ def softmax_cross_entropy(
     """
     axis = vocabulary_axis
     _check(hidden, weights, labels, bias, axis, label_smoothing, soft_cap, block)
-    shape, labels = labels.shape, labels.reshape(-1)
-    hidden = hidden.reshape(labels.size, hidden.shape[-1])
-    with_mean = label_smoothing > 0
-    found = statistics(hidden, weights, bias, labels, axis, soft_cap, axis_name, with_mean, block)
-    # The largest logit is taken from each before log(sum) is added: both may be of any size.
-    loss = (found.largest - found.chosen) * (1 - label_smoothing)
-    loss += jnp.log(found.total)
-    if label_smoothing:
-        loss += (found.largest - found.mean) * label_smoothing
-    if z_loss:
-        loss += z_loss * jnp.square(found.largest + jnp.log(found.total))
-    if ignore_index is not None:
-        loss = jnp.where(labels == ignore_index, 0, loss)
-    return loss.reshape(shape)
+
+    def losses(hidden, weights, labels, bias):
+        shape, labels = labels.shape, labels.reshape(-1)
+        hidden = hidden.reshape(labels.size, hidden.shape[-1])
+        with_mean = label_smoothing > 0
+        found = statistics(
+            hidden, weights, bias, labels, axis, soft_cap, axis_name, with_mean, block
+        )
+        # The largest logit is taken from each before log(sum) is added: both may be of any size.
+        loss = (found.largest - found.chosen) * (1 - label_smoothing)
+        loss += jnp.log(found.total)
+        if label_smoothing:
+            loss += (found.largest - found.mean) * label_smoothing
+        if z_loss:
+            loss += z_loss * jnp.square(found.largest + jnp.log(found.total))
+        if ignore_index is not None:
+            loss = jnp.where(labels == ignore_index, 0, loss)
+        return [loss.reshape(shape)]
+
+    (loss,) = jaxprs.in_automatic_axes(losses, [labels])(hidden, weights, labels, bias)
+    return loss
 
 
 def statistics(

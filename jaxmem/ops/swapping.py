@@ -140,7 +140,7 @@ class _Swapper:
             if missing:
                 wanted.extend(missing)
             elif at in replacements:
-                values.update(replacements[at].results(values))
+                values.update(_results(graph, replacements, at, values))
             else:
                 step = graph.flat.steps[at]
                 values.update(zip(step.outputs, self._evaluate(step, values), strict=True))
@@ -179,9 +179,26 @@ class _Swapper:
             match = graph.match(at)
             if match is None:
                 continue
-            replacement = LossReplacement.of(graph, match) or AttentionReplacement.of(graph, match)
+            replacement: Any = LossReplacement.of(graph, match)
+            # Of an attention some operations run again as they are, where no axis is explicit.
+            if replacement is None and not jaxprs.has_explicit_axes(aval):
+                replacement = AttentionReplacement.of(graph, match)
             if replacement:
                 found |= dict.fromkeys(match.results, replacement)
                 kind = "scores" if isinstance(replacement, AttentionReplacement) else "logits"
                 self.found.append(Swap(replacement.name, kind, aval, step.line))
         return found
+
+
+def _results(graph: Graph, replacements: dict[int, Any], at: int, values: dict[int, Any]) -> Any:
+    """What the replacement of a step makes, by number."""
+    one = replacements[at]
+    made = [graph.flat.steps[at].outputs[0] for at in replacements if replacements[at] is one]
+
+    def run(*read):
+        found = one.results(dict(zip(one.reads, read, strict=True)))
+        return [found[number] for number in made]
+
+    likes = [graph.flat.avals[number] for number in made]
+    given = [values[number] for number in one.reads]
+    return dict(zip(made, jaxprs.in_automatic_axes(run, likes)(*given), strict=True))

@@ -1,6 +1,5 @@
 """The user's loss, in the precision of the step, of whatever model."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -66,8 +65,7 @@ class Loss:
 
     def call(self, params, batch, model_state, key) -> Results:
         """What the user's function returns, checked."""
-        sharding = self.settings.sharding
-        with sharding.context() if sharding is not None else contextlib.nullcontext():
+        with self.settings.context():
             results = call_loss(self.functional(), params, batch, model_state, key)
         for name in ("loss", "loss_scale", "skipped"):
             if name in results.metrics:

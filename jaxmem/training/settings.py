@@ -1,5 +1,6 @@
 """The levers of one step."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -24,3 +25,7 @@ class Settings:
     has_state: bool | None
     donate: bool
     sharding: Sharding | None
+
+    def context(self) -> contextlib.AbstractContextManager:
+        """In which the step is traced and run: on the mesh of its sharding."""
+        return contextlib.nullcontext() if self.sharding is None else self.sharding.context()

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem import jaxprs
 from jaxmem.ground.checks import check_batch
+from jaxmem.levers.placing import on_automatic_axes
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision
 from jaxmem.levers.sharding import Sharding
@@ -96,7 +97,8 @@ class TrainStep:
         Warns:
             JaxmemWarning: parameters in bfloat16 that nobody asked for.
         """
-        return self._states.make(params, model_state, key)
+        with self.settings.context():
+            return self._states.make(params, model_state, key)
 
     def abstract(
         self, params: Any, *, model_state: Any = None, key: jax.Array | None = None
@@ -105,7 +107,8 @@ class TrainStep:
 
         Takes what `init` takes, real or abstract; `memory` and `jaxmem.max_batch_size` take it.
         """
-        return self._states.abstract(*self._states.arguments(params, model_state, key), key)
+        with self.settings.context():
+            return self._states.abstract(*self._states.arguments(params, model_state, key), key)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after one step on the batch, and the metrics (``"loss"`` among them).
@@ -124,7 +127,8 @@ class TrainStep:
         batch, options = self._call_options(state, batch)
         shapes = _shapes(batch)
         try:
-            results = self._jitted(state, batch, **options)
+            with self.settings.context():
+                results = self._jitted(state, batch, **options)
             if shapes not in self._ran and not isinstance(state.step, jax.core.Tracer):
                 jax.block_until_ready(results)
         except (RuntimeError, ValueError) as error:  # JaxRuntimeError among them
@@ -152,7 +156,8 @@ class TrainStep:
         check_state(state)
         batch, options = self._call_options(state, batch)
         jaxprs.check_devices(state=state, batch=batch)
-        return self._jitted.trace(state, batch, **options)
+        with self.settings.context():
+            return self._jitted.trace(state, batch, **options)
 
     def lower(self, state: TrainState, batch: Any):
         """`jax.stages.Lowered` of the step."""
@@ -183,9 +188,12 @@ class TrainStep:
 
     def _on_mesh(self, batch: Any) -> Any:
         """The batch, spread over the mesh if it is not yet."""
-        if self.settings.sharding is None or any(map(first_axes, jax.tree.leaves(batch))):
+        sharding = self.settings.sharding
+        if sharding is None:
             return batch
-        return self.settings.sharding.place_batch(batch)
+        if any(map(first_axes, jax.tree.leaves(batch))):
+            return on_automatic_axes(sharding.mesh, batch)
+        return sharding.place_batch(batch)
 
     def functional(self) -> Callable:
         """``loss_fn`` as a function of a state's parameters, whatever module they came from."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmem import jaxprs
 from jaxmem.ground.checks import check_optimizer, check_same, is_count, shown
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.batch.skipping import update_if
@@ -129,7 +130,7 @@ def accumulate(
             return optimizer.update(gradients, inner, params, **extra)[0]
 
         like = jax.eval_shape(first, updates, state.inner_opt_state)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        zeros = jax.tree.map(jaxprs.filled, like)
         return turn(updates, state, params, flush, extra, lambda updates, _: updates, zeros)
 
     def update_params(gradients, state, params, **extra: Any):

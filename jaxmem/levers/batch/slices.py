@@ -18,6 +18,13 @@ def cut_leaf(leaf: jax.Array, count: int, each: int) -> jax.Array:
     return leaf.reshape(each, count, *leaf.shape[1:])
 
 
+def part_of(cut: Any, index: Any) -> Any:
+    """A slice of a batch that is cut."""
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), cut
+    )
+
+
 def as_returned(loss, model_state, metrics) -> Any:
     results = Results(loss, model_state, metrics)
     parts = [part for part in results[1:] if part is not None and part != {}]

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmem import jaxprs
 from jaxmem.ground.checks import is_numeric, shown
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.batch.loss import call_loss
-from jaxmem.levers.batch.slices import batch_size, cut_leaf
+from jaxmem.levers.batch.slices import batch_size, cut_leaf, part_of
 
 
 class Terms(NamedTuple):
@@ -90,13 +91,9 @@ class Sums:
         each = -(-size // self.count)
         full, rest = divmod(size, each)  # rest: examples of a smaller last slice
         cut = jax.tree.map(lambda leaf: cut_leaf(leaf, full, each), batch)
-        first = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((each, *leaf.shape[1:]), leaf.dtype), batch
-        )
+        first = jax.eval_shape(part_of, cut, 0)
         terms, carried, _ = jax.eval_shape(one, params, first, model_state, key)
-        zeros = jax.tree.map(
-            lambda like: jnp.zeros(like.shape, like.dtype), (terms, carried.metrics)
-        )
+        zeros = jax.tree.map(jaxprs.filled, (terms, carried.metrics))
 
         def add(before, part, index):
             total, carried = before
@@ -105,10 +102,7 @@ class Sums:
             return (jax.tree.map(jnp.add, total, terms), carried), rows
 
         def body(carry, index):
-            part = jax.tree.map(
-                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), cut
-            )
-            return add(carry, part, index)
+            return add(carry, part_of(cut, index), index)
 
         start = zeros[0], Carried(model_state, zeros[1])
         done, rows = jax.lax.scan(body, start, jnp.arange(full))

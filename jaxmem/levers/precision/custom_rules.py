@@ -5,20 +5,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import jaxprs
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.levers.precision.dtypes import cast_to, dtype_of, is_floating, struct_of
+from jaxmem.levers.precision.dtypes import cast_to, dtype_of, is_floating, output_structs
 
 
 def _original(step: jaxprs.Step) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     """A call as it was traced: a function of its operands, and what they were."""
-    traced = [
-        jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
-        for variable in step.equation.invars
-    ]
+    traced = [jaxprs.struct_of(variable.aval) for variable in step.equation.invars]
     return lambda *values: jaxprs.evaluate(step, values), traced
 
 
@@ -84,7 +80,7 @@ def custom_vjp(run, step, operands, stored) -> list[Any]:
         with _rule_of(step):
             forward = jaxprs.flatten(forward_of, traced)
         _, pullback_tree = forward.out_tree.children()
-        avals = [struct_of(forward, output) for output in forward.outputs]
+        avals = output_structs(forward)
         outs, kept = avals[: len(flat.outputs)], avals[len(flat.outputs) :]
         likes = jax.eval_shape(lambda *x: run(flat, x, stored), *values)
         inputs = [*forward.consts, *values]
@@ -93,7 +89,7 @@ def custom_vjp(run, step, operands, stored) -> list[Any]:
 
         def pull_back(residuals, cotangents):
             cotangents = [
-                jnp.zeros(aval.shape, aval.dtype) if jaxprs.is_zero(one) else one
+                jaxprs.filled(aval) if jaxprs.is_zero(one) else one
                 for one, aval in zip(cotangents, outs, strict=True)
                 if is_floating(aval.dtype)
             ]

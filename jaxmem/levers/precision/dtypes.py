@@ -9,13 +9,12 @@ import numpy as np
 from jaxmem import jaxprs
 
 
-def struct_of(flat: jaxprs.FlatJaxpr, output) -> jax.ShapeDtypeStruct:
-    aval = flat.avals[output] if isinstance(output, int) else output.aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+def output_structs(flat: jaxprs.FlatJaxpr) -> list[jax.ShapeDtypeStruct]:
+    return [jaxprs.struct_of(flat.aval(output)) for output in flat.outputs]
 
 
 def output_dtypes(flat: jaxprs.FlatJaxpr) -> list[Any]:
-    return [dtype_of(flat.avals[o] if isinstance(o, int) else o.aval) for o in flat.outputs]
+    return [dtype_of(flat.aval(output)) for output in flat.outputs]
 
 
 def dtype_of(value: Any) -> Any:

@@ -59,7 +59,7 @@ def scan(run, step, operands, stored) -> list[Any]:
         return results[:count], results[count:]
 
     slices = operands[loop.carry.stop :]
-    one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in slices]
+    one = [jaxprs.struct_of(jaxprs.element_of(jax.typeof(x))) for x in slices]
     first, body = _steady(first, lambda carry: body_shapes(body, carry, one), body)
     last, stacked = jax.lax.scan(body, first, slices, **loop.options)
     return [*last, *stacked]
