@@ -394,3 +394,28 @@ def test_what_is_sent_may_be_made_of_what_was_sent():
         assert made.issuperset(kernel.sources)
         made.update(kernel.results)
     assert [kernel.ring.devices for kernel in body.kernels if kernel.summed] == [2]
+
+
+def test_conditionals_that_hand_an_operand_on():
+    """What a conditional's derivative keeps of an operand is that operand."""
+    mesh = _mesh({"data": 8})
+
+    def array(*shape, parts=()):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*parts)))
+
+    def loss(weights, x):
+        for w in weights:
+            # With the weights closed over or not, the kept operand is passed on by both branches.
+            x = jax.lax.cond(
+                jnp.sum(w) > 0, lambda x, w: jnp.sin(x @ w), lambda x, w: jnp.cos(x @ w), x, w
+            )
+        return jnp.mean(x**2)
+
+    args = [array(64, 64)] * 4, array(4096, 64, parts=("data",))
+    spread, alone = (TracedFunction(loss, args, {}, 0).program, _on_one(loss, args))
+    assert spread.together.fingerprint == alone.fingerprint
+    assert jaxmem.plan(loss, *args).plain_bytes < jaxmem.plan(loss, *_whole(args)).plain_bytes
+
+
+def _whole(args):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
