@@ -78,6 +78,42 @@ def test_gpus_without_kernels_of_blocks(name):
     check(name, jnp.float16, "t4")
 
 
+def layer_norm(x):
+    x = x - jnp.mean(x, -1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5)
+
+
+NORMS = {
+    "softmax": jax.nn.softmax,
+    "log_softmax": jax.nn.log_softmax,
+    "layer norm": layer_norm,
+    "less the mean": lambda x: x - jnp.mean(x, -1, keepdims=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "rounded"),
+    [("h100", "float32"), ("h100", "bfloat16"), ("a100-40gb", "float16"), ("t4", "float32")],
+)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_between_matmuls(name, target, rounded):
+    """As in an attention: wide rows are normalised, and rounded for the next matmul. From Ampere on
+    the kernel that writes their cotangent sums up rows, and writes over nothing that it reads."""
+
+    def loss(weights, x):
+        inner, outer = weights
+        wide = jnp.matmul(x, inner, preferred_element_type=jnp.float32)
+        y = NORMS[name](wide).astype(rounded) @ outer
+        return jnp.mean(jnp.tanh(y).astype(jnp.float32) ** 2)
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, rounded)
+
+    args = (array(64, CLASSES // 4), array(CLASSES // 4, 64)), array(8 * ROWS, 64)
+    plan = jaxmem.plan(loss, *args, budget="10 GiB", target=target, compilations=1, argnums=(0, 1))
+    assert plan.compiled_bytes == pytest.approx(plan.projected_bytes, rel=0.025)
+
+
 def norms_of(name):
     loss, args = step(name)
     program = TracedFunction(loss, args, {}, 0, False).program

@@ -62,6 +62,8 @@ class Kernel:
         ring: among which devices either is.
         rows: the sources that it reduces in one kernel with what is computed of them: their
             cotangents are not written over them.
+        normalised: the sources whose rows it normalises: its derivative sums up rows of its
+            cotangent in the kernel that writes theirs, over nothing that it reads.
     """
 
     operations: tuple[int, ...]
@@ -82,6 +84,7 @@ class Kernel:
     ring: Ring | None = None
     summed: int = 0
     rows: frozenset[int] = frozenset()
+    normalised: frozenset[int] = frozenset()
 
     @property
     def spared(self) -> tuple[int, ...]:
@@ -193,6 +196,9 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 summed=_sent_for_sum(operation, sum(program.sizes[value] for value in results)),
                 ring=operation.summed,
                 rows=rows,
+                normalised=norms.sources_of(
+                    value for number in ordered for value in program.operations[number].outputs
+                ),
             )
         )
     return tuple(kernels)

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 # What may stand between the reduction and the array, as XLA matches it: a selection, such as
 # `jax.nn.logsumexp` has there, may not.
@@ -25,22 +25,34 @@ _BOTH = frozenset("add div max min mul sub".split())
 _COMPARED = frozenset("reduce_max reduce_min".split())
 
 
+class Normalised(NamedTuple):
+    """What a kernel with a reduction in it returns, the row that was taken for it, and the values
+    in memory whose rows those are."""
+
+    array: int
+    row: int
+    sources: frozenset[int]
+
+
 @dataclasses.dataclass(frozen=True)
 class RowNorms:
     """``sources``: for each reduction, by the number of its operation, the values in memory whose
     rows it is of and that are normalised by it. ``made``: for each value that is made so, or out of
-    what is, the one that the kernel with the reduction in it returns, and the row that was taken
-    for it."""
+    what is, what it is made of."""
 
     sources: Mapping[int, frozenset[int]]
-    made: Mapping[int, tuple[int, int]]
+    made: Mapping[int, Normalised]
+
+    def sources_of(self, values: Iterable[int]) -> frozenset[int]:
+        """The values in memory whose rows are normalised for any of some values."""
+        return frozenset().union(*(self.made[v].sources for v in values if v in self.made))
 
     def written_for(self, operation: Any, sizes: Sequence[int]) -> int:
         """Bytes of the array that is in memory because an operation takes elements of it, or
         reduces it further than to a row."""
         if operation.inputs[0] not in self.made:
             return 0
-        array, row = self.made[operation.inputs[0]]
+        array, row, _ = self.made[operation.inputs[0]]
         further = sum(sizes[value] for value in operation.outputs) < sizes[row]
         return sizes[array] if operation.name == "gather" or further else 0
 
@@ -57,7 +69,7 @@ def row_norms(
     by: dict[int, frozenset[int]] = {}  # the reductions that it is of
     sources: dict[int, frozenset[int]] = {}
     reduced: dict[int, frozenset[int]] = {}
-    made: dict[int, tuple[int, int]] = {}
+    made: dict[int, Normalised] = {}
     readers = _readers(program, read_by)
 
     def of(value: int) -> frozenset[int]:
@@ -83,7 +95,7 @@ def row_norms(
                     taken, result = program.operations[reduction].outputs[0], operation.outputs[0]
                     if both and program.sizes[result] > program.sizes[taken]:
                         sources[reduction] = sources.get(reduction, frozenset()) | both
-                        own = result, taken
+                        own = Normalised(result, taken, both)
         before = [made[value] for value in inputs if value in made] if operation.fused else []
         norm = before[0] if before else own
         for value in operation.outputs:
