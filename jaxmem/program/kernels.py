@@ -169,6 +169,10 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             if program.rules.writes_gathered and operation.name == "gather":
                 workspace += program.sizes[operation.inputs[0]]
         rows = norms.sources.get(index, frozenset())
+        normalised: frozenset[int] = frozenset()
+        if not program.in_loop:  # there XLA sums up rows apart (plans of scans over attention)
+            made_here = (v for number in ordered for v in program.operations[number].outputs)
+            normalised = norms.sources_of(made_here)
         if reduces and program.rules.merges_reductions:
             rows = frozenset(sources)
         if operation.widened:
@@ -196,9 +200,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 summed=_sent_for_sum(operation, sum(program.sizes[value] for value in results)),
                 ring=operation.summed,
                 rows=rows,
-                normalised=norms.sources_of(
-                    value for number in ordered for value in program.operations[number].outputs
-                ),
+                normalised=normalised,
             )
         )
     return tuple(kernels)

@@ -92,7 +92,8 @@ class Program:
     written in place. Sizes and kernels are those that a compiler makes by ``rules``. On several
     devices sizes, types and costs are those of one, and ``whole_sizes`` and ``whole_types`` those
     of all devices together: kernels are told by them, so that they are the same ones wherever the
-    function is traced. ``gradient_bytes`` are those of all gradients; None: those of the inputs."""
+    function is traced. ``gradient_bytes`` are those of all gradients; None: those of the inputs.
+    ``in_loop``: it is the body of a loop, of which XLA sees the derivative without it."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
@@ -105,6 +106,7 @@ class Program:
     whole_sizes: tuple[int, ...] = ()
     whole_types: tuple[str, ...] = ()
     gradient_bytes: int | None = None
+    in_loop: bool = False
 
     @functools.cached_property
     def input_bytes(self) -> int:

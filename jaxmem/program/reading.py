@@ -124,6 +124,7 @@ def read_program(
         flat.opened,
         whole_sizes=tuple(whole_sizes) if several else (),
         whole_types=tuple(whole_types) if several else (),
+        in_loop=apart,
     )
 
 
