@@ -104,7 +104,7 @@ def fit(
     >>> step = jaxmem.fit(
     ...     loss_fn, optax.adam(1e-3), params, batch, budget="2GiB", target="h200"
     ... )  # doctest: +ELLIPSIS
-    jaxmem.fit: fits: 3.50 MiB of 2.00 GiB, the step as it is
+    jaxmem.fit: fits: 3... MiB of 2.00 GiB, the step as it is
     ...
     >>> print(step.fitting.chosen.levers)
     precision as it is
