@@ -405,7 +405,6 @@ def test_conditionals_that_hand_an_operand_on():
 
     def loss(weights, x):
         for w in weights:
-            # With the weights closed over or not, the kept operand is passed on by both branches.
             x = jax.lax.cond(
                 jnp.sum(w) > 0, lambda x, w: jnp.sin(x @ w), lambda x, w: jnp.cos(x @ w), x, w
             )

@@ -170,7 +170,7 @@ def stack(value, count: int):
 
 def blank(value):
     """Zeros of the same type and in the same place; of random keys, the keys."""
-    return value if is_extended(value) else filled(jax.typeof(value))
+    return value if is_extended(value) else filled(value)
 
 
 def carried(cotangents: Mapping[int, Any], carry: Arrays) -> Arrays:

@@ -193,7 +193,8 @@ class _Swapper:
 def _results(graph: Graph, replacements: dict[int, Any], at: int, values: dict[int, Any]) -> Any:
     """What the replacement of a step makes, by number."""
     one = replacements[at]
-    made = [graph.flat.steps[at].outputs[0] for at in replacements if replacements[at] is one]
+    steps = [graph.flat.steps[other] for other in replacements if replacements[other] is one]
+    made = [step.outputs[0] for step in steps]
 
     def run(*read):
         found = one.results(dict(zip(one.reads, read, strict=True)))

@@ -206,7 +206,7 @@ class _Layout:
             self.events.append(_Event(number, incoming, [whole], True, apart=True))
             incoming = [whole]
         count = self.program.input_count
-        fresh, written_to = [], set()
+        fresh, in_rows = [], False
         sizes = self.program.sizes
         written = sum(sizes[value] for value in kernel.results)
         for value in kernel.sources:
@@ -222,12 +222,11 @@ class _Layout:
                     self.rows.add(value)
             else:
                 self.own.add(value)
-                written_to.add(value)
+                in_rows |= value in kernel.normalised
                 fresh.append(self.instance(value, free=value < count and not self.gradients))
                 if value < count:  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).append(fresh[-1])
-        in_rows = not kernel.normalised.isdisjoint(written_to)
         self.events.append(
             _Event(number, [*reads, *incoming], fresh, True, kernel.inside, apart=in_rows)
         )

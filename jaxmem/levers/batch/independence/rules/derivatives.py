@@ -94,7 +94,7 @@ def _wrong_cotangents(walk: "Walk", operation: Operation, plain: list[Kind]) -> 
             return results, pull(list(values[len(operation.kinds) :]))
 
         variables = operation.steps[which].equation.outvars
-        avals = [_abstract(variables[index].aval) for index in outputs]
+        avals = [jaxprs.struct_of(variables[index].aval) for index in outputs]
         return jaxprs.flatten(pulled, [*_avals(operation, which), *avals])
 
     # Any growth that no other number has: it must come out as it went in.
@@ -186,8 +186,4 @@ def _real(operation: Operation) -> tuple[list[int], list[int]]:
 
 
 def _avals(operation: Operation, which: int) -> list[Any]:
-    return [_abstract(atom.aval) for atom in operation.steps[which].equation.invars]
-
-
-def _abstract(aval) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    return [jaxprs.struct_of(atom.aval) for atom in operation.steps[which].equation.invars]
