@@ -244,7 +244,11 @@ def _closed(jaxpr, consts=()):
 
 def _scan(args, p):
     jaxpr, consts = _closed(p["jaxpr"])
-    fixed, carry, xs = p["num_consts"], p["num_carry"], p["num_consts"] + p["num_carry"]
+    if "ft_in" in p:  # jax 0.11
+        fixed, carry, _ = (len(list(part)) for part in p["ft_in"].unpack())
+    else:
+        fixed, carry = p["num_consts"], p["num_carry"]
+    xs = fixed + carry
     state, rows = list(args[fixed:xs]), []
     order = range(p["length"])
     for i in reversed(order) if p["reverse"] else order:

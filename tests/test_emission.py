@@ -21,7 +21,7 @@ PLANNERS = ["dp", "dots", "sqrt"]
 
 def plan_of(fun, args, *regions, loops=(), keeps=False):
     leaves = [jaxprs.abstract(x) for x in args]
-    program = read_program(jaxprs.flatten(fun, leaves, not keeps))
+    program = read_program(jaxprs.flatten(fun, leaves, not keeps, merge=True))
     costs = Predicted(0, 0, program.flops, 0)
     return Plan("by hand", program.fingerprint, regions, tuple(loops), costs, keeps_regions=keeps)
 

@@ -303,7 +303,8 @@ def arguments():
 
 
 def trace(fun, keeps_regions=False):
-    return jaxprs.flatten(fun, [jaxprs.abstract(x) for x in arguments()], not keeps_regions)
+    leaves = [jaxprs.abstract(x) for x in arguments()]
+    return jaxprs.flatten(fun, leaves, not keeps_regions, merge=True)
 
 
 def assert_equal(actual, expected, fun):

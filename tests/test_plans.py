@@ -72,6 +72,27 @@ def test_a_compiled_plan_keeps_its_budget(caplog):
     assert f"compiled  {jaxmem.format_bytes(plan.compiled_bytes)} for h200" in str(plan)
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_was_compiled_is_what_runs_where_some_arguments_are_not_differentiated(copied):
+    """A teacher beside a student: gradients of one of the two."""
+
+    def run(weights, x):
+        return jax.lax.scan(lambda x, w: (x + jnp.tanh(jnp.sin(x @ w) @ w), None), x, weights)[0]
+
+    def loss(student, teacher, x):
+        return jnp.mean((run(student, x) - run(teacher, x)) ** 2)
+
+    shapes = [
+        jax.ShapeDtypeStruct(size, jnp.float32) for size in [(8, 256, 256)] * 2 + [(8192, 256)]
+    ]
+    plain = compiled(loss, *shapes).device
+    plan = jaxmem.plan(loss, *shapes, budget=int(0.6 * plain), target="h200")
+    assert plan.differentiated == (0,)
+    plan = jaxmem.Plan.from_json(plan.to_json()) if copied else plan
+    report = compiled(plan.apply(loss), *shapes, compiler_options=plan.compiler_options)
+    assert report.device == plan.compiled_bytes
+
+
 def test_what_is_projected_a_little_too_large_is_tried_last(monkeypatch):
     """Where XLA makes more of all plans that are projected to fit, and less of larger ones."""
     frontier = jaxmem.pareto(tanh_chain, *SHAPES, points=30).plans

@@ -178,7 +178,7 @@ LARGE = ("cnn_batchnorm", "transformer_dropout")  # by the other planners with t
 def every_kernel(fun, *args):
     """A plan with a region round every single kernel but the last: the hardest to emit."""
     dynamic, call = jaxprs.split_arrays(fun, args, {})
-    program = read_program(jaxprs.flatten(call, dynamic))
+    program = read_program(jaxprs.flatten(call, dynamic, merge=True))
     regions = tuple(Region(i, i + 1) for i in range(len(program.kernels) - 1))
     return Plan("each", program.fingerprint, regions, (), Predicted(0, 0, program.flops, 0))
 

@@ -63,6 +63,7 @@ from jaxmem.jaxprs.nested import (
     called_jaxpr as called_jaxpr,
     inner_in as inner_in,
     loop_of as loop_of,
+    mapped_body as mapped_body,
     picked_axis as picked_axis,
 )
 from jaxmem.jaxprs.operands import (

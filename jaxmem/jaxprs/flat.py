@@ -18,6 +18,7 @@ from jaxmem.jaxprs.equations import (
     operation_of,
     parameters_of,
 )
+from jaxmem.jaxprs.merging import Computed
 from jaxmem.jaxprs.opening import opened_scan
 
 
@@ -127,10 +128,12 @@ def read(values: dict[int, Any], operand: int | Literal) -> Any:
     return values[operand] if isinstance(operand, int) else operand.val
 
 
-def flatten(fun: Callable, leaves: Sequence[Any], open_regions: bool = False) -> FlatJaxpr:
-    """Traces ``fun(*leaves)`` and inlines its jit-like calls into one flat list; with
-    ``open_regions`` the user's own regions too, those in the bodies of scans among them."""
-    return flatten_jaxpr(*traced_jaxpr(fun, leaves), open_regions)
+def flatten(
+    fun: Callable, leaves: Sequence[Any], open_regions: bool = False, merge: bool = False
+) -> FlatJaxpr:
+    """Traces ``fun(*leaves)`` and inlines its jit-like calls into one flat list; see
+    `flatten_jaxpr`."""
+    return flatten_jaxpr(*traced_jaxpr(fun, leaves), open_regions, merge)
 
 
 def traced_jaxpr(fun: Callable, leaves: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
@@ -139,8 +142,13 @@ def traced_jaxpr(fun: Callable, leaves: Sequence[Any]) -> tuple[ClosedJaxpr, Any
     return closed, jax.tree.structure(shape)
 
 
-def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> FlatJaxpr:
-    """A jaxpr (closed, or open and without constants) as one flat list."""
+def flatten_jaxpr(
+    closed, out_tree: Any = None, open_regions: bool = False, merge: bool = False
+) -> FlatJaxpr:
+    """A jaxpr (closed, or open and without constants) as one flat list; with ``open_regions`` the
+    user's own regions too, those in the bodies of scans among them; with ``merge`` what it computes
+    twice of the same values is there once, as XLA has it. Not what no derivative is taken of, such
+    as masks: layers that each make their own are alike, and would be no more."""
     closed = closed_of(closed)
     if out_tree is None:
         out_tree = jax.tree.structure(list(closed.out_avals))
@@ -149,6 +157,11 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
     steps: list[Step] = []
     scans: list[tuple[int, JaxprEqn]] = []
     in_scans = 0
+    computed = Computed()
+    moving: set[Any] = set()  # numbers of what a derivative may be taken of
+
+    def is_moving(value: int) -> bool:
+        return jnp.issubdtype(getattr(avals[value], "dtype", bool), jnp.inexact)
 
     def new(variable) -> int:
         avals.append(variable.aval)
@@ -174,8 +187,13 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
                 inner = closed_of(parameters_of(equation)["jaxpr"])
             names = stack + equation.source_info.name_stack
             if inner is None:
-                made = tuple(map(new, equation.outvars))
-                steps.append(Step(equation, inputs, made, names, callers))
+                made = (computed.again(equation, inputs) if merge else None) or ()
+                if moving.isdisjoint(made):
+                    made = tuple(map(new, equation.outvars))
+                    steps.append(Step(equation, inputs, made, names, callers))
+                    computed.add(equation, inputs, made)
+                    if not moving.isdisjoint(x for x in inputs if isinstance(x, int)):
+                        moving.update(filter(is_moving, made))
                 numbers.update(zip(equation.outvars, made, strict=True))
             else:
                 variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
@@ -195,6 +213,7 @@ def flatten_jaxpr(closed, out_tree: Any = None, open_regions: bool = False) -> F
     variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     numbers = {variable: new(variable) for variable in variables}
     input_count = len(avals)
+    moving.update(filter(is_moving, range(input_count)))
     outputs = walk(closed.jaxpr, numbers, internals.source_info_util.new_name_stack())
     return FlatJaxpr(
         tuple(steps),

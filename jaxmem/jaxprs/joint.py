@@ -2,8 +2,7 @@
 
 import dataclasses
 import types
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 from jax.extend.core import Literal
@@ -11,6 +10,7 @@ from jax.extend.core import Literal
 from jaxmem.jaxprs.expansion import expanded
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, evaluate, flatten_jaxpr
 from jaxmem.jaxprs.mapped import localized
+from jaxmem.jaxprs.merging import Computed
 from jaxmem.jaxprs.nested import branches_of, without_results
 from jaxmem.jaxprs.operands import moving, of_some
 
@@ -81,19 +81,19 @@ def merged(
     boundary: int | None = None,
 ) -> FlatJaxpr:
     """A program in which nothing is computed twice from the same values, as XLA has it; ``same``
-    are values that are others; what comes from ``boundary`` on is merged apart. What has passed a
-    barrier, such as `jax.checkpoint` has, is not the same."""
+    are values that are others; what comes from ``boundary`` on is merged apart."""
     first = dict(same)
-    seen: dict[Hashable, tuple[int, ...]] = {}
+    computed = Computed()
     steps = []
     for number, step in enumerate(flat.steps):
         if number == boundary:
-            seen.clear()
+            computed = Computed()
         inputs = tuple(first.get(x, x) if isinstance(x, int) else x for x in step.inputs)
-        made = seen.setdefault(_key(step, inputs), step.outputs)
-        if made is not step.outputs:
+        made = computed.again(step.equation, inputs)
+        if made is not None:
             first.update(zip(step.outputs, made, strict=True))
             continue
+        computed.add(step.equation, inputs, step.outputs)
         step = dataclasses.replace(step, inputs=inputs)
         passed = _passed_on(step)
         first.update((step.outputs[at], operand) for at, operand in passed.items())
@@ -126,26 +126,3 @@ def _passed_on(step: Step) -> dict[int, int]:
         if not others and -len(operands) <= number < 0 and isinstance(operands[number], int):
             found[at] = operands[number]
     return found
-
-
-def _key(step: Step, inputs: Sequence[int | Literal]) -> Hashable:
-    """What two steps have in common that compute the same; nothing, where they do more."""
-    if step.equation.effects or step.primitive == "optimization_barrier":
-        return step.outputs
-    parameters = step.equation.params.items()
-    return (
-        step.primitive,
-        tuple((name, _same(value)) for name, value in parameters),
-        tuple(x if isinstance(x, int) else (str(x.aval), _same(x.val)) for x in inputs),
-    )
-
-
-def _same(value: Any) -> Hashable:
-    """Equal for parameters that are the same; arrays and programs are if they are one object."""
-    if getattr(value, "ndim", 1) == 0:
-        return repr(value)
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return value

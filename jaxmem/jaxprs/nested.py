@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from jaxmem.jaxprs.equations import operation_of, parameters_of
+from jaxmem.jaxprs.equations import inner_jaxprs, operation_of, parameters_of
 from jaxmem.jaxprs.flat import FlatJaxpr, evaluate, flatten_jaxpr, read
 
 
@@ -53,7 +53,8 @@ class Loop:
 
 
 def loop_of(equation: JaxprEqn) -> Loop:
-    """What a scan or while equation is made of; slices are of its operands."""
+    """What a scan or while equation is made of, with nothing twice in its body; slices are of its
+    operands."""
     given = equation.params
     if equation.primitive.name == "scan":
         if "ft_in" in given:  # jax 0.11
@@ -63,12 +64,13 @@ def loop_of(equation: JaxprEqn) -> Loop:
         options = {name: given[name] for name in ("length", "reverse", "unroll")}
         parts = slice(0, consts), slice(0, 0), slice(consts, consts + carry)
         count = len(equation.invars)
-        return Loop(flatten_jaxpr(given["jaxpr"]), None, *parts, options, count)
+        return Loop(flatten_jaxpr(given["jaxpr"], merge=True), None, *parts, options, count)
     first, consts = given["cond_nconsts"], given["body_nconsts"]
     count = len(equation.invars)
     parts = slice(first, first + consts), slice(0, first), slice(first + consts, count)
     condition = flatten_jaxpr(given["cond_jaxpr"])
-    return Loop(flatten_jaxpr(given["body_jaxpr"]), condition, *parts, {}, count - first)
+    body = flatten_jaxpr(given["body_jaxpr"], merge=True)
+    return Loop(body, condition, *parts, {}, count - first)
 
 
 def branches_of(equation: JaxprEqn) -> list[FlatJaxpr] | None:
@@ -94,6 +96,12 @@ def without_results(equation: JaxprEqn, at: Collection[int]) -> JaxprEqn:
 
 def _others(values: Sequence[Any], at: Collection[int]) -> list[Any]:
     return [value for place, value in enumerate(values) if place not in at]
+
+
+def mapped_body(equation: JaxprEqn) -> FlatJaxpr:
+    """What each device runs of a `jax.shard_map`, with nothing twice in it."""
+    (body,) = inner_jaxprs(equation)
+    return flatten_jaxpr(body, merge=True)
 
 
 def called_jaxpr(equation: JaxprEqn) -> FlatJaxpr:

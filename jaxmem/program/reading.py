@@ -13,7 +13,7 @@ from jaxmem.jaxprs.equations import inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
 from jaxmem.jaxprs.joint import joint as joint_of
 from jaxmem.jaxprs.mapped import inside_of, is_local
-from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of
+from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of, mapped_body
 from jaxmem.jaxprs.operands import moving
 from jaxmem.jaxprs.residuals import Kept, region_residuals, scan_residuals
 from jaxmem.jaxprs.spreading import Spread
@@ -159,7 +159,7 @@ def _interior_of(
         kept = _kept_of_region(step, constant)
         saved = _bytes_alike(kept, body)
         whole = sum(size_of(one.aval) for one in kept)
-        return _Interior(body, saved or None, whole, max(_made(body) - saved, 0), workspace)
+        return _Interior(body, saved or None, whole, max(_inside(body) - saved, 0), workspace)
     opaque = step.primitive in _OPAQUE and not is_fused(step.equation)
     if not opaque and is_known(step):
         return _Interior()
@@ -175,7 +175,7 @@ def _interior_of(
 
 def _of_mapped(step: Step, constant: list[bool]) -> Program:
     """What a `jax.shard_map` has for each device."""
-    (body,) = map(flatten_jaxpr, inner_jaxprs(step.equation))
+    body = mapped_body(step.equation)
     wanted = _differentiated(body, constant)
     return inside_of(step.equation, lambda: read_program(body, wanted))
 
@@ -213,7 +213,7 @@ def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Sprea
         body,
         length * _bytes_alike(kept, body),
         length * sum(size_of(one.aval) for one in kept),
-        _made(body),
+        _inside(body),
         results=_bytes_alike(results, body),
     )
 
@@ -334,8 +334,11 @@ def _forward(flat: FlatJaxpr, spread: Spread) -> Program:
     return dataclasses.replace(program, operations=operations)
 
 
-def _made(body: Program) -> int:
-    return sum(body.sizes[value] for kernel in body.kernels for value in kernel.results)
+def _inside(body: Program) -> int:
+    """The most bytes that a body holds while its derivative is taken: all that it makes, and what
+    one of its operations holds inside."""
+    made = sum(body.sizes[value] for kernel in body.kernels for value in kernel.results)
+    return made + max((operation.inside for operation in body.operations), default=0)
 
 
 def _differentiated(body: FlatJaxpr, constant: list[bool]) -> set[int]:

@@ -95,6 +95,7 @@ class Constraints:
     def write(self, program: Program, layout: Layout, planner: Planner) -> Plan:
         """A layout as a plan: with the bytes of everything, and in words."""
         total, fingerprint = self.budget_for(program).total, program.fingerprint
+        wanted = program.differentiated
         program = self.as_run(program)
         return Plan(
             self.name,
@@ -122,6 +123,7 @@ class Constraints:
             time_error=self.device.time_error if self.device else None,
             widens=program.widens,
             inputs=program.together.types[: program.input_count],
+            differentiated=None if wanted is None else tuple(sorted(wanted)),
             opened=program.opened,
             keeps_regions=self.keeps_regions,
         )

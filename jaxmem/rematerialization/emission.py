@@ -40,16 +40,23 @@ class Layout(Protocol):
 LayoutFor = Callable[[Program, Callable[[], Sequence[tuple[str, str]]]], Layout]
 
 
-def planned_function(fun: Callable, layout_for: LayoutFor, keeps_regions: bool = False) -> Callable:
+def planned_function(
+    fun: Callable,
+    layout_for: LayoutFor,
+    keeps_regions: bool = False,
+    differentiated: Sequence[int] | None = None,
+) -> Callable:
     """``fun`` as a function that is traced when it is called, and emitted with a layout in place of
-    its own regions, or beside them."""
+    its own regions, or beside them; ``differentiated`` are the inputs that gradients are expected
+    to be taken of, None: all. Gradients by others are as right, and take other bytes."""
 
     @functools.wraps(fun)
     def planned(*args, **kwargs):
         def evaluate(call, leaves):
-            flat = jaxprs.flatten(call, leaves, not keeps_regions)
+            flat = jaxprs.flatten(call, leaves, not keeps_regions, merge=True)
             check_pure(flat)
-            program = read_program(flat)
+            wanted = None if differentiated is None else frozenset(differentiated)
+            program = read_program(flat, wanted)
             layout = layout_for(program, lambda: input_names(program, fun, args, kwargs))
             return emit(flat, program, layout, leaves)
 
@@ -294,7 +301,7 @@ class _Emission:
     def mapped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
         """A `jax.shard_map` with regions in what each device runs."""
         operands = [_array(jaxprs.read(values, operand)) for operand in step.inputs]
-        (body,) = map(jaxprs.flatten_jaxpr, jaxprs.inner_jaxprs(step.equation))
+        body = jaxprs.mapped_body(step.equation)
         read = [at for at, value in enumerate(step.outputs) if value in self.asked]
         one = self.iteration(loop, body, read)
 

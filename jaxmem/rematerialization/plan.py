@@ -104,6 +104,7 @@ class Plan(Printed):
         widens: whether the target has no bfloat16 units and the program has matmuls or convolutions
             in bfloat16: computed in float32, from copies.
         inputs: dtypes and shapes of the arrays that the program takes.
+        differentiated: the numbers of those that gradients are taken of; None: of all.
         opened: how many regions of the user's own the plan takes the place of; those stay where it
             ``keeps_regions``.
         written: what those cost; None: there are none.
@@ -124,6 +125,7 @@ class Plan(Printed):
     time_error: float | None = None
     widens: bool = False
     inputs: tuple[str, ...] = ()
+    differentiated: tuple[int, ...] | None = None
     opened: int = 0
     keeps_regions: bool = False
     written: Written | None = None
@@ -194,7 +196,7 @@ class Plan(Printed):
 
     def apply(self, fun: Callable) -> Callable:
         """``fun`` with the plan's regions: `jaxmem.remat` with ``plan=``."""
-        return planned_function(fun, self.layout_for, self.keeps_regions)
+        return planned_function(fun, self.layout_for, self.keeps_regions, self.differentiated)
 
     def layout_for(
         self, program: Program, inputs: Callable[[], Sequence[tuple[str, str]]]
@@ -313,6 +315,8 @@ class Plan(Printed):
                 fields["compiled"] = Compiled(**compiled)
             fields["written"] = fields["written"] and Written(**fields["written"])
             fields["inputs"] = tuple(fields["inputs"])
+            if fields["differentiated"] is not None:
+                fields["differentiated"] = tuple(fields["differentiated"])
             fields["rows"] = tuple(Row(**row) for row in fields["rows"])
             fields["choices"] = tuple(Choice(**choice) for choice in fields["choices"])
             return cls(**fields)

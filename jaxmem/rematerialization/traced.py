@@ -41,7 +41,7 @@ class TracedFunction:
             self.leaves, self.value = call.leaves, call.value
             with noted(name_of(fun), fun, args, kwargs):
                 self.closed, self.out_tree = jaxprs.traced_jaxpr(call.fun, call.leaves)
-        self.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree, open_regions)
+        self.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree, open_regions, merge=True)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
         wanted = _differentiated(argnums, args)
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
@@ -58,7 +58,7 @@ class TracedFunction:
     def with_own_regions(self) -> "TracedFunction":
         """The function with the user's own regions as they are."""
         kept = copy.copy(self)
-        kept.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree)
+        kept.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree, merge=True)
         kept.program = kept.read(kept.flat)
         return kept
 

@@ -1,0 +1,67 @@
+"""Equations that compute the same from the same values: XLA merges them."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmem.jaxprs.equations import operation_of
+
+
+class Computed:
+    """The equations of a program so far, over values that have numbers."""
+
+    def __init__(self) -> None:
+        self._alike: dict[Hashable, list[tuple[JaxprEqn, tuple[int, ...]]]] = {}
+        self._same: dict[int, int] = {}
+
+    def again(self, equation: JaxprEqn, inputs: Sequence[int | Literal]) -> tuple[int, ...] | None:
+        """The results of an earlier equation that computes the same; None: there is none."""
+        if not _is_pure(equation):
+            return None
+        for earlier, outputs in self._alike.get(self._key(equation, inputs), ()):
+            if earlier.ctx is equation.ctx and _parameters(earlier) == _parameters(equation):
+                return outputs
+        return None
+
+    def add(
+        self, equation: JaxprEqn, inputs: Sequence[int | Literal], outputs: tuple[int, ...]
+    ) -> None:
+        """Counts an equation in, with its results; those of one that is there twice are the same
+        to what reads them."""
+        if not _is_pure(equation):
+            return
+        earlier = self.again(equation, inputs)
+        if earlier is not None:
+            self._same.update(zip(outputs, earlier, strict=True))
+            return
+        self._alike.setdefault(self._key(equation, inputs), []).append((equation, outputs))
+
+    def _key(self, equation: JaxprEqn, inputs: Sequence[int | Literal]) -> Hashable:
+        """What two equations that compute the same have in common, parameters apart: few share it,
+        and parameters take long to compare."""
+        numbers = (
+            self._same.get(x, x) if isinstance(x, int) else (x.aval, _same(x.val)) for x in inputs
+        )
+        return operation_of(equation), tuple(numbers)
+
+
+def _is_pure(equation: JaxprEqn) -> bool:
+    """Whether it does no more than compute. What has passed a barrier is not the same: XLA takes it
+    for another value."""
+    return not equation.effects and equation.primitive.name != "optimization_barrier"
+
+
+def _parameters(equation: JaxprEqn) -> dict[str, Hashable]:
+    return {name: _same(value) for name, value in equation.params.items()}
+
+
+def _same(value: Any) -> Hashable:
+    """Equal for parameters that are the same; arrays and programs are if they are one object."""
+    if getattr(value, "ndim", 1) == 0:
+        return repr(value)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value

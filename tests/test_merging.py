@@ -1,0 +1,151 @@
+"""What a function has twice is planned, and run, once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import jaxmem
+from jaxmem import jaxprs
+
+ROWS, WIDTH, CLASSES = 512, 256, 2048
+
+
+def losses(weights, x, labels):
+    """A cross-entropy that writes its logits down twice."""
+    picked = jnp.take_along_axis(x @ weights, labels[:, None], -1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(x @ weights, -1) - picked)
+
+
+def in_a_row(part):
+    return lambda weights, x, labels: part(weights, x, labels)
+
+
+def in_a_map(part):
+    def loss(weights, x, labels):
+        pieces = x.reshape(4, -1, WIDTH), labels.reshape(4, -1)
+        return jax.lax.map(lambda piece: part(weights, *piece), pieces).mean()
+
+    return loss
+
+
+def on_each_device(part):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+
+    def run(weights, x, labels):
+        return jax.lax.pmean(part(weights, x, labels), "data")
+
+    rows = PartitionSpec("data")
+    specs = (PartitionSpec(), rows, rows)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+
+
+def in_a_loop(part):
+    def loss(weights, x, labels):
+        def turn(at, total):
+            return total + part(weights, x * (1.0 + at), labels)
+
+        return jax.lax.fori_loop(0, 3, turn, 0.0)
+
+    return loss
+
+
+PLACES = [in_a_row, in_a_map, on_each_device, in_a_loop]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_matmul_that_is_there_twice_runs_once_more_at_most(place):
+    plain = place(losses)
+    by_hand = place(jax.checkpoint(losses))
+    shapes = [
+        jax.ShapeDtypeStruct((WIDTH, CLASSES), jnp.float32),
+        jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((ROWS,), jnp.int32),
+    ]
+
+    def compiled(fun, **options):
+        step = jax.jit(jax.value_and_grad(fun), **options)
+        return jaxmem.memory(step, *shapes, target="h100", timeline=False)
+
+    hand = compiled(by_hand)
+    plan = jaxmem.plan(plain, *shapes, target="h100", budget=hand.device)
+    planned = compiled(plan.apply(plain), compiler_options=plan.compiler_options)
+    assert planned.device <= hand.device
+    assert planned.work.flops <= hand.work.flops
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("planner", ["dp", "dots", "sqrt"])
+def test_gradients_are_those_of_the_function_as_it_is_written(place, planner):
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(0), 2)
+        weights = jax.random.normal(keys[0], (WIDTH, 16), jnp.float64) / 16
+        x = jax.random.normal(keys[1], (32, WIDTH), jnp.float64)
+        labels = jnp.arange(32) % 16
+        fun = place(losses)
+        planned = jaxmem.plan(fun, weights, x, labels, planner=planner).apply(fun)
+        expected = jax.value_and_grad(fun, (0, 1))(weights, x, labels)
+        found = jax.jit(jax.value_and_grad(planned, (0, 1)))(weights, x, labels)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
+
+
+def flattened(fun, *args):
+    return jaxprs.flatten(fun, args, merge=True)
+
+
+def test_what_differs_in_a_parameter_a_literal_or_a_dtype_stays_apart():
+    x = jnp.arange(6.0).reshape(2, 3)
+    key = jax.random.key(0)
+
+    def fun(x, key):
+        return (
+            (x.sum(0), x.sum(1), x.sum((0, 1))),
+            (x + 1.0, x + 2.0, x - 1.0, x + jnp.nan),
+            (x.astype(jnp.bfloat16), x.astype(jnp.float16)),
+            (jax.random.bits(key, (3,)), jax.random.bits(key, (4,))),
+            (jnp.zeros((2,)), jnp.zeros((3,)), jnp.ones((2,)), jnp.zeros((2,), jnp.int32)),
+            (jax.lax.rev(x, (0,)), jax.lax.rev(x, (1,))),
+        )
+
+    flat = flattened(fun, x, key)
+    values = dict(enumerate([*flat.consts, x, key]))
+    flat.run(flat.steps, values)
+    found = [jaxprs.read(values, output) for output in flat.outputs]
+    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.leaves(fun(x, key)))
+
+
+def test_what_is_the_same_is_there_once_in_calls_too():
+    def fun(x, w):
+        return jnp.tanh(x @ w) + jax.jit(lambda x, w: jnp.tanh(x @ w))(x, w) * jnp.sin(x @ w)
+
+    flat = flattened(fun, jnp.ones((2, 2)), jnp.ones((2, 2)))
+    assert [step.primitive for step in flat.steps].count("dot_general") == 1
+    assert [step.primitive for step in flat.steps].count("tanh") == 1
+
+
+def test_what_has_passed_a_barrier_or_has_effects_stays_apart():
+    def fun(x):
+        again = jax.lax.optimization_barrier(x)
+        jax.debug.print("{x}", x=x)
+        jax.debug.print("{x}", x=x)
+        return jnp.sin(x) + jnp.sin(again) + jax.lax.optimization_barrier(x)
+
+    names = [step.primitive for step in flattened(fun, jnp.ones(3)).steps]
+    assert (names.count("sin"), names.count("optimization_barrier")) == (2, 2)
+    assert sum("print" in name or "callback" in name for name in names) == 2
+
+
+def test_regions_of_the_users_own_are_counted_where_they_begin_with_what_is_there_already():
+    def fun(x, w):
+        y = x @ w
+        z = jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w)(x, w)
+        return (y + z).sum()
+
+    args = jnp.ones((4, 4)), jnp.ones((4, 4))
+    flat = jaxprs.flatten(fun, args, open_regions=True, merge=True)
+    ((start, stop),) = flat.regions
+    assert [step.primitive for step in flat.steps[start:stop]] == ["tanh", "dot_general"]
+    plan = jaxmem.plan(fun, *args)
+    expected, found = jax.grad(fun)(*args), jax.grad(plan.apply(fun))(*args)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
