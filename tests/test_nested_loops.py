@@ -143,3 +143,38 @@ def test_a_scan_with_a_budget_of_its_own_has_one_inside(budget):
     got = jax.grad(loss, (1, 2))(jaxmem.scan, w, source, budget=budget)
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("planner", ["dp", "sqrt", "dots"])
+def test_attention_in_blocks_with_a_running_maximum(planner):
+    """JAX stacks less of the inner scan than it does of that scan alone: its maximum has no
+    derivative, and a branch is never taken (EasyLM's blockwise attention)."""
+
+    def attention(q):
+        blocks = jnp.moveaxis(q.reshape(2, 4, 4, 2, 4), 1, 0)
+
+        def of_block(block, _):
+            def turn(carry, keys):
+                total, before = carry
+                scores = jnp.einsum("bqhd,bkhd->bqhk", block, keys)
+                most = jnp.maximum(before, jnp.max(scores, axis=-1, keepdims=True))
+                most = jax.lax.stop_gradient(most)
+                new = jnp.einsum("bqhk,bkhd->bqhd", jnp.exp(scores - most), keys)
+                return total * jnp.exp(before - most) + new, most
+
+            def step(carry, keys):
+                skip = jnp.array(False)
+                return jax.lax.cond(skip, lambda carry, keys: carry, turn, carry, keys), None
+
+            first = jnp.zeros((2, 4, 2, 4)), jnp.full((2, 4, 2, 1), -jnp.inf)
+            return jax.lax.scan(step, first, blocks)[0][0]
+
+        _, out = jax.lax.scan(lambda _, x: ((), of_block(*x)), (), (blocks, jnp.arange(4)))
+        return jnp.sum(out**2)
+
+    q = jax.random.normal(jax.random.key(0), (2, 16, 2, 4))
+    plan = jaxmem.plan(attention, q, planner=planner)
+    assert 0 < plan.projected_bytes <= plan.plain_bytes
+    expected = jax.value_and_grad(attention)(q)
+    found = jax.jit(jax.value_and_grad(plan.apply(attention)))(q)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)

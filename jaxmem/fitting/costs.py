@@ -131,7 +131,7 @@ class Costs:
         for time, layout in sorted(found, key=lambda row: row[0]):
             if time >= seconds:
                 return
-            yield self.priced(levers, constraints.write(program, layout, planner))
+            yield self.priced(levers, constraints.write(program, layout))
 
     def _as_written(self, levers: Levers) -> Candidate:
         """The loss with its own regions."""

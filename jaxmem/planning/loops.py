@@ -125,7 +125,8 @@ class _Iteration:
         self.forward = self.costs([(number, 1) for number in range(len(body.kernels))])
         self.state = sum(body.sizes[value] for value in self.operation.carry)
         # What JAX stacks of the inner loops, and what their schedules have in its place.
-        self.more = sum(o.residuals - body.residual_bytes(n) for n, o in decided.items() if o.loop)
+        self.stacked = sum(body.residual_bytes(n) for n, o in decided.items() if o.loop)
+        self.in_place = sum(option.residuals for option in inner if option.loop)
 
     def costs(self, runs, inner: list[LoopOption] | None = None) -> Costs:
         """Of kernels that run, as often as they do, and of what inner loops run again."""
@@ -141,7 +142,9 @@ class _Iteration:
         """All that its derivative reads is saved."""
         length, body = self.operation.length, self.body
         cost = simulate_block(body, 0, len(body.kernels), frozenset())
-        each = self.plain.residuals // max(length, 1) + self.operation.results + self.more
+        # JAX may stack less of a loop where it is in this one than where it is alone.
+        others = max(self.plain.residuals // max(length, 1) - self.stacked, 0)
+        each = others + self.operation.results + self.in_place
         return Body(
             Loop(self.kernel, whole=True, loops=self.loops), (), length, self.state, each,
             cost.peak, (cost.at,), self.costs([], self.inner), self.forward,

@@ -266,7 +266,7 @@ def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Int
     gradients = {  # one of a value, however often it is an operand
         step.inputs[at]: value
         for at, value in zip(real, joint.flat.outputs[len(joint.results) :], strict=True)
-        if isinstance(value, int)
+        if isinstance(value, int) and isinstance(step.inputs[at], int)
     }
     floating = moving([variable.aval for variable in step.equation.outvars])
     if step.primitive == "shard_map":
@@ -283,7 +283,11 @@ def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Int
 
     found = taken(program)
     values = zip((*joint.operands, *joint.results), (*step.inputs, *step.outputs), strict=True)
-    reads = {one for inner, one in values if inner in found.reads and isinstance(one, int)}
+    reads = {
+        one
+        for inner, one in values
+        if isinstance(inner, int) and isinstance(one, int) and inner in found.reads
+    }
     whole = taken(program.together).kept if program.whole_sizes else found.kept
     kept = found.kept or None  # a value of no bytes would have to be made again too
     return _Interior(None, kept, whole, found.backward, found.forward, frozenset(reads))

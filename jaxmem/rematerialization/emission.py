@@ -334,8 +334,10 @@ class _Emission:
             else:
                 # The loop parts the forward pass from the recomputation: nothing to prevent.
                 emission.checkpointed(region, inner, False, loop.offloaded)
-            results = emission.outputs(inner)
-            return results[:carried], [results[carried + at] for at in read]
+            results = emission.outputs(inner)  # some may be numbers of the program's own
+            return list(map(_array, results[:carried])), [
+                _array(results[carried + at]) for at in read
+            ]
 
         return one
 

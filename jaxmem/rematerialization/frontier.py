@@ -237,6 +237,6 @@ def pareto(
             best.append(layout)
     total = constraints.budget_for(program).total
     return Frontier(
-        tuple(constraints.write(program, layout, found) for layout in reversed(best)),
+        tuple(constraints.write(program, layout) for layout in reversed(best)),
         tuple((name, total(layout.peak), layout.seconds) for name, layout in rivals.items()),
     )

@@ -134,7 +134,7 @@ class Plan(Printed):
 
     @property
     def plain_bytes(self) -> int:
-        """Projected bytes without regions."""
+        """Projected bytes of the function as it is."""
         return self.predicted.plain_bytes
 
     @property

@@ -40,7 +40,7 @@ class PlanCompiler:
 
     def start(self, layout: Layout) -> Begun:
         """Begins to compile the plan of a layout."""
-        chosen = self.constraints.write(self.traced.program, layout, self.planner)
+        chosen = self.constraints.write(self.traced.program, layout)
         made = self.begin(chosen, self.options(chosen))
         made.start()
         said = f"{format_bytes(chosen.projected_bytes)} projected"

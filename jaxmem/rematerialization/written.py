@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 from jaxmem import jaxprs
-from jaxmem.planning import Variant, simulate_block
+from jaxmem.planning import simulate_block
 from jaxmem.program import Kernel, Program
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
@@ -31,9 +31,8 @@ class AsWritten:
     def cost(self) -> Written:
         """Its bytes, and what its regions run again."""
         rates, program = self.constraints.rates, self.traced.program
-        budget, program = self.constraints.budget_for(program), self.constraints.as_run(program)
         return Written(
-            budget.total(Variant.plain(program, rates).layout(()).peak),
+            self.constraints.budget_for(program).total(self.constraints.as_it_is(program).peak),
             int(self._again(lambda kernel: kernel.flops)),
             self._again(rates.seconds),
             rates.forward(self.constraints.as_run(self.opened.program)),
@@ -53,7 +52,7 @@ class AsWritten:
         """The function as it is, with projected bytes."""
         constraints, program = self._constraints, self.traced.program
         planner = constraints.planner(program)
-        return self._told(constraints.write(program, planner.plain, planner))
+        return self._told(constraints.write(program, planner.plain))
 
     @property
     def _constraints(self) -> Constraints:
@@ -62,7 +61,7 @@ class AsWritten:
     def _told(self, plan: Plan) -> Plan:
         """With what the regions cost, which to the planner are operations like others."""
         cost, opened = self.cost, self.opened.program
-        plain = Variant.plain(self.constraints.as_run(opened), self.constraints.rates).layout(())
+        plain = self.constraints.as_it_is(opened)
         total = self.constraints.budget_for(opened).total
         predicted = dataclasses.replace(
             plan.predicted,
