@@ -93,6 +93,45 @@ def test_what_was_compiled_is_what_runs_where_some_arguments_are_not_differentia
     assert report.device == plan.compiled_bytes
 
 
+def attention_of_edges(vectors, edges):
+    """A graph attention's scores, of which XLA makes what it then refuses (jax 0.10.2)."""
+    scores = jnp.einsum("ehk,hk->eh", edges, vectors)
+    return jnp.sum(jnp.where(scores > 0, scores, 0.1 * scores) ** 2)
+
+
+def test_what_xla_refuses_is_compiled_with_other_options():
+    shapes = [jax.ShapeDtypeStruct(size, jnp.float32) for size in [(4, 64), (200_000, 4, 64)]]
+    plan = jaxmem.plan(attention_of_edges, *shapes, budget="1GiB", target="h200")
+    assert jaxmem.Plan.from_json(plan.to_json()) == plan
+    report = compiled(
+        plan.apply(attention_of_edges), *shapes, compiler_options=plan.compiler_options
+    )
+    assert report.device == plan.compiled_bytes
+
+
+def test_options_without_which_nothing_compiles_are_told(monkeypatch):
+    begin = CompiledPlans.begin
+
+    class Refused:
+        def __init__(self, made):
+            self.start, self.stop = made.start, made.stop
+
+        def report(self):
+            raise jaxmem.CompileError("XLA could not compile the program: INVALID_ARGUMENT")
+
+    def refusing(self, plan, options):
+        made = begin(self, plan, options)
+        return made if options.get("xla_gpu_enable_triton_gemm") is False else Refused(made)
+
+    monkeypatch.setattr(CompiledPlans, "begin", refusing)
+    plan = jaxmem.plan(tanh_chain, *SHAPES, budget="4GiB", target="h200")
+    assert plan.compiler_options["xla_gpu_enable_triton_gemm"] is False
+    assert "  with xla_gpu_enable_triton_gemm=False, as XLA refuses it without" in str(plan)
+    monkeypatch.setattr(CompiledPlans, "begin", lambda *_: Refused(begin(*_)))
+    with pytest.raises(jaxmem.CompileError, match="XLA could not compile the program"):
+        jaxmem.plan(tanh_chain, *SHAPES, budget="4GiB", target="h200")
+
+
 def test_what_is_projected_a_little_too_large_is_tried_last(monkeypatch):
     """Where XLA makes more of all plans that are projected to fit, and less of larger ones."""
     frontier = jaxmem.pareto(tanh_chain, *SHAPES, points=30).plans

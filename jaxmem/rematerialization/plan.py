@@ -75,7 +75,8 @@ class Compiled:
     """What XLA's compiler says of a plan, for the target: device bytes, FLOPs (matmuls and
     convolutions) and bytes read and written of the whole of ``value_and_grad(fun)``.
     ``xla_pass_bytes`` are the bytes with XLA's own rematerialization pass on, where it would act.
-    ``timeline`` has the bytes along the compiled schedule, where a plan fits.
+    ``timeline`` has the bytes along the compiled schedule, where a plan fits. ``options`` are names
+    and values of flags without which XLA does not compile it.
     """
 
     bytes: int
@@ -83,6 +84,7 @@ class Compiled:
     moved: int | None = None
     xla_pass_bytes: int | None = None
     timeline: Timeline = UNKNOWN
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -178,7 +180,8 @@ class Plan(Printed):
         keeps float32 where the program has bfloat16); where states of a loop wait in host memory,
         the scheduler that copies them beside its steps; for a TPU, the budget as the limit of what
         its scheduler spends."""
-        return self.options_within(self.budget)
+        own = self.compiled.options if self.compiled else ()
+        return self.options_within(self.budget) | dict(own)
 
     def options_within(self, limit: int | None) -> dict[str, Any]:
         """`compiler_options` for a program that may take so many bytes of a device."""
@@ -312,6 +315,7 @@ class Plan(Printed):
             fields["predicted"] = Predicted(**predicted)
             if compiled := fields["compiled"]:
                 compiled["timeline"] = Timeline.read(compiled.get("timeline"))
+                compiled["options"] = tuple(map(tuple, compiled.get("options", ())))
                 fields["compiled"] = Compiled(**compiled)
             fields["written"] = fields["written"] and Written(**fields["written"])
             fields["inputs"] = tuple(fields["inputs"])

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.errors import JaxmemError, OffloadError
+from jaxmem.ground.errors import CompileError, JaxmemError, OffloadError
 from jaxmem.planning import Layout
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.emission import emit
@@ -15,7 +16,7 @@ from jaxmem.rematerialization.plan import Compiled, Plan
 from jaxmem.rematerialization.search import Begun, Outcome, Search
 from jaxmem.rematerialization.timelines import Timeline
 from jaxmem.rematerialization.traced import TracedFunction
-from jaxmem.reports import Compiling, begin
+from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import LocalDevice, Target, example, family_of
 
 
@@ -52,7 +53,7 @@ class PlanCompiler:
         Raises:
             OffloadError: XLA keeps residuals on the device that the plan has in host memory.
         """
-        report = made.report()
+        made, report, options = self.compiled(chosen, made)
         reserved = self.constraints.reserved
         # A value that goes from turn to turn may be there once for two that the plan counts.
         offloaded = chosen.predicted.host_bytes
@@ -65,17 +66,33 @@ class PlanCompiler:
         total, pass_bytes = report.device + reserved, None
         family = family_of(self.target.known)
         if total > family.pass_acts * self.target.memory_bytes:
-            with_pass = {**self.options(chosen), **family.pass_options}
+            with_pass = {**self.options(chosen), **family.pass_options, **options}
             pass_bytes = self.begin(chosen, with_pass).report().device + reserved
         live = made.live() if total <= self.search.allowed else ()
         timeline = Timeline.of(live, 0, lambda size: size + reserved)
-        compiled = Compiled(total, report.work.flops, report.moved, pass_bytes, timeline)
+        compiled = Compiled(
+            total, report.work.flops, report.moved, pass_bytes, timeline, tuple(options.items())
+        )
         self.plans[layout] = dataclasses.replace(chosen, compiled=compiled)
         said = (
             f" plans for {self.target.name}: {format_bytes(total)} (projected "
             f"{format_bytes(chosen.projected_bytes)})"
         )
         return Outcome(said, layout.price, chosen.projected_bytes, total, layout.place)
+
+    def compiled(
+        self, chosen: Plan, made: Compiling
+    ) -> tuple[Compiling, MemoryReport, Mapping[str, Any]]:
+        """A plan that is being compiled, once it is; where XLA refuses, with options that it may
+        compile with, which are returned too."""
+        try:
+            return made, made.report(), {}
+        except CompileError:
+            options = family_of(self.target.known).fallback_options
+            if not options:
+                raise
+        again = self.begin(chosen, {**self.options(chosen), **options})
+        return again, again.report(), options
 
     def options(self, plan: Plan) -> dict[str, Any]:
         """XLA flags of a plan, without what is reserved for the rest of the step."""

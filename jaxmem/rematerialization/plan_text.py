@@ -68,6 +68,9 @@ def plan_parts(plan: Any) -> Iterator[Part]:
             work = f": {plan.compiled.flops / 1e9:.4g} GFLOP, moves "
             work += format_bytes(plan.compiled.moved)
         yield f"  compiled  {format_bytes(plan.compiled.bytes)} for {plan.target}{work}"
+    if plan.compiled and plan.compiled.options:
+        options = ", ".join(f"{name}={value}" for name, value in plan.compiled.options)
+        yield f"  with {options}, as XLA refuses it without; plan.compiler_options has it"
     if plan.widens:
         yield f"  {plan.target} computes bfloat16 in float32, from copies"
     if predicted.host_bytes:

@@ -30,6 +30,7 @@ class Family(abc.ABC):
         pass_acts: above what share of a device's memory that pass would act.
         widening_options: XLA flags of a step that computes in float32 what is bfloat16.
         copying_options: those of a step whose loops copy to host memory while they compute.
+        fallback_options: those of a step that XLA does not compile without them.
         limit_option: the XLA flag that tells it how many MiB of a device it may use, all of which
             its scheduler spends; empty: it takes what it needs.
         chip_memories: names of the memories of the chip itself, by XLA's numbers ("colors").
@@ -50,6 +51,7 @@ class Family(abc.ABC):
     pass_acts: float
     widening_options: Mapping[str, Any]
     copying_options: Mapping[str, Any] = types.MappingProxyType({})
+    fallback_options: Mapping[str, Any] = types.MappingProxyType({})
     limit_option: str = ""
     chip_memories: Mapping[int, str] = types.MappingProxyType({})
     chip_bytes: int = 0

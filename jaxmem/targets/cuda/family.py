@@ -35,6 +35,9 @@ class Cuda(Family):
     widening_options = {"xla_allow_excess_precision": False}  # noqa: RUF012
     # Else XLA's schedule has the two halves of a copy beside one another.
     copying_options = {"xla_gpu_enable_latency_hiding_scheduler": True}  # noqa: RUF012
+    # XLA of jax 0.10.2 refuses what it makes itself of some batched matrix-vector products with
+    # elementwise operations behind them ("Layout is not normalized"), where Triton is to run them.
+    fallback_options = {"xla_gpu_enable_triton_gemm": False}  # noqa: RUF012
 
     # XLA gives its scheduler, and the pass after it, 80 % of the memory that the device has, less
     # arguments and results, and 95 % of that (GetSchedulerMemoryLimit in
