@@ -143,7 +143,7 @@ def test_the_fewest_bytes_are_not_all_that_is_left(monkeypatch):
     if none is further off, before the fewest bytes at any price."""
     fun = functools.partial(loss, lambda f: f)
     plain = jaxmem.plan(fun, *arguments(), compilations=0).plain_bytes
-    fewest = program()[1].write(program()[0], planner().smallest()).predicted
+    fewest = program()[1].write(program()[0], planner().smallest(), planner().plain).predicted
     budget = int(0.7 * plain)
     off = itertools.chain([1.147], itertools.repeat(1.01))
 

@@ -12,7 +12,7 @@ from jaxmem.fitting.sizes import bytes_of, slice_of, whole
 from jaxmem.fitting.table import Candidate
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
-from jaxmem.planning import Planner, one_liners, sums_seconds
+from jaxmem.planning import Layout, Planner, one_liners, sums_seconds
 from jaxmem.program import Kernel, Program
 from jaxmem.rematerialization import (
     AsWritten,
@@ -37,6 +37,7 @@ class Costs:
         self._lowest: dict[tuple, int] = {}  # bytes of a plan of these levers, at least
         self._program = functools.lru_cache(_PROGRAMS)(self._read)
         self._planner = functools.lru_cache(_PLANNERS)(self._make_planner)
+        self._as_it_is = functools.lru_cache(_PROGRAMS)(self._make_as_it_is)
 
     def plan(self, levers: Levers, budget: int | None) -> Plan | int:
         """The plan within a budget of the whole step (None: without recomputation), or the lowest
@@ -52,7 +53,8 @@ class Costs:
             constraints = self._constraints(offload, left or 2**62)
             try:
                 planner = self._planner(loss, offload)
-                self._plans[key] = constraints.plan(self._program(loss), planner)
+                plain = self._as_it_is(loss)
+                self._plans[key] = constraints.plan(self._program(loss), planner, plain)
             except BudgetError as error:
                 self._plans[key] = self._lowest[loss, offload] = error.lowest or 0
         found = self._plans[key]
@@ -131,7 +133,7 @@ class Costs:
         for time, layout in sorted(found, key=lambda row: row[0]):
             if time >= seconds:
                 return
-            yield self.priced(levers, constraints.write(program, layout))
+            yield self.priced(levers, constraints.write(program, layout, self._as_it_is(loss)))
 
     def _as_written(self, levers: Levers) -> Candidate:
         """The loss with its own regions."""
@@ -140,6 +142,9 @@ class Costs:
 
     def _make_planner(self, loss: Levers, offload: bool) -> Planner:
         return self._constraints(offload).planner(self._program(loss))
+
+    def _make_as_it_is(self, loss: Levers) -> Layout:
+        return self._constraints(False).as_it_is(self._program(loss))
 
     def plain(self, levers: Levers) -> Plan:
         """The plan without recomputation."""

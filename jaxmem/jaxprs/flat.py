@@ -20,6 +20,7 @@ from jaxmem.jaxprs.equations import (
 )
 from jaxmem.jaxprs.merging import Computed
 from jaxmem.jaxprs.opening import opened_scan
+from jaxmem.jaxprs.operands import has_derivative
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,14 +159,23 @@ def flatten_jaxpr(
     scans: list[tuple[int, JaxprEqn]] = []
     in_scans = 0
     computed = Computed()
-    moving: set[Any] = set()  # numbers of what a derivative may be taken of
-
-    def is_moving(value: int) -> bool:
-        return jnp.issubdtype(getattr(avals[value], "dtype", bool), jnp.inexact)
+    moving: set[int] = set()  # numbers of what a derivative may be taken of
 
     def new(variable) -> int:
         avals.append(variable.aval)
         return len(avals) - 1
+
+    def have_derivative(values: Iterable[int]) -> Iterator[int]:
+        return (value for value in values if has_derivative(avals[value]))
+
+    def count_in(step: Step, earlier: tuple[int, ...] | None) -> None:
+        """For what is merged with a step, that may have the results of an earlier one."""
+        if earlier:
+            computed.same(step.outputs, earlier)
+        else:
+            computed.add(step.equation, step.inputs, step.outputs)
+        if not moving.isdisjoint(step.uses):
+            moving.update(have_derivative(step.outputs))
 
     def walk(jaxpr, numbers: dict, stack, callers=()) -> list[int | Literal]:
         nonlocal in_scans
@@ -187,13 +197,14 @@ def flatten_jaxpr(
                 inner = closed_of(parameters_of(equation)["jaxpr"])
             names = stack + equation.source_info.name_stack
             if inner is None:
-                made = (computed.again(equation, inputs) if merge else None) or ()
-                if moving.isdisjoint(made):
+                earlier = computed.again(equation, inputs) if merge else None
+                if earlier and not moving.isdisjoint(earlier):
+                    made = earlier
+                else:
                     made = tuple(map(new, equation.outvars))
                     steps.append(Step(equation, inputs, made, names, callers))
-                    computed.add(equation, inputs, made)
-                    if not moving.isdisjoint(x for x in inputs if isinstance(x, int)):
-                        moving.update(filter(is_moving, made))
+                    if merge:
+                        count_in(steps[-1], earlier)
                 numbers.update(zip(equation.outvars, made, strict=True))
             else:
                 variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
@@ -213,7 +224,7 @@ def flatten_jaxpr(
     variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     numbers = {variable: new(variable) for variable in variables}
     input_count = len(avals)
-    moving.update(filter(is_moving, range(input_count)))
+    moving.update(have_derivative(range(input_count)))
     outputs = walk(closed.jaxpr, numbers, internals.source_info_util.new_name_stack())
     return FlatJaxpr(
         tuple(steps),

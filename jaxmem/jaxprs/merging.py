@@ -27,15 +27,13 @@ class Computed:
     def add(
         self, equation: JaxprEqn, inputs: Sequence[int | Literal], outputs: tuple[int, ...]
     ) -> None:
-        """Counts an equation in, with its results; those of one that is there twice are the same
-        to what reads them."""
-        if not _is_pure(equation):
-            return
-        earlier = self.again(equation, inputs)
-        if earlier is not None:
-            self._same.update(zip(outputs, earlier, strict=True))
-            return
-        self._alike.setdefault(self._key(equation, inputs), []).append((equation, outputs))
+        """Counts an equation in that computes what none has, with its results."""
+        if _is_pure(equation):
+            self._alike.setdefault(self._key(equation, inputs), []).append((equation, outputs))
+
+    def same(self, values: Sequence[int], earlier: Sequence[int]) -> None:
+        """Takes values that stay for earlier ones, in what reads them."""
+        self._same.update(zip(values, earlier, strict=True))
 
     def _key(self, equation: JaxprEqn, inputs: Sequence[int | Literal]) -> Hashable:
         """What two equations that compute the same have in common, parameters apart: few share it,

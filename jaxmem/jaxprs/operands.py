@@ -37,8 +37,13 @@ def moving(avals: Sequence[Any], constant: Sequence[bool] = ()) -> list[int]:
     return [
         at
         for at, aval in enumerate(avals)
-        if jnp.issubdtype(aval.dtype, jnp.inexact) and not (constant and constant[at])
+        if has_derivative(aval) and not (constant and constant[at])
     ]
+
+
+def has_derivative(aval: Any) -> bool:
+    """Whether an abstract value is of numbers that a derivative is taken of; a token is not."""
+    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact)
 
 
 def is_array(leaf: Any) -> bool:

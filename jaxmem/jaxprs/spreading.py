@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
 from jaxmem.jaxprs.mapped import automatic_axes
 from jaxmem.jaxprs.nested import loop_of
+from jaxmem.jaxprs.operands import has_derivative
 from jaxmem.jaxprs.placement import abstract, of_shape
 from jaxmem.jaxprs.shardy import Part, Parts, Propagated, propagated
 from jaxmem.targets.links import Ring
@@ -207,7 +208,7 @@ def gradient_pieces(flat: FlatJaxpr, given: Sequence[Any], wanted: Sequence[int]
     own = flat.input_count - len(given)
     avals = flat.avals[: flat.input_count]
     mesh = _mesh_of([*given, *_written(flat)])
-    moving = [at for at in flat.outputs if isinstance(at, int) and _is_real(flat.avals[at])]
+    moving = [at for at in flat.outputs if isinstance(at, int) and has_derivative(flat.avals[at])]
 
     def gradients(*inputs):
         def run(*chosen):
@@ -224,10 +225,6 @@ def gradient_pieces(flat: FlatJaxpr, given: Sequence[Any], wanted: Sequence[int]
     parts = found.returned()[len(moving) :]
     whole = Spread(flat, mesh)
     return [whole.aval(at, one) for at, one in zip(wanted, parts, strict=True)]
-
-
-def _is_real(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact)
 
 
 def _mesh_of(shardings: Iterable[Any]) -> Any:

@@ -49,7 +49,7 @@ class Dots:
         once = (layout for layout in found if not layout.flops)
         return min([self.plain, *once], key=lambda layout: layout.peak)
 
-    smallest_at_one_forward = smallest
+    fewest = smallest_at_one_forward = smallest
 
     def rows(self) -> list[Layout]:
         """None."""

@@ -113,9 +113,13 @@ class DP:
                 room = other.bytes - (found.peak - budget)
         return layout
 
+    def fewest(self) -> Layout:
+        """The least projected peak, at any price."""
+        return min(self._small, key=lambda layout: layout.peak)
+
     def smallest(self) -> Layout:
         """The least projected peak; of several about as low, the lowest price."""
-        lowest = min(layout.peak for layout in self._small)
+        lowest = self.fewest().peak
         return min(
             (layout for layout in self._small if layout.peak <= _NEAR * lowest),
             key=lambda layout: layout.price,

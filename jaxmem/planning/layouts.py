@@ -36,8 +36,11 @@ class Planner(Protocol):
     def cheapest_within(self, budget: int) -> Layout | None:
         """The least recompute that is projected to fit a budget, or None."""
 
+    def fewest(self) -> Layout:
+        """The least projected bytes, at any price."""
+
     def smallest(self) -> Layout:
-        """The least projected bytes."""
+        """About the least projected bytes, at the lowest price."""
 
     def smallest_at_one_forward(self) -> Layout:
         """The least projected bytes for at most one more forward pass."""

@@ -62,6 +62,7 @@ class Sqrt:
         layout = self.variant.layout(self.chain.regions(ends))
         return min(layout, self.plain, key=lambda layout: layout.peak)
 
+    fewest = smallest
     smallest_at_one_forward = smallest  # no region is nested: one more forward pass at most
 
 

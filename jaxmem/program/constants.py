@@ -3,10 +3,9 @@ integers, or is behind a `jax.lax.stop_gradient`. JAX keeps nothing for them."""
 
 from collections.abc import Sequence, Set
 
-import jax.numpy as jnp
-
 from jaxmem.jaxprs.flat import FlatJaxpr
 from jaxmem.jaxprs.nested import Loop
+from jaxmem.jaxprs.operands import has_derivative
 
 
 def constant_values(flat: FlatJaxpr, differentiated: Set[int] | None = None) -> set[int]:
@@ -17,12 +16,12 @@ def constant_values(flat: FlatJaxpr, differentiated: Set[int] | None = None) -> 
     closed_over = flat.arrays_closed_over
     tracers = {*range(len(flat.consts))} - closed_over
     wanted = ({*inputs} if differentiated is None else {*differentiated, *tracers}) - closed_over
-    found = {at for at in inputs if at not in wanted or not _has_derivative(flat.avals[at])}
+    found = {at for at in inputs if at not in wanted or not has_derivative(flat.avals[at])}
     for step in flat.steps:
         if step.primitive == "stop_gradient" or found.issuperset(step.uses):
             found.update(step.outputs)
         else:
-            found.update(at for at in step.outputs if not _has_derivative(flat.avals[at]))
+            found.update(at for at in step.outputs if not has_derivative(flat.avals[at]))
     return found
 
 
@@ -43,7 +42,3 @@ def constant_operands(loop: Loop, constant: Sequence[bool]) -> list[bool]:
         if now == found[carry]:
             return found
         found[carry] = now
-
-
-def _has_derivative(aval) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact)

@@ -235,8 +235,8 @@ def pareto(
     for layout in sorted(layouts, key=lambda layout: (layout.peak, layout.price)):
         if not best or layout.price < best[-1].price:
             best.append(layout)
-    total = constraints.budget_for(program).total
+    total, plain = constraints.budget_for(program).total, constraints.as_it_is(program)
     return Frontier(
-        tuple(constraints.write(program, layout) for layout in reversed(best)),
+        tuple(constraints.write(program, layout, plain) for layout in reversed(best)),
         tuple((name, total(layout.peak), layout.seconds) for name, layout in rivals.items()),
     )

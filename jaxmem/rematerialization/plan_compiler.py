@@ -37,11 +37,12 @@ class PlanCompiler:
             )
         self.traced, self.target, self.constraints = traced, target, constraints
         self.planner = constraints.planner(traced.program)
+        self.plain = constraints.as_it_is(traced.program)
         self.plans: dict[Layout, Plan] = {}
 
     def start(self, layout: Layout) -> Begun:
         """Begins to compile the plan of a layout."""
-        chosen = self.constraints.write(self.traced.program, layout)
+        chosen = self.constraints.write(self.traced.program, layout, self.plain)
         made = self.begin(chosen, self.options(chosen))
         made.start()
         said = f"{format_bytes(chosen.projected_bytes)} projected"

@@ -52,7 +52,7 @@ class AsWritten:
         """The function as it is, with projected bytes."""
         constraints, program = self._constraints, self.traced.program
         planner = constraints.planner(program)
-        return self._told(constraints.write(program, planner.plain))
+        return self._told(constraints.write(program, planner.plain, constraints.as_it_is(program)))
 
     @property
     def _constraints(self) -> Constraints:
