@@ -105,3 +105,28 @@ def test_numbers_that_are_handed_on(place, outside, options):
     planned = jaxmem.plan(loss, w, x, argnums=(0, 1), **options).apply(loss)
     found = jax.jit(jax.value_and_grad(planned, (0, 1)))(w, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+
+
+def types(results):
+    return jax.tree.map(lambda one: (type(one), one.dtype, one.weak_type), results)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0])
+@pytest.mark.parametrize("planner", ["dp", "sqrt", "dots"])
+def test_results_have_the_types_that_jax_gives_them(share, planner):
+    """Weak ones too, with and without `jax.jit`: what is computed of them has the same dtype."""
+
+    def loss(w, x):
+        x, stacked = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), (1.0, 3)), x, length=30)
+        numbers = jnp.asarray(2), jnp.asarray(2.5), jnp.asarray(True), jax.lax.full((), 1.0)
+        return jnp.sum(x**2), (stacked, numbers)
+
+    with jax.enable_x64(True):
+        args = jnp.eye(8, dtype=jnp.float32), jnp.ones((32, 8), jnp.float32)
+        options = {"has_aux": True, "planner": planner}
+        least = jaxmem.plan(loss, *args, **options)
+        budget = least.projected_bytes + share * (least.plain_bytes - least.projected_bytes)
+        planned = jaxmem.plan(loss, *args, budget=f"{int(budget)}B", **options).apply(loss)
+        for how in (lambda f: f, jax.jit):
+            for of in (lambda f: f, lambda f: jax.value_and_grad(f, has_aux=True)):
+                assert types(how(of(planned))(*args)) == types(how(of(loss))(*args))

@@ -115,6 +115,71 @@ def test_what_differs_in_a_parameter_a_literal_or_a_dtype_stays_apart():
     jax.tree.map(np.testing.assert_array_equal, found, jax.tree.leaves(fun(x, key)))
 
 
+# Pairs that Python takes for equal, or that print alike.
+NUMBERS = [(0.0, -0.0), (1, 1.0), (True, 1), (float("nan"), -float("nan"))]
+
+
+def of_one_number(number):
+    return lambda x: jnp.copysign(x, number) + jnp.arctan2(0.0 * x, jnp.where(x > 9, x, number))
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+@pytest.mark.parametrize("place", ["flat", "scan", "calls"])
+@pytest.mark.parametrize("options", [{}, {"planner": "sqrt"}, {"regions": "keep"}])
+def test_numbers_that_differ_in_a_bit_or_in_their_type_stay_apart(numbers, place, options):
+    first, second = map(of_one_number, numbers)
+    if place == "calls":
+        first, second = jax.jit(first), jax.jit(second)
+
+    def both(x):
+        y = jnp.sin(x @ jnp.eye(3)) + 2.0
+        return first(y) - 3.0 * second(y)
+
+    def loss(x):
+        if place == "scan":
+            return jnp.sum(jax.lax.scan(lambda c, _: (both(c), c.sum()), x, length=6)[0])
+        return jnp.sum(both(x))
+
+    x = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+    planned = jaxmem.plan(loss, x, **options).apply(loss)
+    expected, found = (jax.jit(jax.value_and_grad(one))(x) for one in (loss, planned))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+
+
+def test_numbers_in_parameters_stay_apart_too():
+    x = jnp.ones((3,))
+
+    def fun(x):
+        return [jax.lax.pad(x, number, [(1, 1, 0)]) for number in (0.0, -0.0)]
+
+    zeros = [step for step in flattened(fun, x).steps if step.primitive == "pad"]
+    assert len(zeros) == 2
+
+
+def test_traced_values_that_print_alike_stay_apart():
+    """Numbers that rules of the user's close over, inside of another transformation."""
+
+    def inside(one, other):
+        @jax.custom_jvp
+        def times_one(x):
+            return x * one
+
+        @jax.custom_jvp
+        def times_other(x):
+            return x * other
+
+        times_one.defjvp(lambda primals, tangents: (primals[0] * one, tangents[0] * one))
+        times_other.defjvp(lambda primals, tangents: (primals[0] * other, tangents[0] * other))
+
+        def loss(x):
+            return jnp.sum(times_one(jnp.sin(x)) - times_other(jnp.sin(x)))
+
+        return jax.grad(jaxmem.remat(loss))(jnp.ones(3))
+
+    found = jax.jit(inside)(2.0, 5.0)
+    np.testing.assert_allclose(found, -3.0 * np.cos(1.0) * np.ones(3), rtol=1e-6)
+
+
 def test_what_is_the_same_is_there_once_in_calls_too():
     def fun(x, w):
         return jnp.tanh(x @ w) + jax.jit(lambda x, w: jnp.tanh(x @ w))(x, w) * jnp.sin(x @ w)

@@ -178,3 +178,38 @@ def test_attention_in_blocks_with_a_running_maximum(planner):
     expected = jax.value_and_grad(attention)(q)
     found = jax.jit(jax.value_and_grad(plan.apply(attention)))(q)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("read", ["", "first", "second", "first second"])
+def test_two_scans_in_the_body_of_one_at_the_lowest_budget(same, read):
+    """Of which the results are read, or not: what is not is not made, and not kept."""
+
+    def turn(fun):
+        def one(x, _):
+            x = fun(x * 1.1)
+            return x, jnp.sum(x)
+
+        return one
+
+    def step(x, _):
+        x, first = jax.lax.scan(turn(jnp.tanh), x, length=3)
+        y, second = jax.lax.scan(turn(jnp.tanh if same else jnp.sin), x, length=3)
+        total = first.sum() * ("first" in read) + second.sum() * ("second" in read)
+        return x + jnp.tanh(y), (first, total if read else None)
+
+    def loss(x):
+        x, (_, totals) = jax.lax.scan(step, x, length=3)
+        return jnp.sum(x**2) + (jnp.sum(totals) if read else 0.0)
+
+    x = jax.random.normal(jax.random.key(0), (32, 8))
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        jaxmem.plan(loss, x, budget="1B")
+    lowest = caught.value.lowest
+    expected = jax.value_and_grad(loss)(x)
+    for fun in (
+        jaxmem.plan(loss, x, budget=f"{lowest}B").apply(loss),
+        jaxmem.remat(loss, budget=f"{lowest + 2048}B"),
+    ):
+        found = jax.jit(jax.value_and_grad(fun))(x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, expected)

@@ -95,6 +95,7 @@ from jaxmem.jaxprs.placement import (
     spec_of as spec_of,
     struct_of as struct_of,
     varying as varying,
+    weak_as as weak_as,
 )
 from jaxmem.jaxprs.regions import (
     NamePolicy as NamePolicy,

@@ -3,9 +3,12 @@
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmem.jaxprs.equations import operation_of
+from jaxmem.jaxprs.operands import is_opaque
 
 
 class Computed:
@@ -55,9 +58,15 @@ def _parameters(equation: JaxprEqn) -> dict[str, Hashable]:
 
 
 def _same(value: Any) -> Hashable:
-    """Equal for parameters that are the same; arrays and programs are if they are one object."""
-    if getattr(value, "ndim", 1) == 0:
-        return repr(value)
+    """Equal for what is the same to the last bit; arrays and programs are if they are one object.
+    (To Python -0.0 is 0.0, and arrays may print alike.)"""
+    inexact = isinstance(value, float | complex | np.inexact)
+    array = isinstance(value, jax.Array | np.ndarray) and not value.ndim and not is_opaque(value)
+    if inexact or array:
+        number = np.asarray(value)
+        return number.dtype, number.tobytes()
+    if type(value) is tuple:
+        return tuple(map(_same, value))
     try:
         hash(value)
     except TypeError:

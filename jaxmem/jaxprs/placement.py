@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import primitives
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -119,6 +120,16 @@ def filled(like, number: int = 0) -> jax.Array:
         one = jax.device_put(one, HOST)
     aval = _aval(like)
     return varying(jax.lax.broadcast(one, aval.shape, out_sharding=_explicit(aval)), aval)
+
+
+def weak_as(aval: Any, value: Any) -> Any:
+    """A value, of a weak type where its abstract value is: JAX makes those of custom rules strong,
+    and what is computed of them would have another dtype."""
+    if not getattr(aval, "weak_type", False) or jax.typeof(value).weak_type:
+        return value
+    return primitives.convert_element_type_p.bind(
+        value, new_dtype=aval.dtype, weak_type=True, sharding=None
+    )
 
 
 def struct_of(aval) -> jax.ShapeDtypeStruct:

@@ -155,9 +155,10 @@ class _Emission:
         values.update(zip(parted, passed, strict=True))
 
     def outputs(self, values: dict[int, Any]) -> list[Any]:
-        """The results of the program, once its kernels have run; None: nobody asks for it."""
+        """The results of the program once its kernels have run, numbers of its own as arrays; None:
+        nobody asks for it."""
         values = values | dict.fromkeys(self.dropped)
-        return [jaxprs.read(values, out) for out in self.flat.outputs]
+        return [_array(jaxprs.read(values, out)) for out in self.flat.outputs]
 
     def name(self, value: int) -> str:
         """What the policies of this emission's regions call a value."""
@@ -240,7 +241,7 @@ class _Emission:
         kernels = self.program.kernels[region.start : region.stop]
         made = {value for kernel in kernels for value in kernel.results}
         reads = sorted({value for kernel in kernels for value in kernel.sources} - made)
-        keeps = sorted(value for value in made if self.program.last_used[value] > region.stop)
+        keeps = [v for v in sorted(made & self.asked) if self.program.last_used[v] > region.stop]
 
         def run(*operands):
             inner = dict(zip(reads, operands, strict=True))
@@ -296,7 +297,8 @@ class _Emission:
                     options["length"], options["reverse"], options["unroll"],
                 )  # fmt: skip
         made = [*step.outputs[: len(carry)], *(stacked_as[at] for at in read)]
-        values.update(zip(made, [*carry, *stacked], strict=True))
+        for value, result in zip(made, [*carry, *stacked], strict=True):
+            values[value] = jaxprs.weak_as(self.flat.avals[value], result)
 
     def mapped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
         """A `jax.shard_map` with regions in what each device runs."""
@@ -334,10 +336,8 @@ class _Emission:
             else:
                 # The loop parts the forward pass from the recomputation: nothing to prevent.
                 emission.checkpointed(region, inner, False, loop.offloaded)
-            results = emission.outputs(inner)  # some may be numbers of the program's own
-            return list(map(_array, results[:carried])), [
-                _array(results[carried + at]) for at in read
-            ]
+            results = emission.outputs(inner)
+            return results[:carried], [results[carried + at] for at in read]
 
         return one
 
@@ -382,7 +382,8 @@ def _named(value: Any, name: str) -> Any:
 
 
 def _array(value: Any) -> Any:
-    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+    """A value as an array, where it is a number of the program's own; None: there is none."""
+    return value if value is None or isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def _saved(regions: Sequence[Region]) -> frozenset[int]:
