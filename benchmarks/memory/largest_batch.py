@@ -94,8 +94,8 @@ def fitted(size: int) -> dict:
         step, (state, batch) = plan_step(size)
         try:
             step = jaxmem.fit(
-                step.loss_fn,
-                step.optimizer,
+                step.settings.loss_fn,
+                step.settings.optimizer,
                 state.params,
                 batch,
                 model_state=state.model_state,

@@ -57,7 +57,7 @@ def rows_of(name):
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
     allowed = Constraints.parse(None, 0, TARGET, "dp")
     program = TracedFunction(loss, args, {}, 0, has_aux).program
-    around = program.boundary_bytes
+    around, as_it_is = program.boundary_bytes, allowed.as_it_is(program)
     for budget in budgets:
         planner = allowed.planner(program)
 
@@ -67,7 +67,7 @@ def rows_of(name):
             layout = planner.cheapest_within(int(goal * GIB) - around)
             if layout is None:
                 return None
-            plan = allowed.write(program, layout, planner)
+            plan = allowed.write(program, layout, as_it_is)
             return layout.place, layout.peak + around, compiled(plan.apply(loss), args).device
 
         row = {"case": name, "budget": f"{budget:.3f} GiB", "projected": "none", "compiled": ""}

@@ -292,7 +292,7 @@ class StandIn(CompiledPlans):
         own = random.Random(f"{self.seed} {layout.regions} {layout.loops}").uniform(0.995, 1.005)
         total = self.constraints.budget_for(self.traced.program).total(layout.peak)
         compiled = int(total * place * own)
-        plan = self.constraints.write(self.traced.program, layout, self.planner)
+        plan = self.constraints.write(self.traced.program, layout, self.plain)
         self.plans[layout] = plan
         return Outcome("", layout.price, total, compiled, layout.place)
 

@@ -41,7 +41,7 @@ def first_plan(loss, args, has_aux, target, budget):
     planner = constraints.planner(program)
     plain = constraints.budget_for(program).total(planner.plain.peak)
     layout = planner.cheapest_within(constraints.budget_for(program).left) or planner.smallest()
-    plan = constraints.write(program, layout, planner)
+    plan = constraints.write(program, layout, constraints.as_it_is(program))
     device = jaxmem.memory(
         jax.value_and_grad(plan.apply(loss), has_aux=has_aux),
         *args,
