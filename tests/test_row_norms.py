@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from jaxmem.program.kernels import _REDUCTIONS, _read_by_derivative
+from jaxmem.program.kernels import _REDUCTIONS
 from jaxmem.program.row_norms import row_norms
 from jaxmem.rematerialization.traced import TracedFunction
 
@@ -121,7 +121,7 @@ def norms_of(name):
     for operation in program.operations:
         for value in operation.outputs:
             stored[value] = operation.name == "dot_general"
-    return program, row_norms(program, stored, _REDUCTIONS, _read_by_derivative)
+    return program, row_norms(program, stored, _REDUCTIONS)
 
 
 def test_rows_are_normalised_by_what_they_are_reduced_to():

@@ -78,6 +78,14 @@ def is_fused(equation) -> bool:
     return any(one.is_fused(equation) for one in DERIVATIVES)
 
 
+def calls(equation) -> tuple[str, ...]:
+    """The primitives inside of a call that is fused."""
+    if operation_of(equation) not in ("custom_jvp_call", "jit", "pjit"):
+        return ()
+    inner = [one for jaxpr in _forward(equation) for one in jaxpr.eqns]
+    return tuple(name for one in inner for name in (operation_of(one), *calls(one)))
+
+
 def is_known(step: Step) -> bool:
     """Whether what its derivative reads is known here (`derivative_reads`); of others (a sort, a
     scatter, a Cholesky decomposition, what comes new) JAX has to be asked."""

@@ -7,8 +7,11 @@ none to make again.
 """
 
 import dataclasses
+import functools
 
 from jaxmem.program.costs import CONTRACTIONS
+from jaxmem.program.readers import is_view, read_by_derivative
+from jaxmem.program.repeats import Repeats
 from jaxmem.program.row_norms import RowNorms, row_norms
 from jaxmem.targets.links import Ring
 
@@ -21,12 +24,6 @@ _CHAIN = 64  # operations; chosen: half and twice change no plan
 # plan.
 _SMALL = 16
 
-_VIEWS = frozenset(
-    """
-    bitcast_convert_type copy copy_p expand_dims mesh_cast name optimization_barrier pvary reshape
-    reshard row_major sharding_constraint squeeze stop_gradient
-    """.split()
-)
 NAMED = "named"  # a name that a policy may save: what it marks is not made again for it
 # What reads other elements than it writes: its derivative cannot be written over what it read.
 _SHIFTS = frozenset("concatenate dynamic_slice pad rev slice".split())
@@ -105,12 +102,14 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     kernels: list[Kernel] = []
     # What is gathered, and not yet: the operand that it is made of.
     gathered = {
-        new: (old, ring) for operation in program.operations for old, new, ring in operation.gathers
+        new: (old, ring)
+        for operation in program.operations
+        for old, new, ring in operation.exchange.gathers
     }
     stored.extend([True] * (len(program.sizes) - len(stored)))
     norms = RowNorms({}, {})
     if program.rules.blocks_of_rows:
-        norms = row_norms(program, stored, _REDUCTIONS, _read_by_derivative)
+        norms = row_norms(program, stored, _REDUCTIONS)
     reduced = False  # whether the kernel before is a reduction
     for index, operation in enumerate(program.operations):
         results = tuple(value for value in operation.outputs if stored[value])
@@ -144,7 +143,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             if member.derivative_reads == "result":
                 reads |= set(results) if number == last else under
             else:
-                read = _read_by_derivative(member, program.active)
+                read = read_by_derivative(member, program.active)
                 reads |= frozenset().union(*(made(member, value) for value in read))
             if member.name in _SHIFTS:
                 shifted |= under
@@ -198,7 +197,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 shifted,
                 operation.contraction.precision,
                 summed=_sent_for_sum(operation, sum(program.sizes[value] for value in results)),
-                ring=operation.summed,
+                ring=operation.exchange.summed,
                 rows=rows,
                 normalised=normalised,
             )
@@ -261,31 +260,9 @@ def _gather(
 def _sent_for_sum(operation, size: int) -> int:
     """What each device sends where a result of that size is summed, in a ring: pieces of it once to
     be summed, and once as they are then."""
-    devices = operation.summed.devices if operation.summed else 1
+    ring = operation.exchange.summed
+    devices = ring.devices if ring else 1
     return 2 * size * (devices - 1) // devices
-
-
-def _read_by_derivative(operation, active: list[bool]) -> tuple[int, ...]:
-    """The operands that an operation's derivative reads, as JAX keeps them: of a product with what
-    has no cotangent (frozen parameters, a mask), that alone."""
-    if operation.reads is not None:
-        return tuple(operation.reads)
-    inputs = operation.inputs
-    how = operation.derivative_reads
-    if how == "nothing":
-        return ()
-    if how == "indices":
-        return inputs[1:]
-    if how == "places":
-        return inputs[2:]
-    if how == "predicate":
-        return inputs[:1]
-    if how == "divisor":
-        return inputs[1:] + inputs[:1] * active[inputs[1]]
-    if how == "other":
-        one, other = inputs
-        return (other,) * active[one] + (one,) * active[other]
-    return inputs
 
 
 def _copy(program, value: int) -> int:
@@ -321,7 +298,7 @@ def _stored(program) -> list[bool]:
         wanted[value] = True
     # A view is where what it shows is.
     for operation in reversed(program.operations):
-        if _is_view(operation):
+        if is_view(operation):
             (shown,), (view,) = operation.inputs, operation.outputs
             wanted[shown] |= wanted[view]
             readers[shown] += readers[view] - 1
@@ -329,8 +306,11 @@ def _stored(program) -> list[bool]:
     under: list[frozenset[int]] = [frozenset()] * count
     for_each: list[frozenset[int]] = [frozenset()] * count  # what one element of it is made of
     length = [0] * count
+    repeats = Repeats(program, functools.partial(_reduces, sizes=sizes))
     for operation in program.operations:
         inputs = operation.inputs
+        for value in repeats.kept(operation, stored):
+            stored[value] = True
         sources = frozenset().union(*({v} if stored[v] else under[v] for v in inputs))
         parts = [frozenset([v]) if stored[v] else for_each[v] for v in inputs]
         if operation.name == "concatenate":
@@ -343,7 +323,7 @@ def _stored(program) -> list[bool]:
                 source >= program.input_count and sizes[source] * _SMALL >= sizes[value]
                 for source in element
             )
-            if _is_view(operation):
+            if is_view(operation):
                 write = value in program.outputs
             elif not operation.fused or wanted[value]:
                 write = True
@@ -376,7 +356,3 @@ def _takes_few(operation, sizes) -> bool:
     if operation.name != "gather" or operation.fused or operation.derivative_reads == "nothing":
         return False
     return sizes[operation.outputs[0]] * _SMALL < sizes[operation.inputs[0]]
-
-
-def _is_view(operation) -> bool:
-    return operation.name in _VIEWS and len(operation.inputs) == 1 == len(operation.outputs)

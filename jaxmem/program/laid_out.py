@@ -32,12 +32,16 @@ def _compiled_by(program: Program, rules: Rules) -> Program:
             operation = dataclasses.replace(operation, flops=0, fused=True, widened=False)
         body = operation.body and compiled_by(operation.body, rules)
         operations.append(dataclasses.replace(operation, body=body))
-    apart = _apart(program)
+    apart = _apart(program) if rules.tile else []
 
     def sizes(types, bare) -> tuple[int, ...]:
-        return tuple(
-            _bytes(kind, size, axes, rules)
-            for kind, size, axes in zip(types, bare, apart[: len(bare)], strict=True)
+        return (
+            bare
+            if rules.tile is None
+            else tuple(
+                _bytes(kind, size, axes, rules)
+                for kind, size, axes in zip(types, bare, apart[: len(bare)], strict=True)
+            )
         )
 
     return dataclasses.replace(

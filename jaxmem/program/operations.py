@@ -33,6 +33,20 @@ class Contraction:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+    """What devices send each other for an operation.
+
+    Attributes:
+        gathers: operands that they send each other first: the value as it is made, and as it is
+            read, and among which devices.
+        summed: among which devices a matmul is summed, that are cut along what it sums.
+    """
+
+    gathers: tuple[tuple[int, int, Ring], ...] = ()
+    summed: Ring | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
     """One operation: the values it reads and makes (by number), its FLOPs, whether XLA fuses it
     with its neighbours, what its derivative reads (``"nothing"``, its ``"result"``, its
@@ -48,9 +62,7 @@ class Operation:
     returns. ``reads`` are those of them that its derivative reads, where that is known exactly.
     ``inside`` are bytes that the derivative takes beside all of that, ``workspace`` those that the
     operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
-    ``gathers`` are operands that devices send each other first: the value as it is made, and as it
-    is read, and among which devices. A matmul is ``summed`` among devices that are cut along what
-    it sums.
+    ``calls`` are the primitives inside of a call that is fused.
     """
 
     name: str
@@ -71,12 +83,12 @@ class Operation:
     widened: bool = False
     results: int = 0
     contraction: Contraction = Contraction()
-    gathers: tuple[tuple[int, int, Ring], ...] = ()
-    summed: Ring | None = None
+    exchange: Exchange = Exchange()
+    calls: tuple[str, ...] = ()
 
     def read_as(self, value: int) -> int:
         """An operand as it is read, where devices send it each other first."""
-        return next((new for old, new, _ in self.gathers if old == value), value)
+        return next((new for old, new, _ in self.exchange.gathers if old == value), value)
 
     @property
     def is_region(self) -> bool:
@@ -150,7 +162,7 @@ class Program:
         if not self.whole_sizes:
             return self
         operations = (
-            dataclasses.replace(one, gathers=(), summed=None, body=one.body and one.body.together)
+            dataclasses.replace(one, exchange=Exchange(), body=one.body and one.body.together)
             for one in self.operations
         )
         return dataclasses.replace(
@@ -204,7 +216,7 @@ class Program:
             for value in range(count)
         ]
         for operation in self.operations:
-            for value, gathered, _ in operation.gathers:
+            for value, gathered, _ in operation.exchange.gathers:
                 active[gathered] = active[value]
             if operation.name != "stop_gradient" and any(active[v] for v in operation.inputs):
                 for value in operation.outputs:

@@ -19,6 +19,7 @@ from jaxmem.jaxprs.residuals import Kept, region_residuals, scan_residuals
 from jaxmem.jaxprs.spreading import Spread
 from jaxmem.program.constants import constant_operands, constant_values
 from jaxmem.program.costs import (
+    calls,
     derivative_reads,
     flops,
     is_batched,
@@ -30,7 +31,7 @@ from jaxmem.program.costs import (
     slides,
 )
 from jaxmem.program.opaque import Halves, halves, peak
-from jaxmem.program.operations import Contraction, Operation, Program
+from jaxmem.program.operations import Contraction, Exchange, Operation, Program
 
 # What has a program inside that nothing is planned in.
 _OPAQUE = frozenset(
@@ -99,7 +100,8 @@ def read_program(
                     slides(step.equation),
                     precision_of(step.equation.params),
                 ),
-                summed=spread.summed(step),
+                exchange=Exchange(summed=spread.summed(step)),
+                calls=calls(step.equation),
             )
         )
     gathered: dict[Any, int] = {}
@@ -110,8 +112,9 @@ def read_program(
             sizes.append(size_of(piece))
             types.append(type_of(piece))
         operation = operations[gather.step]
-        gathers = (*operation.gathers, (gather.value, value, gather.ring))
-        operations[gather.step] = dataclasses.replace(operation, gathers=gathers)
+        gathers = (*operation.exchange.gathers, (gather.value, value, gather.ring))
+        exchange = dataclasses.replace(operation.exchange, gathers=gathers)
+        operations[gather.step] = dataclasses.replace(operation, exchange=exchange)
     outputs = tuple(value for value in flat.outputs if isinstance(value, int))
     several = spread.mesh is not None
     return Program(

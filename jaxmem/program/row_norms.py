@@ -8,9 +8,10 @@ would reduce a row for each.
 
 import dataclasses
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from jaxmem.program.readers import readers_of
 
 # What may stand between the reduction and the array, as XLA matches it: a selection, such as
 # `jax.nn.logsumexp` has there, may not.
@@ -21,8 +22,6 @@ _BETWEEN = frozenset(
     """.split()
 )
 _BOTH = frozenset("add div max min mul sub".split())
-# Their derivatives compare the rows with the result.
-_COMPARED = frozenset("reduce_max reduce_min".split())
 
 
 class Normalised(NamedTuple):
@@ -61,16 +60,14 @@ def row_norms(
     program: Any,
     stored: Sequence[bool],
     reductions: frozenset[str],
-    read_by: Callable[[Any, list[bool]], Iterable[int]],
 ) -> RowNorms:
-    """Those of a program (`Program`), of which some values are in memory; ``read_by`` says what the
-    derivative of an operation reads."""
+    """Those of a program (`Program`), of which some values are in memory."""
     under: dict[int, frozenset[int]] = {}  # what an element is made of
     by: dict[int, frozenset[int]] = {}  # the reductions that it is of
     sources: dict[int, frozenset[int]] = {}
     reduced: dict[int, frozenset[int]] = {}
     made: dict[int, Normalised] = {}
-    readers = _readers(program, read_by)
+    readers = readers_of(program)
 
     def of(value: int) -> frozenset[int]:
         return frozenset([value]) if stored[value] else under.get(value, frozenset())
@@ -114,24 +111,3 @@ def _of_rows(program: Any, operation: Any) -> bool:
         for values in (operation.inputs, operation.outputs)
     )
     return left == shape[:-1]
-
-
-def _readers(program: Any, read_by: Callable[[Any, list[bool]], Iterable[int]]) -> Counter[int]:
-    """How many operations and derivatives read each value."""
-    readers = Counter(program.outputs)
-    reached = set(program.outputs)  # by a cotangent
-    for operation in reversed(program.operations):
-        readers.update(operation.inputs)
-        if operation.name == "stop_gradient" or reached.isdisjoint(operation.outputs):
-            continue
-        active = {value for value in operation.inputs if program.active[value]}
-        if not active:
-            continue
-        reached |= active
-        if operation.derivative_reads == "result":
-            readers.update(operation.outputs)
-        else:
-            readers.update(read_by(operation, program.active))
-        if operation.name in _COMPARED:
-            readers.update(operation.outputs)
-    return readers

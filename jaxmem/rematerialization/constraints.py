@@ -131,6 +131,7 @@ class Constraints:
             family=self.device.family if self.device else "",
             time_error=self.device.time_error if self.device else None,
             widens=program.widens,
+            cycles=program.rules.cycles,
             inputs=program.together.types[: program.input_count],
             differentiated=None if wanted is None else tuple(sorted(wanted)),
             opened=program.opened,
@@ -155,7 +156,7 @@ class Constraints:
             f"{format_bytes(self.reserved)} of it reserved; the lowest one that does is "
             f"{format_beside(total, self.budget or 0)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
-            f"{lowest(program, least)}.{self._one_liner(program)} Raise the budget, shrink the "
-            "batch, or accumulate gradients over microbatches.",
+            f"{lowest(self.as_run(program), least)}.{self._one_liner(program)} Raise the budget, "
+            "shrink the batch, or accumulate gradients over microbatches.",
             total,
         )

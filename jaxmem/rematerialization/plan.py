@@ -19,7 +19,7 @@ from jaxmem.rematerialization.emission import planned_function
 from jaxmem.rematerialization.named.policy import NamedPolicy
 from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
 from jaxmem.reports.drawn.tables import Part, Printed
-from jaxmem.targets import FAMILIES, Family, Rules, Target, family_of
+from jaxmem.targets import FAMILIES, Cycles, Family, Rules, Target, family_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +105,7 @@ class Plan(Printed):
         time_error: how far its predicted times may be off (`Target.time_error`); None: unchecked.
         widens: whether the target has no bfloat16 units and the program has matmuls or convolutions
             in bfloat16: computed in float32, from copies.
+        cycles: what operations cost on the target, by which it was told what is in memory.
         inputs: dtypes and shapes of the arrays that the program takes.
         differentiated: the numbers of those that gradients are taken of; None: of all.
         opened: how many regions of the user's own the plan takes the place of; those stay where it
@@ -126,6 +127,7 @@ class Plan(Printed):
     family: str = ""
     time_error: float | None = None
     widens: bool = False
+    cycles: Cycles | None = None
     inputs: tuple[str, ...] = ()
     differentiated: tuple[int, ...] | None = None
     opened: int = 0
@@ -191,7 +193,7 @@ class Plan(Printed):
     @property
     def rules(self) -> Rules:
         """How the target's compiler fuses and lays out."""
-        return dataclasses.replace(self._family.rules, widens=self.widens)
+        return dataclasses.replace(self._family.rules, widens=self.widens, cycles=self.cycles)
 
     @property
     def _family(self) -> Family:
@@ -318,6 +320,9 @@ class Plan(Printed):
                 compiled["options"] = tuple(map(tuple, compiled.get("options", ())))
                 fields["compiled"] = Compiled(**compiled)
             fields["written"] = fields["written"] and Written(**fields["written"])
+            if cycles := fields["cycles"]:
+                dear = tuple(map(tuple, cycles["dear"]))
+                fields["cycles"] = Cycles(**cycles | {"dear": dear})
             fields["inputs"] = tuple(fields["inputs"])
             if fields["differentiated"] is not None:
                 fields["differentiated"] = tuple(fields["differentiated"])

@@ -24,6 +24,6 @@ from jaxmem.targets.registry import (
     resolve as resolve,
     target as target,
 )
-from jaxmem.targets.rules import Rules as Rules
+from jaxmem.targets.rules import Cycles as Cycles, Rules as Rules
 from jaxmem.targets.shares import Shares as Shares
 from jaxmem.targets.target import LocalDevice as LocalDevice, Target as Target

@@ -6,6 +6,25 @@ from collections.abc import Collection, Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Cycles:
+    """What element-by-element operations cost on a device, as its compiler counts: what is dear is
+    not computed again in each kernel that reads it.
+
+    Attributes:
+        dear: primitives, and the cycles that one element of float32 takes; all others are next to
+            free.
+        per_byte: cycles that the device computes while it moves a byte.
+        per_kernel: those that it computes while a kernel is started.
+        in_matmuls: whether matmuls compute such operations as they read.
+    """
+
+    dear: tuple[tuple[str, int], ...]
+    per_byte: float
+    per_kernel: float
+    in_matmuls: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rules:
     """How XLA of a family of targets fuses, lays out and differentiates.
 
@@ -28,6 +47,7 @@ class Rules:
         row_major: whether what a scan keeps had better lie row by row. Who reads it may ask for
             another layout, of the layers' axis too, and XLA then makes a copy of the whole stack
             between the passes (plans of attention compiled to 1.4 times their bytes).
+        cycles: what is not computed again; None: all that is fused may be.
     """
 
     fuses_operands: bool = False
@@ -40,6 +60,7 @@ class Rules:
     picks_poolings: bool = True
     widens: bool = False
     row_major: bool = True
+    cycles: Cycles | None = None
 
     def bytes_of(self, shape: Sequence[int], itemsize: int, apart: Collection[int] = ()) -> int:
         """Bytes of an array as it is laid out: with the two dimensions innermost that are padded

@@ -10,8 +10,9 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.cache import Compiled
 from jaxmem.targets.cuda.compiler import compile_module, worker_command
 from jaxmem.targets.cuda.install import find_compiler, install_compiler
-from jaxmem.targets.cuda.target import RULES, CudaTarget, known_gpus
+from jaxmem.targets.cuda.target import CudaTarget, known_gpus
 from jaxmem.targets.family import Family
+from jaxmem.targets.rules import Rules
 from jaxmem.targets.target import Target
 from jaxmem.targets.workers import start_one
 
@@ -23,7 +24,6 @@ class Cuda(Family):
     versions = "13, or 12 for V100 (default: 13)"
     example = "h200"
     multiple = 8  # tensor cores take tiles of 8 (NVIDIA, Deep learning performance guide)
-    rules = RULES
     # "copy_fusion" makes the stacks that scans of one shape begin with all at once, before the
     # first of them runs: 1320 MiB and not 680 of six scans in regions (XLA of jax 0.10.2).
     compiler_options = {"xla_disable_hlo_passes": "rematerialization,copy_fusion"}  # noqa: RUF012
@@ -38,6 +38,11 @@ class Cuda(Family):
     # XLA of jax 0.10.2 refuses what it makes itself of some batched matrix-vector products with
     # elementwise operations behind them ("Layout is not normalized"), where Triton is to run them.
     fallback_options = {"xla_gpu_enable_triton_gemm": False}  # noqa: RUF012
+
+    @property
+    def rules(self) -> Rules:  # type: ignore[override]
+        """Those of the GPU that is planned for where none is named."""
+        return known_gpus()[self.example].rules
 
     # XLA gives its scheduler, and the pass after it, 80 % of the memory that the device has, less
     # arguments and results, and 95 % of that (GetSchedulerMemoryLimit in

@@ -6,9 +6,10 @@ import functools
 import importlib.resources
 import math
 
+from jaxmem.targets.cuda.cycles import LAUNCH, dear_operations
 from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks
-from jaxmem.targets.rules import Rules
+from jaxmem.targets.rules import Cycles, Rules
 from jaxmem.targets.target import Target
 
 # What a CUDA context, its kernels and cuDNN take before the first array: about half a GiB on
@@ -77,8 +78,19 @@ class CudaTarget(Target):
         merges reductions with their neighbours instead (measured on a T4 and an RTX 2080 Ti with
         the losses of tests/test_row_norms.py)."""
         ampere = self.has_bfloat16
+        # XLA counts a multiply-add twice.
+        cycles_per_second = 2e9 * self.clock_ghz * self.core_count * self.fpus_per_core
         return dataclasses.replace(
-            RULES, widens=not ampere, blocks_of_rows=ampere, merges_reductions=not ampere
+            RULES,
+            widens=not ampere,
+            blocks_of_rows=ampere,
+            merges_reductions=not ampere,
+            cycles=Cycles(
+                dear_operations(self.compute_capability),
+                per_byte=cycles_per_second / self.memory_bandwidth,
+                per_kernel=cycles_per_second * LAUNCH,
+                in_matmuls=ampere,
+            ),
         )
 
     def _rounded_float32(self, precision: str) -> float:

@@ -1,0 +1,63 @@
+"""Who reads a value: operations, and their derivatives."""
+
+from collections import Counter
+from typing import Any
+
+# What shows another value, and is where that is.
+_VIEWS = frozenset(
+    """
+    bitcast_convert_type copy copy_p expand_dims mesh_cast name optimization_barrier pvary reshape
+    reshard row_major sharding_constraint squeeze stop_gradient
+    """.split()
+)
+# Their derivatives compare the rows with the result.
+_COMPARED = frozenset("reduce_max reduce_min".split())
+
+
+def readers_of(program: Any) -> Counter[int]:
+    """How many operations and derivatives read each value."""
+    readers = Counter(program.outputs)
+    reached = set(program.outputs)  # by a cotangent
+    for operation in reversed(program.operations):
+        readers.update(operation.inputs)
+        if operation.name == "stop_gradient" or reached.isdisjoint(operation.outputs):
+            continue
+        active = {value for value in operation.inputs if program.active[value]}
+        if not active:
+            continue
+        reached |= active
+        if operation.derivative_reads == "result":
+            readers.update(operation.outputs)
+        else:
+            readers.update(read_by_derivative(operation, program.active))
+        if operation.name in _COMPARED:
+            readers.update(operation.outputs)
+    return readers
+
+
+def read_by_derivative(operation: Any, active: list[bool]) -> tuple[int, ...]:
+    """The operands that an operation's derivative reads, as JAX keeps them: of a product with what
+    has no cotangent (frozen parameters, a mask), that alone."""
+    if operation.reads is not None:
+        return tuple(operation.reads)
+    inputs = operation.inputs
+    how = operation.derivative_reads
+    if how == "nothing":
+        return ()
+    if how == "indices":
+        return inputs[1:]
+    if how == "places":
+        return inputs[2:]
+    if how == "predicate":
+        return inputs[:1]
+    if how == "divisor":
+        return inputs[1:] + inputs[:1] * active[inputs[1]]
+    if how == "other":
+        one, other = inputs
+        return (other,) * active[one] + (one,) * active[other]
+    return inputs
+
+
+def is_view(operation: Any) -> bool:
+    """Whether it shows its operand as it is, in another shape."""
+    return operation.name in _VIEWS and len(operation.inputs) == 1 == len(operation.outputs)

@@ -1,0 +1,187 @@
+"""What is computed once, because it is dear to compute again.
+
+XLA for GPUs computes an element-by-element operation in every kernel that reads its result, unless
+that takes longer than to write the result once and to read it (its priority fusion, with the
+cycles of `Cycles`). The backward pass is one more reader: of a `tanh`, whose derivative reads the
+result, and of what is between two of them.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxmem.program.readers import is_view, readers_of
+
+# Times as long as it takes to move an array: computing longer than that and than it takes to start
+# one more kernel is dear. If a value is
+# computed in both of its readers, it need not be written once and read twice, and what it is made
+# of is read once more; most kernels move another array or two meanwhile. Derived, 3 to 5: of those
+# 4 is best for chains of ten functions on four GPUs (tests/test_repeats.py has some of them).
+_DEAR = 4
+# Times the same: what it must take at least to be kept where more is computed of it. Chosen.
+_WORTH = 1
+# Times smaller than the result: next to nothing, in memory or not. Chosen, as in `kernels`.
+_SMALL = 16
+# XLA computes these in bfloat16, where they have no cycles; all others in float32.
+_IN_BFLOAT16 = frozenset("div exp log logistic rsqrt sqrt".split())
+_BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
+
+
+class Repeats:
+    """The values of a program (`Program`) that are dear to compute again; ``reduces`` says of an
+    operation whether it makes little of much."""
+
+    def __init__(self, program: Any, reduces: Callable[[Any], bool]):
+        self.program, self.reduces, self.cycles = program, reduces, program.rules.cycles
+        count = len(program.sizes)
+        # For each value the dear operations that it is made of, by their results, as far as they
+        # are computed for it: the cycles of one element. And what may be kept to shorten that.
+        self.made_of: list[Mapping[int, int]] = [{}] * count
+        self.shortcut: list[int | None] = [None] * count
+        self.shown = list(range(count))
+        self.is_row, self.is_normalised = [False] * count, [False] * count
+
+    def kept(self, operation: Any, stored: Sequence[bool]) -> Iterator[int]:
+        """The values that are in memory because one more operation is computed of them, or because
+        they are its results. The operations come in their order; ``stored`` are the values that are
+        in memory so far."""
+        if self.cycles is None:
+            return
+        sizes = self.program.sizes
+        for result in operation.outputs:
+            wide = {v for v in operation.inputs if sizes[v] * _SMALL >= sizes[result]}
+            fresh = [v for v in wide if not stored[v]]
+            row = any(self.is_row[v] for v in operation.inputs)
+            normalised = row and not all(self.is_row[v] for v in wide)
+            normalised |= any(self.is_normalised[v] for v in fresh)
+            self.is_normalised[result] = operation.fused and normalised
+            self.is_row[result] = self.reduces(operation) or (row and not normalised)
+            if is_view(operation) or self._adds_axes(operation):
+                (value,) = operation.inputs
+                self.shown[result] = self.shown[value]
+                if fresh:
+                    self.made_of[result] = self.made_of[value]
+                    self.shortcut[result] = self.shortcut[value]
+            elif operation.fused and not (self._picked[result] or self._picks(operation)):
+                yield from (self.shown[v] for v in self._kept(operation, result, fresh))
+
+    def _kept(self, operation: Any, result: int, fresh: Sequence[int]) -> Iterator[int]:
+        sizes, dear = self.program.sizes, self._cycles_beside(result, _DEAR)
+        cycles: dict[int, int] = {}
+        shortcuts = []
+        for value in fresh:
+            times = sizes[result] / max(sizes[value], 1)
+            if times >= 2 and times * self._takes(value) > dear:
+                yield value  # each of its elements would be computed for several
+                continue
+            cycles |= self.made_of[value]
+            worth = self._takes(value) > self._cycles_beside(value, _WORTH)
+            shortcut = value if worth and self._may_be_kept(value) else self.shortcut[value]
+            if shortcut is not None:
+                shortcuts.append(shortcut)
+        if own := self._cycles_of(operation, result):
+            cycles[result] = own
+        shortcuts.sort(key=self._takes)
+        while shortcuts and sum(cycles.values()) > dear:
+            yield (shortcut := shortcuts.pop())
+            for part in self.made_of[shortcut]:
+                cycles.pop(part, None)
+        if sum(cycles.values()) > dear and self._may_be_kept(result):
+            yield result
+            cycles, shortcuts = {}, []
+        self.made_of[result] = cycles
+        self.shortcut[result] = shortcuts[-1] if shortcuts else None
+
+    def _adds_axes(self, operation: Any) -> bool:
+        """Whether it has its operand with axes of one element."""
+        sizes = self.program.sizes
+        return operation.name == "broadcast_in_dim" and (
+            [sizes[value] for value in operation.inputs] == [sizes[operation.outputs[0]]]
+        )
+
+    def _picks(self, operation: Any) -> bool:
+        """Whether it takes few elements, which alone are computed for it."""
+        if operation.name != "gather":
+            return False
+        sizes = self.program.sizes
+        return sizes[operation.outputs[0]] * _SMALL < sizes[operation.inputs[0]]
+
+    def _takes(self, value: int) -> int:
+        return sum(self.made_of[value].values())
+
+    def _cycles_of(self, operation: Any, result: int) -> int:
+        names = [operation.name, *operation.calls]
+        if self._kind(result) == "bfloat16":
+            names = [name for name in names if name not in _IN_BFLOAT16]
+        return sum(self._dear.get(name, 0) for name in names)
+
+    def _cycles_beside(self, value: int, moves: int) -> float:
+        """Cycles of an element in the time that it takes to start a kernel that moves so many such
+        arrays."""
+        itemsize, size = _BYTES.get(self._kind(value), 4), self.program.sizes[value]
+        per_element = self.cycles.per_kernel * itemsize / max(size, 1)
+        return moves * self.cycles.per_byte * itemsize + per_element
+
+    def _kind(self, value: int) -> str:
+        return self.program.types[value].partition("[")[0] if self.program.types else ""
+
+    def _may_be_kept(self, value: int) -> bool:
+        """Whether several kernels would compute it."""
+        in_matmuls = self._in_matmuls_alone if self.is_normalised[value] else self._in_matmuls
+        return self._shared[value] and not in_matmuls[value]
+
+    @functools.cached_property
+    def _dear(self) -> dict[str, int]:
+        return dict(self.cycles.dear)
+
+    @functools.cached_property
+    def _shared(self) -> list[bool]:
+        """For each value whether several read it, operations or derivatives."""
+        readers = readers_of(self.program)
+        for operation in reversed(self.program.operations):
+            if is_view(operation):
+                (shown,), (view,) = operation.inputs, operation.outputs
+                readers[shown] += readers[view] - 1
+        return [readers[value] > 1 for value in range(len(self.program.sizes))]
+
+    @functools.cached_property
+    def _in_matmuls(self) -> list[bool]:
+        """For each value whether only matmuls read what becomes of it, which compute that as they
+        read: the backward pass alone computes it again."""
+        return self._read_by_matmuls(alone=False)
+
+    @functools.cached_property
+    def _in_matmuls_alone(self) -> list[bool]:
+        """The same of rows that are normalised, which matmuls compute no further with others."""
+        return self._read_by_matmuls(alone=True)
+
+    def _read_by_matmuls(self, alone: bool) -> list[bool]:
+        if not self.cycles.in_matmuls:
+            return [False] * len(self.program.sizes)
+        return self._ends(
+            lambda operation: operation.name == "dot_general",
+            lambda operation: (
+                not (alone and len(operation.inputs) > 1) and not self.reduces(operation)
+            ),
+        )
+
+    @functools.cached_property
+    def _picked(self) -> list[bool]:
+        """For each value whether few elements of it are computed, since no more are read."""
+        return self._ends(self._picks, lambda operation: not self.reduces(operation))
+
+    def _ends(self, at: Callable[[Any], bool], through: Callable[[Any], bool]) -> list[bool]:
+        """For each value whether all that reads it is of one kind, or is fused, of another, and
+        read by the former alone."""
+        found = [True] * len(self.program.sizes)
+        for value in self.program.outputs:
+            found[value] = False
+        for operation in reversed(self.program.operations):
+            passes = at(operation) or (
+                operation.fused
+                and through(operation)
+                and all(found[value] for value in operation.outputs)
+            )
+            for value in operation.inputs:
+                found[value] &= passes
+        return found
