@@ -377,3 +377,28 @@ def test_a_loss_of_shifted_tokens_is_projected():
     options = plan.compiler_options
     report = jaxmem.memory(planned, *arguments(), target="h200", compiler_options=options)
     assert plan.recomputes and plan.projected_bytes == pytest.approx(report.device, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_regions_on_the_steps_of_an_unrolled_loop_compute_their_matmuls_in_turn(share):
+    """XLA would make one matmul of those of all steps, which have the weights in common."""
+    width = 512
+
+    def loss(params, sequence):
+        state = cell = jnp.zeros_like(sequence, shape=(sequence.shape[1], width))
+        for x in sequence:
+            gates = jnp.split(x @ params["x"] + state @ params["h"], 4, -1)
+            forget, write, read = map(jax.nn.sigmoid, gates[:3])
+            cell = forget * cell + write * jnp.tanh(gates[3])
+            state = read * jnp.tanh(cell)
+        return jnp.mean(state**2)
+
+    params = {
+        "x": jax.ShapeDtypeStruct((256, 4 * width), jnp.float32),
+        "h": jax.ShapeDtypeStruct((width, 4 * width), jnp.float32),
+    }
+    args = params, jax.ShapeDtypeStruct((32, 1024, 256), jnp.float32)
+    step = jax.jit(jax.value_and_grad(loss))
+    budget = int(share * jaxmem.memory(step, *args, target="h100", timeline=False).device)
+    plan = jaxmem.plan(loss, *args, budget=budget, target="h100", compilations=1)
+    assert 0.85 < plan.compiled_bytes / plan.projected_bytes < 1.05

@@ -11,7 +11,7 @@ import pytest
 
 import jaxmem
 
-OFF = {"xla_disable_hlo_passes": "rematerialization,copy_fusion"}
+OFF = {"xla_disable_hlo_passes": "rematerialization,copy_fusion,dot-merger"}
 
 
 class ConvNet(nn.Module):

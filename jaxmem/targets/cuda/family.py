@@ -26,8 +26,13 @@ class Cuda(Family):
     multiple = 8  # tensor cores take tiles of 8 (NVIDIA, Deep learning performance guide)
     # "copy_fusion" makes the stacks that scans of one shape begin with all at once, before the
     # first of them runs: 1320 MiB and not 680 of six scans in regions (XLA of jax 0.10.2).
-    compiler_options = {"xla_disable_hlo_passes": "rematerialization,copy_fusion"}  # noqa: RUF012
-    pass_options = {"xla_disable_hlo_passes": "copy_fusion"}  # noqa: RUF012
+    # "dot-merger" makes one matmul of small ones that have an operand in common, and so all that
+    # regions one after the other would compute in turn: 571 MiB and not 334 of an LSTM of 32 steps
+    # (tests/test_rows.py).
+    compiler_options = {  # noqa: RUF012
+        "xla_disable_hlo_passes": "rematerialization,copy_fusion,dot-merger"
+    }
+    pass_options = {"xla_disable_hlo_passes": "copy_fusion,dot-merger"}  # noqa: RUF012
     # The pass begins at 80 % of the device's memory (xla/service/gpu/gpu_compiler.cc); a step that
     # is near it may pass it with what jaxmem does not count.
     pass_acts = 0.75
