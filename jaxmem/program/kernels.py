@@ -128,6 +128,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         # What the derivatives read: a stored value itself, of others what they are made of.
         made_of: dict[int, frozenset[int]] = {}
         shifted: frozenset[int] = frozenset()
+        gathered_again = 0  # bytes that are read more often than they are there
         ordered = tuple(sorted(cluster))
 
         def made(member, value: int, made_of=made_of) -> frozenset[int]:
@@ -147,6 +148,9 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 reads |= frozenset().union(*(made(member, value) for value in read))
             if member.name in _SHIFTS:
                 shifted |= under
+            if member.fused and program.repeats(member):
+                more = program.sizes[member.outputs[0]] - program.sizes[member.inputs[0]]
+                gathered_again += max(more, 0)
             made_of.update(dict.fromkeys(member.outputs, under))
         if operation.residuals is not None:
             reads.add(operation.residuals)
@@ -160,6 +164,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         again = set(kernels[-1].sources) if reduces and reduced else set()
         reduced = reduces
         moved = sum(program.sizes[value] for value in (*(sources - again), *results))
+        moved += gathered_again
         first = operation.inputs[:1] if program.types else ()
         dtype = program.types[first[0]].partition("[")[0] if first else ""
         workspace = operation.workspace

@@ -30,6 +30,8 @@ def _compiled_by(program: Program, rules: Rules) -> Program:
     for operation in program.operations:
         if multiplies and operation.contraction.vectors:
             operation = dataclasses.replace(operation, flops=0, fused=True, widened=False)
+        if rules.fuses_gathers and program.repeats(operation):
+            operation = dataclasses.replace(operation, fused=True)
         body = operation.body and compiled_by(operation.body, rules)
         operations.append(dataclasses.replace(operation, body=body))
     apart = _apart(program) if rules.tile else []

@@ -242,6 +242,13 @@ class Program:
             found.append(frozenset(sources))
         return tuple(found)
 
+    def repeats(self, operation: Operation) -> bool:
+        """Whether it gathers more than there is: elements that it takes several times."""
+        if operation.name != "gather":
+            return False
+        sizes = self.together.sizes
+        return sizes[operation.outputs[0]] > sizes[operation.inputs[0]]
+
     def operation_of(self, kernel: int) -> Operation:
         """The operation that completes a kernel."""
         return self.operations[self.kernels[kernel].operations[-1]]
@@ -323,7 +330,7 @@ class Program:
         regions act on. Its gathers scatter."""
         operations = []
         for operation in self.operations:
-            if operation.name == "gather":
+            if operation.name == "gather" and not self.repeats(operation):
                 operation = dataclasses.replace(operation, fused=False)
             elif operation.body:
                 operation = dataclasses.replace(operation, body=operation.body.as_written)

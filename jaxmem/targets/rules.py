@@ -34,6 +34,9 @@ class Rules:
         writes_concatenations: whether these are in memory all the same.
         writes_gathered: whether what a gather takes elements of is in memory while it does, as
             logits in float32 are of which a loss takes those of the labels.
+        fuses_gathers: whether what is gathered many times over, such as the rows of nodes at the
+            ends of edges, is read where it is used, and in memory only if a matmul or the like
+            reads it.
         blocks_of_rows: whether rows are normalised (a softmax, what is less its mean) in kernels
             that have the reduction in them.
         merges_reductions: whether what is computed of the values that a reduction reads is written
@@ -53,6 +56,7 @@ class Rules:
     fuses_operands: bool = False
     writes_concatenations: bool = False
     writes_gathered: bool = False
+    fuses_gathers: bool = False
     blocks_of_rows: bool = True
     merges_reductions: bool = False
     multiplies_vectors: bool = False

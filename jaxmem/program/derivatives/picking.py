@@ -25,8 +25,8 @@ class Picking(Derivative):
         return axis is not None and equation.invars[0].aval.shape[axis] >= _ROW
 
     def matches(self, step, kernel) -> bool:
-        """Whether it is a fused gather."""
-        return step.primitive == "gather" and kernel.fused
+        """Whether it is one, of a kernel that is fused."""
+        return kernel.fused and self.is_fused(step.equation)
 
     def emit(self, step, operands, alone) -> jax.Array:
         """The elements."""

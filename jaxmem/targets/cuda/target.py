@@ -21,8 +21,8 @@ CONTEXT_BYTES = 512 * 2**20
 _TILE, _SPLIT = 128, 256
 
 # Of all GPUs: found in what XLA makes of matmuls of many shapes for an H100 and a T4
-# (tests/test_vectors.py).
-RULES = Rules(multiplies_vectors=True)
+# (tests/test_vectors.py), and of graph networks and pair potentials (tests/test_graphs.py).
+RULES = Rules(multiplies_vectors=True, fuses_gathers=True)
 
 # The columns of their rates, those of the makers' documents without sparsity and summed in float32:
 # a GeForce card multiplies float16 half as fast so as where it sums in float16, which XLA does not.
