@@ -255,3 +255,29 @@ def test_not_an_optimizer():
         "jaxmem.offload takes an optax.GradientTransformation, such as optax.adam(1e-3); got "
         "'adam'."
     )
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4)])
+@pytest.mark.parametrize("name", ["adam", "prodigy", "momo", "lbfgs"])
+def test_numbers_and_empty_arrays_beside_large_ones(name, shape, monkeypatch):
+    """Whose update needs all of the state: there is nothing to cut of them."""
+    monkeypatch.setattr(streaming, "CHUNK", 700)
+    optimizer = {
+        "adam": optax.adam(1e-2),
+        "prodigy": optax.contrib.prodigy(),
+        "momo": optax.contrib.momo_adam(1e-2),
+        "lbfgs": optax.lbfgs(memory_size=2, linesearch=None),
+    }[name]
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2) + jnp.sum(params["other"] ** 2)
+
+    params = {"other": jnp.ones(shape), "w": jnp.eye(16)}
+    found = []
+    for one in (jaxmem.offload(optimizer), optimizer):
+        step = jaxmem.train_step(loss, one)
+        state = step.init(jax.tree.map(jnp.copy, params))
+        for _ in range(2):
+            state, _ = step(state, jnp.ones((4, 16)))
+        found.append(jax.device_get(state.params))
+    chex.assert_trees_all_close(*found, rtol=1e-6)

@@ -115,6 +115,23 @@ def test_labels_out_of_range_are_as_they_were(arrays):
     assert found[0, 0] == 0
 
 
+@pytest.mark.parametrize("mode", ["clip", "fill", "one hot"])
+def test_masked_labels_out_of_range(arrays, mode, capfd):
+    """As ignored ones are, -100 among them: nothing of theirs may be in the sum or its gradient."""
+    labels = LABELS.at[0, 0].set(-100).at[1, 1].set(40)
+    known = (labels >= 0) & (labels < 40)
+
+    def loss(hidden, weights):
+        shares = jax.nn.log_softmax(hidden @ weights)
+        if mode == "one hot":
+            chosen = jnp.sum(shares * jax.nn.one_hot(labels, 40), -1)
+        else:
+            chosen = jnp.take_along_axis(shares, labels[..., None], -1, mode=mode)[..., 0]
+        return -jnp.sum(jnp.where(known, chosen, 0)) + jnp.sum(jnp.nan_to_num(chosen[0, 0]))
+
+    assert_equal_gradients(loss, arrays[:2], capfd, ["softmax_cross_entropy"])
+
+
 def test_what_else_is_read_stays(arrays, capfd):
     hidden, weights, _ = arrays
 

@@ -1,6 +1,7 @@
 import itertools
 
 import chex
+import flax.struct
 import hypothesis
 import hypothesis.extra.numpy as arrays
 import hypothesis.strategies as st
@@ -158,6 +159,46 @@ def test_large_moments_are_small_and_the_rest_is_as_it_was(optimizer, dtype):
         chex.assert_trees_all_close(updates[name], expected[name], rtol=1e-6)
     difference = jnp.linalg.norm(updates["kernel"] - expected["kernel"])
     assert difference < 0.05 * jnp.linalg.norm(expected["kernel"])
+
+
+@pytest.mark.parametrize("dtype", ["8bit", "bfloat16"])
+def test_fields_of_parameters_may_have_any_name(dtype):
+    """Second moments are told by the optimizer's names, not by the model's."""
+
+    @flax.struct.dataclass
+    class Model:
+        token: jax.Array
+        null_token: jax.Array
+        nu: jax.Array
+
+    gradient = jax.random.normal(jax.random.key(0), (64, 128))
+    params = Model(*[jnp.zeros_like(gradient)] * 3)
+    for optimizer in optax.sgd(1e-2, momentum=0.9), optax.adam(1e-2), optax.lion(1e-2):
+        small = jaxmem.optim.small_moments(optimizer, dtype)
+        state, like = small.init(params), Model(gradient, gradient, gradient)
+        for _ in range(3):
+            updates, state = jax.jit(small.update)(like, state, params)
+        if dtype == "8bit":
+            chex.assert_trees_all_equal(updates.token, updates.null_token, updates.nu)
+        assert (jnp.sign(updates.nu) == -jnp.sign(gradient)).mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", ["8bit", "bfloat16"])
+def test_what_begins_as_the_parameters_is_no_moment(dtype):
+    optimizer = optax.contrib.schedule_free_adamw(1e-3)
+    small = jaxmem.optim.small_moments(optimizer, dtype)
+    params = jnp.ones((64, 128))
+    state, plain = small.init(params), optimizer.init(params)
+    chex.assert_trees_all_equal(state.inner.z, plain.z)
+    of_moments = jax.tree.leaves(state.inner.base_optimizer_state)
+    assert any(leaf.dtype in (jnp.uint8, jnp.bfloat16) for leaf in of_moments)
+    ours = theirs = params
+    for _ in range(50):
+        updates, state = jax.jit(small.update)(ours, state, ours)
+        ours = optax.apply_updates(ours, updates)
+        updates, plain = jax.jit(optimizer.update)(theirs, plain, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+    assert theirs.mean() < 0.99 and abs(ours.mean() - theirs.mean()) < 1e-3
 
 
 def test_small_state_on_the_host_and_in_layers():

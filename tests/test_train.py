@@ -1105,3 +1105,49 @@ def test_single_numbers_that_are_not_reused_are_no_warning(optimizer):
     params, batch = ridge_arguments()
     step = jaxmem.train_step(ridge, optimizer)
     step(step.init(params), batch)  # warnings are errors here
+
+
+def test_an_optimizer_may_take_the_loss_or_not():
+    """By a default of its own: nothing asks for it."""
+
+    def update(updates, state, params=None, *, value=None, **extra):
+        return jax.tree.map(lambda g: g * value, updates), state
+
+    def refuses(updates, state, params=None):
+        return updates, state
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params) ** 2)
+
+    params, batch = jnp.ones(3), jnp.ones((4, 3))
+    init = lambda _: optax.EmptyState()  # noqa: E731
+    taking = optax.GradientTransformationExtraArgs(init, update)
+    for first, times in (taking, 9.0), (optax.GradientTransformation(init, refuses), 1.0):
+        step = jaxmem.train_step(loss, optax.chain(first, optax.sgd(0.1)))
+        state, _ = step(step.init(jnp.copy(params)), batch)
+        np.testing.assert_allclose(
+            state.params, params - 0.1 * times * jax.grad(loss)(params, batch)
+        )
+    alone = optax.GradientTransformationExtraArgs(init, refuses)  # takes nothing after all
+    step = jaxmem.train_step(loss, alone)
+    state, _ = step(step.init(jnp.copy(params)), batch)
+    np.testing.assert_allclose(state.params, params + jax.grad(loss)(params, batch))
+
+
+@pytest.mark.filterwarnings("ignore:XLA did not reuse")  # the gradient is a value of this step
+def test_a_line_search_that_keeps_the_gradient():
+    search = optax.scale_by_backtracking_linesearch(10, store_grad=True)
+    optimizer = optax.chain(optax.sgd(1.0), search)
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params) ** 2)
+
+    params, batch = jnp.ones(3), jnp.ones((4, 3))
+    value, gradient = jax.value_and_grad(loss)(params, batch)
+    updates, _ = optimizer.update(
+        gradient, optimizer.init(params), params, value=value, grad=gradient,
+        value_fn=lambda params: loss(params, batch),
+    )  # fmt: skip
+    step = jaxmem.train_step(loss, optimizer)
+    state, _ = step(step.init(jnp.copy(params)), batch)
+    np.testing.assert_allclose(state.params, optax.apply_updates(params, updates), rtol=1e-6)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -9,15 +10,18 @@ from jaxmem import jaxprs
 from jaxmem.ops.losses import statistics
 from jaxmem.ops.patterns import Graph, Match
 
+_CLIPPED = "clipped"
+
 
 class LossReplacement:
     """The logarithm of the sum, and one logit a row, of the logits of a matmul."""
 
     name = "softmax_cross_entropy"
 
-    def __init__(self, graph: Graph, match: Match, operands, axis: int, bias, cap, labels):
+    def __init__(self, graph: Graph, match: Match, operands, axis: int, bias, cap, labels, beyond):
         self.graph, self.match, self.operands = graph, match, operands
         self.axis, self.bias, self.cap, self.labels = axis, bias, cap, labels
+        self.beyond = beyond
         self.reads = [value for value in (*operands, bias, labels) if isinstance(value, int)]
 
     @classmethod
@@ -34,13 +38,16 @@ class LossReplacement:
         if found is None:
             return None
         labels = {cls._labels(graph, match, at) for at in match.results} - {None}
-        if len(labels) > 1:
+        chosen = [at for at, kind in match.results.items() if kind != "log total"]
+        modes = {_beyond(graph.flat.steps[at]) for at in chosen}
+        if len(labels) > 1 or len(modes) > 1:
             return None
         operands, axis = list(step.inputs), 1 - next(iter(right))
         turned = graph.made_by(operands[1], "transpose")
         if turned is not None:  # an embedding: as it lies
             operands[1], axis = turned.inputs[0], 1 - axis
-        return cls(graph, match, operands, axis, *found, next(iter(labels), None))
+        beyond = next(iter(modes), "0")
+        return cls(graph, match, operands, axis, *found, next(iter(labels), None), beyond)
 
     @staticmethod
     def _labels(graph: Graph, match: Match, at: int) -> int | None:
@@ -60,6 +67,8 @@ class LossReplacement:
         labels = jnp.zeros(len(hidden), np.int32)
         if self.labels is not None:
             labels = values[self.labels].reshape(-1)
+        if self.beyond == _CLIPPED:
+            labels = jnp.clip(labels, 0, columns - 1)
         known = (labels >= 0) & (labels < columns)
         bias = None if self.bias is None else values[self.bias].reshape(-1)
         found = statistics(hidden, weights, bias, jnp.where(known, labels, 0), self.axis, self.cap)
@@ -73,11 +82,22 @@ class LossReplacement:
                 value = found.chosen
             else:
                 value = (found.chosen - found.largest) - log
-            if kind != "log total":  # out of range: what a gather, and a one-hot matrix, have
-                value = jnp.where(known, value, jnp.nan if step.primitive == "gather" else 0)
+            if kind != "log total" and self.beyond != _CLIPPED:
+                value = jnp.where(known, value, float(self.beyond))
             aval = step.equation.outvars[0].aval
             made[step.outputs[0]] = value.reshape(aval.shape).astype(aval.dtype)
         return made
+
+
+def _beyond(step: jaxprs.Step) -> str:
+    """What is chosen for a label out of range: zero by a one-hot matrix; by a gather its number, or
+    what the nearest label chooses."""
+    if step.primitive != "gather":
+        return "0"
+    if step.equation.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return _CLIPPED
+    number = step.equation.params["fill_value"]
+    return "nan" if number is None else str(float(number))
 
 
 def _bias_and_cap(graph: Graph, match: Match) -> tuple[int | None, float | None] | None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Var
 
 from jaxmem import jaxprs
 from jaxmem.ground.checks import check_optimizer, check_state, is_count
@@ -37,6 +38,9 @@ def small_moments(
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """``optimizer`` whose moments take 8 or 16 bits a parameter instead of 32.
+
+    What begins as a copy of the parameters is no moment, and stays as it is (the averages of
+    `optax.contrib.schedule_free`): in 8 bits it would not move.
 
     Each update expands the state of a parameter, runs the optimizer in float32, and compresses
     again; XLA fuses it, so there is no float32 copy of the whole state. Works for every optimizer
@@ -78,41 +82,45 @@ def small_moments(
         raise JaxmemError(f"A block is an int of 1 or more values; got block={block!r}.")
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def compressed(path, leaf) -> bool:
+    def compressed(path, leaf, own) -> bool:
         return (
             jnp.issubdtype(leaf.dtype, jnp.floating)
             and leaf.size > 0
+            and path not in own.copies
             and not keep(jax.tree_util.keystr(path), leaf)
         )
 
-    def compress(path, leaf, key):
-        if not compressed(path, leaf):
+    def compress(path, leaf, key, own):
+        if not compressed(path, leaf, own):
             return leaf
-        return codec.compress(leaf, key, not _is_second(path), block)
+        return codec.compress(leaf, key, not own.is_second(path), block)
 
     def is_compressed(leaf) -> bool:
         return codec.kind is not None and isinstance(leaf, codec.kind)
 
     def init(params):
+        own = _Fields(optimizer, params)
+
         def zero(path, leaf):
-            if not compressed(path, leaf):
+            if not compressed(path, leaf, own):
                 return leaf
             if codec.kind is not None:  # an array alone may lie in host memory
                 where = jax.tree_util.keystr(path)
                 jaxprs.check_on_device("jaxmem.optim.small_moments", leaf, where)
-            return codec.zeros(leaf, not _is_second(path), block)
+            return codec.zeros(leaf, not own.is_second(path), block)
 
         state = jax.tree_util.tree_map_with_path(zero, optimizer.init(params))
         return SmallState(jnp.zeros((), jnp.int32), state)
 
     def update(updates, state, params=None, **extra):
         check_state(init, update, updates, state, params, extra)
-        shapes = jax.eval_shape(optimizer.init, updates if params is None else params)
+        like = updates if params is None else params
+        shapes, own = jax.eval_shape(optimizer.init, like), _Fields(optimizer, like)
 
         def expand(path, shape, leaf):
-            if not compressed(path, shape):
+            if not compressed(path, shape, own):
                 return leaf
-            return codec.expand(leaf, not _is_second(path), block).astype(shape.dtype)
+            return codec.expand(leaf, not own.is_second(path), block).astype(shape.dtype)
 
         def step(updates, state, params, **extra):
             large = jax.tree_util.tree_map_with_path(
@@ -122,7 +130,7 @@ def small_moments(
             leaves, tree = jax.tree_util.tree_flatten_with_path(large)
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             small = [
-                compress(path, leaf, jax.random.fold_in(key, at))
+                compress(path, leaf, jax.random.fold_in(key, at), own)
                 for at, (path, leaf) in enumerate(leaves)
             ]
             return updates, SmallState(state.step + 1, jax.tree.unflatten(tree, small))
@@ -132,6 +140,28 @@ def small_moments(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_second(path) -> bool:
-    """Whether a leaf of a state is a second moment, by the name of its field."""
-    return any(str(getattr(part, "name", "")).startswith("nu") for part in path)
+class _Fields:
+    """What the leaves of an optimizer's state are, by their paths."""
+
+    def __init__(self, optimizer: optax.GradientTransformation, params: Any):
+        self.params = {path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
+        # Those that are made of the parameters' values, and not of their shapes alone.
+        made = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
+        jaxpr, state = made[0].jaxpr, made[1]
+        of_values = set(jaxpr.invars)
+        for equation in jaxpr.eqns:
+            if not of_values.isdisjoint(v for v in equation.invars if isinstance(v, Var)):
+                of_values.update(equation.outvars)
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+        self.copies = {
+            path
+            for path, made in zip(paths, jaxpr.outvars, strict=True)
+            if isinstance(made, Var) and made in of_values
+        }
+
+    def is_second(self, path: tuple) -> bool:
+        """Whether a leaf is a second moment, by the names that the optimizer gives: a parameter has
+        fields of its own, of any name."""
+        starts = (start for start in range(len(path) + 1) if path[start:] in self.params)
+        own = path[: next(starts, len(path))]
+        return any(str(getattr(part, "name", "")).startswith("nu") for part in own)

@@ -5,23 +5,27 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.batch.accumulation import accumulates
 
 
 def with_extras(update: Callable, known: dict[str, Any], opt_state: Any) -> Any:
-    """``update`` with those further arguments that its optimizer asks for: most take none, and some
+    """``update`` with the loss, and with those further arguments that its optimizer asks for: some
     refuse what they do not take.
 
     Raises:
         JaxmemError: it asks for something else, or for the loss of a cycle that has several.
     """
-    extra: dict[str, Any] = {}
+    extra = {name: known[name] for name in known.keys() & {"value"}}
     while True:
         try:
             return update(**extra)
         except TypeError as error:
+            if "value" in extra and re.search(r"unexpected keyword .*'value'", str(error)):
+                extra = {}
+                continue
             missing = re.search(r"missing \d+ required .*arguments?: (.*)", str(error))
             names = set(re.findall(r"'(\w+)'", missing[1] if missing else "")) - extra.keys()
             if not names:
@@ -51,7 +55,7 @@ def of_value_and_grad(value_and_grad: Callable[[Any], tuple[Any, Any]]) -> Calla
         return value_and_grad(params)[0]
 
     def backward(gradients, cotangent):
-        return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), gradients),)
+        return (jax.tree.map(lambda g: g * jnp.asarray(cotangent, g.dtype), gradients),)
 
     value.defvjp(value_and_grad, backward)
     return value

@@ -200,6 +200,8 @@ class _Stream:
             needs = self.update.made_of[made] & self.update.staged & ~self.arrived
             if other not in self.results and needs and not needs & ~coming:
                 group[other] = made
+        if not math.prod(self.flat.avals[wanted].shape[:1] or (0,)):
+            return False  # a number, or of no elements: there is nothing to cut
         most, length = pieces(self.flat.avals[wanted].shape, size, CHUNK)
         for axes in range(most, 0, -1):
             slicing = find(
