@@ -218,6 +218,8 @@ def proved_metrics(w, batch, key=None):
         "classes": jnp.int32(logits.shape[-1]),
         "each": {"loss": losses, "class": logits.argmax(-1), "right": right, "logits": logits},
         "counts": jax.nn.one_hot(logits.argmax(-1), 3).sum(0),
+        "binned": jnp.bincount(label, length=3),
+        "confused": jnp.zeros((3, 3), jnp.int32).at[label, logits.argmax(-1)].add(1),
         "zeros": jnp.zeros(len(x)),
     }
     return losses.mean(), metrics
@@ -458,7 +460,7 @@ def test_batches_that_cannot_be_cut():
         jaxmem.JaxmemError, match=r"\['label'\] has 12, batch\['mask'\] has 12, .* 6"
     ):
         sliced(params, {**data(), "x": data(6)["x"]})
-    with pytest.raises(jaxmem.JaxmemError, match=r"batch\['rate'\] is a scalar"):
+    with pytest.raises(jaxmem.JaxmemError, match=r"batch\['rate'\] is a scalar.* close over it"):
         sliced(params, {**data(), "rate": jnp.ones(())})
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     sharded = jaxmem.microbatch(loss_fn, 2, sharding=NamedSharding(mesh, P("data")))

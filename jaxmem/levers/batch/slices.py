@@ -37,7 +37,9 @@ def batch_size(batch: Any) -> int:
         if not jnp.shape(leaf):
             raise JaxmemError(
                 f"batch{jax.tree_util.keystr(path)} is a scalar: every array of a batch that is "
-                "cut into slices needs a first axis of examples."
+                "cut into slices needs a first axis of examples. Pass what is the same for all of "
+                "them beside the batch: close over it, or have it in the model state; a random key "
+                "as the step's key=."
             )
         sizes[jax.tree_util.keystr(path)] = jnp.shape(leaf)[0]
     if len(set(sizes.values())) != 1:

@@ -63,7 +63,7 @@ def scatter(op: Operation) -> Kind:
         return _into_own_row(op, row, common) or _summed(op, row)
     if of_indices is not None:
         found = None if isinstance(updates, Each) else _into_own_row(op, of_indices, common)
-        return found or op.mixes
+        return found or _counted(op) or op.mixes
     return _into_each(op, common)
 
 
@@ -86,6 +86,20 @@ def _summed(op: Operation, row: int) -> Kind:
     alone = op.results[0][0] == op.results[0][1]
     zeros = isinstance(operand, Free) and operand.is_zero
     return Total(updates.growth) if op.name in _ADDING and own and alone and zeros else op.mixes
+
+
+def _counted(op: Operation) -> Kind | None:
+    """For each example one number is added where its indices say, to zeros: how many there are of
+    each, as `jnp.bincount` has it; None: it is something else."""
+    operand, indices, updates = op.kinds
+    zeros = isinstance(operand, Free) and operand.is_zero
+    if not isinstance(indices, Each) or indices.axis == len(op.shapes[1][0]) - 1:
+        return None  # the last axis has the parts of one place
+    alone = op.results[0][0] == op.results[0][1]
+    if not isinstance(updates, Free) or updates.value is None or op.name not in _ADDING:
+        return None
+    same = updates.value[0] == updates.value[1] and updates.growth == 1
+    return Total(1.0) if zeros and alone and same else None
 
 
 def _into_each(op: Operation, common: Each) -> Kind:
