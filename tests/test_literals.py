@@ -130,3 +130,20 @@ def test_results_have_the_types_that_jax_gives_them(share, planner):
         for how in (lambda f: f, jax.jit):
             for of in (lambda f: f, lambda f: jax.value_and_grad(f, has_aux=True)):
                 assert types(how(of(planned))(*args)) == types(how(of(loss))(*args))
+
+
+def test_numbers_are_reduced():
+    """As a sum over the log-determinants of layers is that have none (flowjax)."""
+
+    def loss(w, x):
+        def of_one(a):
+            return a * jnp.sum(jnp.zeros(())) + jnp.max(jnp.full((), 2.0)) * a
+
+        return jnp.mean(jnp.sin(x * w[:1])) + jax.vmap(of_one)(w[0]).sum()
+
+    w, x = jnp.linspace(0.1, 1.0, 16).reshape(4, 4), jnp.ones((3, 4))
+    for planner in "dp", "sqrt", "dots":
+        for target in None, "h100", "v5e":
+            plan = jaxmem.plan(loss, w, x, planner=planner, target=target, compilations=0)
+            got = jax.grad(plan.apply(loss))(w, x)
+            np.testing.assert_allclose(got, jax.grad(loss)(w, x), rtol=1e-12)

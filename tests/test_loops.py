@@ -143,6 +143,36 @@ def test_random_keys_are_carried():
     equal(got, jax.grad(loss, has_aux=True)(H, None))
 
 
+@pytest.mark.parametrize("planner", ["dp", "sqrt", "dots"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_keys_of_several_examples_are_carried(share, planner):
+    """By `jax.vmap`: arrays of keys, whose numbers have an axis more than JAX shows."""
+
+    def loss(w, x, key):
+        def chain(x, key):
+            def step(carry, _):
+                x, key = carry
+                key, own = jax.random.split(key)
+                x = jnp.tanh(x @ w) + 0.01 * jax.random.normal(own, x.shape)
+                return (jnp.sin(x @ w), key), key
+
+            (x, key), keys = jax.lax.scan(step, (x, key), length=12)
+            kept = jax.random.normal(keys[3], x.shape)
+            return jnp.sum(x * kept) + jax.random.normal(key)
+
+        return jnp.sum(jax.vmap(chain)(x, jax.random.split(key, 2)))
+
+    args = W, H[:2], jax.random.key(0)
+    plan_for = functools.partial(jaxmem.plan, loss, *args, planner=planner)
+    with pytest.raises(jaxmem.BudgetError) as told:
+        plan_for(budget="8B")
+    low, plain = told.value.lowest, plan_for().plain_bytes
+    plan = plan_for(budget=f"{int(low + share * max(plain - low, 0))}B")
+    expected = jax.jit(jax.grad(loss))(*args)
+    equal(jax.jit(jax.grad(plan.apply(loss)))(*args), expected, 1e-9)
+    equal(jax.jit(jax.grad(jaxmem.remat(loss)))(*args), expected, 1e-9)
+
+
 @pytest.mark.parametrize("length", [1, 2, 7, 16, 61])
 def test_steps_run_as_often_as_the_schedule_says(length):
     ran = []

@@ -168,7 +168,9 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         first = operation.inputs[:1] if program.types else ()
         dtype = program.types[first[0]].partition("[")[0] if first else ""
         workspace = operation.workspace
-        if (reduces or operation.name == "gather") and not stored[operation.inputs[0]]:
+        # (What is reduced may be a number of the program's.)
+        takes = reduces or operation.name == "gather"
+        if takes and operation.inputs and not stored[operation.inputs[0]]:
             workspace += norms.written_for(operation, program.sizes)
             if program.rules.writes_gathered and operation.name == "gather":
                 workspace += program.sizes[operation.inputs[0]]

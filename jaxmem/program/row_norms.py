@@ -106,6 +106,8 @@ def _of_rows(program: Any, operation: Any) -> bool:
     """Whether a reduction is along the last axis alone: of others XLA makes kernels apart."""
     if not program.types:
         return True
+    if not operation.inputs:  # of a number of the program's
+        return False
     shape, left = (
         re.findall(r"\d+", program.types[values[0]].partition("[")[2])
         for values in (operation.inputs, operation.outputs)
