@@ -86,9 +86,12 @@ class Repeats:
             yield (shortcut := shortcuts.pop())
             for part in self.made_of[shortcut]:
                 cycles.pop(part, None)
-        if sum(cycles.values()) > dear and self._may_be_kept(result):
-            yield result
-            cycles, shortcuts = {}, []
+        if (total := sum(cycles.values())) > dear:
+            if self._may_be_kept(result):
+                yield result
+                cycles = {}
+            else:
+                cycles = {result: total}  # what it is made of in turn does not matter any more
         self.made_of[result] = cycles
         self.shortcut[result] = shortcuts[-1] if shortcuts else None
 
