@@ -85,7 +85,8 @@ def _bytes(way: list[LoopOption]) -> int:
 
 def checkpointed(program: Program, kernel: int, rates: Rates) -> dict[str, list[LoopOption]]:
     """A scan as its author would checkpoint it, by the policies of `jax.checkpoint`: one region on
-    its body, whose own scans are as they are or have one on theirs, or on theirs alone."""
+    its body, whose own scans are as they are or have one on theirs, or on theirs alone. Nothing
+    parts it from what comes after: a plan is to have what that line has."""
     body = program.operation_of(kernel).body
     assert body is not None
     if not is_differentiated(program, kernel):  # a region changes nothing
@@ -101,11 +102,16 @@ def checkpointed(program: Program, kernel: int, rates: Rates) -> dict[str, list[
     for inside, way in inner.items():
         iteration = _Iteration(program, kernel, rates, way)
         if inside:
-            found[inside].append(iteration.whole().option())
+            found[inside].append(_unparted(iteration.whole().option()))
         for name, saved in policies(iteration.body).items():
             if inside in ("", name):
-                found.setdefault(name, []).append(iteration.under(saved).option())
+                found.setdefault(name, []).append(_unparted(iteration.under(saved).option()))
     return found
+
+
+def _unparted(option: LoopOption) -> LoopOption:
+    loop = option.loop and dataclasses.replace(option.loop, parted=False)
+    return dataclasses.replace(option, loop=loop)
 
 
 class _Iteration:

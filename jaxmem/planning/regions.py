@@ -56,7 +56,8 @@ class Loop:
     again. ``whole`` is a body that is no region: all that its derivative reads is saved, but for
     what is in ``regions``.
     ``loops`` are the scans of the body that are not left as they are. With a ``head`` all this is
-    of the iterations behind it.
+    of the iterations behind it. ``parted``: what comes after it is held apart in the backward pass,
+    by a barrier.
     """
 
     kernel: int
@@ -67,6 +68,7 @@ class Loop:
     whole: bool = False
     loops: "tuple[Loop, ...]" = ()
     head: "Head | None" = None
+    parted: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

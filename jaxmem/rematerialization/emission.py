@@ -194,7 +194,8 @@ class _Emission:
                     values[value] = self.in_turn(value, named)
                 else:
                     values[value] = inside[value]
-            if last.primitive == "scan" and kernel.residuals is not None:
+            parted = number not in self.loops or self.loops[number].parted
+            if parted and last.primitive == "scan" and kernel.residuals is not None:
                 self.part(number + 1, values)
                 fused.clear()  # what follows is made from the parted values
 

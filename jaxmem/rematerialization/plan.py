@@ -349,6 +349,7 @@ def _loop(row: dict[str, Any]) -> Loop:
         row["whole"],
         tuple(map(_loop, row.get("loops", ()))),
         head and Head(head["count"], _loop(head["loop"])),
+        row["parted"],
     )
 
 

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 from jaxmem import jaxprs
-from jaxmem.planning import simulate_block
+from jaxmem.planning import of_each, simulate_block
 from jaxmem.program import Kernel, Program
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
@@ -74,25 +74,25 @@ class AsWritten:
         return dataclasses.replace(plan, predicted=predicted, opened=opened.opened)
 
     def _again(self, rate: Callable[[Kernel], float]) -> float:
-        return sum(
-            times * rate(kernel) for kernel, times in _again(self.traced.flat, self.traced.program)
-        )
+        return sum(_again(self.traced.flat, self.traced.program, rate))
 
 
-def _again(flat: jaxprs.FlatJaxpr, program: Program) -> Iterator[tuple[Kernel, int]]:
-    """What the regions run again in the backward pass, and how often."""
+def _again(
+    flat: jaxprs.FlatJaxpr, program: Program, rate: Callable[[Kernel], float]
+) -> Iterator[float]:
+    """What the kernels take that the regions run again in the backward pass."""
     for step, operation in zip(flat.steps, program.operations, strict=True):
         body = operation.body
         if body is None:
             continue
         if not operation.is_region:
-            for kernel, times in _again(jaxprs.loop_of(step.equation).body, body):
-                yield kernel, operation.length * times
+            inside = _again(jaxprs.loop_of(step.equation).body, body, rate)
+            yield from (operation.length * each for each in inside)
             continue
         called = jaxprs.called_jaxpr(step.equation)
         runs = simulate_block(body, 0, len(body.kernels), _saved(step, called)).runs
-        for number, times in runs.items():
-            yield body.kernels[number], times
+        each = of_each(body, rate)
+        yield from (times * each[number] for number, times in runs.items())
 
 
 def _saved(step: jaxprs.Step, called: jaxprs.FlatJaxpr) -> set[int]:
