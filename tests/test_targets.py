@@ -204,15 +204,20 @@ def test_an_installation_that_fails_says_why_and_leaves_nothing(monkeypatch, tmp
 
 
 @pytest.mark.usefixtures("fresh_workers")
-def test_an_abort_in_the_compiler_is_an_error_with_its_last_lines(monkeypatch, tmp_path):
+@pytest.mark.parametrize("frames", [0, 40])
+def test_an_abort_in_the_compiler_is_an_error_with_its_last_lines(frames, monkeypatch, tmp_path):
     worker = tmp_path / "worker.py"
-    worker.write_text("import os, sys; print('Check failed: false', file=sys.stderr); os.abort()")
+    worker.write_text(
+        "import os, sys; print('Check failed: false', file=sys.stderr); "
+        f"print('frame\\n' * {frames}, end='', file=sys.stderr, flush=True); os.abort()"
+    )
     monkeypatch.setattr(workers, "_PROGRAM", worker)
     with pytest.raises(jaxmem.CompileError) as caught:
         jaxmem.memory(step, *SHAPES, target="h200")
     text = str(caught.value)
     assert text.startswith("XLA died (exit code -6) while compiling for h200; this process is unh")
-    assert text.endswith("Its last lines:\nCheck failed: false")
+    shown = ["Check failed: false", *["frame"] * min(frames, 12)]
+    assert text.endswith("\n".join(["Its last lines:", *shown]))
     assert workers.Worker.idle == []
 
 

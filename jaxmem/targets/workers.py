@@ -198,8 +198,13 @@ class Worker:
 
     def _last_lines(self, count: int = 12) -> list[str]:
         end = os.fstat(self.log.fileno()).st_size
-        text = os.pread(self.log.fileno(), 8192, max(0, end - 8192))  # the worker has its offset
-        return text.decode(errors="replace").splitlines()[-count:]
+        start = max(0, end - 2**16)
+        text = os.pread(self.log.fileno(), end - start, start)  # the worker has its offset
+        lines = text.decode(errors="replace").splitlines()
+        # What was wrong comes before the frames of the stack.
+        *_, reason = ["", *(line for line in lines if "Check failed: " in line)]
+        last = lines[-count:]
+        return last if not reason or reason in last else [reason, *last]
 
     def close(self) -> None:
         """Ends it; what it runs ends with it."""
