@@ -206,6 +206,7 @@ def constants() -> list[Constant]:
         *of("planning.rates", "DEAR"),
         *of("planning.simulate", "_REDUCED"),
         *of("program.kernels", "_LARGE_SOURCES", "_SOURCES", "_CHAIN", "_SMALL"),
+        *of("program.repeats", "_DEAR", "_WORTH", "_SMALL"),
         *of("program.derivatives.picking", "_ROW"),
         *of("planning.blocks", "_BLOCKS", programs=(LONG,)),
         *of("planning.blocks", "_TINY"),
