@@ -284,31 +284,33 @@ def test_what_is_written_stays_where_nothing_else_recomputes_less(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("region", [jax.checkpoint, lambda f: f], ids=["its own", "none"])
-def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(region, capsys):
-    """Which is projected to take a fifth more than it takes, and what is projected to fit does not:
-    only the fewest bytes do, at more than a forward pass."""
+@pytest.mark.parametrize("name", ["nothing_saveable", "dots_saveable"])
+@pytest.mark.parametrize("own", [True, False], ids=["its own", "none"])
+def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(own, name, capsys):
+    """Which is projected to take a tenth more than it takes."""
     args = of_a_sequence(128, 256, 256)
-    by_hand = jaxmem.train_step(functools.partial(recurrent, jax.checkpoint), optax.adam(1e-3))
+    policy = getattr(jax.checkpoint_policies, name)
+    checkpointed = functools.partial(jax.checkpoint, policy=policy)
+    by_hand = jaxmem.train_step(functools.partial(recurrent, checkpointed), optax.adam(1e-3))
+    region = checkpointed if own else lambda f: f
     state = jax.eval_shape(by_hand.init, args[0])
     theirs = jaxmem.memory(by_hand, state, args[1], target="h100")
     fitted = jaxmem.fit(
         functools.partial(recurrent, region),
         optax.adam(1e-3),
         *args,
-        budget=int(1.01 * theirs.device),
+        budget=theirs.device,
         target="h100",
         keep=("batch", "placement"),
     )
     chosen = fitted.fitting.chosen
     assert chosen.report.work.flops <= theirs.work.flops
-    # Of jax 0.12 something else fits that takes less time.
-    if jax.__version_info__ < (0, 12):
-        assert chosen.plan.stays == (region is jax.checkpoint)
+    if jax.__version_info__ < (0, 12):  # where something else fits that takes less time
+        assert chosen.plan.stays == (own and name == "dots_saveable")
     said = capsys.readouterr().out
     why = "They stay: nothing else that fits was found to take less time"
     assert (why in " ".join(said.split())) == chosen.plan.stays
-    assert ("its own, +25." in said) >= chosen.plan.stays
+    assert ("its own, +" in said) >= chosen.plan.stays
 
 
 def reads(fun, *shapes, argnums=0):
