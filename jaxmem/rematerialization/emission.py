@@ -194,8 +194,7 @@ class _Emission:
                     values[value] = self.in_turn(value, named)
                 else:
                     values[value] = inside[value]
-            parted = number not in self.loops or self.loops[number].parted
-            if parted and last.primitive == "scan" and kernel.residuals is not None:
+            if _is_parted(last, kernel, self.loops.get(number)):
                 self.part(number + 1, values)
                 fused.clear()  # what follows is made from the parted values
 
@@ -341,6 +340,12 @@ class _Emission:
             return results[:carried], [results[carried + at] for at in read]
 
         return one
+
+
+def _is_parted(step: jaxprs.Step, kernel: Kernel, loop: Loop | None) -> bool:
+    """Whether a barrier parts a loop from what comes after it."""
+    kept = step.primitive == "scan" and kernel.residuals is not None
+    return kept and (loop is None or loop.parted)
 
 
 def _derivative(rules: Rules, step: jaxprs.Step, kernel: Kernel) -> Derivative | None:
