@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -14,6 +15,15 @@ import jaxmem
 
 def array(*shape, dtype=jnp.float32, sharding=None):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def budget_at(plan_for, share):
+    """A budget for `jaxmem.plan`: the lowest that it names, and such a share of the way from there
+    to the bytes of the function as it is."""
+    with pytest.raises(jaxmem.BudgetError) as told:
+        plan_for(budget="1B")
+    lowest, plain = told.value.lowest, plan_for().plain_bytes
+    return f"{int(lowest + share * max(plain - lowest, 0))}B"
 
 
 def tanh_layers(params, batch):

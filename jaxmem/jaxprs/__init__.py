@@ -68,6 +68,7 @@ from jaxmem.jaxprs.nested import (
 )
 from jaxmem.jaxprs.operands import (
     is_array as is_array,
+    is_extended as is_extended,
     is_opaque as is_opaque,
     of_some as of_some,
     split_arrays as split_arrays,

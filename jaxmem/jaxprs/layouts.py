@@ -3,22 +3,20 @@
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import identity, with_tangents_as_they_are
+from jaxmem.jaxprs.operands import is_extended
 from jaxmem.targets import FAMILIES
 
 
 def row_major(value: Any) -> Any:
     """The value with its last axis innermost, where a compiler may choose; cotangents lie as they
     like."""
-    # The numbers of a random key have an axis more than JAX shows.
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
-    return _row_major().bind(value)[0] if value.ndim > 1 and not is_key else value
+    lies = value.ndim > 1 and not is_extended(value)
+    return _row_major().bind(value)[0] if lies else value
 
 
 @functools.cache

@@ -52,6 +52,10 @@ def is_array(leaf: Any) -> bool:
 
 def is_opaque(value) -> bool:
     """Whether the elements of a constant cannot be looked at: a tracer, or random keys."""
-    return isinstance(value, jax.core.Tracer) or jnp.issubdtype(
-        getattr(value, "dtype", None) or np.result_type(value), jax.dtypes.extended
-    )
+    return isinstance(value, jax.core.Tracer) or is_extended(value)
+
+
+def is_extended(value) -> bool:
+    """Whether it is of a type that has no zeros, nor just the axes that JAX shows: random keys."""
+    dtype = getattr(value, "dtype", None) or np.result_type(value)
+    return jnp.issubdtype(dtype, jax.dtypes.extended)

@@ -19,6 +19,7 @@ from jax.sharding import (
 )
 
 from jaxmem.ground.errors import JaxmemError, OffloadError
+from jaxmem.jaxprs.operands import is_extended
 from jaxmem.targets.memories import HOST_KIND, HOST_KINDS
 
 HOST = jax.memory.Space.Host
@@ -55,7 +56,7 @@ def memory_of(value) -> Any:
         return None
     if value.is_deleted() or not value.size or not value.addressable_shards:
         return None
-    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+    if is_extended(value):
         value = jax.random.key_data(value)
     piece = value.addressable_shards[0].data
     return piece.sharding, piece.unsafe_buffer_pointer()

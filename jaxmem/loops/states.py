@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.jaxprs.operands import is_extended
 from jaxmem.jaxprs.placement import filled, stack_of
 from jaxmem.loops.tapes import Step, Tape
 
@@ -180,8 +181,3 @@ def carried(cotangents: Mapping[int, Any], carry: Arrays) -> Arrays:
         cotangents.get(place, blank(x)) if jnp.issubdtype(x.dtype, jnp.inexact) else None
         for place, x in enumerate(carry)
     ]
-
-
-def is_extended(value) -> bool:
-    """Whether it is of a type that has no zeros, as random keys are."""
-    return jnp.issubdtype(value.dtype, jax.dtypes.extended)

@@ -10,8 +10,6 @@ from jaxmem import jaxprs
 from jaxmem.ops.losses import statistics
 from jaxmem.ops.patterns import Graph, Match
 
-_CLIPPED = "clipped"
-
 
 class LossReplacement:
     """The logarithm of the sum, and one logit a row, of the logits of a matmul."""
@@ -39,15 +37,15 @@ class LossReplacement:
             return None
         labels = {cls._labels(graph, match, at) for at in match.results} - {None}
         chosen = [at for at, kind in match.results.items() if kind != "log total"]
-        modes = {_beyond(graph.flat.steps[at]) for at in chosen}
-        if len(labels) > 1 or len(modes) > 1:
+        beyond = {str(one): one for one in (_beyond(graph.flat.steps[at]) for at in chosen)}
+        if len(labels) > 1 or len(beyond) > 1:
             return None
         operands, axis = list(step.inputs), 1 - next(iter(right))
         turned = graph.made_by(operands[1], "transpose")
         if turned is not None:  # an embedding: as it lies
             operands[1], axis = turned.inputs[0], 1 - axis
-        beyond = next(iter(modes), "0")
-        return cls(graph, match, operands, axis, *found, next(iter(labels), None), beyond)
+        label, other = next(iter(labels), None), next(iter(beyond.values()), None)
+        return cls(graph, match, operands, axis, *found, label, other)
 
     @staticmethod
     def _labels(graph: Graph, match: Match, at: int) -> int | None:
@@ -67,7 +65,7 @@ class LossReplacement:
         labels = jnp.zeros(len(hidden), np.int32)
         if self.labels is not None:
             labels = values[self.labels].reshape(-1)
-        if self.beyond == _CLIPPED:
+        if self.beyond is None:
             labels = jnp.clip(labels, 0, columns - 1)
         known = (labels >= 0) & (labels < columns)
         bias = None if self.bias is None else values[self.bias].reshape(-1)
@@ -82,22 +80,22 @@ class LossReplacement:
                 value = found.chosen
             else:
                 value = (found.chosen - found.largest) - log
-            if kind != "log total" and self.beyond != _CLIPPED:
-                value = jnp.where(known, value, float(self.beyond))
+            if kind != "log total" and self.beyond is not None:
+                value = jnp.where(known, value, self.beyond)
             aval = step.equation.outvars[0].aval
             made[step.outputs[0]] = value.reshape(aval.shape).astype(aval.dtype)
         return made
 
 
-def _beyond(step: jaxprs.Step) -> str:
-    """What is chosen for a label out of range: zero by a one-hot matrix; by a gather its number, or
-    what the nearest label chooses."""
+def _beyond(step: jaxprs.Step) -> float | None:
+    """What is chosen for a label out of range: zero by a one-hot matrix, by a gather a number of
+    its own; None: what the nearest label chooses."""
     if step.primitive != "gather":
-        return "0"
+        return 0.0
     if step.equation.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
-        return _CLIPPED
+        return None
     number = step.equation.params["fill_value"]
-    return "nan" if number is None else str(float(number))
+    return np.nan if number is None else float(number)
 
 
 def _bias_and_cap(graph: Graph, match: Match) -> tuple[int | None, float | None] | None:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Var
 
 from jaxmem import jaxprs
 from jaxmem.ground.checks import check_optimizer, check_state, is_count
@@ -114,8 +113,7 @@ def small_moments(
 
     def update(updates, state, params=None, **extra):
         check_state(init, update, updates, state, params, extra)
-        like = updates if params is None else params
-        shapes, own = jax.eval_shape(optimizer.init, like), _Fields(optimizer, like)
+        own = _Fields(optimizer, updates if params is None else params)
 
         def expand(path, shape, leaf):
             if not compressed(path, shape, own):
@@ -124,7 +122,7 @@ def small_moments(
 
         def step(updates, state, params, **extra):
             large = jax.tree_util.tree_map_with_path(
-                expand, shapes, state.inner, is_leaf=is_compressed
+                expand, own.shapes, state.inner, is_leaf=is_compressed
             )
             updates, large = optimizer.update(updates, large, params, **extra)
             leaves, tree = jax.tree_util.tree_flatten_with_path(large)
@@ -141,23 +139,25 @@ def small_moments(
 
 
 class _Fields:
-    """What the leaves of an optimizer's state are, by their paths."""
+    """What the leaves of an optimizer's state are, by their paths; ``copies`` are made of the
+    parameters' values, and not of their shapes alone."""
 
     def __init__(self, optimizer: optax.GradientTransformation, params: Any):
-        self.params = {path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
-        # Those that are made of the parameters' values, and not of their shapes alone.
-        made = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
-        jaxpr, state = made[0].jaxpr, made[1]
-        of_values = set(jaxpr.invars)
-        for equation in jaxpr.eqns:
-            if not of_values.isdisjoint(v for v in equation.invars if isinstance(v, Var)):
-                of_values.update(equation.outvars)
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-        self.copies = {
-            path
-            for path, made in zip(paths, jaxpr.outvars, strict=True)
-            if isinstance(made, Var) and made in of_values
-        }
+        paths, tree = jax.tree_util.tree_flatten_with_path(params)
+        self.params = {path for path, _ in paths}
+        flat = jaxprs.flatten(
+            lambda *leaves: optimizer.init(jax.tree.unflatten(tree, leaves)),
+            [leaf for _, leaf in paths],
+        )
+        of_values = set(range(len(flat.consts), flat.input_count))
+        for step in flat.steps:
+            if not of_values.isdisjoint(step.uses):
+                of_values.update(step.outputs)
+        self.shapes = jax.tree.unflatten(flat.out_tree, map(flat.aval, flat.outputs))
+        leaves = jax.tree_util.tree_leaves_with_path(
+            jax.tree.unflatten(flat.out_tree, flat.outputs)
+        )
+        self.copies = {path for path, made in leaves if isinstance(made, int) and made in of_values}
 
     def is_second(self, path: tuple) -> bool:
         """Whether a leaf is a second moment, by the names that the optimizer gives: a parameter has

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 
 from jaxmem.program.costs import CONTRACTIONS
-from jaxmem.program.readers import is_view, read_by_derivative
+from jaxmem.program.readers import SMALL, is_view, read_by_derivative, takes_few, views_of
 from jaxmem.program.repeats import Repeats
 from jaxmem.program.row_norms import RowNorms, row_norms
 from jaxmem.targets.links import Ring
@@ -20,9 +20,6 @@ from jaxmem.targets.links import Ring
 _LARGE_SOURCES = 3  # chosen: 1 recomputes 3 points more, 6 changes no plan
 _SOURCES = 64  # XLA's fusions for GPUs take 96 operands and results; half and twice change no plan
 _CHAIN = 64  # operations; chosen: half and twice change no plan
-# Times smaller than the result: no reason to write the result. Chosen: half and twice change no
-# plan.
-_SMALL = 16
 
 NAMED = "named"  # a name that a policy may save: what it marks is not made again for it
 # What reads other elements than it writes: its derivative cannot be written over what it read.
@@ -148,7 +145,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 reads |= frozenset().union(*(made(member, value) for value in read))
             if member.name in _SHIFTS:
                 shifted |= under
-            if member.fused and program.repeats(member):
+            if member.fused and program.gathers_again(member):
                 more = program.sizes[member.outputs[0]] - program.sizes[member.inputs[0]]
                 gathered_again += max(more, 0)
             made_of.update(dict.fromkeys(member.outputs, under))
@@ -304,11 +301,9 @@ def _stored(program) -> list[bool]:
     for value in program.outputs:
         wanted[value] = True
     # A view is where what it shows is.
-    for operation in reversed(program.operations):
-        if is_view(operation):
-            (shown,), (view,) = operation.inputs, operation.outputs
-            wanted[shown] |= wanted[view]
-            readers[shown] += readers[view] - 1
+    for shown, view in views_of(program):
+        wanted[shown] |= wanted[view]
+        readers[shown] += readers[view] - 1
     stored = [value < program.input_count for value in range(count)]
     under: list[frozenset[int]] = [frozenset()] * count
     for_each: list[frozenset[int]] = [frozenset()] * count  # what one element of it is made of
@@ -327,7 +322,7 @@ def _stored(program) -> list[bool]:
         chain = 1 + sum(length[value] for value in inputs if not stored[value])
         for value in operation.outputs:
             large = sum(
-                source >= program.input_count and sizes[source] * _SMALL >= sizes[value]
+                source >= program.input_count and sizes[source] * SMALL >= sizes[value]
                 for source in element
             )
             if is_view(operation):
@@ -360,6 +355,5 @@ def _reduces(operation, sizes) -> bool:
 def _takes_few(operation, sizes) -> bool:
     """Whether it scatters in its derivative, and takes few elements of its operand: those alone are
     computed for it."""
-    if operation.name != "gather" or operation.fused or operation.derivative_reads == "nothing":
-        return False
-    return sizes[operation.outputs[0]] * _SMALL < sizes[operation.inputs[0]]
+    scatters = not operation.fused and operation.derivative_reads != "nothing"
+    return scatters and takes_few(operation, sizes)

@@ -30,27 +30,24 @@ def _compiled_by(program: Program, rules: Rules) -> Program:
     for operation in program.operations:
         if multiplies and operation.contraction.vectors:
             operation = dataclasses.replace(operation, flops=0, fused=True, widened=False)
-        if rules.fuses_gathers and program.repeats(operation):
+        if rules.fuses_gathers and program.gathers_again(operation):
             operation = dataclasses.replace(operation, fused=True)
         body = operation.body and compiled_by(operation.body, rules)
         operations.append(dataclasses.replace(operation, body=body))
-    apart = _apart(program) if rules.tile else []
+    found = dataclasses.replace(program, operations=tuple(operations), rules=rules)
+    if rules.tile is None:
+        return found
+    apart = _apart(program)
 
     def sizes(types, bare) -> tuple[int, ...]:
-        return (
-            bare
-            if rules.tile is None
-            else tuple(
-                _bytes(kind, size, axes, rules)
-                for kind, size, axes in zip(types, bare, apart[: len(bare)], strict=True)
-            )
+        return tuple(
+            _bytes(kind, size, axes, rules)
+            for kind, size, axes in zip(types, bare, apart[: len(bare)], strict=True)
         )
 
     return dataclasses.replace(
-        program,
-        operations=tuple(operations),
+        found,
         sizes=sizes(program.types, program.sizes),
-        rules=rules,
         whole_sizes=sizes(program.whole_types, program.whole_sizes),
     )
 

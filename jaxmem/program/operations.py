@@ -242,7 +242,7 @@ class Program:
             found.append(frozenset(sources))
         return tuple(found)
 
-    def repeats(self, operation: Operation) -> bool:
+    def gathers_again(self, operation: Operation) -> bool:
         """Whether it gathers more than there is: elements that it takes several times."""
         if operation.name != "gather":
             return False
@@ -330,7 +330,7 @@ class Program:
         regions act on. Its gathers scatter."""
         operations = []
         for operation in self.operations:
-            if operation.name == "gather" and not self.repeats(operation):
+            if operation.name == "gather" and not self.gathers_again(operation):
                 operation = dataclasses.replace(operation, fused=False)
             elif operation.body:
                 operation = dataclasses.replace(operation, body=operation.body.as_written)

@@ -1,8 +1,12 @@
 """Who reads a value: operations, and their derivatives."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+# Times smaller than a result: next to nothing beside it, in memory or not. Chosen: half and twice
+# change no plan.
+SMALL = 16
 # What shows another value, and is where that is.
 _VIEWS = frozenset(
     """
@@ -61,3 +65,17 @@ def read_by_derivative(operation: Any, active: list[bool]) -> tuple[int, ...]:
 def is_view(operation: Any) -> bool:
     """Whether it shows its operand as it is, in another shape."""
     return operation.name in _VIEWS and len(operation.inputs) == 1 == len(operation.outputs)
+
+
+def views_of(program: Any) -> Iterator[tuple[int, int]]:
+    """What is shown, and what shows it; the last view first."""
+    for operation in reversed(program.operations):
+        if is_view(operation):
+            yield operation.inputs[0], operation.outputs[0]
+
+
+def takes_few(operation: Any, sizes: Sequence[int]) -> bool:
+    """Whether it takes few elements of its operand, which alone are computed for it."""
+    if operation.name != "gather":
+        return False
+    return sizes[operation.outputs[0]] * SMALL < sizes[operation.inputs[0]]

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxmem.program.readers import is_view, readers_of
+from jaxmem.program.readers import SMALL, is_view, readers_of, takes_few, views_of
 
 # Times as long as it takes to move an array: computing longer than that and than it takes to start
 # one more kernel is dear. If a value is
@@ -20,8 +20,6 @@ from jaxmem.program.readers import is_view, readers_of
 _DEAR = 4
 # Times the same: what it must take at least to be kept where more is computed of it. Chosen.
 _WORTH = 1
-# Times smaller than the result: next to nothing, in memory or not. Chosen, as in `kernels`.
-_SMALL = 16
 # XLA computes these in bfloat16, where they have no cycles; all others in float32.
 _IN_BFLOAT16 = frozenset("div exp log logistic rsqrt sqrt".split())
 _BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
@@ -49,7 +47,7 @@ class Repeats:
             return
         sizes = self.program.sizes
         for result in operation.outputs:
-            wide = {v for v in operation.inputs if sizes[v] * _SMALL >= sizes[result]}
+            wide = {v for v in operation.inputs if sizes[v] * SMALL >= sizes[result]}
             fresh = [v for v in wide if not stored[v]]
             row = any(self.is_row[v] for v in operation.inputs)
             normalised = row and not all(self.is_row[v] for v in wide)
@@ -62,7 +60,7 @@ class Repeats:
                 if fresh:
                     self.made_of[result] = self.made_of[value]
                     self.shortcut[result] = self.shortcut[value]
-            elif operation.fused and not (self._picked[result] or self._picks(operation)):
+            elif operation.fused and not (self._picked[result] or takes_few(operation, sizes)):
                 yield from (self.shown[v] for v in self._kept(operation, result, fresh))
 
     def _kept(self, operation: Any, result: int, fresh: Sequence[int]) -> Iterator[int]:
@@ -102,13 +100,6 @@ class Repeats:
             [sizes[value] for value in operation.inputs] == [sizes[operation.outputs[0]]]
         )
 
-    def _picks(self, operation: Any) -> bool:
-        """Whether it takes few elements, which alone are computed for it."""
-        if operation.name != "gather":
-            return False
-        sizes = self.program.sizes
-        return sizes[operation.outputs[0]] * _SMALL < sizes[operation.inputs[0]]
-
     def _takes(self, value: int) -> int:
         return sum(self.made_of[value].values())
 
@@ -141,10 +132,8 @@ class Repeats:
     def _shared(self) -> list[bool]:
         """For each value whether several read it, operations or derivatives."""
         readers = readers_of(self.program)
-        for operation in reversed(self.program.operations):
-            if is_view(operation):
-                (shown,), (view,) = operation.inputs, operation.outputs
-                readers[shown] += readers[view] - 1
+        for shown, view in views_of(self.program):
+            readers[shown] += readers[view] - 1
         return [readers[value] > 1 for value in range(len(self.program.sizes))]
 
     @functools.cached_property
@@ -171,7 +160,8 @@ class Repeats:
     @functools.cached_property
     def _picked(self) -> list[bool]:
         """For each value whether few elements of it are computed, since no more are read."""
-        return self._ends(self._picks, lambda operation: not self.reduces(operation))
+        picks = functools.partial(takes_few, sizes=self.program.sizes)
+        return self._ends(picks, lambda operation: not self.reduces(operation))
 
     def _ends(self, at: Callable[[Any], bool], through: Callable[[Any], bool]) -> list[bool]:
         """For each value whether all that reads it is of one kind, or is fused, of another, and

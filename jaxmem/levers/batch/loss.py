@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxmem import jaxprs
 from jaxmem.ground.checks import check_arrays, check_same, is_numeric, noted, shapes_of
 from jaxmem.ground.errors import JaxmemError
 
@@ -109,4 +110,4 @@ def _told(results: Any) -> str:
 
 
 def _like(new: Any, old: Any) -> Any:
-    return new if jnp.issubdtype(old.dtype, jax.dtypes.extended) else jnp.asarray(new, old.dtype)
+    return new if jaxprs.is_extended(old) else jnp.asarray(new, old.dtype)

@@ -191,6 +191,9 @@ class _Stream:
         coming = self.update.made_of[wanted] & self.update.staged & ~self.arrived
         if self.update.index is not None or not coming:
             return False
+        result = self.flat.avals[wanted]
+        if not (result.shape and result.size):
+            return False  # nothing to cut
         avals = [self.flat.avals[n] for n in range(self.flat.input_count) if coming >> n & 1]
         size = sum(aval.size * max(aval.dtype.itemsize, 4) for aval in avals)
         if size <= CHUNK:
@@ -200,9 +203,7 @@ class _Stream:
             needs = self.update.made_of[made] & self.update.staged & ~self.arrived
             if other not in self.results and needs and not needs & ~coming:
                 group[other] = made
-        if not math.prod(self.flat.avals[wanted].shape[:1] or (0,)):
-            return False  # a number, or of no elements: there is nothing to cut
-        most, length = pieces(self.flat.avals[wanted].shape, size, CHUNK)
+        most, length = pieces(result.shape, size, CHUNK)
         for axes in range(most, 0, -1):
             slicing = find(
                 self.flat,

@@ -81,25 +81,28 @@ def _into_own_row(op: Operation, row: int, common: Each) -> Kind | None:
 
 def _summed(op: Operation, row: int) -> Kind:
     """Each example is added where its indices say, to zeros that all have in common: their sum."""
-    operand, indices, updates = op.kinds
+    _, indices, updates = op.kinds
     own = isinstance(indices, Each) and indices.axis == row
-    alone = op.results[0][0] == op.results[0][1]
-    zeros = isinstance(operand, Free) and operand.is_zero
-    return Total(updates.growth) if op.name in _ADDING and own and alone and zeros else op.mixes
+    return Total(updates.growth) if own and _adds_to_zeros(op) else op.mixes
 
 
 def _counted(op: Operation) -> Kind | None:
     """For each example one number is added where its indices say, to zeros: how many there are of
     each, as `jnp.bincount` has it; None: it is something else."""
-    operand, indices, updates = op.kinds
-    zeros = isinstance(operand, Free) and operand.is_zero
+    _, indices, updates = op.kinds
     if not isinstance(indices, Each) or indices.axis == len(op.shapes[1][0]) - 1:
         return None  # the last axis has the parts of one place
-    alone = op.results[0][0] == op.results[0][1]
-    if not isinstance(updates, Free) or updates.value is None or op.name not in _ADDING:
+    if not isinstance(updates, Free) or updates.value is None or updates.growth != 1:
         return None
-    same = updates.value[0] == updates.value[1] and updates.growth == 1
-    return Total(1.0) if zeros and alone and same else None
+    one, other = updates.value
+    return Total(1.0) if one == other and _adds_to_zeros(op) else None
+
+
+def _adds_to_zeros(op: Operation) -> bool:
+    """Whether it adds to zeros, whose shape is that of no batch."""
+    (operand, *_), (of_slice, of_batch) = op.kinds, op.results[0]
+    zeros = isinstance(operand, Free) and operand.is_zero
+    return op.name in _ADDING and zeros and of_slice == of_batch
 
 
 def _into_each(op: Operation, common: Each) -> Kind:
