@@ -1006,8 +1006,8 @@ def test_optimizers_that_ask_for_what_there_is_not():
         step(step.init(params), batch)
     assert str(caught.value) == (
         "The optimizer's update needs grad= and value_fn=, for a line search on one loss, and "
-        "under jaxmem.accumulate each call of a cycle has another. Use "
-        "train_step(..., microbatches=) instead of accumulate."
+        "under gradient accumulation (jaxmem.accumulate, optax.MultiSteps) each call of a cycle "
+        "has another. Use train_step(..., microbatches=) instead."
     )
 
     def update(updates, state, params=None, *, hessian, **extra):
@@ -1132,6 +1132,32 @@ def test_an_optimizer_may_take_the_loss_or_not():
     step = jaxmem.train_step(loss, alone)
     state, _ = step(step.init(jnp.copy(params)), batch)
     np.testing.assert_allclose(state.params, params + jax.grad(loss)(params, batch))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda asks: optax.MultiSteps(asks, 1),
+        lambda asks: optax.MultiSteps(asks, 1).gradient_transformation(),
+        lambda asks: jaxmem.accumulate(optax.MultiSteps(asks, 1), 1),
+        lambda asks: jaxmem.offload(optax.MultiSteps(asks, 1).gradient_transformation()),
+        lambda asks: optax.conditionally_transform(asks, lambda step, **extra: step >= 0),
+    ],
+)
+def test_what_is_around_an_optimizer_hands_the_loss_on(around):
+    """Whether or not it says by its type that it takes more than optax's three arguments."""
+
+    def update(updates, state, params=None, *, value, **extra):
+        return jax.tree.map(lambda g: g * value, updates), state
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params) ** 2)
+
+    asks = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    params, batch = jnp.ones(3), jnp.ones((4, 3))
+    step = jaxmem.train_step(loss, around(asks))
+    state, _ = step(step.init(jnp.copy(params)), batch)
+    np.testing.assert_allclose(state.params, params + 9.0 * jax.grad(loss)(params, batch))
 
 
 @pytest.mark.filterwarnings("ignore:XLA did not reuse")  # the gradient is a value of this step

@@ -287,7 +287,7 @@ class StandIn(CompiledPlans):
         self.seed = seed
 
     def start(self, layout) -> Begun:
-        return Begun("", lambda: self.outcome(layout), lambda: None)
+        return Begun("a stand-in", lambda: self.outcome(layout), lambda: None)
 
     def outcome(self, layout) -> Outcome:
         place = random.Random(f"{self.seed} {layout.place}").uniform(0.94, 1.06)
@@ -337,7 +337,7 @@ class FitStandIn(fitting_search.Search):
         return self._best
 
     def _start(self, candidate) -> Begun:
-        return Begun("", lambda: self.outcome(candidate), lambda: None)
+        return Begun("a stand-in", lambda: self.outcome(candidate), lambda: None)
 
     def outcome(self, candidate) -> Outcome:
         where = fitting_search._place(candidate.levers)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxmem.ground.errors import JaxmemError
 
@@ -97,6 +98,17 @@ def check_optimizer(optimizer: Any, name: str) -> None:
             f"{name} takes an optax.GradientTransformation, such as optax.adam(1e-3); got "
             f"{shown(optimizer)}.{hint}"
         )
+
+
+def with_extra_args(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """An optax transformation whose update takes further arguments. Where it takes any by its
+    signature they are given to it, whatever its type says (`optax.MultiSteps` is no transformation
+    with extra arguments, and hands them on); where it does not, they are dropped."""
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    known = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    if not known and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+    return optax.with_extra_args_support(optimizer)
 
 
 def check_callable(fun: Any, name: str) -> None:

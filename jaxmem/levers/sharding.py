@@ -12,7 +12,14 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import check_callable, check_optimizer, check_state, is_count, shown
+from jaxmem.ground.checks import (
+    check_callable,
+    check_optimizer,
+    check_state,
+    is_count,
+    shown,
+    with_extra_args,
+)
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.words import counted
 from jaxmem.levers.gathering import gathered_where_read
@@ -129,7 +136,7 @@ class Sharding:
             OffloadError: at init, ``optimizer`` is a `jaxmem.offload`, which goes outside.
         """
         check_optimizer(optimizer, "Sharding.optimizer")
-        optimizer = optax.with_extra_args_support(optimizer)
+        optimizer = with_extra_args(optimizer)
 
         def init(params):
             state = optimizer.init(params)

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import check_optimizer, check_state, is_count
+from jaxmem.ground.checks import check_optimizer, check_state, is_count, with_extra_args
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.streaming import stream
 from jaxmem.optim.codecs import CODECS
+from jaxmem.optim.recurrences import recurrences
 
 _SMALL = 4096  # chosen, as in bitsandbytes (min_8bit_size): norms and biases are below
 
@@ -38,13 +39,19 @@ def small_moments(
 ) -> optax.GradientTransformationExtraArgs:
     """``optimizer`` whose moments take 8 or 16 bits a parameter instead of 32.
 
-    What begins as a copy of the parameters is no moment, and stays as it is (the averages of
-    `optax.contrib.schedule_free`): in 8 bits it would not move.
+    Works for every optax optimizer: what its state holds is read from its own init and update.
+    A moment is what each update changes element by element. What is none stays as it is:
+
+    - what begins as the parameters' values (the averages of `optax.contrib.schedule_free`): in
+      8 bits it would not move;
+    - what an update replaces or shifts (the last gradient, the pairs of `optax.lbfgs`): their
+      differences would be those of the rounding;
+    - two moments of which an update takes the root of the difference (those of
+      `optax.rmsprop(centered=True)`): it would be of a negative number.
 
     Each update expands the state of a parameter, runs the optimizer in float32, and compresses
-    again; XLA fuses it, so there is no float32 copy of the whole state. Works for every optimizer
-    whose state is arrays: adam, adamw, lion, sgd with momentum, and chains of them. The codes have
-    the parameter's shape and shard and offload like it.
+    again; XLA fuses it, so there is no float32 copy of the whole state. The codes have the
+    parameter's shape and shard and offload like it.
 
     optax has other ways to less state: ``mu_dtype=jnp.bfloat16`` (first moments alone, rounded to
     nearest), and optimizers with less of it (`optax.adafactor`, `optax.sm3`, `optax.lion`).
@@ -52,7 +59,7 @@ def small_moments(
     Args:
         optimizer: any optax transformation.
         dtype: ``"8bit"``: block-wise dynamic quantization (Dettmers et al. 2021), 1.02 bytes a
-            value; fields of the state whose name begins with ``nu`` (second moments) take the map
+            value; second moments (what is never negative, or is taken the root of) take the map
             without a sign. ``"bfloat16"``: stochastic rounding, 2 bytes a value.
         block: values that share a scale in 8 bits, along the last axis.
         keep: ``keep(path, leaf)``, for each floating-point leaf of the optimizer's state: whether
@@ -61,8 +68,9 @@ def small_moments(
         seed: of the stochastic rounding.
 
     Raises:
-        JaxmemError: not an optax transformation, no such dtype; at update, a state that is not
-            of this optimizer.
+        JaxmemError: not an optax transformation, no such dtype; at init, an update that asks for
+            other arguments than ``value``, ``grad`` and ``value_fn``; at update, a state that is
+            not of this optimizer.
         OffloadError: at init, 8-bit moments of a `jaxmem.offload`, which goes outside.
 
     >>> import jax.numpy as jnp, jaxmem, optax
@@ -79,46 +87,45 @@ def small_moments(
     codec = CODECS[dtype]
     if not is_count(block):
         raise JaxmemError(f"A block is an int of 1 or more values; got block={block!r}.")
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = with_extra_args(optimizer)
 
-    def compressed(path, leaf, own) -> bool:
-        return (
-            jnp.issubdtype(leaf.dtype, jnp.floating)
-            and leaf.size > 0
-            and path not in own.copies
-            and not keep(jax.tree_util.keystr(path), leaf)
-        )
+    def is_large(path, leaf) -> bool:
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return floating and leaf.size > 0 and not keep(jax.tree_util.keystr(path), leaf)
 
     def compress(path, leaf, key, own):
-        if not compressed(path, leaf, own):
+        if path not in own.moments:
             return leaf
-        return codec.compress(leaf, key, not own.is_second(path), block)
+        return codec.compress(leaf, key, path not in own.second, block)
 
     def is_compressed(leaf) -> bool:
         return codec.kind is not None and isinstance(leaf, codec.kind)
 
     def init(params):
-        own = _Fields(optimizer, params)
+        state = optimizer.init(params)
+        if codec.kind is not None:  # an array alone may lie in host memory
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+                if is_large(path, leaf):
+                    where = jax.tree_util.keystr(path)
+                    jaxprs.check_on_device("jaxmem.optim.small_moments", leaf, where)
+        own = recurrences(optimizer, params, is_large)
 
-        def zero(path, leaf):
-            if not compressed(path, leaf, own):
+        def begin(path, leaf):
+            if path not in own.moments:
                 return leaf
-            if codec.kind is not None:  # an array alone may lie in host memory
-                where = jax.tree_util.keystr(path)
-                jaxprs.check_on_device("jaxmem.optim.small_moments", leaf, where)
-            return codec.zeros(leaf, not own.is_second(path), block)
+            return codec.zeros(leaf, path not in own.second, block)
 
-        state = jax.tree_util.tree_map_with_path(zero, optimizer.init(params))
+        state = jax.tree_util.tree_map_with_path(begin, state)
         return SmallState(jnp.zeros((), jnp.int32), state)
 
     def update(updates, state, params=None, **extra):
         check_state(init, update, updates, state, params, extra)
-        own = _Fields(optimizer, updates if params is None else params)
+        own = recurrences(optimizer, updates if params is None else params, is_large)
 
         def expand(path, shape, leaf):
-            if not compressed(path, shape, own):
+            if path not in own.moments:
                 return leaf
-            return codec.expand(leaf, not own.is_second(path), block).astype(shape.dtype)
+            return codec.expand(leaf, path not in own.second, block).astype(shape.dtype)
 
         def step(updates, state, params, **extra):
             large = jax.tree_util.tree_map_with_path(
@@ -136,32 +143,3 @@ def small_moments(
         return stream(step, updates, state, params, extra, state_on_host=False)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-class _Fields:
-    """What the leaves of an optimizer's state are, by their paths; ``copies`` are made of the
-    parameters' values, and not of their shapes alone."""
-
-    def __init__(self, optimizer: optax.GradientTransformation, params: Any):
-        paths, tree = jax.tree_util.tree_flatten_with_path(params)
-        self.params = {path for path, _ in paths}
-        flat = jaxprs.flatten(
-            lambda *leaves: optimizer.init(jax.tree.unflatten(tree, leaves)),
-            [leaf for _, leaf in paths],
-        )
-        of_values = set(range(len(flat.consts), flat.input_count))
-        for step in flat.steps:
-            if not of_values.isdisjoint(step.uses):
-                of_values.update(step.outputs)
-        self.shapes = jax.tree.unflatten(flat.out_tree, map(flat.aval, flat.outputs))
-        leaves = jax.tree_util.tree_leaves_with_path(
-            jax.tree.unflatten(flat.out_tree, flat.outputs)
-        )
-        self.copies = {path for path, made in leaves if isinstance(made, int) and made in of_values}
-
-    def is_second(self, path: tuple) -> bool:
-        """Whether a leaf is a second moment, by the names that the optimizer gives: a parameter has
-        fields of its own, of any name."""
-        starts = (start for start in range(len(path) + 1) if path[start:] in self.params)
-        own = path[: next(starts, len(path))]
-        return any(str(getattr(part, "name", "")).startswith("nu") for part in own)

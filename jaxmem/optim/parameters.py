@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.ground.checks import check_optimizer, check_state
+from jaxmem.ground.checks import check_optimizer, check_state, with_extra_args
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.streaming import stream
 from jaxmem.optim.codecs.rounding import round_stochastically, round_to_nearest
@@ -57,7 +57,7 @@ def half_params(
             'jaxmem.optim.half_params takes rounding= "stochastic" or "compensated"; got '
             f"{rounding!r}."
         )
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = with_extra_args(optimizer)
     compensated = rounding == "compensated"
 
     def init(params):

@@ -41,8 +41,8 @@ def with_extras(update: Callable, known: dict[str, Any], opt_state: Any) -> Any:
                 asked = " and ".join(f"{name}=" for name in sorted(names - {"value"}))
                 raise JaxmemError(
                     f"The optimizer's update needs {asked}, for a line search on one loss, and "
-                    "under jaxmem.accumulate each call of a cycle has another. Use "
-                    "train_step(..., microbatches=) instead of accumulate."
+                    "under gradient accumulation (jaxmem.accumulate, optax.MultiSteps) each call "
+                    "of a cycle has another. Use train_step(..., microbatches=) instead."
                 ) from error
             extra |= {name: known.get(name) for name in names}
 

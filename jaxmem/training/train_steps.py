@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from jaxmem.ground.checks import check_optimizer, shown
+from jaxmem.ground.checks import check_optimizer, shown, with_extra_args
 from jaxmem.ground.errors import JaxmemError, JaxmemWarning
 from jaxmem.levers.batch.microbatching import microbatch
 from jaxmem.levers.precision.loss_scale import LossScale
@@ -145,7 +145,7 @@ def train_step(
         )
     settings = Settings(
         loss_fn,
-        optax.with_extra_args_support(optimizer),
+        with_extra_args(optimizer),
         chosen,
         transform,
         microbatches,

@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.ground.checks import check_alike, check_optimizer, check_same, is_count, shown
+from jaxmem.ground.checks import (
+    check_alike,
+    check_optimizer,
+    check_same,
+    is_count,
+    shown,
+    with_extra_args,
+)
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.layer_loops import LayerLoops
 from jaxmem.levers.host.one_layer import Layer
@@ -44,7 +51,7 @@ class Layers:
         microbatches: int,
     ):
         self.block = block
-        self.optimizer = None if optimizer is None else optax.with_extra_args_support(optimizer)
+        self.optimizer = None if optimizer is None else with_extra_args(optimizer)
         self.inputs = inputs
         self.precision = precision
         self.microbatches = microbatches

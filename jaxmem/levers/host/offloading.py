@@ -20,6 +20,7 @@ from jaxmem.ground.checks import (
     name_of,
     noted,
     shown,
+    with_extra_args,
 )
 from jaxmem.ground.errors import JaxmemError, OffloadError
 from jaxmem.levers.host.streaming import nested, stream
@@ -83,7 +84,7 @@ def offload(
             "jaxmem.offload takes fraction= from 0 (all on the device) to 1 (all on the host); got "
             f"{shown(fraction)}."
         )
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = with_extra_args(optimizer)
 
     def paths_on_host(state) -> set[str]:
         found = {

@@ -1,0 +1,297 @@
+"""What the leaves of an optimizer's state are, read from its own init and update.
+
+A moment is a recurrence: its next value is made of the one before, element by element. What its
+elements may be is in the same program. Names say nothing of it: `optax.sm3` calls its momentum
+``nu``, and others call their second moments ``n``, ``v`` or ``exp_avg_sq``.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmem import jaxprs
+from jaxmem.ground.errors import JaxmemError
+
+# What moves or selects elements: the result has those of its operands.
+_SAME = frozenset(
+    "broadcast_in_dim convert_element_type copy device_put optimization_barrier reduce_precision "
+    "reshape sharding_constraint squeeze transpose".split()
+)
+_SUMS = frozenset(("add", "add_any", "sub"))
+_PRODUCTS = frozenset(("mul", "div"))
+_ELEMENTWISE = frozenset("abs cbrt clamp integer_pow max min neg pow sign sqrt square".split())
+# Not a number where their operand is negative.
+_ROOTS = frozenset("log pow rsqrt sqrt".split())
+_AT_LEAST_ZERO = frozenset("abs exp exp2 iota logistic rsqrt sqrt square".split())
+# At least zero where all their operands are.
+_MONOTONE = frozenset(
+    "cbrt clamp cumsum dot_general integer_pow log1p min pow reduce_max reduce_min reduce_sum "
+    "select_n sign".split()
+)
+_CALLS = frozenset(("custom_jvp_call", "custom_vjp_call", "checkpoint"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Value:
+    """What is known of a value; sets of inputs are bits of an int.
+
+    Attributes:
+        number: its own.
+        of: the inputs that it is computed from.
+        holds: the inputs whose elements it has, moved or changed one by one.
+        changes: those of them that it has not as they were.
+        torn: inputs of which the rounding of each by itself may change its sign.
+        at_least_zero: whether it has no negative elements.
+        multiple_of: numbers of values that it is a multiple of, by something of one sign.
+    """
+
+    number: int
+    of: int = 0
+    holds: int = 0
+    changes: int = 0
+    torn: int = 0
+    at_least_zero: bool = False
+    multiple_of: frozenset[int] = frozenset()
+
+
+class _Reading:
+    """One walk through a program. ``large`` are the inputs that are to be rounded; ``under_roots``
+    the numbers of values that an earlier walk has found to be taken the root of."""
+
+    def __init__(self, large: int = 0, under_roots: frozenset[int] = frozenset()):
+        self.large, self.known = large, under_roots
+        self.count = 0
+        self.under_roots: set[int] = set()
+        self.torn = 0  # what must not be rounded, or a root would be of a negative number
+
+    def new(self, multiple_of: frozenset[int] = frozenset(), **known: Any) -> _Value:
+        """A value with the next number."""
+        at, self.count = self.count, self.count + 1
+        return _Value(at, multiple_of=multiple_of | {at}, **known)
+
+    def is_at_least_zero(self, value: _Value) -> bool:
+        """Whether a value has no negative elements: what an optimizer takes the root of has none,
+        or it would be not a number without any rounding."""
+        return value.at_least_zero or value.number in self.known
+
+    def run(self, flat: jaxprs.FlatJaxpr, arguments: Sequence[_Value]) -> list[_Value]:
+        """The results of a program."""
+        values = dict(enumerate([*(self._constant(one) for one in flat.consts), *arguments]))
+
+        def read(operand) -> _Value:
+            return values[operand] if isinstance(operand, int) else self._constant(operand.val)
+
+        for step in flat.steps:
+            operands = [read(operand) for operand in step.inputs]
+            values.update(zip(step.outputs, self._results(flat, step, operands), strict=True))
+        return [read(output) for output in flat.outputs]
+
+    def _constant(self, value: Any) -> _Value:
+        known = not isinstance(value, jax.core.Tracer) and not jaxprs.is_opaque(value)
+        return self.new(at_least_zero=known and bool(np.all(np.asarray(value) >= 0)))
+
+    def _results(self, flat, step, operands: list[_Value]) -> list[_Value]:
+        if step.primitive == "cond" and (branches := jaxprs.branches_of(step.equation)):
+            each = [self.run(branch, operands[1:]) for branch in branches]
+            return [self._any_of(operands[0], cases) for cases in zip(*each, strict=True)]
+        if step.primitive in _CALLS:
+            return self.run(jaxprs.called_jaxpr(step.equation), operands)
+        if len(step.outputs) == 1:
+            sizes = [flat.aval(one).size for one in (*step.inputs, *step.outputs)]
+            return [self._result(step, operands, sizes)]
+        if step.primitive in _SAME:  # of several
+            return [self._any_of(None, (one,)) for one in operands]
+        return [self.new(of=_union(one.of for one in operands)) for _ in step.outputs]
+
+    def _any_of(self, predicate: _Value | None, cases: Sequence[_Value]) -> _Value:
+        of = _union(one.of for one in cases)
+        return self.new(
+            of=of if predicate is None else of | predicate.of,
+            holds=_union(one.holds for one in cases),
+            changes=_union(one.changes for one in cases),
+            torn=_union(one.torn for one in cases),
+            at_least_zero=all(map(self.is_at_least_zero, cases)),
+        )
+
+    def _result(self, step, operands: list[_Value], sizes: list[int]) -> _Value:
+        name = step.primitive
+        even = name == "integer_pow" and step.equation.params["y"] % 2 == 0
+        even |= name == "mul" and step.inputs[0] == step.inputs[1]
+        even |= name in ("square", "abs")
+        if name == "select_n":
+            return self._any_of(operands[0], operands[1:])
+        if name in _ROOTS:
+            self.under_roots.update(operands[0].multiple_of)
+            self.torn |= operands[0].torn
+        holds = changes = 0
+        if name in _SAME | _SUMS | _PRODUCTS | _ELEMENTWISE:
+            same = [one for one, size in zip(operands, sizes, strict=False) if size == sizes[-1]]
+            holds = _union(one.holds for one in same)
+            changes = _union(one.changes for one in same) if name in _SAME else holds
+        at_least_zero = even or _is_at_least_zero(step, operands, sizes)
+        torn = 0 if at_least_zero else _union(one.torn for one in operands)
+        if name in _SUMS and not at_least_zero:
+            left, right = (one.of & self.large for one in operands)
+            if left and right and (left | right).bit_count() > 1:
+                torn |= left | right
+        return self.new(
+            of=_union(one.of for one in operands),
+            holds=holds,
+            changes=changes,
+            torn=torn,
+            at_least_zero=at_least_zero,
+            multiple_of=_multiple_of(name, operands, sizes),
+        )
+
+
+def _is_at_least_zero(step, operands: list[_Value], sizes: list[int]) -> bool:
+    name = step.primitive
+    if name in _AT_LEAST_ZERO or jnp.issubdtype(step.equation.outvars[0].aval.dtype, jnp.bool_):
+        return True
+    if name == "max":
+        return any(one.at_least_zero for one in operands)
+    if name == "sub":  # what a decay rate leaves of one
+        return not isinstance(step.inputs[0], int) and sizes == [1, 1, 1]
+    return name in _SAME | _MONOTONE | _PRODUCTS | {"add", "add_any"} and all(
+        one.at_least_zero for one in operands
+    )
+
+
+def _multiple_of(name: str, operands: list[_Value], sizes: list[int]) -> frozenset[int]:
+    """Numbers of the values that the result is a multiple of. A number that an array is divided by
+    (what corrects a bias) or that is added to it (an epsilon) counts as one of the same sign."""
+    if name in _SAME:
+        return operands[0].multiple_of
+    if name in ("mul", "add") and sizes[0] == 1 < sizes[2]:
+        return operands[1].multiple_of
+    if name in ("mul", "div", "add") and sizes[1] == 1:
+        return operands[0].multiple_of
+    return frozenset()
+
+
+def _union(sets: Iterable[int]) -> int:
+    result = 0
+    for one in sets:
+        result |= one
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrences:
+    """The leaves of an optimizer's state, by their paths.
+
+    Attributes:
+        shapes: the state, its leaves as shapes and dtypes.
+        moments: those that may be rounded.
+        second: those of them that have no negative elements, such as means of squares.
+    """
+
+    shapes: Any
+    moments: frozenset[tuple]
+    second: frozenset[tuple]
+
+
+def recurrences(
+    optimizer: optax.GradientTransformationExtraArgs,
+    params: Any,
+    large: Callable[[tuple, Any], bool],
+) -> Recurrences:
+    """Reads what the leaves of an optimizer's state are; ``large(path, leaf)`` says which are to be
+    rounded. Not those that begin as the parameters' values (averages of them), nor those that are
+    no recurrence (the last gradient, the pairs of L-BFGS), nor those of which a root takes the
+    difference (the two of `optax.rmsprop(centered=True)`): it would be of a negative number.
+
+    Raises:
+        JaxmemError: the update asks for arguments that are not known before it is called.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    begin = jaxprs.flatten(lambda *leaves: optimizer.init(jax.tree.unflatten(tree, leaves)), leaves)
+    reading = _Reading()
+    first = reading.run(begin, [reading.new(of=1) for _ in leaves])
+
+    state = [_like(begin.aval(one)) for one in begin.outputs]
+    shapes = jax.tree.unflatten(begin.out_tree, state)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    rounded = [
+        not begins.of and large(path, leaf)
+        for begins, path, leaf in zip(first, paths, state, strict=True)
+    ]
+    if not any(rounded):
+        return Recurrences(shapes, frozenset(), frozenset())
+
+    update = _traced(optimizer, params, shapes)
+    never_negative = {at for at, one in enumerate(first) if one.at_least_zero and not one.of}
+    under_roots: frozenset[int] = frozenset()
+    while True:
+        reading = _Reading(_union(one << at for at, one in enumerate(rounded)), under_roots)
+        arguments = [
+            reading.new(of=1 << at, holds=1 << at, at_least_zero=at in never_negative)
+            for at in range(len(state))
+        ]
+        others = update.input_count - len(update.consts) - len(state)
+        results = reading.run(update, [*arguments, *(reading.new() for _ in range(others))])
+        after = results[-len(state) :]
+        before, seen = never_negative, under_roots
+        under_roots = frozenset(reading.under_roots)
+        never_negative = {
+            at
+            for at, one in enumerate(after)
+            if not under_roots.isdisjoint((at, one.number)) or (at in before and one.at_least_zero)
+        }
+        if (never_negative, under_roots) == (before, seen):
+            break
+    moments = {
+        at
+        for at, one in enumerate(after)
+        if rounded[at] and one.changes >> at & 1 and not reading.torn >> at & 1
+    }
+    return Recurrences(
+        shapes,
+        frozenset(paths[at] for at in moments),
+        frozenset(paths[at] for at in moments & never_negative),
+    )
+
+
+def _traced(
+    optimizer: optax.GradientTransformationExtraArgs, params: Any, state: Any
+) -> jaxprs.FlatJaxpr:
+    """One update, as a program of the state and of what else it takes, in this order. Line searches
+    and those that go by the loss get what `jaxmem.train_step` gives them."""
+    params = jax.tree.map(lambda leaf: _like(jax.typeof(leaf)), params)
+    leaves, tree = jax.tree.flatten((state, params, params, jax.ShapeDtypeStruct((), jnp.float32)))
+
+    def call(given: frozenset[str]) -> Callable:
+        def update(*leaves):
+            state, params, gradients, value = jax.tree.unflatten(tree, leaves)
+            known = {"value": value, "grad": gradients, "value_fn": _sum}
+            extra = {name: known[name] for name in known.keys() & given}
+            return optimizer.update(gradients, state, params, **extra)
+
+        return update
+
+    for given in (("value", "grad", "value_fn"), ("value",), ()):
+        try:
+            return jaxprs.flatten(call(frozenset(given)), leaves)
+        except (TypeError, ValueError) as error:
+            raised = error
+    raise JaxmemError(
+        "jaxmem.optim.small_moments reads from the optimizer's update what its state holds, and "
+        f"that raised {type(raised).__name__}: {raised} It gives value=, grad= and value_fn=. Of a "
+        "chain, wrap the part with the moments."
+    ) from raised
+
+
+def _like(aval) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and explicit axes of an abstract value, in the memory where it is."""
+    if jaxprs.memory_space(aval) is jaxprs.HOST:
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=jaxprs.host_sharding())
+    return jaxprs.struct_of(aval)
+
+
+def _sum(params: Any) -> jax.Array:
+    return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))
