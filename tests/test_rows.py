@@ -78,6 +78,34 @@ def test_blocks_are_found_by_what_repeats():
     assert all(one[1] == other[0] for one, other in itertools.pairwise(spans))
 
 
+ACTIVATIONS = {
+    "five": (jnp.tanh, jnp.sin, jnp.exp, jax.nn.softplus, jax.nn.gelu),
+    "gelu": (jax.nn.gelu,) * 4,
+    "tanh and exp": (jnp.tanh, jnp.exp) * 2,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_stack_that_begins_the_program_is_cut_where_the_least_crosses(name):
+    """Layers that XLA fuses with each other: what comes before the first of them is no measure."""
+
+    def layer(weight, x):
+        for activation in ACTIVATIONS[name]:
+            x = activation(x * weight + 0.1)
+        return x
+
+    def loss(layer, weights, x):
+        for at in range(6):
+            x = layer(weights[at], x)
+        return (x**2).mean()
+
+    args = jax.ShapeDtypeStruct((6,), "float32"), jax.ShapeDtypeStruct((2**22,), "float32")
+    by_hand = functools.partial(loss, jax.checkpoint(layer))
+    budget = jaxmem.memory(jax.jit(jax.value_and_grad(by_hand)), *args, target="h100").device
+    plan = jaxmem.plan(functools.partial(loss, layer), *args, budget=budget, target="h100")
+    assert plan.compiled_bytes <= budget < 0.9 * plan.plain_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing_saveable", "dots_with_no_batch_dims_saveable"])
 def test_what_a_one_liner_costs_is_what_it_compiles_to(name):

@@ -110,9 +110,10 @@ def _by_repeats(program: Program, prices: Sequence[float], whole: bool = True) -
             return
         first, period, count = found
         first += start
-        # Where to cut: where the fewest bytes cross from one block to the next.
-        room = stop - first - count * period
-        first += min(range(period), key=lambda at: (crossing[first + at], at > room, at))
+        # Where to cut: where the fewest bytes cross from the first block to the second. (What comes
+        # before the first may be made of the program's inputs alone, which take no bytes.)
+        room, second = stop - first - count * period, first + period
+        first += min(range(period), key=lambda at: (crossing[second + at], at > room, at))
         count -= first + count * period > stop
         each = (price[first + count * period] - price[first]) / max(count, 1)
         yield from spans_between(start, first, _ALIKE * each)
