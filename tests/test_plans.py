@@ -685,6 +685,26 @@ def test_tracing_a_planned_function_takes_about_as_long(monkeypatch):
     assert calls <= 2 * (2 * LAYERS + 1)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_python_numbers_may_be_differentiated(jitted):
+    """As `jax.grad` takes them: alone, and in a pytree."""
+
+    def loss(params, x):
+        for _ in range(3):
+            x = jnp.tanh(x * params["scale"]) + params["shift"]
+        return jnp.sum(x**2)
+
+    args = {"scale": 0.5, "shift": jnp.ones(())}, jnp.ones((8, 8))
+    plan = jaxmem.plan(loss, *args, planner="sqrt")
+    wrap = jax.jit if jitted else lambda fun: fun
+    got, expected = (wrap(jax.grad(f))(*args) for f in (plan.apply(loss), loss))
+    chex.assert_trees_all_close(got, expected, rtol=1e-6)
+    power = lambda scale, x: jnp.sum(jnp.sin(x * scale))  # noqa: E731
+    plan = jaxmem.plan(power, 0.5, args[1], argnums=(0, 1))
+    got, expected = (jax.grad(f, (0, 1))(0.5, args[1]) for f in (plan.apply(power), power))
+    chex.assert_trees_all_close(got, expected, rtol=1e-6)
+
+
 def test_argnums_that_are_not_there():
     def loss(w, x):
         return jnp.sum(jnp.tanh(x @ w))

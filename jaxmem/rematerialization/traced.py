@@ -37,13 +37,16 @@ class TracedFunction:
     ):
         self.has_aux = has_aux
         self._spreads: dict[int, jaxprs.Spread] = {}  # each keeps its jaxpr, and its id
+        wanted = _differentiated(argnums, args)
+        args = tuple(
+            _numbers_as_arrays(one) if at in wanted else one for at, one in enumerate(args)
+        )
         with array_call(fun, args, kwargs) as call:
             self.leaves, self.value = call.leaves, call.value
             with noted(name_of(fun), fun, args, kwargs):
                 self.closed, self.out_tree = jaxprs.traced_jaxpr(call.fun, call.leaves)
         self.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree, open_regions, merge=True)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
-        wanted = _differentiated(argnums, args)
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
         first = self.flat.input_count - len(call.leaves)
         check_pure(self.flat)
@@ -215,6 +218,13 @@ def _differentiated(argnums: int | Sequence[int], args: tuple) -> set[int]:
             "argnums= names no argument to differentiate; leave it out for the first."
         )
     return {number % count for number in chosen}
+
+
+def _numbers_as_arrays(tree: Any) -> Any:
+    """An argument as it is where it is differentiated: Python's numbers are arrays there."""
+    if not any(type(leaf) in (float, complex) for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.tree.map(lambda x: jnp.asarray(x) if type(x) in (float, complex) else x, tree)
 
 
 def check_function(fun: Any, name: str) -> None:
