@@ -106,6 +106,38 @@ def test_a_stack_that_begins_the_program_is_cut_where_the_least_crosses(name):
     assert plan.compiled_bytes <= budget < 0.9 * plan.plain_bytes
 
 
+def test_policies_save_matmuls_of_vectors():
+    """XLA makes products and sums of them on GPUs; `jax.checkpoint_policies` save them all the
+    same, and what comes before (here a scan in parallel) need not run again for what comes after.
+    """
+
+    def layer(weights, x):
+        y = jax.nn.silu(x @ weights["in"])
+        steps, out = jnp.split(y @ weights["select"], 2, -1)
+        decay = jnp.exp(-jax.nn.softplus(y)[..., None] * weights["log"][None])
+        added = y[..., None] * steps[:, None]
+
+        def combine(one, two):
+            return one[0] * two[0], two[0] * one[1] + two[1]
+
+        _, state = jax.lax.associative_scan(combine, (decay, added))
+        return x + (jnp.einsum("lds,ls->ld", state, out) * y) @ weights["out"]
+
+    def loss(layer, layers, x):
+        for weights in layers:
+            x = layer(weights, x)
+        return jnp.mean(x**2)
+
+    weights = {"in": (128, 256), "select": (256, 32), "log": (256, 16), "out": (256, 128)}
+    weights = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in weights.items()}
+    args = [weights] * 4, jax.ShapeDtypeStruct((64, 128), "float32")
+    traced = TracedFunction(functools.partial(loss, layer), args, {}, 0, False)
+    constraints = Constraints.parse(None, 0, "h100", "dp")
+    saved = policies(constraints.as_run(traced.program))
+    assert len(saved["dots_saveable"]) == 4 * 4
+    assert saved["dots_with_no_batch_dims_saveable"] < saved["dots_saveable"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing_saveable", "dots_with_no_batch_dims_saveable"])
 def test_what_a_one_liner_costs_is_what_it_compiles_to(name):

@@ -54,14 +54,16 @@ def row(program: Program, spans: Spans, saved: Set[int]) -> tuple[Region, ...]:
 
 
 def policies(program: Program) -> dict[str, frozenset[int]]:
-    """What policies of `jax.checkpoint_policies` save, convolutions among the matmuls."""
+    """What policies of `jax.checkpoint_policies` save, convolutions among the matmuls, and those of
+    vectors, which are none to a compiler that makes sums of them."""
 
     def saved(wanted: Callable[[Operation], bool]) -> frozenset[int]:
+        last = [program.operations[kernel.operations[-1]] for kernel in program.kernels]
         return frozenset(
             value
-            for kernel in program.kernels
-            if kernel.flops and kernel.residuals is None
-            if wanted(program.operations[kernel.operations[-1]])
+            for kernel, operation in zip(program.kernels, last, strict=True)
+            if (kernel.flops or operation.contraction.vectors) and kernel.residuals is None
+            if wanted(operation)
             for value in kernel.results
         )
 
@@ -112,13 +114,15 @@ def _by_repeats(program: Program, prices: Sequence[float], whole: bool = True) -
         first += start
         # Where to cut: where the fewest bytes cross from the first block to the second. (What comes
         # before the first may be made of the program's inputs alone, which take no bytes.)
-        room, second = stop - first - count * period, first + period
+        room, second, begins = stop - first - count * period, first + period, first
         first += min(range(period), key=lambda at: (crossing[second + at], at > room, at))
         count -= first + count * period > stop
         each = (price[first + count * period] - price[first]) / max(count, 1)
-        yield from spans_between(start, first, _ALIKE * each)
+        if count and price[first] - price[begins] > (_PART - 1) * each:
+            begins = first  # what is before the first cut is more than the first block may have
+        yield from spans_between(start, begins, _ALIKE * each)
         for at in range(count):
-            yield first + at * period, first + (at + 1) * period
+            yield first + at * period if at else begins, first + (at + 1) * period
         yield from spans_between(first + count * period, stop, _ALIKE * each)
 
     cuts = [(int(done[a]), int(done[b])) for a, b in spans_between(0, len(kind), 0.0)]

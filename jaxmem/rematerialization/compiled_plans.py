@@ -230,9 +230,9 @@ class CompiledPlans(PlanCompiler):
     def promising_rows(self, budget: int, price: float = math.inf) -> Iterator[Layout]:
         """Rows that are not compiled yet, cost less than a price and than the best plan, and may
         fit."""
-        # All that was compiled may have taken less than was projected.
+        # All that was compiled may have taken less than was projected, or more.
         known = (one.ratio for one in self.search.outcomes.values() if one.compiled is not None)
-        error = min([1.0, *known])
+        error = min(known, default=1.0)
         for layout in self.rows_by_price:
             if layout.price > price or not self.gains(layout.price):
                 return
