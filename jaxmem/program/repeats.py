@@ -13,12 +13,13 @@ from typing import Any
 from jaxmem.program.readers import SMALL, is_view, readers_of, takes_few, views_of
 
 # Times as long as it takes to move an array: computing longer than that and than it takes to start
-# one more kernel is dear. If a value is
-# computed in both of its readers, it need not be written once and read twice, and what it is made
-# of is read once more; most kernels move another array or two meanwhile. Derived, 3 to 5: of those
-# 4 is best for chains of ten functions on four GPUs (tests/test_repeats.py has some of them).
+# one more kernel is dear. If a value is computed in both of its readers, it need not be written
+# once and read twice, and what it is made of is read once more; most kernels move another array or
+# two meanwhile. Derived, 3 to 5: of those 4 is best for chains of ten functions on four GPUs
+# (tests/test_repeats.py has some of them).
 _DEAR = 4
-# Times the same: what it must take at least to be kept where more is computed of it. Chosen.
+# Times the same: what it must take at least to be kept where more is computed of it. Chosen: twice
+# changes no plan.
 _WORTH = 1
 # XLA computes these in bfloat16, where they have no cycles; all others in float32.
 _IN_BFLOAT16 = frozenset("div exp log logistic rsqrt sqrt".split())
