@@ -219,6 +219,24 @@ def test_the_fewest_bytes_are_not_all_that_is_left(monkeypatch):
     assert plan.predicted.recompute_flops < 0.7 * fewest.recompute_flops
 
 
+def test_the_last_compilation_is_for_what_is_known_to_fit(monkeypatch):
+    """Where all that was compiled took so many bytes more than projected, the fewest bytes at any
+    price are not asked for: what is that much below the budget, at the same place, fits."""
+    fun = functools.partial(loss, lambda f: f)
+    plain = jaxmem.plan(fun, *arguments(), compilations=0).plain_bytes
+    fewest = program()[1].write(program()[0], planner().smallest(), planner().plain).predicted
+    budget = int(0.8 * plain)
+
+    def times(plan) -> float:
+        size = plan.projected_bytes / budget
+        return 1.17 if size > 0.9 else 1 + 0.28 / size
+
+    compiling(monkeypatch, times)
+    plan = jaxmem.plan(fun, *arguments(), budget=budget, target="h200")
+    assert plan.compiled_bytes <= plan.budget
+    assert plan.predicted.recompute_flops < 0.7 * fewest.recompute_flops
+
+
 @pytest.mark.usefixtures("rows_are_less")
 def test_rows_are_compiled_where_nothing_else_fits():
     fun = functools.partial(loss, lambda f: f)

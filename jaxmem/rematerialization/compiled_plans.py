@@ -82,7 +82,7 @@ class CompiledPlans(PlanCompiler):
                 goal = self.safer(goal) / _MARGIN
                 yield from self.safe_row(budget, goal)
             cautious = search.outcomes and search.left == 1 and not search.best
-            wanted = None if cautious else self.layout_for(goal)
+            wanted = self.known_to_fit(goal) if cautious else self.layout_for(goal)
             layout = planner.smallest() if wanted is None else wanted
             goals[layout] = goal
             if layout not in search.outcomes:
@@ -154,6 +154,14 @@ class CompiledPlans(PlanCompiler):
         ratio = max((one.ratio for one in known), default=1.0)
         more = max(((one.compiled or 0) - one.projected for one in known), default=0)
         return min(goal, self.search.allowed / ratio, self.search.allowed - more)
+
+    def known_to_fit(self, goal: float) -> Layout | None:
+        """The layout for bytes that are safe by all that was compiled, if it peaks where another
+        one was compiled: for the last compilation, where nothing fits yet."""
+        layout = self.layout_for(self.safer(goal) / _ALTERNATIVE)
+        if layout is None or layout.place not in self.search.ratios:
+            return None
+        return layout if self.expected(layout) * _MARGIN <= self.search.allowed else None
 
     def gains(self, price: float) -> bool:
         """Whether that is less than the price of the best plan so far, by what a compilation is
