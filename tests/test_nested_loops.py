@@ -1,5 +1,6 @@
 """Scans inside scans: schedules inside the steps of schedules."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -213,3 +214,39 @@ def test_two_scans_in_the_body_of_one_at_the_lowest_budget(same, read):
     ):
         found = jax.jit(jax.value_and_grad(fun))(x)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "jitted"),
+    [
+        ("forward over reverse", False),
+        pytest.param("forward over reverse", True, marks=pytest.mark.slow),
+        pytest.param("reverse over reverse", False, marks=pytest.mark.slow),
+        pytest.param("reverse over reverse", True, marks=pytest.mark.slow),
+    ],
+)
+def test_second_derivatives_of_loops_in_loops(name, jitted):
+    """Eagerly too, where the number of a turn is one of Python's."""
+    weights, x = jax.random.normal(jax.random.key(0), (6, 6, 6)) / 5, jnp.ones((5, 6))
+
+    def loss(weights, x):
+        def layer(x, w):
+            return jax.lax.fori_loop(0, 40, lambda _, y: jnp.tanh(y @ w) + y / 2, x), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    plan = jaxmem.plan(loss, weights, x)
+    (outer,) = plan.loops
+    assert outer.schedule and outer.loops[0].schedule
+
+    def second(fun):
+        gradient = jax.grad(lambda weights: fun(weights, x))
+        if name == "forward over reverse":
+            return jax.jvp(gradient, (weights,), (weights,))[1]
+        return jax.grad(lambda weights: jnp.sum(gradient(weights) ** 2))(weights)
+
+    got, expected = (
+        (jax.jit(second, static_argnums=0) if jitted else second)(fun)
+        for fun in (plan.apply(loss), loss)
+    )
+    chex.assert_trees_all_close(got, expected, rtol=1e-9)

@@ -276,8 +276,34 @@ def test_the_first_block_may_differ_from_the_others():
     args = [pair] * LAYERS, jax.ShapeDtypeStruct((4096, 256), jnp.float32)
     constraints = Constraints.parse(None, 0, "h200", "dp")
     variant = constraints.planner(TracedFunction(deep, args, {}, 0).program).variants[0]
-    alike, every = tilings(variant.program, variant.prices)
+    alike, every, *_ = tilings(variant.program, variant.prices)
     assert len(alike) == LAYERS - 1 and every[1:LAYERS] == alike and every[0][1] == alike[0][0]
+
+
+def test_blocks_of_blocks_are_a_row_too():
+    """Two towers are two blocks that repeat, and what their authors have regions on are the layers
+    of each."""
+
+    def tower(region, params, x):
+        for up, down in params:
+            x = x + region(lambda up, down, x: jax.nn.gelu(x @ up) @ down)(up, down, x)
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def contrast(region, towers, x, y):
+        scores = tower(region, towers[0], x) @ tower(region, towers[1], y).T
+        return jnp.mean(jax.nn.logsumexp(scores, -1) - jnp.diag(scores))
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype="float32")
+    layers = [(shape((256, 1024)), shape((1024, 256)))] * 4
+    args = [layers] * 2, shape((2048, 256)), shape((2048, 256))
+    fun = functools.partial(contrast, lambda layer: layer)
+    constraints = Constraints.parse(None, 0, "h100", "dp")
+    variant = constraints.planner(TracedFunction(fun, args, {}, 0).program).variants[0]
+    assert 8 in map(len, tilings(variant.program, variant.prices))
+    by_hand = functools.partial(contrast, jax.checkpoint)
+    written = jaxmem.memory(jax.jit(jax.value_and_grad(by_hand)), *args, target="h100")
+    plan = jaxmem.plan(fun, *args, budget=int(1.02 * written.device), target="h100")
+    assert plan.compiled.flops <= written.work.flops
 
 
 def recurrent(region, params, sequence):

@@ -138,4 +138,4 @@ def zeros(aval) -> Any:
 
 def no_cotangent(value) -> np.ndarray:
     """The tangent and the cotangent of what has none, as JAX writes them."""
-    return np.zeros(value.shape, jax.dtypes.float0)
+    return np.zeros(np.shape(value), jax.dtypes.float0)  # (a residual may be a number)

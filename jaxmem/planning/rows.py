@@ -23,6 +23,9 @@ _ALIKE = 0.2
 # Times the price of a block: no more of it is a block in part, or the first one, which differs from
 # the others in what it reads. Chosen.
 _PART = 1.2
+# Of the price of a block: what repeats inside of it has to cover to be blocks of its own, such as
+# the layers of two towers. Chosen.
+_INSIDE = 0.5
 # Operations: above this, only periods up to so many are looked for (quadratic time). Chosen.
 _PERIODS = 2000
 
@@ -31,6 +34,7 @@ def tilings(program: Program, prices: Sequence[float]) -> list[Spans]:
     """Ways to see a program as a row of blocks: kernels from and to, in order."""
     found = [_by_repeats(program, prices), _by_path(program)]
     found.append(_by_repeats(program, prices, whole=False))
+    found.append(_by_repeats(program, prices, finer=True))
     least = _COVERED * sum(prices)
     return [
         spans
@@ -88,10 +92,13 @@ def _by_path(program: Program) -> Spans:
     return tuple((numbers[0], numbers[-1] + 1) for name, numbers in groups if name)
 
 
-def _by_repeats(program: Program, prices: Sequence[float], whole: bool = True) -> Spans:
+def _by_repeats(
+    program: Program, prices: Sequence[float], whole: bool = True, finer: bool = False
+) -> Spans:
     """Stretches whose operations are the same again and again, the dearest row of them first, then
     those in what is left of the program before and after it. If not ``whole``, what is left may be
-    a part of a block: cut where the fewest bytes cross, a row may begin and end with one."""
+    a part of a block: cut where the fewest bytes cross, a row may begin and end with one.
+    ``finer``: where most of a block is blocks that repeat, they are those."""
     kinds: dict[tuple, int] = {}
     kind = [kinds.setdefault(_kind(program, one), len(kinds)) for one in program.operations]
     signature = np.array(kind)
@@ -121,9 +128,18 @@ def _by_repeats(program: Program, prices: Sequence[float], whole: bool = True) -
         if count and price[first] - price[begins] > (_PART - 1) * each:
             begins = first  # what is before the first cut is more than the first block may have
         yield from spans_between(start, begins, _ALIKE * each)
-        for at in range(count):
-            yield first + at * period if at else begins, first + (at + 1) * period
+        parts = inside(first, first + period) if finer and count else [(first, first + period)]
+        for at in range(0, count * period, period):
+            for start_of, stop_of in parts:
+                yield begins if (at, start_of) == (0, first) else start_of + at, stop_of + at
         yield from spans_between(first + count * period, stop, _ALIKE * each)
+
+    def inside(start: int, stop: int) -> list[tuple[int, int]]:
+        """The blocks of a block; itself, if most of it has none."""
+        parts = list(spans_between(start, stop, 0.0))
+        covered = sum(price[b] - price[a] for a, b in parts)
+        is_row = len(parts) > 1 and covered >= _INSIDE * (price[stop] - price[start])
+        return parts if is_row else [(start, stop)]
 
     cuts = [(int(done[a]), int(done[b])) for a, b in spans_between(0, len(kind), 0.0)]
     return tuple((start, stop) for start, stop in cuts if start < stop)
