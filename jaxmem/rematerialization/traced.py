@@ -220,11 +220,16 @@ def _differentiated(argnums: int | Sequence[int], args: tuple) -> set[int]:
     return {number % count for number in chosen}
 
 
-def _numbers_as_arrays(tree: Any) -> Any:
-    """An argument as it is where it is differentiated: Python's numbers are arrays there."""
-    if not any(type(leaf) in (float, complex) for leaf in jax.tree.leaves(tree)):
-        return tree
-    return jax.tree.map(lambda x: jnp.asarray(x) if type(x) in (float, complex) else x, tree)
+def _numbers_as_arrays(argument: Any) -> Any:
+    """An argument as it is where it is differentiated: Python's numbers are arrays there. Those of
+    modules stay: `equinox.filter_grad` does not differentiate them."""
+    if type(argument) in (float, complex):
+        return jnp.asarray(argument)
+    if type(argument) in (list, tuple):
+        return type(argument)(map(_numbers_as_arrays, argument))
+    if type(argument) is dict:
+        return {name: _numbers_as_arrays(value) for name, value in argument.items()}
+    return argument
 
 
 def check_function(fun: Any, name: str) -> None:
