@@ -76,7 +76,9 @@ def test_a_matmul_that_is_there_twice_runs_once_more_at_most(place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("planner", ["dp", "dots", "sqrt"])
+@pytest.mark.parametrize(
+    "planner", ["dp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dots", "sqrt"))]
+)
 def test_gradients_are_those_of_the_function_as_it_is_written(place, planner):
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(0), 2)

@@ -163,7 +163,10 @@ def test_rows_that_many_read_are_computed_once():
     assert calls & {value for kernel in program.kernels for value in kernel.results}
 
 
-@pytest.mark.parametrize("target", ["h100", "rtx-3090", "t4", None])
+@pytest.mark.parametrize(
+    "target",
+    ["h100", *(pytest.param(one, marks=pytest.mark.slow) for one in ("rtx-3090", "t4", None))],
+)
 @pytest.mark.parametrize("name", ["tanh", "exact gelu", "softplus"])
 def test_gradients_are_the_same(target, name):
     """Kernels are told by the target's cycles, at planning and wherever the plan is emitted."""
