@@ -69,7 +69,9 @@ def test_projected_bytes_are_those_compiled(loss):
     assert abs(plan.plain_bytes / compiled - 1) < WITHIN[loss], (plan.plain_bytes, compiled)
 
 
-@pytest.mark.parametrize("target", ["h100", "t4", "v5e"])
+@pytest.mark.parametrize(
+    "target", ["h100", *(pytest.param(one, marks=pytest.mark.slow) for one in ("t4", "v5e"))]
+)
 @pytest.mark.parametrize("loss", WITHIN, ids=lambda loss: loss.__name__)
 def test_gradients_are_the_same(loss, target):
     rng = np.random.default_rng(0)

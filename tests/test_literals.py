@@ -83,7 +83,13 @@ PLACES = [
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("outside", ["", "in a scan"])
 @pytest.mark.parametrize(
-    "options", [{}, {"planner": "sqrt"}, {"planner": "dots"}, {"regions": "keep"}]
+    "options",
+    [
+        {},
+        pytest.param({"planner": "sqrt"}, marks=pytest.mark.slow),
+        pytest.param({"planner": "dots"}, marks=pytest.mark.slow),
+        {"regions": "keep"},
+    ],
 )
 def test_numbers_that_are_handed_on(place, outside, options):
     def loss(w, x):

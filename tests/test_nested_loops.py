@@ -181,7 +181,7 @@ def test_attention_in_blocks_with_a_running_maximum(planner):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
 
 
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("same", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("read", ["", "first", "second", "first second"])
 def test_two_scans_in_the_body_of_one_at_the_lowest_budget(same, read):
     """Of which the results are read, or not: what is not is not made, and not kept."""
