@@ -64,6 +64,8 @@ KEPT = {
     "sm3": [".mu"],  # the largest of each row and column
 }
 NEW_VALUES = ("cocob", "dog", "madgrad", "mechanize", "prodigy", "schedule_free")
+# Its step grows with the sum of what earlier steps won: of 8 bits they are a fifth longer.
+BETTING = ("cocob",)
 PARAMS = {"kernel": jnp.linspace(-1, 1, SIZE).reshape(10, 30)}
 
 
@@ -122,7 +124,7 @@ def test_what_begins_as_the_parameters_is_kept(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["8bit", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "cocob"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in BETTING])
 def test_rounded_moments_update_as_exact_ones_do(name, dtype):
     """Of each value, over 60 steps: no update is lost, or several times as large."""
     optimizer = OPTIMIZERS[name]()

@@ -276,8 +276,9 @@ def test_the_first_block_may_differ_from_the_others():
     args = [pair] * LAYERS, jax.ShapeDtypeStruct((4096, 256), jnp.float32)
     constraints = Constraints.parse(None, 0, "h200", "dp")
     variant = constraints.planner(TracedFunction(deep, args, {}, 0).program).variants[0]
-    alike, every, *_ = tilings(variant.program, variant.prices)
+    alike, every, halves = tilings(variant.program, variant.prices)
     assert len(alike) == LAYERS - 1 and every[1:LAYERS] == alike and every[0][1] == alike[0][0]
+    assert len(halves) == 2 * len(alike)  # both matmuls of a block are alike
 
 
 def test_blocks_of_blocks_are_a_row_too():

@@ -90,20 +90,17 @@ def is_count(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def check_optimizer(optimizer: Any, name: str) -> None:
-    """Raises `JaxmemError` if the argument of ``name`` is not an optax transformation."""
+def check_optimizer(optimizer: Any, name: str) -> optax.GradientTransformationExtraArgs:
+    """The argument of ``name`` as an optax transformation whose update takes further arguments.
+    Where it takes any by its signature they are given to it, whatever its type says
+    (`optax.MultiSteps` is no transformation with extra arguments, and hands them on); where it does
+    not, they are dropped. Raises `JaxmemError` if it is no optax transformation."""
     if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
         hint = " Pass its tx, the optax transformation in it." if hasattr(optimizer, "tx") else ""
         raise JaxmemError(
             f"{name} takes an optax.GradientTransformation, such as optax.adam(1e-3); got "
             f"{shown(optimizer)}.{hint}"
         )
-
-
-def with_extra_args(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """An optax transformation whose update takes further arguments. Where it takes any by its
-    signature they are given to it, whatever its type says (`optax.MultiSteps` is no transformation
-    with extra arguments, and hands them on); where it does not, they are dropped."""
     parameters = inspect.signature(optimizer.update).parameters.values()
     known = isinstance(optimizer, optax.GradientTransformationExtraArgs)
     if not known and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):

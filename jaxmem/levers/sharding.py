@@ -18,7 +18,6 @@ from jaxmem.ground.checks import (
     check_state,
     is_count,
     shown,
-    with_extra_args,
 )
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.words import counted
@@ -135,8 +134,7 @@ class Sharding:
         Raises:
             OffloadError: at init, ``optimizer`` is a `jaxmem.offload`, which goes outside.
         """
-        check_optimizer(optimizer, "Sharding.optimizer")
-        optimizer = with_extra_args(optimizer)
+        optimizer = check_optimizer(optimizer, "Sharding.optimizer")
 
         def init(params):
             state = optimizer.init(params)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import check_optimizer, check_state, is_count, with_extra_args
+from jaxmem.ground.checks import check_optimizer, check_state, is_count
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.streaming import stream
 from jaxmem.optim.codecs import CODECS
-from jaxmem.optim.recurrences import recurrences
+from jaxmem.optim.recurrences import Recurrences, recurrences
 
 _SMALL = 4096  # chosen, as in bitsandbytes (min_8bit_size): norms and biases are below
 
@@ -80,14 +80,22 @@ def small_moments(
     >>> nu.codes.dtype, nu.codes.shape, nu.scales.shape
     (dtype('uint8'), (256, 512), (256, 2))
     """
-    check_optimizer(optimizer, "jaxmem.optim.small_moments")
+    optimizer = check_optimizer(optimizer, "jaxmem.optim.small_moments")
     if dtype not in CODECS:
         known = " or ".join(f'"{name}"' for name in CODECS)
         raise JaxmemError(f"jaxmem.optim.small_moments takes dtype= {known}; got {dtype!r}.")
     codec = CODECS[dtype]
     if not is_count(block):
         raise JaxmemError(f"A block is an int of 1 or more values; got block={block!r}.")
-    optimizer = with_extra_args(optimizer)
+
+    read: dict[Any, Recurrences] = {}  # by what the parameters are
+
+    def recurrences_of(params) -> Recurrences:
+        leaves, tree = jax.tree.flatten(params)
+        kind = tree, tuple(map(jax.typeof, leaves))
+        if kind not in read:
+            read[kind] = recurrences(optimizer, params, is_large)
+        return read[kind]
 
     def is_large(path, leaf) -> bool:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -108,7 +116,7 @@ def small_moments(
                 if is_large(path, leaf):
                     where = jax.tree_util.keystr(path)
                     jaxprs.check_on_device("jaxmem.optim.small_moments", leaf, where)
-        own = recurrences(optimizer, params, is_large)
+        own = recurrences_of(params)
 
         def begin(path, leaf):
             if path not in own.moments:
@@ -120,7 +128,7 @@ def small_moments(
 
     def update(updates, state, params=None, **extra):
         check_state(init, update, updates, state, params, extra)
-        own = recurrences(optimizer, updates if params is None else params, is_large)
+        own = recurrences_of(updates if params is None else params)
 
         def expand(path, shape, leaf):
             if path not in own.moments:

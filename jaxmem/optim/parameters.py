@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.ground.checks import check_optimizer, check_state, with_extra_args
+from jaxmem.ground.checks import check_optimizer, check_state
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.streaming import stream
 from jaxmem.optim.codecs.rounding import round_stochastically, round_to_nearest
@@ -51,13 +51,12 @@ def half_params(
     >>> print(params)  # ten steps of 0.001, each below a step of bfloat16
     [0.988281 0.988281]
     """
-    check_optimizer(optimizer, "jaxmem.optim.half_params")
+    optimizer = check_optimizer(optimizer, "jaxmem.optim.half_params")
     if rounding not in ("stochastic", "compensated"):
         raise JaxmemError(
             'jaxmem.optim.half_params takes rounding= "stochastic" or "compensated"; got '
             f"{rounding!r}."
         )
-    optimizer = with_extra_args(optimizer)
     compensated = rounding == "compensated"
 
     def init(params):

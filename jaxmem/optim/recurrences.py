@@ -6,6 +6,8 @@ elements may be is in the same program. Names say nothing of it: `optax.sm3` cal
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,14 +27,17 @@ _SAME = frozenset(
 _SUMS = frozenset(("add", "add_any", "sub"))
 _PRODUCTS = frozenset(("mul", "div"))
 _ELEMENTWISE = frozenset("abs cbrt clamp integer_pow max min neg pow sign sqrt square".split())
-# Not a number where their operand is negative.
-_ROOTS = frozenset("log pow rsqrt sqrt".split())
+# Not a number where their operand is negative; so are powers that are not whole.
+_ROOTS = frozenset("log rsqrt sqrt".split())
 _AT_LEAST_ZERO = frozenset("abs exp exp2 iota logistic rsqrt sqrt square".split())
 # At least zero where all their operands are.
 _MONOTONE = frozenset(
     "cbrt clamp cumsum dot_general integer_pow log1p min pow reduce_max reduce_min reduce_sum "
     "select_n sign".split()
 )
+# What may be added to what the root is taken of, and is no more than a guard against zeros. Chosen:
+# optax's largest is 1e-3.
+_EPSILON = 1e-2
 _CALLS = frozenset(("custom_jvp_call", "custom_vjp_call", "checkpoint"))
 
 
@@ -120,12 +125,9 @@ class _Reading:
 
     def _result(self, step, operands: list[_Value], sizes: list[int]) -> _Value:
         name = step.primitive
-        even = name == "integer_pow" and step.equation.params["y"] % 2 == 0
-        even |= name == "mul" and step.inputs[0] == step.inputs[1]
-        even |= name in ("square", "abs")
         if name == "select_n":
             return self._any_of(operands[0], operands[1:])
-        if name in _ROOTS:
+        if _is_root(step):
             self.under_roots.update(operands[0].multiple_of)
             self.torn |= operands[0].torn
         holds = changes = 0
@@ -133,7 +135,7 @@ class _Reading:
             same = [one for one, size in zip(operands, sizes, strict=False) if size == sizes[-1]]
             holds = _union(one.holds for one in same)
             changes = _union(one.changes for one in same) if name in _SAME else holds
-        at_least_zero = even or _is_at_least_zero(step, operands, sizes)
+        at_least_zero = _is_at_least_zero(step, operands, sizes)
         torn = 0 if at_least_zero else _union(one.torn for one in operands)
         if name in _SUMS and not at_least_zero:
             left, right = (one.of & self.large for one in operands)
@@ -145,40 +147,58 @@ class _Reading:
             changes=changes,
             torn=torn,
             at_least_zero=at_least_zero,
-            multiple_of=_multiple_of(name, operands, sizes),
+            multiple_of=_multiple_of(step, operands, sizes),
         )
 
 
-def _is_at_least_zero(step, operands: list[_Value], sizes: list[int]) -> bool:
+def _is_root(step: jaxprs.Step) -> bool:
+    """Whether it is not a number where its operand is negative."""
+    if step.primitive != "pow":
+        return step.primitive in _ROOTS
+    return bool(np.any(np.mod(_number(step, 1, 1.0), 1)))
+
+
+def _number(step: jaxprs.Step, at: int, otherwise: Any) -> Any:
+    """An operand that is written in the program; what it is otherwise."""
+    operand = step.inputs[at]
+    return otherwise if isinstance(operand, int) else operand.val
+
+
+def _is_at_least_zero(step: jaxprs.Step, operands: list[_Value], sizes: list[int]) -> bool:
     name = step.primitive
     if name in _AT_LEAST_ZERO or jnp.issubdtype(step.equation.outvars[0].aval.dtype, jnp.bool_):
+        return True
+    if name == "integer_pow" and step.equation.params["y"] % 2 == 0:
+        return True
+    if name == "mul" and step.inputs[0] == step.inputs[1]:
         return True
     if name == "max":
         return any(one.at_least_zero for one in operands)
     if name == "sub":  # what a decay rate leaves of one
-        return not isinstance(step.inputs[0], int) and sizes == [1, 1, 1]
+        return sizes == [1, 1, 1] and bool(_number(step, 0, 0) == 1)
     return name in _SAME | _MONOTONE | _PRODUCTS | {"add", "add_any"} and all(
         one.at_least_zero for one in operands
     )
 
 
-def _multiple_of(name: str, operands: list[_Value], sizes: list[int]) -> frozenset[int]:
-    """Numbers of the values that the result is a multiple of. A number that an array is divided by
-    (what corrects a bias) or that is added to it (an epsilon) counts as one of the same sign."""
+def _multiple_of(step: jaxprs.Step, operands: list[_Value], sizes: list[int]) -> frozenset[int]:
+    """Numbers of the values that the result is a multiple of, by something of one sign: what an
+    array is divided by to correct a bias, or an epsilon that is added to it, counts as that."""
+    name = step.primitive
     if name in _SAME:
         return operands[0].multiple_of
-    if name in ("mul", "add") and sizes[0] == 1 < sizes[2]:
-        return operands[1].multiple_of
-    if name in ("mul", "div", "add") and sizes[1] == 1:
-        return operands[0].multiple_of
+    if name not in ("mul", "div", "add") or sizes[2] == 1:
+        return frozenset()
+    for scalar, array in ((1, 0), (0, 1)) if name != "div" else ((1, 0),):
+        number = _number(step, scalar, 0)
+        small = number <= _EPSILON if name == "add" else True
+        if sizes[scalar] == 1 and number >= 0 and small:
+            return operands[array].multiple_of
     return frozenset()
 
 
 def _union(sets: Iterable[int]) -> int:
-    result = 0
-    for one in sets:
-        result |= one
-    return result
+    return functools.reduce(operator.or_, sets, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,14 +124,16 @@ def _by_repeats(
         room, second, begins = stop - first - count * period, first + period, first
         first += min(range(period), key=lambda at: (crossing[second + at], at > room, at))
         count -= first + count * period > stop
-        each = (price[first + count * period] - price[first]) / max(count, 1)
-        if count and price[first] - price[begins] > (_PART - 1) * each:
-            begins = first  # what is before the first cut is more than the first block may have
+        each = (price[first + count * period] - price[first]) / count
+        block = first, first + period
+        parts = inside(*block) if finer else [block]
+        blocks = [(a + at, b + at) for at in range(0, count * period, period) for a, b in parts]
+        if blocks[0][0] == first and price[first] - price[begins] <= (_PART - 1) * each:
+            blocks[0] = begins, blocks[0][1]  # with the little that is before the first cut
+        else:
+            begins = first
         yield from spans_between(start, begins, _ALIKE * each)
-        parts = inside(first, first + period) if finer and count else [(first, first + period)]
-        for at in range(0, count * period, period):
-            for start_of, stop_of in parts:
-                yield begins if (at, start_of) == (0, first) else start_of + at, stop_of + at
+        yield from blocks
         yield from spans_between(first + count * period, stop, _ALIKE * each)
 
     def inside(start: int, stop: int) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from jaxmem.ground.checks import check_optimizer, shown, with_extra_args
+from jaxmem.ground.checks import check_optimizer, shown
 from jaxmem.ground.errors import JaxmemError, JaxmemWarning
 from jaxmem.levers.batch.microbatching import microbatch
 from jaxmem.levers.precision.loss_scale import LossScale
@@ -105,7 +105,7 @@ def train_step(
     >>> float(metrics["loss"])
     1.0
     """
-    check_optimizer(optimizer, "jaxmem.train_step")
+    optimizer = check_optimizer(optimizer, "jaxmem.train_step")
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise JaxmemError(f"jaxmem.train_step takes a loss function; got {shown(loss_fn)}.")
     transform: Callable[[Callable], Callable] | None
@@ -145,7 +145,7 @@ def train_step(
         )
     settings = Settings(
         loss_fn,
-        with_extra_args(optimizer),
+        optimizer,
         chosen,
         transform,
         microbatches,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import check_optimizer, check_same, is_count, shown, with_extra_args
+from jaxmem.ground.checks import check_optimizer, check_same, is_count, shown
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.batch.skipping import update_if
 
@@ -64,13 +64,12 @@ def accumulate(
     [0. 0.]
     [-2. -2.]
     """
-    check_optimizer(optimizer, "jaxmem.accumulate")
+    optimizer = check_optimizer(optimizer, "jaxmem.accumulate")
     if not callable(every) and not is_count(every):
         raise JaxmemError(
             f"jaxmem.accumulate takes every=, the number of micro-gradients in a cycle, as an int "
             f"of 1 or more; got {shown(every)}."
         )
-    optimizer = with_extra_args(optimizer)
     counters = ("held", "skipped") if skip_nonfinite else ("held",)
 
     def init(params):

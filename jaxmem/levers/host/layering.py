@@ -18,7 +18,6 @@ from jaxmem.ground.checks import (
     check_same,
     is_count,
     shown,
-    with_extra_args,
 )
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.layer_loops import LayerLoops
@@ -51,7 +50,7 @@ class Layers:
         microbatches: int,
     ):
         self.block = block
-        self.optimizer = None if optimizer is None else with_extra_args(optimizer)
+        self.optimizer = optimizer
         self.inputs = inputs
         self.precision = precision
         self.microbatches = microbatches
@@ -238,7 +237,7 @@ def layers(
             "module, pass a function that applies it."
         )
     if optimizer is not None:
-        check_optimizer(optimizer, "jaxmem.layers")
+        optimizer = check_optimizer(optimizer, "jaxmem.layers")
     if inputs not in _INPUTS:
         raise JaxmemError(f"jaxmem.layers takes inputs= as one of {_INPUTS}; got {shown(inputs)}.")
     if not is_count(microbatches):

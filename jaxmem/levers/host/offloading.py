@@ -20,7 +20,6 @@ from jaxmem.ground.checks import (
     name_of,
     noted,
     shown,
-    with_extra_args,
 )
 from jaxmem.ground.errors import JaxmemError, OffloadError
 from jaxmem.levers.host.streaming import nested, stream
@@ -78,13 +77,12 @@ def offload(
     >>> state[0].mu.sharding.memory_kind
     'pinned_host'
     """
-    check_optimizer(optimizer, "jaxmem.offload")
+    optimizer = check_optimizer(optimizer, "jaxmem.offload")
     if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
         raise JaxmemError(
             "jaxmem.offload takes fraction= from 0 (all on the device) to 1 (all on the host); got "
             f"{shown(fraction)}."
         )
-    optimizer = with_extra_args(optimizer)
 
     def paths_on_host(state) -> set[str]:
         found = {
