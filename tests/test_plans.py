@@ -1,11 +1,14 @@
 """Plans made with the compiler in the loop, their frontier, and policies within a budget."""
 
+import collections
 import dataclasses
 import functools
 import re
 import types
+import typing
 
 import chex
+import flax.core
 import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
@@ -685,23 +688,43 @@ def test_tracing_a_planned_function_takes_about_as_long(monkeypatch):
     assert calls <= 2 * (2 * LAYERS + 1)
 
 
+class Scaled(typing.NamedTuple):
+    scale: float
+    shift: jax.Array
+
+
+NUMBERS = {
+    "dict": lambda params: params,
+    "ordered dict": collections.OrderedDict,
+    "frozen dict": flax.core.FrozenDict,
+    "list": lambda params: list(params.values()),
+    "named tuple": lambda params: Scaled(**params),
+}
+
+
 @pytest.mark.parametrize("jitted", [False, True])
-def test_python_numbers_may_be_differentiated(jitted):
-    """As `jax.grad` takes them: alone, and in a pytree."""
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_python_numbers_may_be_differentiated(kind, jitted):
+    """As `jax.grad` takes them, in any pytree."""
 
     def loss(params, x):
+        scale, shift = jax.tree.leaves(params)
         for _ in range(3):
-            x = jnp.tanh(x * params["scale"]) + params["shift"]
+            x = jnp.tanh(x * scale) + shift
         return jnp.sum(x**2)
 
-    args = {"scale": 0.5, "shift": jnp.ones(())}, jnp.ones((8, 8))
+    args = NUMBERS[kind]({"scale": 0.5, "shift": jnp.ones(())}), jnp.ones((8, 8))
     plan = jaxmem.plan(loss, *args, planner="sqrt")
     wrap = jax.jit if jitted else lambda fun: fun
     got, expected = (wrap(jax.grad(f))(*args) for f in (plan.apply(loss), loss))
     chex.assert_trees_all_close(got, expected, rtol=1e-6)
+
+
+def test_a_python_number_alone_may_be_differentiated():
     power = lambda scale, x: jnp.sum(jnp.sin(x * scale))  # noqa: E731
-    plan = jaxmem.plan(power, 0.5, args[1], argnums=(0, 1))
-    got, expected = (jax.grad(f, (0, 1))(0.5, args[1]) for f in (plan.apply(power), power))
+    x = jnp.ones((8, 8))
+    plan = jaxmem.plan(power, 0.5, x, argnums=(np.int64(0), 1))
+    got, expected = (jax.grad(f, (0, 1))(0.5, x) for f in (plan.apply(power), power))
     chex.assert_trees_all_close(got, expected, rtol=1e-6)
 
 

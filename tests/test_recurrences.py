@@ -122,6 +122,47 @@ def test_what_begins_as_the_parameters_is_kept(name):
     assert copies and read.moments.isdisjoint(copies)
 
 
+def test_sums_are_told_from_what_forgets():
+    """And what is made of no gradients is no moment."""
+    sums = {"adagrad": [".sum_of_squares"], "madgrad": [".grad_sum_sq", ".s"]}
+    for name in (*sums, "adam", "amsgrad", "sgd", "simplified_ademamix", "yogi"):
+        read, _ = of_large(OPTIMIZERS[name]())
+        found = sorted(jax.tree_util.keystr(path) for path in read.sums)
+        assert [any(end in one for one in found) for end in sums.get(name, [])] == [
+            True for _ in found
+        ]
+
+    def update(updates, state, params=None):
+        return updates, jax.tree.map(lambda s, p: 0.99 * s + 0.01 * p, state, params)
+
+    average = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+    assert not of_large(average)[0].moments
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("8bit", True), ("bfloat16", False)])
+def test_sums_stay_where_rounding_would_lose_what_is_added(dtype, kept):
+    optimizer = optax.adagrad(0.3)
+    small = jaxmem.optim.small_moments(optimizer, dtype, keep=lambda path, leaf: leaf.size < 10)
+    state = small.init(PARAMS).inner[0].sum_of_squares["kernel"]
+    assert (state.dtype == PARAMS["kernel"].dtype) == kept
+    (_, ours), (_, theirs) = (after_steps(one, 200, 1) for one in (small, optimizer))
+    assert np.median(np.abs(ours).sum(0) / np.abs(theirs).sum(0)) == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("inside", [jax.checkpoint, jax.jit])
+def test_moments_are_read_inside_of_calls(inside):
+    def update(updates, state, params=None):
+        mean = inside(lambda m, g: jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, g))
+        square = inside(lambda v, g: jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g**2, v, g))
+        return updates, {"m": mean(state["m"], updates), "v": square(state["v"], updates)}
+
+    def init(params):
+        return {name: jax.tree.map(jnp.zeros_like, params) for name in "mv"}
+
+    read, _ = of_large(optax.GradientTransformation(init, update))
+    assert len(read.moments) == 2 and len(read.second) == 1 and not read.sums
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["8bit", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in BETTING])
@@ -151,5 +192,6 @@ def test_an_update_that_cannot_be_traced_is_told():
     )
     assert "missing 1 required keyword-only argument: 'hessian'" in str(caught.value)
     assert str(caught.value).endswith(
-        " It gives value=, grad= and value_fn=. Of a chain, wrap the part with the moments."
+        " It gives gradients like the parameters, value=, grad= and value_fn=. Wrap the part with "
+        "the moments: of a chain its link, of a wrapper what it is around."
     )

@@ -1160,6 +1160,35 @@ def test_what_is_around_an_optimizer_hands_the_loss_on(around):
     np.testing.assert_allclose(state.params, params + 9.0 * jax.grad(loss)(params, batch))
 
 
+@pytest.mark.parametrize("kind", ["keyword", "default", "jitted", "partial"])
+def test_an_update_is_given_what_it_names(kind):
+    """By its signature, of a plain `optax.GradientTransformation` too."""
+
+    def by_keyword(updates, state, params=None, *, value):
+        return jax.tree.map(lambda g: g * value, updates), state
+
+    def by_default(updates, state, params=None, value=None):
+        return by_keyword(updates, state, params, value=value)
+
+    def scaled(rate, updates, state, params=None, *, value):
+        return by_keyword(jax.tree.map(lambda g: g * rate, updates), state, params, value=value)
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params) ** 2)
+
+    update = {
+        "keyword": by_keyword,
+        "default": by_default,
+        "jitted": jax.jit(by_keyword),
+        "partial": functools.partial(scaled, 1.0),
+    }[kind]
+    optimizer = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    params, batch = jnp.ones(3), jnp.ones((4, 3))
+    step = jaxmem.train_step(loss, optimizer)
+    state, _ = step(step.init(jnp.copy(params)), batch)
+    np.testing.assert_allclose(state.params, params + 9.0 * jax.grad(loss)(params, batch))
+
+
 @pytest.mark.filterwarnings("ignore:XLA did not reuse")  # the gradient is a value of this step
 def test_a_line_search_that_keeps_the_gradient():
     search = optax.scale_by_backtracking_linesearch(10, store_grad=True)

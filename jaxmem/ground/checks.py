@@ -92,20 +92,38 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 def check_optimizer(optimizer: Any, name: str) -> optax.GradientTransformationExtraArgs:
     """The argument of ``name`` as an optax transformation whose update takes further arguments.
-    Where it takes any by its signature they are given to it, whatever its type says
-    (`optax.MultiSteps` is no transformation with extra arguments, and hands them on); where it does
-    not, they are dropped. Raises `JaxmemError` if it is no optax transformation."""
+    Those that are in its signature are given to it, whatever its type says (`optax.MultiSteps` is
+    no transformation with extra arguments, and hands all on); others are dropped. Raises
+    `JaxmemError` if it is no optax transformation."""
     if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
         hint = " Pass its tx, the optax transformation in it." if hasattr(optimizer, "tx") else ""
         raise JaxmemError(
             f"{name} takes an optax.GradientTransformation, such as optax.adam(1e-3); got "
             f"{shown(optimizer)}.{hint}"
         )
-    parameters = inspect.signature(optimizer.update).parameters.values()
-    known = isinstance(optimizer, optax.GradientTransformationExtraArgs)
-    if not known and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
-        return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
-    return optax.with_extra_args_support(optimizer)
+    if isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        return optimizer
+    takes_any, names = _further(optimizer.update)
+
+    def update(updates, state, params=None, **extra):
+        given = {one: extra[one] for one in extra if takes_any or one in names}
+        return optimizer.update(updates, state, params, **given)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _further(update: Callable) -> tuple[bool, set[str]]:
+    """Whether an optimizer's update takes any further argument by name, and those that it names."""
+    try:
+        parameters = list(inspect.signature(update).parameters.values())
+    except (TypeError, ValueError):  # it has none that can be read
+        return False, set()
+    kinds = [one.kind for one in parameters]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {one.name for at, one in enumerate(parameters) if at > 2 and one.kind in by_name}
+    # Those behind a star are further ones wherever they stand.
+    named |= {one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    return inspect.Parameter.VAR_KEYWORD in kinds, named
 
 
 def check_callable(fun: Any, name: str) -> None:

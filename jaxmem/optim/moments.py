@@ -1,5 +1,6 @@
 """Any optax optimizer, its moments in 8 or 16 bits."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,8 +43,10 @@ def small_moments(
     Works for every optax optimizer: what its state holds is read from its own init and update.
     A moment is what each update changes element by element. What is none stays as it is:
 
-    - what begins as the parameters' values (the averages of `optax.contrib.schedule_free`): in
-      8 bits it would not move;
+    - what begins as the parameters' values, or is made of no gradients (the averages of
+      `optax.contrib.schedule_free`): in 8 bits it would not move;
+    - in 8 bits, what is only added to (the sums of `optax.adagrad`): they would lose what is small
+      beside them, which ``"bfloat16"`` rounds up by chance;
     - what an update replaces or shifts (the last gradient, the pairs of `optax.lbfgs`): their
       differences would be those of the rounding;
     - two moments of which an update takes the root of the difference (those of
@@ -94,12 +97,15 @@ def small_moments(
         leaves, tree = jax.tree.flatten(params)
         kind = tree, tuple(map(jax.typeof, leaves))
         if kind not in read:
-            read[kind] = recurrences(optimizer, params, is_large)
+            found = recurrences(optimizer, params, is_large)
+            left_out = frozenset() if codec.adds_up else found.sums
+            read[kind] = dataclasses.replace(found, moments=found.moments - left_out)
         return read[kind]
 
     def is_large(path, leaf) -> bool:
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return floating and leaf.size > 0 and not keep(jax.tree_util.keystr(path), leaf)
+        if not jaxprs.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return False
+        return leaf.size > 0 and not keep(jax.tree_util.keystr(path), leaf)
 
     def compress(path, leaf, key, own):
         if path not in own.moments:

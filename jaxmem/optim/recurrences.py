@@ -38,7 +38,7 @@ _MONOTONE = frozenset(
 # What may be added to what the root is taken of, and is no more than a guard against zeros. Chosen:
 # optax's largest is 1e-3.
 _EPSILON = 1e-2
-_CALLS = frozenset(("custom_jvp_call", "custom_vjp_call", "checkpoint"))
+_CALLS = frozenset(("custom_jvp_call", "custom_vjp_call"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class _Value:
         of: the inputs that it is computed from.
         holds: the inputs whose elements it has, moved or changed one by one.
         changes: those of them that it has not as they were.
+        forgets: those of them that are in it otherwise than by adding to them.
         torn: inputs of which the rounding of each by itself may change its sign.
         at_least_zero: whether it has no negative elements.
         multiple_of: numbers of values that it is a multiple of, by something of one sign.
@@ -59,6 +60,7 @@ class _Value:
     of: int = 0
     holds: int = 0
     changes: int = 0
+    forgets: int = 0
     torn: int = 0
     at_least_zero: bool = False
     multiple_of: frozenset[int] = frozenset()
@@ -104,7 +106,7 @@ class _Reading:
         if step.primitive == "cond" and (branches := jaxprs.branches_of(step.equation)):
             each = [self.run(branch, operands[1:]) for branch in branches]
             return [self._any_of(operands[0], cases) for cases in zip(*each, strict=True)]
-        if step.primitive in _CALLS:
+        if step.primitive in _CALLS or jaxprs.is_region(step.equation):
             return self.run(jaxprs.called_jaxpr(step.equation), operands)
         if len(step.outputs) == 1:
             sizes = [flat.aval(one).size for one in (*step.inputs, *step.outputs)]
@@ -119,6 +121,7 @@ class _Reading:
             of=of if predicate is None else of | predicate.of,
             holds=_union(one.holds for one in cases),
             changes=_union(one.changes for one in cases),
+            forgets=_union(one.forgets for one in cases),
             torn=_union(one.torn for one in cases),
             at_least_zero=all(map(self.is_at_least_zero, cases)),
         )
@@ -130,11 +133,13 @@ class _Reading:
         if _is_root(step):
             self.under_roots.update(operands[0].multiple_of)
             self.torn |= operands[0].torn
-        holds = changes = 0
+        holds = changes = forgets = 0
         if name in _SAME | _SUMS | _PRODUCTS | _ELEMENTWISE:
             same = [one for one, size in zip(operands, sizes, strict=False) if size == sizes[-1]]
             holds = _union(one.holds for one in same)
             changes = _union(one.changes for one in same) if name in _SAME else holds
+            adds = name in _SAME | _SUMS
+            forgets = _union(one.forgets for one in same) if adds else holds
         at_least_zero = _is_at_least_zero(step, operands, sizes)
         torn = 0 if at_least_zero else _union(one.torn for one in operands)
         if name in _SUMS and not at_least_zero:
@@ -145,6 +150,7 @@ class _Reading:
             of=_union(one.of for one in operands),
             holds=holds,
             changes=changes,
+            forgets=forgets,
             torn=torn,
             at_least_zero=at_least_zero,
             multiple_of=_multiple_of(step, operands, sizes),
@@ -208,11 +214,14 @@ class Recurrences:
     Attributes:
         shapes: the state, its leaves as shapes and dtypes.
         moments: those that may be rounded.
+        sums: those of them that are only added to, where what is small beside them must not be
+            lost.
         second: those of them that have no negative elements, such as means of squares.
     """
 
     shapes: Any
     moments: frozenset[tuple]
+    sums: frozenset[tuple]
     second: frozenset[tuple]
 
 
@@ -222,9 +231,10 @@ def recurrences(
     large: Callable[[tuple, Any], bool],
 ) -> Recurrences:
     """Reads what the leaves of an optimizer's state are; ``large(path, leaf)`` says which are to be
-    rounded. Not those that begin as the parameters' values (averages of them), nor those that are
-    no recurrence (the last gradient, the pairs of L-BFGS), nor those of which a root takes the
-    difference (the two of `optax.rmsprop(centered=True)`): it would be of a negative number.
+    rounded. Not those that begin as the parameters' values or are made of no gradients (averages of
+    parameters), nor those that are no recurrence (the last gradient, the pairs of L-BFGS), nor
+    those of which a root takes the difference (the two of `optax.rmsprop(centered=True)`): it would
+    be of a negative number.
 
     Raises:
         JaxmemError: the update asks for arguments that are not known before it is called.
@@ -242,7 +252,7 @@ def recurrences(
         for begins, path, leaf in zip(first, paths, state, strict=True)
     ]
     if not any(rounded):
-        return Recurrences(shapes, frozenset(), frozenset())
+        return Recurrences(shapes, frozenset(), frozenset(), frozenset())
 
     update = _traced(optimizer, params, shapes)
     never_negative = {at for at, one in enumerate(first) if one.at_least_zero and not one.of}
@@ -253,8 +263,9 @@ def recurrences(
             reading.new(of=1 << at, holds=1 << at, at_least_zero=at in never_negative)
             for at in range(len(state))
         ]
-        others = update.input_count - len(update.consts) - len(state)
-        results = reading.run(update, [*arguments, *(reading.new() for _ in range(others))])
+        arguments += [reading.new() for _ in leaves]
+        arguments += [reading.new(of=1 << len(state)) for _ in leaves]
+        results = reading.run(update, [*arguments, reading.new()])
         after = results[-len(state) :]
         before, seen = never_negative, under_roots
         under_roots = frozenset(reading.under_roots)
@@ -268,13 +279,12 @@ def recurrences(
     moments = {
         at
         for at, one in enumerate(after)
-        if rounded[at] and one.changes >> at & 1 and not reading.torn >> at & 1
+        if rounded[at] and one.changes >> at & 1 and one.of >> len(state) & 1
+        if not reading.torn >> at & 1
     }
-    return Recurrences(
-        shapes,
-        frozenset(paths[at] for at in moments),
-        frozenset(paths[at] for at in moments & never_negative),
-    )
+    sums = {at for at in moments if not after[at].forgets >> at & 1}
+    kinds = (moments, sums, moments & never_negative)
+    return Recurrences(shapes, *(frozenset(paths[at] for at in kind) for kind in kinds))
 
 
 def _traced(
@@ -301,8 +311,9 @@ def _traced(
             raised = error
     raise JaxmemError(
         "jaxmem.optim.small_moments reads from the optimizer's update what its state holds, and "
-        f"that raised {type(raised).__name__}: {raised} It gives value=, grad= and value_fn=. Of a "
-        "chain, wrap the part with the moments."
+        f"that raised {type(raised).__name__}: {raised} It gives gradients like the parameters, "
+        "value=, grad= and value_fn=. Wrap the part with the moments: of a chain its link, of a "
+        "wrapper what it is around."
     ) from raised
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmem import jaxprs
-from jaxmem.frameworks.modules import array_call
+from jaxmem.frameworks.modules import array_call, is_module
 from jaxmem.ground.checks import name_of, noted, shapes_of
 from jaxmem.ground.errors import JaxmemError, PlanError
 from jaxmem.ground.words import counted
@@ -205,10 +206,10 @@ def _differentiated(argnums: int | Sequence[int], args: tuple) -> set[int]:
     Raises:
         JaxmemError: there is no such argument, or none is named.
     """
-    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
+    chosen = [argnums] if isinstance(argnums, int | np.integer) else list(argnums)
     count = max(len(args), 1)  # of a call by keywords alone the first is asked for, and not there
     for number in chosen:
-        if not isinstance(number, int) or not -count <= number < count:
+        if not isinstance(number, int | np.integer) or not -count <= number < count:
             raise JaxmemError(
                 "argnums= are the numbers of the positional arguments to differentiate, and the "
                 f"call has {len(args)}; got {argnums!r}."
@@ -217,19 +218,22 @@ def _differentiated(argnums: int | Sequence[int], args: tuple) -> set[int]:
         raise JaxmemError(
             "argnums= names no argument to differentiate; leave it out for the first."
         )
-    return {number % count for number in chosen}
+    return {int(number) % count for number in chosen}
 
 
 def _numbers_as_arrays(argument: Any) -> Any:
     """An argument as it is where it is differentiated: Python's numbers are arrays there. Those of
     modules stay: `equinox.filter_grad` does not differentiate them."""
-    if type(argument) in (float, complex):
-        return jnp.asarray(argument)
-    if type(argument) in (list, tuple):
-        return type(argument)(map(_numbers_as_arrays, argument))
-    if type(argument) is dict:
-        return {name: _numbers_as_arrays(value) for name, value in argument.items()}
-    return argument
+
+    equinox = sys.modules.get("equinox")
+
+    def stays(node):
+        return is_module(node) or (equinox is not None and isinstance(node, equinox.Module))
+
+    def as_array(leaf):
+        return jnp.asarray(leaf) if type(leaf) in (float, complex) else leaf
+
+    return jax.tree.map(as_array, argument, is_leaf=stays)
 
 
 def check_function(fun: Any, name: str) -> None:

@@ -13,9 +13,12 @@ class Codec(abc.ABC):
 
     Attributes:
         kind: the class of what `compress` returns, where it is a pytree; None: an array.
+        adds_up: whether what is added counts, however small it is beside the sum (rounding by
+            chance); if not, sums that are never scaled down stay as they are.
     """
 
     kind: type | None = None
+    adds_up: bool = False
 
     @abc.abstractmethod
     def zeros(self, leaf: jax.Array, signed: bool, block: int) -> Any:

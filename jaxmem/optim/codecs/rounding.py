@@ -10,6 +10,8 @@ from jaxmem.optim.codecs.codec import Codec
 class Bfloat16(Codec):
     """Stochastic rounding."""
 
+    adds_up = True
+
     def zeros(self, leaf, signed, block):
         """Zeros are zeros."""
         return leaf.astype(jnp.bfloat16)
