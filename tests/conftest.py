@@ -1,5 +1,6 @@
 """Strict JAX for every test: CPU only, float64, no silent promotion of dtypes or ranks."""
 
+import gc
 import itertools
 import os
 import pathlib
@@ -16,8 +17,17 @@ import pytest
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Programs of the tests run for microseconds on the CPU and compile for seconds, which is a third
-# less without LLVM's optimisations. XLA's own, and compilations for targets, are as ever.
+# less without LLVM's optimisations, and half as much again without the emitters of fusions that XLA
+# made for speed (in jax below 0.11: later ones have no such flag). XLA's own optimisations, and
+# compilations for targets, are as ever: the flag is gone once it is read.
 jax.config.update("jax_disable_most_optimizations", True)
+if jax.__version_info__ < (0, 11):
+    flags = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{flags or ''} --xla_cpu_use_fusion_emitters=false"
+    jax.jit(lambda: 0)()
+    os.environ.pop("XLA_FLAGS") if flags is None else os.environ.update(XLA_FLAGS=flags)
+# A thirtieth of their time went into looking for garbage among all that JAX keeps.
+gc.set_threshold(100_000, 20, 100)
 
 
 CALIBRATIONS = pathlib.Path(os.environ["JAXMEM_CALIBRATIONS"])

@@ -1,6 +1,7 @@
 """Compilations that end when XLA has assigned the buffers: the same answer, whole, and no more."""
 
 import functools
+import gc
 import gzip
 import os
 import pathlib
@@ -460,3 +461,28 @@ def test_there_is_room_for_what_memory_and_cores_allow(monkeypatch):
             assert not slots._room()  # for want of a core
     assert slots.running == 0
     assert 0 < workers.free_memory() < 2**50
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_no_garbage_is_looked_for_while_a_program_is_traced(on):
+    """And the collector is as it was afterwards, whatever happened."""
+    seen: list[bool] = []
+
+    def loss(w):
+        seen.append(gc.isenabled())
+        if len(seen) > 1:
+            raise ValueError("the user's own")
+        return jaxmem.memory(jnp.sin, w, target="h100").device * w.sum()  # one in another
+
+    was = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        jaxmem.plan(loss, *shapes((8,)))
+        assert gc.isenabled() == on
+        for call in (jaxmem.plan, functools.partial(jaxmem.memory, target="h100")):
+            with pytest.raises(ValueError, match="the user's own"):
+                call(loss, *shapes((8,)))
+            assert gc.isenabled() == on
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert seen == [False] * 3

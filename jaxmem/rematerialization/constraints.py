@@ -5,6 +5,7 @@ import copy
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_beside, format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
+from jaxmem.ground.garbage import uncollected
 from jaxmem.planning import (
     PLANNERS,
     Layout,
@@ -67,6 +68,7 @@ class Constraints:
         """A program as the device runs it."""
         return compiled_by(program, self.device.rules if self.device else family_of(None).rules)
 
+    @uncollected()
     def planner(self, program: Program) -> Planner:
         """The plans that there are for a program."""
         return PLANNERS[self.name](self.as_run(program), self.rates)

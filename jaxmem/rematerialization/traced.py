@@ -16,6 +16,7 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import array_call, is_module
 from jaxmem.ground.checks import name_of, noted, shapes_of
 from jaxmem.ground.errors import JaxmemError, PlanError
+from jaxmem.ground.garbage import uncollected
 from jaxmem.ground.words import counted
 from jaxmem.program import Program, read_program, size_of
 
@@ -26,6 +27,7 @@ class TracedFunction:
     ``gradient_bytes`` are those of one device in the end, of each differentiated array, where it
     is known how gradients are spread."""
 
+    @uncollected()
     def __init__(
         self,
         fun: Callable,

@@ -12,6 +12,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import name_of, noted
 from jaxmem.ground.errors import CompileError, JaxmemError, JaxmemWarning, OffloadError
+from jaxmem.ground.garbage import uncollected
 from jaxmem.ground.words import counted
 from jaxmem.reports.lowered import Lowered
 from jaxmem.reports.report import MemoryReport
@@ -148,9 +149,10 @@ def compiling(
     jitted, args, kwargs, target: Target | LocalDevice, options, timeline: bool, stacklevel: int
 ) -> Compiling:
     """A jitted function, traced and lowered for a target."""
-    if isinstance(target, LocalDevice):
-        return _Attached(jitted, args, kwargs, target, options)
-    return _Absent(jitted, args, kwargs, target, options, timeline, stacklevel)
+    with uncollected():
+        if isinstance(target, LocalDevice):
+            return _Attached(jitted, args, kwargs, target, options)
+        return _Absent(jitted, args, kwargs, target, options, timeline, stacklevel)
 
 
 def _check_offload(traced, lowered, hlo: str) -> None:
