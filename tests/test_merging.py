@@ -216,3 +216,57 @@ def test_regions_of_the_users_own_are_counted_where_they_begin_with_what_is_ther
     plan = jaxmem.plan(fun, *args)
     expected, found = jax.grad(fun)(*args), jax.grad(plan.apply(fun))(*args)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x * 1.0
+
+
+clipped.defvjp(lambda x: (x * 1.0, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+@jax.custom_jvp
+def clipped_along(x):
+    return x * 1.0
+
+
+@clipped_along.defjvp
+def _(primals, tangents):
+    def forward(_, t):
+        return t
+
+    def backward(_, g):
+        return jnp.clip(g, -0.1, 0.1)
+
+    along = jax.custom_derivatives.linear_call(forward, backward, (), tangents[0])
+    return primals[0] * 1.0, along
+
+
+def rounded(x):
+    return jax.lax.reduce_precision(x, 5, 2)
+
+
+def in_a_branch(rule):
+    return lambda x: jax.lax.cond(x[0] > -1.0, rule, jnp.sin, x)
+
+
+def in_a_scan(rule):
+    return lambda x: jax.lax.scan(lambda x, _: (rule(x), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize("inside", [lambda rule: rule, jax.checkpoint, in_a_branch, in_a_scan])
+@pytest.mark.parametrize("rule", [clipped, clipped_along, rounded])
+def test_a_rule_that_is_not_linear_acts_on_each_cotangent(rule, inside):
+    """And not on their sum, where the same is computed twice: it need not be the same."""
+    shared = jax.jit(inside(rule))  # one program, called twice
+
+    def loss(x):
+        y = jnp.sin(x)
+        return jnp.sum(3.3 * shared(y)) + jnp.sum(jnp.cos(5.7 * shared(y)))
+
+    x = jnp.linspace(0.1, 1.0, 4)
+    expected = jax.grad(loss)(x)
+    for planned in (jaxmem.remat(loss), jaxmem.remat(loss, regions="keep")):
+        np.testing.assert_allclose(jax.grad(planned)(x), expected, rtol=1e-13)
+        np.testing.assert_allclose(jax.jit(jax.grad(planned))(x), expected, rtol=1e-13)

@@ -106,7 +106,6 @@ from jaxmem.jaxprs.regions import (
 )
 from jaxmem.jaxprs.residuals import (
     Kept as Kept,
-    has_linear_rule as has_linear_rule,
     making_order as making_order,
     original as original,
     saved_residuals as saved_residuals,

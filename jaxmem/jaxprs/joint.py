@@ -83,11 +83,11 @@ def merged(
     """A program in which nothing is computed twice from the same values, as XLA has it; ``same``
     are values that are others; what comes from ``boundary`` on is merged apart."""
     first = dict(same)
-    computed = Computed()
+    computed = Computed(differentiated=False)
     steps = []
     for number, step in enumerate(flat.steps):
         if number == boundary:
-            computed = Computed()
+            computed = Computed(differentiated=False)
         inputs = tuple(first.get(x, x) if isinstance(x, int) else x for x in step.inputs)
         made = computed.again(step.equation, inputs)
         if made is not None:

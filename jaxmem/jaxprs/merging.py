@@ -8,13 +8,16 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmem.jaxprs.equations import operation_of
+from jaxmem.jaxprs.linearity import has_linear_derivative
 from jaxmem.jaxprs.operands import is_opaque
 
 
 class Computed:
-    """The equations of a program so far, over values that have numbers."""
+    """The equations of a program so far, over values that have numbers; those of one that is yet to
+    be ``differentiated`` are the same only if the derivative of one is that of both."""
 
-    def __init__(self) -> None:
+    def __init__(self, differentiated: bool = True) -> None:
+        self._differentiated = differentiated
         self._alike: dict[Hashable, list[tuple[JaxprEqn, tuple[int, ...]]]] = {}
         self._same: dict[int, int] = {}
 
@@ -24,7 +27,8 @@ class Computed:
             return None
         for earlier, outputs in self._alike.get(self._key(equation, inputs), ()):
             if earlier.ctx is equation.ctx and _parameters(earlier) == _parameters(equation):
-                return outputs
+                once = not self._differentiated or has_linear_derivative(equation)
+                return outputs if once else None
         return None
 
     def add(

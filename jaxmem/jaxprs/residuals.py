@@ -1,9 +1,7 @@
 """What JAX keeps for a derivative, and whether a rule is linear."""
 
 import dataclasses
-import functools
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
-from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import (
     inlinable,
     inner_jaxprs,
@@ -65,56 +62,6 @@ def region_residuals(step: Step, constant: Sequence[bool]) -> "list[Kept]":
         for one in kept
         if one.equation and one.result < 0 and memory_space(one.aval) is not HOST
     ]
-
-
-# Primitives of JAX whose transpose is the user's own function.
-_OWN_TRANSPOSES = frozenset({"custom_lin", "custom_transpose_call", "linear_call"})
-
-
-_linear_rules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
-def has_linear_rule(equation: JaxprEqn) -> bool:
-    """Whether the rule of a `jax.custom_jvp` equation is transposed by rules of JAX's own alone,
-    which are linear in the cotangent. Rules of the user's own (`linear_call`, primitives that come
-    from elsewhere) need not be, and a rule that cannot be traced is not known to be."""
-    key = getattr(equation.params["call_jaxpr"], "jaxpr", equation.params["call_jaxpr"])
-    if key not in _linear_rules:
-        avals = [variable.aval for variable in equation.invars]
-        real = moving(avals)
-
-        def along(*operands):
-            def called(*operands):
-                parameters = equation.primitive.get_bind_params(equation.params)
-                return equation.primitive.bind(*operands, **parameters)
-
-            chosen = tuple(operands[at] for at in real)
-            return jax.jvp(of_some(real, called, operands), chosen, chosen)
-
-        # JAX keeps what it traces of a rule here for all later calls, with the line that it finds.
-        source = equation.source_info
-        at_its_line = internals.source_info_util.user_context(
-            source.traceback, name_stack=internals.source_info_util.new_name_stack()
-        )
-        try:
-            with at_its_line, equation.ctx.manager:
-                _linear_rules[key] = _transposed_by_jax(jax.make_jaxpr(along)(*avals).jaxpr)
-        except Exception:  # a rule may refuse, in its own words, what is not differentiated
-            _linear_rules[key] = False
-    return _linear_rules[key]
-
-
-def _transposed_by_jax(jaxpr) -> bool:
-    for equation in jaxpr.eqns:
-        transpose = internals.ad.primitive_transposes.get(equation.primitive)
-        while isinstance(transpose, functools.partial):
-            transpose = transpose.func
-        own = transpose is None or transpose.__module__.partition(".")[0] == "jax"
-        if not own or equation.primitive.name in _OWN_TRANSPOSES:
-            return False
-        if not all(map(_transposed_by_jax, inner_jaxprs(equation))):
-            return False
-    return True
 
 
 _BARRIERS = ("together", "back_together", "after", "optimization_barrier")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
 from jaxmem.jaxprs.expansion import EXPANDED, expansion
 from jaxmem.jaxprs.flat import Step
-from jaxmem.jaxprs.residuals import has_linear_rule
+from jaxmem.jaxprs.linearity import has_linear_rule
 from jaxmem.program.derivatives import DERIVATIVES
 
 # XLA fuses these into their consumers or producers: recomputing one costs no FLOPs worth counting

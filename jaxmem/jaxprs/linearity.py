@@ -1,0 +1,90 @@
+"""Whether derivatives are linear in the cotangent.
+
+What reads a value several times sends it several cotangents, which add up. A plan may have an
+operation there once, or in each of its readers, and the rule of its derivative then acts on the sum
+or on the parts: the same only where it is linear. JAX's own rules are; a user's need not be
+(gradient clipping, quantisation).
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
+from jaxmem.jaxprs.operands import moving, of_some
+
+# Primitives of JAX whose transpose is the user's own function.
+_OWN_TRANSPOSES = frozenset({"custom_lin", "custom_transpose_call", "linear_call"})
+
+
+_linear_rules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def has_linear_rule(equation: JaxprEqn) -> bool:
+    """Whether the rule of a `jax.custom_jvp` equation is transposed by rules of JAX's own alone,
+    which are linear in the cotangent. Rules of the user's own (`linear_call`, primitives that come
+    from elsewhere) need not be, and a rule that cannot be traced is not known to be."""
+    key = getattr(equation.params["call_jaxpr"], "jaxpr", equation.params["call_jaxpr"])
+    if key not in _linear_rules:
+        avals = [variable.aval for variable in equation.invars]
+        real = moving(avals)
+
+        def along(*operands):
+            def called(*operands):
+                parameters = equation.primitive.get_bind_params(equation.params)
+                return equation.primitive.bind(*operands, **parameters)
+
+            chosen = tuple(operands[at] for at in real)
+            return jax.jvp(of_some(real, called, operands), chosen, chosen)
+
+        # JAX keeps what it traces of a rule here for all later calls, with the line that it finds.
+        source = equation.source_info
+        at_its_line = internals.source_info_util.user_context(
+            source.traceback, name_stack=internals.source_info_util.new_name_stack()
+        )
+        try:
+            with at_its_line, equation.ctx.manager:
+                _linear_rules[key] = _transposed_by_jax(jax.make_jaxpr(along)(*avals).jaxpr)
+        except Exception:  # a rule may refuse, in its own words, what is not differentiated
+            _linear_rules[key] = False
+    return _linear_rules[key]
+
+
+def _transposed_by_jax(jaxpr) -> bool:
+    for equation in jaxpr.eqns:
+        own = _is_of_jax(internals.ad.primitive_transposes.get(equation.primitive))
+        if not own or equation.primitive.name in _OWN_TRANSPOSES:
+            return False
+        if not all(map(_transposed_by_jax, inner_jaxprs(equation))):
+            return False
+    return True
+
+
+# Operations whose derivative is the user's own function, or rounds the cotangent.
+_NOT_LINEAR = _OWN_TRANSPOSES | {
+    "call_hi_primitive", "custom_vjp_call", "custom_vjp_call_jaxpr", "reduce_precision",
+}  # fmt: skip
+
+
+def has_linear_derivative(equation: JaxprEqn) -> bool:
+    """Whether an equation, and what is inside of it, is differentiated by rules that are known to
+    be linear in the cotangent. (A cast to a shorter dtype counts as one: the sum of what it rounds
+    differs from the rounded sum in the last bits of that dtype.)"""
+    name = operation_of(equation)
+    if name == "custom_jvp_call":
+        return has_linear_rule(equation)
+    if name in _NOT_LINEAR or not _is_of_jax(internals.ad.primitive_jvps.get(equation.primitive)):
+        return False
+    inner = (one for jaxpr in inner_jaxprs(equation) for one in jaxpr.eqns)
+    return all(map(has_linear_derivative, inner))
+
+
+def _is_of_jax(rule: Any) -> bool:
+    """Whether a rule is JAX's own; None, where there is nothing to differentiate, is."""
+    while isinstance(rule, functools.partial):
+        rule = rule.func
+    return rule is None or rule.__module__.partition(".")[0] == "jax"
