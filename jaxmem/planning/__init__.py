@@ -1,7 +1,7 @@
 """From a program and a budget to regions: pure arithmetic, no JAX."""
 
 from jaxmem.planning.dp import Variant as Variant
-from jaxmem.planning.layouts import Layout as Layout
+from jaxmem.planning.layouts import Layout as Layout, Segment as Segment
 from jaxmem.planning.loops import LoopOption as LoopOption, loop_options as loop_options
 from jaxmem.planning.named_counts import spared_alone as spared_alone
 from jaxmem.planning.named_places import Place as Place
@@ -27,7 +27,12 @@ from jaxmem.planning.regions import (
     loops_as_emitted as loops_as_emitted,
     place_of as place_of,
 )
-from jaxmem.planning.registry import PLANNERS as PLANNERS, Planner as Planner, lowest as lowest
+from jaxmem.planning.registry import (
+    PLANNERS as PLANNERS,
+    Planner as Planner,
+    lowest as lowest,
+    rows_to_compile as rows_to_compile,
+)
 from jaxmem.planning.simulate import (
     recomputed as recomputed,
     simulate as simulate,

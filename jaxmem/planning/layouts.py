@@ -8,11 +8,22 @@ from jaxmem.planning.regions import Loop, Region
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """Operations ``start`` to ``stop - 1`` of a program under one `jax.checkpoint`, whose policy
+    has a name (`jaxmem.planning.rows.policies`)."""
+
+    start: int
+    stop: int
+    policy: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
     """Regions and loops, their projected peak beyond the program's inputs and the place that sets
     it (a kernel and the innermost region round it; of a scan, also those of its body), how often
     each kernel runs forward, and what all that adds to one plain forward pass: FLOPs, bytes moved,
-    seconds, and the price by which plans are compared (`Rates.price`)."""
+    seconds, and the price by which plans are compared (`Rates.price`). With ``segments`` it is
+    those that are emitted, and regions are what they come to in kernels."""
 
     regions: tuple[Region, ...]
     loops: tuple[Loop, ...]
@@ -26,6 +37,7 @@ class Layout:
     host: int  # bytes of residuals that wait there
     # Bytes beyond the program's inputs at each event, and the first event of the backward pass.
     live: Callable[[], tuple[list[int], int]] = dataclasses.field(compare=False, repr=False)
+    segments: tuple[Segment, ...] = ()
 
 
 class Planner(Protocol):

@@ -32,15 +32,31 @@ _PERIODS = 2000
 
 def tilings(program: Program, prices: Sequence[float]) -> list[Spans]:
     """Ways to see a program as a row of blocks: kernels from and to, in order."""
-    found = [_by_repeats(program, prices), _by_path(program)]
-    found.append(_by_repeats(program, prices, whole=False))
-    found.append(_by_repeats(program, prices, finer=True))
-    least = _COVERED * sum(prices)
-    return [
-        spans
-        for spans in dict.fromkeys(found)
-        if len(spans) > 1 and sum(sum(prices[a:b]) for a, b in spans) >= least
-    ]
+    ways = _repeating(program, prices, _crossing_kernels(program))
+    whole, *others = (in_kernels(program, spans) for spans in ways)
+    last = (program.operations[kernel.operations[-1]] for kernel in program.kernels)
+    by_path = _by_path([operation.path for operation in last])
+    found = dict.fromkeys([whole, by_path, *others])
+    return [spans for spans in found if _is_row(spans, prices)]
+
+
+def tilings_of_operations(program: Program, prices: Sequence[float]) -> list[Spans]:
+    """The same by operations from and to, as an author has them: with what kernels compute of a
+    block in the next one."""
+    by_path = _by_path([operation.path for operation in program.operations])
+    found = dict.fromkeys([*_repeating(program, prices, _crossing(program)), by_path])
+    return [spans for spans in found if _is_row(in_kernels(program, spans), prices)]
+
+
+def in_kernels(program: Program, spans: Spans) -> Spans:
+    """Stretches of operations as those of the kernels that they complete."""
+    done = _complete(program)
+    return tuple((done[a], done[b]) for a, b in spans if done[a] < done[b])
+
+
+def _is_row(spans: Spans, prices: Sequence[float]) -> bool:
+    """Whether those are several, and much of the program."""
+    return len(spans) > 1 and sum(sum(prices[a:b]) for a, b in spans) >= _COVERED * sum(prices)
 
 
 def row(program: Program, spans: Spans, saved: Set[int]) -> tuple[Region, ...]:
@@ -80,35 +96,42 @@ def policies(program: Program) -> dict[str, frozenset[int]]:
     }
 
 
-def _by_path(program: Program) -> Spans:
+def _by_path(paths: Sequence[str]) -> Spans:
     """Stretches whose module path starts with the same two parts (``ResNet/Block_3``)."""
-    kernels = program.kernels
 
     def block(number: int) -> str:
-        path = program.operations[kernels[number].operations[-1]].path.split("/")
+        path = paths[number].split("/")
         return "/".join(path[:2]) if len(path) > 2 else ""
 
-    groups = ((name, list(group)) for name, group in itertools.groupby(range(len(kernels)), block))
+    groups = ((name, list(group)) for name, group in itertools.groupby(range(len(paths)), block))
     return tuple((numbers[0], numbers[-1] + 1) for name, numbers in groups if name)
 
 
+def _repeating(program: Program, prices: Sequence[float], crossing: Sequence[int]) -> list[Spans]:
+    """Ways to see a program as what repeats in it."""
+    ways: list[dict[str, bool]] = [{}, {"whole": False}, {"finer": True}]
+    return [_by_repeats(program, prices, crossing, **way) for way in ways]
+
+
 def _by_repeats(
-    program: Program, prices: Sequence[float], whole: bool = True, finer: bool = False
+    program: Program,
+    prices: Sequence[float],
+    crossing: Sequence[int],
+    whole: bool = True,
+    finer: bool = False,
 ) -> Spans:
-    """Stretches whose operations are the same again and again, the dearest row of them first, then
-    those in what is left of the program before and after it. If not ``whole``, what is left may be
-    a part of a block: cut where the fewest bytes cross, a row may begin and end with one.
-    ``finer``: where most of a block is blocks that repeat, they are those."""
+    """Stretches of operations that are the same again and again, the dearest row of them first,
+    then those in what is left of the program before and after it; cut where the fewest bytes cross,
+    of which ``crossing`` has those before each operation. If not ``whole``, what is left may be a
+    part of a block: a row may begin and end with one. ``finer``: where most of a block is blocks
+    that repeat, they are those."""
     kinds: dict[tuple, int] = {}
     kind = [kinds.setdefault(_kind(program, one), len(kinds)) for one in program.operations]
     signature = np.array(kind)
-    # By operation: the price of the kernel that it completes, and how many kernels are complete.
-    price, done = np.zeros(len(kind) + 1), np.zeros(len(kind) + 1, np.int64)
+    price = np.zeros(len(kind) + 1)  # before each operation, of the kernels that are complete
     for kernel, of_kernel in zip(program.kernels, prices, strict=True):
         price[kernel.operations[-1] + 1] += of_kernel
-        done[kernel.operations[-1] + 1] += 1
-    price, done = np.cumsum(price), np.cumsum(done)
-    crossing = np.array(_crossing(program))[done]
+    price = np.cumsum(price)
 
     def spans_between(start: int, stop: int, least: float) -> Iterator[tuple[int, int]]:
         found = _longest(signature[start:stop], price[start : stop + 1], least)
@@ -143,8 +166,7 @@ def _by_repeats(
         is_row = len(parts) > 1 and covered >= _INSIDE * (price[stop] - price[start])
         return parts if is_row else [(start, stop)]
 
-    cuts = [(int(done[a]), int(done[b])) for a, b in spans_between(0, len(kind), 0.0)]
-    return tuple((start, stop) for start, stop in cuts if start < stop)
+    return tuple(spans_between(0, len(kind), 0.0))
 
 
 def _kind(program: Program, operation: Operation) -> tuple:
@@ -172,12 +194,38 @@ def _longest(signature: np.ndarray, price: np.ndarray, least: float) -> tuple[in
     return found
 
 
-def _crossing(program: Program) -> list[int]:
-    """For each place between two kernels the bytes of the values that are made before it and read
-    after it."""
+def _crossing_kernels(program: Program) -> list[int]:
+    """For each place between two operations the bytes of the values in memory that the kernels
+    complete there have made and others read."""
     change = [0] * (len(program.kernels) + 2)
     for kernel in program.kernels:
         for value in kernel.results:
             change[program.made[value]] += program.sizes[value]
             change[min(program.last_used[value], len(change) - 1)] -= program.sizes[value]
+    crossing = list(itertools.accumulate(change))
+    return [crossing[done] for done in _complete(program)]
+
+
+def _crossing(program: Program) -> list[int]:
+    """For each place between two operations the bytes of the values, in memory or not, that are
+    made before it and read after it."""
+    change = [0] * (len(program.operations) + 1)
+    last = dict.fromkeys(program.outputs, len(program.operations))
+    for number in reversed(range(len(program.operations))):
+        for value in program.operations[number].inputs:
+            last.setdefault(value, number)
+    for number, operation in enumerate(program.operations):
+        for value in operation.outputs:
+            if value in last:
+                change[number + 1] += program.sizes[value]
+                if last[value] < len(program.operations):
+                    change[last[value] + 1] -= program.sizes[value]
+    return list(itertools.accumulate(change))
+
+
+def _complete(program: Program) -> list[int]:
+    """For each place between two operations how many kernels are complete."""
+    change = [0] * (len(program.operations) + 1)
+    for kernel in program.kernels:
+        change[kernel.operations[-1] + 1] += 1
     return list(itertools.accumulate(change))

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from jaxmem.planning import Layout
+from jaxmem.planning import Layout, rows_to_compile
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_compiler import PlanCompiler
 from jaxmem.rematerialization.search import NEARLY, Search
@@ -216,7 +216,7 @@ class CompiledPlans(PlanCompiler):
         """One region on each block, by one policy after the other, where nothing else fits: XLA may
         make far less of what is inside a block than is projected, as it does of an
         `associative_scan`. The fewest bytes first, then what costs less."""
-        rows = sorted(self.planner.rows(), key=lambda layout: layout.peak)
+        rows = sorted(self.rows_by_price, key=lambda layout: layout.peak)
         if rows and rows[0] not in self.search.outcomes:
             yield [rows[0]]
         yield from self.cheaper_rows(budget)
@@ -251,7 +251,8 @@ class CompiledPlans(PlanCompiler):
     @functools.cached_property
     def rows_by_price(self) -> list[Layout]:
         """All rows, the cheapest first."""
-        return sorted(self.planner.rows(), key=lambda layout: layout.price)
+        program = self.constraints.as_run(self.traced.program)
+        return rows_to_compile(self.planner, program, self.constraints.rates)
 
     def slightly_above(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Plans that are projected not to fit, by little, until one does."""

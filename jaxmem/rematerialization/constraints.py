@@ -108,6 +108,7 @@ class Constraints:
         words."""
         total, fingerprint = self.budget_for(program).total, program.fingerprint
         program, wanted = self.as_run(program), program.differentiated
+        program = program.as_written if layout.segments else program
         return Plan(
             self.name,
             fingerprint,
@@ -134,6 +135,7 @@ class Constraints:
             time_error=self.device.time_error if self.device else None,
             widens=program.widens,
             cycles=program.rules.cycles,
+            segments=layout.segments,
             inputs=program.together.types[: program.input_count],
             differentiated=None if wanted is None else tuple(sorted(wanted)),
             opened=program.opened,

@@ -14,9 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.loops import checkpointed_scan, split_scan
-from jaxmem.planning import Loop, Region, recomputed
+from jaxmem.planning import Loop, Region, Segment, recomputed
 from jaxmem.program import Kernel, Program, compiled_by, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
+from jaxmem.rematerialization.segments import as_array, run_segments
 from jaxmem.rematerialization.traced import check_pure, input_names
 from jaxmem.targets import Rules
 
@@ -31,6 +32,9 @@ class Layout(Protocol):
 
     @property
     def loops(self) -> tuple[Loop, ...]: ...
+
+    @property
+    def segments(self) -> tuple[Segment, ...]: ...
 
     @property
     def rules(self) -> Rules: ...
@@ -70,7 +74,10 @@ def planned_function(
 
 
 def emit(flat: jaxprs.FlatJaxpr, program: Program, layout: Layout, leaves: Sequence[Any]) -> Any:
-    """The results of a traced function on ``leaves``, with the regions and loops of a layout."""
+    """The results of a traced function on ``leaves``, with the regions and loops of a layout, or
+    with its segments."""
+    if layout.segments:
+        return run_segments(flat, layout.segments, leaves)
     program = compiled_by(program, layout.rules)
     values = dict(enumerate([*flat.consts, *leaves]))
     loops = {loop.kernel: loop for loop in layout.loops}
@@ -150,7 +157,7 @@ class _Emission:
             v for v in values
             if program.active[v] and program.made[v] <= stop < program.last_used[v]
         ]  # fmt: skip
-        passed = jaxprs.together([_array(values[value]) for value in parted])
+        passed = jaxprs.together([as_array(values[value]) for value in parted])
         passed = jaxprs.back_together(passed)
         values.update(zip(parted, passed, strict=True))
 
@@ -158,7 +165,7 @@ class _Emission:
         """The results of the program once its kernels have run, numbers of its own as arrays; None:
         nobody asks for it."""
         values = values | dict.fromkeys(self.dropped)
-        return [_array(jaxprs.read(values, out)) for out in self.flat.outputs]
+        return [as_array(jaxprs.read(values, out)) for out in self.flat.outputs]
 
     def name(self, value: int) -> str:
         """What the policies of this emission's regions call a value."""
@@ -273,7 +280,7 @@ class _Emission:
         """A scan whose body is a region, or is run by a schedule; whose first iterations may have
         another one."""
         options = step.equation.params
-        operands = [_array(jaxprs.read(values, operand)) for operand in step.inputs]
+        operands = [as_array(jaxprs.read(values, operand)) for operand in step.inputs]
         parts = jaxprs.loop_of(step.equation)
         body = parts.body
         constants = [*body.consts, *operands[parts.body_consts]]
@@ -302,7 +309,7 @@ class _Emission:
 
     def mapped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
         """A `jax.shard_map` with regions in what each device runs."""
-        operands = [_array(jaxprs.read(values, operand)) for operand in step.inputs]
+        operands = [as_array(jaxprs.read(values, operand)) for operand in step.inputs]
         body = jaxprs.mapped_body(step.equation)
         read = [at for at, value in enumerate(step.outputs) if value in self.asked]
         one = self.iteration(loop, body, read)
@@ -385,11 +392,6 @@ def _named(value: Any, name: str) -> Any:
         return checkpoint_name(value, name)
     parts = jnp.real(value), jnp.imag(value)
     return jax.lax.complex(*(checkpoint_name(part, name) for part in parts))
-
-
-def _array(value: Any) -> Any:
-    """A value as an array, where it is a number of the program's own; None: there is none."""
-    return value if value is None or isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def _saved(regions: Sequence[Region]) -> frozenset[int]:

@@ -12,7 +12,7 @@ from jaxmem.ground.checks import name_of
 from jaxmem.ground.errors import BudgetError
 from jaxmem.ground.words import counted
 from jaxmem.loops import checkpointed_while, repeats
-from jaxmem.planning import Loop, LoopOption, Rates, Region, loop_options, simulate_block
+from jaxmem.planning import Loop, LoopOption, Rates, Region, Segment, loop_options, simulate_block
 from jaxmem.program import Program, read_program
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.emission import planned_function
@@ -89,6 +89,7 @@ def scan(
 class _Layout(NamedTuple):
     loops: tuple[Loop, ...]
     regions: tuple[Region, ...] = ()
+    segments: tuple[Segment, ...] = ()
     rules: Rules = Rules()
 
 

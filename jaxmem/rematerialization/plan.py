@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from jaxmem.ground.errors import PlanError
 from jaxmem.loops import Schedule
-from jaxmem.planning import Head, Loop, Region
+from jaxmem.planning import Head, Loop, Region, Segment
 from jaxmem.program import Program
 from jaxmem.rematerialization import plan_text
 from jaxmem.rematerialization.bounds import Bound, bound_of
@@ -96,6 +96,8 @@ class Plan(Printed):
         fingerprint: of the program it belongs to; it refuses any other.
         regions: what is recomputed. Kernels outside them keep their residuals.
         loops: what the scans of the program save and recompute of their bodies.
+        segments: stretches of operations under `jax.checkpoint` as their author would write it,
+            in place of regions of kernels, which then say what they come to.
         predicted: bytes, FLOPs and seconds by jaxmem's own arithmetic.
         compiled: bytes and FLOPs by XLA; None: not compiled.
         rows, choices: the plan in words: its regions, and its larger values.
@@ -118,6 +120,7 @@ class Plan(Printed):
     regions: tuple[Region, ...]
     loops: tuple[Loop, ...]
     predicted: Predicted
+    segments: tuple[Segment, ...] = ()
     compiled: Compiled | None = None
     rows: tuple[Row, ...] = ()
     choices: tuple[Choice, ...] = ()
@@ -311,6 +314,7 @@ class Plan(Printed):
             fields = json.loads(text)
             fields["regions"] = _regions(fields["regions"])
             fields["loops"] = tuple(map(_loop, fields["loops"]))
+            fields["segments"] = tuple(Segment(**one) for one in fields["segments"])
             predicted = fields["predicted"]
             for name in ("timeline", "plain_timeline"):  # none in files of earlier versions
                 predicted[name] = Timeline.read(predicted.get(name))
