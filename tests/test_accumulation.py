@@ -273,3 +273,33 @@ def test_calls_that_do_not_belong_to_the_state():
     ]:
         with pytest.raises(jaxmem.JaxmemError, match=said):
             optimizer.update(gradients, other, params, flush=flush)
+
+
+@pytest.mark.parametrize(
+    "wrap", [jaxmem.offload, jaxmem.optim.small_moments], ids=["offload", "small_moments"]
+)
+def test_of_an_optimizer_whose_state_ends_in_numbers_of_its_own(wrap):
+    """Its update is traced, and what it returns of those is no array then."""
+
+    def init(params):
+        return {"first": jnp.array(True), "rate": jnp.zeros(()), "mean": jnp.zeros_like(params)}
+
+    def update(gradients, state, params=None):
+        mean = 0.5 * state["mean"] + gradients
+        rate = jnp.where(state["first"], 0.1, 0.2)
+        return -rate * mean, {"first": jnp.array(False), "rate": jnp.array(0.2), "mean": mean}
+
+    optimizer = optax.GradientTransformation(init, update)
+
+    def trained(optimizer):
+        params = jnp.arange(1.0, 5.0)
+        state = optimizer.init(params)
+        for turn in range(4):
+            updates, state = optimizer.update(jnp.cos(params + turn), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    plain = trained(jaxmem.accumulate(optimizer, 2))
+    wrapped = trained(jaxmem.accumulate(wrap(optimizer), 2))
+    assert jnp.all(plain != jnp.arange(1.0, 5.0))
+    assert jnp.allclose(wrapped, plain, rtol=1e-12 if wrap is jaxmem.offload else 1e-2)

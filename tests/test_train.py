@@ -766,6 +766,25 @@ def test_arrays_that_a_step_took_over():
         step(after._replace(params=state.params), batches[0])
 
 
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1), jaxmem.offload(optax.adam(0.1))])
+def test_a_key_stays_the_callers(make, optimizer):
+    def loss(params, batch, key):
+        return jnp.mean((params * batch) ** 2 * jax.random.bernoulli(key, 0.5))
+
+    key, step = make(0), jaxmem.train_step(loss, optimizer)
+    state = step.init(jnp.ones(4), key=key)
+    step(state, jnp.ones(4))
+    assert jax.random.normal(key) == jax.random.normal(make(0))
+    assert state.key.is_deleted()
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        step.init(jnp.ones(4), key=state.key)
+    assert str(caught.value) == (
+        "key= was deleted: something that it was given to took over its memory. Make another with "
+        "jax.random.key, or give away a copy of it."
+    )
+
+
 def test_abstract_parameters_make_an_abstract_state():
     params, batches = arguments()
     step = jaxmem.train_step(loss_fn, jaxmem.offload(optax.adam(0.1)))

@@ -27,6 +27,7 @@ from jaxmem.jaxprs.flat import (
     FlatJaxpr as FlatJaxpr,
     Step as Step,
     apply as apply,
+    as_array as as_array,
     context as context,
     evaluate as evaluate,
     flatten as flatten,

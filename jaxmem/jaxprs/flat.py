@@ -129,6 +129,11 @@ def read(values: dict[int, Any], operand: int | Literal) -> Any:
     return values[operand] if isinstance(operand, int) else operand.val
 
 
+def as_array(value: Any) -> Any:
+    """A result as an array, where it is a number of the program's own; None: there is none."""
+    return value if value is None or isinstance(value, jax.Array) else jnp.asarray(value)
+
+
 def flatten(
     fun: Callable, leaves: Sequence[Any], open_regions: bool = False, merge: bool = False
 ) -> FlatJaxpr:

@@ -12,7 +12,7 @@ import dataclasses
 from jaxmem.planning.dp import Variant
 from jaxmem.planning.layouts import Layout, Segment
 from jaxmem.planning.rates import Rates
-from jaxmem.planning.rows import in_kernels, policies, tilings_of_operations
+from jaxmem.planning.rows import Spans, in_kernels, policies, tilings_of_operations
 from jaxmem.program import Program
 
 # Of the bytes of the largest value that a block hands on: what takes less is beside it, such as
@@ -27,9 +27,8 @@ def written_rows(program: Program, rates: Rates) -> list[Layout]:
     variant = Variant.plain(program, rates)
     names = {saved: name for name, saved in reversed(policies(variant.program).items())}
     tilings = tilings_of_operations(variant.program, variant.prices)
-    shorter = [tuple(_handing_on(program, *span) for span in spans) for spans in tilings]
     found = []
-    for spans in dict.fromkeys([*tilings, *shorter]):
+    for spans in dict.fromkeys([*tilings, *(_handing_on(program, one) for one in tilings)]):
         for saved, name in names.items():
             layout = variant.row(in_kernels(program, spans), saved)
             segments = tuple(Segment(start, stop, name) for start, stop in spans)
@@ -37,18 +36,23 @@ def written_rows(program: Program, rates: Rates) -> list[Layout]:
     return found
 
 
-def _handing_on(program: Program, start: int, stop: int) -> tuple[int, int]:
-    """A block up to where all is made that it hands on but what is small: without the head of each
-    layer, say."""
-    operations = program.operations[start:stop]
+def _handing_on(program: Program, spans: Spans) -> Spans:
+    """Blocks up to where all is made that they hand on but what is small: without the head of each
+    layer, say. (The last one hands on what its head makes: it is as long as others like it.)"""
+    needed = [_needed(program, *span) for span in spans]
+    lengths = [stop - start for start, stop in spans]
+    shortest = dict(sorted(zip(lengths, needed, strict=True), reverse=True))
+    return tuple((start, start + shortest[stop - start]) for start, stop in spans)
+
+
+def _needed(program: Program, start: int, stop: int) -> int:
+    """How many operations of a block make all that it hands on but what is small."""
     read = {value for operation in program.operations[stop:] for value in operation.inputs}
     made = {
         value: number
-        for number, operation in enumerate(operations, start)
+        for number, operation in enumerate(program.operations[start:stop], 1)
         for value in operation.outputs
         if value in read or value in program.outputs
     }
     least = _BESIDE * max((program.sizes[value] for value in made), default=0)
-    return start, 1 + max(
-        (at for v, at in made.items() if program.sizes[v] >= least), default=start
-    )
+    return max((at for v, at in made.items() if program.sizes[v] >= least), default=1)

@@ -11,7 +11,6 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.planning.bound import least_recomputed
 from jaxmem.program import Graph, read_graph
 from jaxmem.rematerialization.traced import TracedFunction
-from jaxmem.targets import FAMILIES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,8 +51,8 @@ def bound_of(plan: Any) -> Bound | None:
     allowed = plan.budget or plan.compiled_bytes or plan.projected_bytes
     # What waits in the memories of the chip is there, and not in the budget.
     room = allowed - plan.reserved - traced.program.input_bytes
-    if plan.family:
-        room += FAMILIES[plan.family].chip_bytes
+    if plan.planned_for.family:
+        room += plan.planned_for.compiler.chip_bytes
     least, again = least_recomputed(graph, room), plan.predicted.recompute_flops
     # Of compiled programs XLA's own count: it may find something to leave out.
     compiled = plan.compiled and plan.compiled.flops

@@ -19,7 +19,7 @@ from jaxmem.planning import (
 from jaxmem.program import Program, compiled_by
 from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.limits import Limits
-from jaxmem.rematerialization.plan import Plan, Predicted
+from jaxmem.rematerialization.plan import Plan, PlannedFor, Predicted
 from jaxmem.rematerialization.timelines import Timeline
 from jaxmem.targets import Target, family_of
 
@@ -131,10 +131,9 @@ class Constraints:
             reserved=self.reserved,
             budget=self.budget,
             target=self.device.name if self.device else "",
-            family=self.device.family if self.device else "",
+            planned_for=PlannedFor(self.device.family if self.device else "", program.rules.cycles),
             time_error=self.device.time_error if self.device else None,
             widens=program.widens,
-            cycles=program.rules.cycles,
             segments=layout.segments,
             inputs=program.together.types[: program.input_count],
             differentiated=None if wanted is None else tuple(sorted(wanted)),

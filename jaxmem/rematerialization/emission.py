@@ -17,7 +17,7 @@ from jaxmem.loops import checkpointed_scan, split_scan
 from jaxmem.planning import Loop, Region, Segment, recomputed
 from jaxmem.program import Kernel, Program, compiled_by, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
-from jaxmem.rematerialization.segments import as_array, run_segments
+from jaxmem.rematerialization.segments import run_segments
 from jaxmem.rematerialization.traced import check_pure, input_names
 from jaxmem.targets import Rules
 
@@ -157,7 +157,7 @@ class _Emission:
             v for v in values
             if program.active[v] and program.made[v] <= stop < program.last_used[v]
         ]  # fmt: skip
-        passed = jaxprs.together([as_array(values[value]) for value in parted])
+        passed = jaxprs.together([jaxprs.as_array(values[value]) for value in parted])
         passed = jaxprs.back_together(passed)
         values.update(zip(parted, passed, strict=True))
 
@@ -165,7 +165,7 @@ class _Emission:
         """The results of the program once its kernels have run, numbers of its own as arrays; None:
         nobody asks for it."""
         values = values | dict.fromkeys(self.dropped)
-        return [as_array(jaxprs.read(values, out)) for out in self.flat.outputs]
+        return [jaxprs.as_array(jaxprs.read(values, out)) for out in self.flat.outputs]
 
     def name(self, value: int) -> str:
         """What the policies of this emission's regions call a value."""
@@ -280,7 +280,7 @@ class _Emission:
         """A scan whose body is a region, or is run by a schedule; whose first iterations may have
         another one."""
         options = step.equation.params
-        operands = [as_array(jaxprs.read(values, operand)) for operand in step.inputs]
+        operands = [jaxprs.as_array(jaxprs.read(values, operand)) for operand in step.inputs]
         parts = jaxprs.loop_of(step.equation)
         body = parts.body
         constants = [*body.consts, *operands[parts.body_consts]]
@@ -309,7 +309,7 @@ class _Emission:
 
     def mapped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
         """A `jax.shard_map` with regions in what each device runs."""
-        operands = [as_array(jaxprs.read(values, operand)) for operand in step.inputs]
+        operands = [jaxprs.as_array(jaxprs.read(values, operand)) for operand in step.inputs]
         body = jaxprs.mapped_body(step.equation)
         read = [at for at, value in enumerate(step.outputs) if value in self.asked]
         one = self.iteration(loop, body, read)

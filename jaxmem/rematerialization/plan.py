@@ -87,6 +87,27 @@ class Compiled:
     options: tuple[tuple[str, Any], ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedFor:
+    """The compiler that a plan is made for: of a ``family`` of targets (its name; none: without a
+    target), with ``cycles`` that operations cost on the target, by which it was told what is in
+    memory."""
+
+    family: str = ""
+    cycles: Cycles | None = None
+
+    @property
+    def compiler(self) -> Family:
+        return FAMILIES[self.family] if self.family else family_of(None)
+
+    @classmethod
+    def read(cls, row: dict[str, Any]) -> "PlannedFor":
+        """What JSON has of it."""
+        if cycles := row["cycles"]:
+            cycles = Cycles(**cycles | {"dear": tuple(map(tuple, cycles["dear"]))})
+        return cls(row["family"], cycles)
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Printed):
     """A tree of regions for one program, with what each saves, and what it costs.
@@ -103,11 +124,10 @@ class Plan(Printed):
         rows, choices: the plan in words: its regions, and its larger values.
         reserved: bytes of the budget spoken for outside of the function.
         budget: bytes asked for, or None.
-        target: name of the accelerator that it is planned for, and ``family`` of its compiler.
+        target: name of the accelerator that it is planned for, and ``planned_for`` its compiler.
         time_error: how far its predicted times may be off (`Target.time_error`); None: unchecked.
         widens: whether the target has no bfloat16 units and the program has matmuls or convolutions
             in bfloat16: computed in float32, from copies.
-        cycles: what operations cost on the target, by which it was told what is in memory.
         inputs: dtypes and shapes of the arrays that the program takes.
         differentiated: the numbers of those that gradients are taken of; None: of all.
         opened: how many regions of the user's own the plan takes the place of; those stay where it
@@ -127,10 +147,9 @@ class Plan(Printed):
     reserved: int = 0
     budget: int | None = None
     target: str = ""
-    family: str = ""
+    planned_for: PlannedFor = PlannedFor()
     time_error: float | None = None
     widens: bool = False
-    cycles: Cycles | None = None
     inputs: tuple[str, ...] = ()
     differentiated: tuple[int, ...] | None = None
     opened: int = 0
@@ -191,16 +210,13 @@ class Plan(Printed):
     def options_within(self, limit: int | None) -> dict[str, Any]:
         """`compiler_options` for a program that may take so many bytes of a device."""
         copies = any(loop.schedule and loop.schedule.host for loop in self.loops)
-        return self._family.planned_options(limit, self.widens, copies)
+        return self.planned_for.compiler.planned_options(limit, self.widens, copies)
 
     @property
     def rules(self) -> Rules:
         """How the target's compiler fuses and lays out."""
-        return dataclasses.replace(self._family.rules, widens=self.widens, cycles=self.cycles)
-
-    @property
-    def _family(self) -> Family:
-        return FAMILIES[self.family] if self.family else family_of(None)
+        rules = self.planned_for.compiler.rules
+        return dataclasses.replace(rules, widens=self.widens, cycles=self.planned_for.cycles)
 
     def apply(self, fun: Callable) -> Callable:
         """``fun`` with the plan's regions: `jaxmem.remat` with ``plan=``."""
@@ -324,9 +340,7 @@ class Plan(Printed):
                 compiled["options"] = tuple(map(tuple, compiled.get("options", ())))
                 fields["compiled"] = Compiled(**compiled)
             fields["written"] = fields["written"] and Written(**fields["written"])
-            if cycles := fields["cycles"]:
-                dear = tuple(map(tuple, cycles["dear"]))
-                fields["cycles"] = Cycles(**cycles | {"dear": dear})
+            fields["planned_for"] = PlannedFor.read(fields["planned_for"])
             fields["inputs"] = tuple(fields["inputs"])
             if fields["differentiated"] is not None:
                 fields["differentiated"] = tuple(fields["differentiated"])

@@ -48,6 +48,8 @@ def plan_parts(plan: Any) -> Iterator[Part]:
         share = f" ({predicted.recompute_flops / predicted.flops:.1%} of a forward pass)"
     yield answer(plan)
     regions = counted(len(plan.rows), "region")
+    if plan.segments:  # all have one policy
+        regions += f", jax.checkpoint by {plan.segments[0].policy} on each"
     if plan.stays:
         regions = "none better than the function's own regions, which stay"
     yield f"{plan.planner} plan, {regions} (program {plan.fingerprint})"

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxmem import jaxprs
 from jaxmem.planning import Segment
@@ -33,13 +32,8 @@ def run_segments(flat: jaxprs.FlatJaxpr, segments: Sequence[Segment], leaves: Se
         values.update(zip(kept, results, strict=True))
         done = segment.stop
     flat.run(flat.steps[done:], values)
-    outputs = [as_array(jaxprs.read(values, output)) for output in flat.outputs]
+    outputs = [jaxprs.as_array(jaxprs.read(values, output)) for output in flat.outputs]
     return jax.tree.unflatten(flat.out_tree, outputs)
-
-
-def as_array(value: Any) -> Any:
-    """A value as an array, where it is a number of the program's own; None: there is none."""
-    return value if value is None or isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def _is_matmul(primitive, *_, **__) -> bool:

@@ -49,10 +49,15 @@ def check_differentiable(params: Any) -> None:
 
 def check_key(key: Any) -> None:
     dtype = getattr(key, "dtype", None)
-    if key is None or (dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
+    if key is None:
         return
-    if dtype is None or dtype != np.uint32:
+    if dtype is None or not (dtype == np.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)):
         raise JaxmemError(f"key= takes a PRNG key, such as jax.random.key(0); got {shown(key)}.")
+    if is_deleted(key):
+        raise JaxmemError(
+            "key= was deleted: something that it was given to took over its memory. Make another "
+            "with jax.random.key, or give away a copy of it."
+        )
 
 
 def warn_of_bfloat16(params: Any, opt_state: Any) -> None:

@@ -70,6 +70,8 @@ class States:
 
     def _init(self, params: Any, model_state: Any, key: jax.Array | None) -> TrainState:
         params, model_state = own_arrays((params, model_state))
+        # The caller's own goes on to other uses: steps take over what a state holds.
+        key = None if key is None else jnp.copy(key)
         if self.settings.precision is not None:
             params = self.settings.precision.cast_to_params(params)
         check_master_copy(params)

@@ -174,7 +174,7 @@ class _Stream:
 
     def settle(self, at: int) -> None:
         """A computed result to where it belongs."""
-        value = jaxprs.read(self.values, self.flat.outputs[at])
+        value = jaxprs.as_array(jaxprs.read(self.values, self.flat.outputs[at]))
         if at in self.update.outgoing:
             self.done = [value]
         if at in self.update.stack:
