@@ -12,7 +12,7 @@ from jaxmem.fitting.sizes import bytes_of, slice_of, whole
 from jaxmem.fitting.table import Candidate
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
-from jaxmem.planning import Layout, Planner, one_liners, sums_seconds
+from jaxmem.planning import Layout, Planner, one_liners, rows_to_compile, sums_seconds
 from jaxmem.program import Kernel, Program
 from jaxmem.rematerialization import (
     AsWritten,
@@ -123,7 +123,7 @@ class Costs:
         limits = self.budget(levers)
         found = [
             (plain.seconds + slices * layout.seconds, layout)
-            for layout in planner.rows()
+            for layout in rows_to_compile(planner, constraints.as_run(program), constraints.rates)
             if limits.total(total(layout.peak)) <= budget
         ]
         if program.opened:

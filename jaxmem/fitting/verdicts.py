@@ -137,7 +137,10 @@ def permissions(problem: "Problem") -> Iterator[str]:
 def key_of(candidate: Candidate) -> tuple:
     """What tells candidates apart: their levers and their regions, or the loss's own."""
     plan = candidate.plan
-    return (candidate.levers, plan and (plan.regions, plan.loops, plan.keeps_regions))
+    return (
+        candidate.levers,
+        plan and (plan.regions, plan.loops, plan.segments, plan.keeps_regions),
+    )
 
 
 def _slower(candidate: Candidate, best: Candidate) -> float:

@@ -20,6 +20,7 @@ from jaxmem.rematerialization.named.suggestions import (
 from jaxmem.rematerialization.plan import (
     Compiled as Compiled,
     Plan as Plan,
+    PlannedFor as PlannedFor,
     Predicted as Predicted,
     Written as Written,
 )
