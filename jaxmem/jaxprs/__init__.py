@@ -103,6 +103,7 @@ from jaxmem.jaxprs.regions import (
     NamePolicy as NamePolicy,
     OperationPolicy as OperationPolicy,
     checkpoint_like as checkpoint_like,
+    named as named,
     policy_saves as policy_saves,
 )
 from jaxmem.jaxprs.residuals import (

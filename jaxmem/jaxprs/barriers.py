@@ -54,23 +54,56 @@ def _back_together() -> Primitive:
         list(values),
         _of_nonzeros(barrier.bind, tangents),
     )
-    internals.ad.primitive_transposes[barrier] = lambda cotangents, *_: _of_nonzeros(
-        _together().bind, cotangents
-    )
+    internals.ad.primitive_transposes[barrier] = _transposed_together
     internals.mlir.register_lowering(barrier, lambda _, *values: list(values))
     internals.partial_eval.dce_rules[barrier] = _needed_together
     return barrier
 
 
+def _transposed_together(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
+    linear = list(map(is_linear, operands))
+    wanted = [one for one, asked in zip(cotangents, linear, strict=True) if asked]
+    made = iter(_of_nonzeros(_together().bind, wanted))
+    return [next(made) if asked else None for asked in linear]
+
+
 def identity(name: str) -> Primitive:
-    """A primitive that returns what it gets, with rules for all but derivatives and lowering."""
+    """A primitive that returns what it gets, with rules for all but tangents and lowering."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(lambda *values: list(values))
     primitive.def_abstract_eval(lambda *values: values)
     batchers = internals.batching.primitive_batchers
     batchers[primitive] = lambda values, axes: (primitive.bind(*values), axes)
+    internals.ad.primitive_transposes[primitive] = lambda cotangents, *operands: [
+        cotangent if is_linear(operand) else None
+        for cotangent, operand in zip(cotangents, operands, strict=True)
+    ]
+    _know_apart(primitive)
     return primitive
+
+
+def _know_apart(primitive: Primitive) -> None:
+    """Where some operands are known when a function is traced to be transposed
+    (`jax.linear_transpose`), as weights that it closes over are, so are their results: what is
+    linear would be multiplied with what is taken to be."""
+
+    def partly_known(trace, *operands):
+        parts: dict[bool, list] = {is_known: [] for is_known in (True, False)}
+        for operand in operands:
+            parts[operand.is_known()].append(operand)
+        made = {
+            is_known: iter(trace.default_process_primitive(primitive, part, {}) if part else ())
+            for is_known, part in parts.items()
+        }
+        return [next(made[operand.is_known()]) for operand in operands]
+
+    internals.partial_eval.custom_partial_eval_rules[primitive] = partly_known
+
+
+def is_linear(operand: Any) -> bool:
+    """Whether something is transposed by an operand, which has no value then."""
+    return internals.ad.is_undefined_primal(operand)
 
 
 def with_tangents_as_they_are(primitive: Primitive) -> Callable:

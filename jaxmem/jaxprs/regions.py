@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn
 
 from jaxmem.ground.errors import JaxmemError
@@ -48,6 +50,27 @@ class NamePolicy(_SAVE_ONLY if dataclasses.is_dataclass(_SAVE_ONLY) else object)
         if not self.offloaded:
             return saves
         return internals.partial_eval.Saveable if saves else internals.partial_eval.Recompute
+
+
+def named(value: Any, name: str) -> Any:
+    """A value that policies know by a name. A complex one by its parts: JAX rounds what a region
+    saves to its own precision, which it cannot do to complex numbers."""
+    _transpose_names()
+    if not jnp.iscomplexobj(value):
+        return checkpoint_name(value, name)
+    parts = jnp.real(value), jnp.imag(value)
+    return jax.lax.complex(*(checkpoint_name(part, name) for part in parts))
+
+
+@functools.cache
+def _transpose_names() -> None:
+    """JAX does not know how to transpose what has names (`jax.linear_transpose`); from now on it
+    does."""
+    named = jax.make_jaxpr(lambda value: checkpoint_name(value, ""))(0.0)
+    (primitive,) = (equation.primitive for equation in named.eqns)
+    if primitive.name == "name":  # with the flag jax_remat3 it is no primitive
+        transposes = internals.ad.primitive_transposes
+        transposes.setdefault(primitive, lambda cotangent, _, **name: [cotangent])
 
 
 def policy_saves(region: JaxprEqn, equation: JaxprEqn) -> bool:

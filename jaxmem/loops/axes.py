@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.barriers import is_linear
 
 
 def in_front(values: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
@@ -31,9 +32,16 @@ def _in_front() -> Primitive:
         identity.bind(*values),
         tangents[0],
     )
+    internals.ad.primitive_transposes[identity] = _transposed
     internals.batching.primitive_batchers[identity] = _batched
     internals.mlir.register_lowering(identity, lambda _, value, *operands: [value])
     return identity
+
+
+def _transposed(cotangent, value, *operands):
+    """The value's alone: the operands are there for their axes."""
+    own = cotangent if is_linear(value) else None
+    return [own, *[None] * len(operands)]
 
 
 def _batched(values, axes):

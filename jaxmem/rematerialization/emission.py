@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
@@ -196,7 +194,7 @@ class _Emission:
                 if value not in inside:
                     continue  # no value of the function's, or one that nothing reads
                 if value in self.saved:
-                    named = _named(inside[value], self.name(value))
+                    named = jaxprs.named(inside[value], self.name(value))
                     named = jaxprs.row_major(named) if self.stacks_rows else named
                     values[value] = self.in_turn(value, named)
                 else:
@@ -257,7 +255,7 @@ class _Emission:
             made = [v for v in reads if v >= self.program.input_count and self.program.active[v]]
             inner.update(zip(made, jaxprs.together([inner[v] for v in made]), strict=True))
             for value in inner.keys() & set(offloaded):
-                inner[value] = _named(inner[value], self.name(value))
+                inner[value] = jaxprs.named(inner[value], self.name(value))
             if made:
                 latest = max(made, key=lambda value: self.program.made[value])
                 costs = [
@@ -383,15 +381,6 @@ def _costs(program: Program, value: int, region: Region, again: Set[int]) -> boo
 def _values(results: Sequence[Any]) -> frozenset[int]:
     """Those of some results that are no literals."""
     return frozenset(x for x in results if isinstance(x, int))
-
-
-def _named(value: Any, name: str) -> Any:
-    """A value that policies know by a name. A complex one by its parts: JAX rounds what a region
-    saves to its own precision, which it cannot do to complex numbers."""
-    if not jnp.iscomplexobj(value):
-        return checkpoint_name(value, name)
-    parts = jnp.real(value), jnp.imag(value)
-    return jax.lax.complex(*(checkpoint_name(part, name) for part in parts))
 
 
 def _saved(regions: Sequence[Region]) -> frozenset[int]:
