@@ -288,6 +288,62 @@ def test_nnx_modules_train_as_by_nnx_itself():
     assert int(state.model_state["dropout"]["rngs"]["count"]) == 3
 
 
+class Clipped(nnx.Module):
+    """Clips its weights in the call, as nnx.SpectralNorm normalises those of its layer."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(6, 6, rngs=rngs)
+
+    def __call__(self, x):
+        kernel = self.layer.kernel
+        kernel[...] = jnp.clip(jax.lax.stop_gradient(kernel[...]), -0.1, 0.1)
+        return self.layer(x)
+
+
+class Sowing(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(6, 6, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.layer(x)
+        self.sow(nnx.Intermediate, "features", x)
+        return x
+
+
+def test_an_nnx_module_that_sets_its_parameters_is_refused():
+    model = Clipped(nnx.Rngs(0))
+    step = jaxmem.train_step(lambda model, batch: jnp.mean(model(batch) ** 2), optax.sgd(0.1))
+    with pytest.raises(jaxmem.JaxmemError) as caught:
+        step(step.init(model), jnp.ones((4, 6)))
+    assert str(caught.value).startswith(
+        "The call of the nnx model sets a parameter, ['layer']['kernel'] (as nnx.SpectralNorm and "
+        "nnx.WeightNorm do of the layers that they wrap). What a step trains is changed by its "
+        "optimizer alone."
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_an_nnx_module_sows_is_the_calls(microbatches):
+    def loss(model, batch):
+        out = model(batch)
+        return jnp.mean((out - 1) ** 2)
+
+    def own_loss(params, batch):
+        return jnp.mean((batch @ params["kernel"] + params["bias"][None] - 1) ** 2)
+
+    model, batch = Sowing(nnx.Rngs(0)), jnp.cos(jnp.arange(24.0)).reshape(4, 6)
+    params = {"kernel": model.layer.kernel[...], "bias": model.layer.bias[...]}
+    own = jaxmem.train_step(own_loss, optax.sgd(0.1))
+    expected = own.init(jax.tree.map(jnp.copy, params))
+    step = jaxmem.train_step(loss, optax.sgd(0.1), microbatches=microbatches, reduction="mean")
+    state = step.init(model)
+    for _ in range(3):
+        state, _ = step(state, batch)
+        expected, _ = own(expected, batch)
+    chex.assert_trees_all_close(state.params["layer"], expected.params, rtol=1e-12)
+
+
 def test_nnx_modules_with_every_lever():
     _, batches = arguments()
     step = jaxmem.train_step(

@@ -33,10 +33,14 @@ class Structure:
         def functional(params, batch, *, model_state=None, **extras):
             states = [params] if model_state is None else [params, model_state]
             model = nnx.merge(self.graphdef, *states)
+            sows = not nnx.state(model, nnx.Intermediate)
             results = loss_fn(model, batch, **extras)
+            if sows:  # what a call sows is the call's
+                nnx.pop(model, nnx.Intermediate)
+            _, changed, after = split(model)
+            _check_params(params, changed)
             if model_state is None:
                 return results
-            _, _, after = split(model)
             loss, *metrics = results if isinstance(results, tuple) else (results,)
             if len(metrics) > 1:
                 raise JaxmemError(
@@ -47,6 +51,20 @@ class Structure:
             return (loss, after, *metrics)
 
         return functional
+
+
+def _check_params(before: Any, after: Any) -> None:
+    """Raises `JaxmemError` if a call has put something else in the place of a parameter."""
+    old = dict(jax.tree_util.tree_leaves_with_path(before))
+    for path, value in jax.tree_util.tree_leaves_with_path(after):
+        if old.get(path) is not value:
+            raise JaxmemError(
+                f"The call of the nnx model sets a parameter, {jax.tree_util.keystr(path)} (as "
+                "nnx.SpectralNorm and nnx.WeightNorm do of the layers that they wrap). What a step "
+                "trains is changed by its optimizer alone. Compute what the layer is to use from "
+                "the parameter without setting it; clip parameters in the optimizer, or between "
+                "steps: state._replace(params=...)."
+            )
 
 
 def split(module: Any) -> tuple[Structure, Any, Any]:
