@@ -341,7 +341,7 @@ def test_what_an_nnx_module_sows_is_the_calls(microbatches):
     for _ in range(3):
         state, _ = step(state, batch)
         expected, _ = own(expected, batch)
-    chex.assert_trees_all_close(state.params["layer"], expected.params, rtol=1e-12)
+    chex.assert_trees_all_close(state.params["layer"], expected.params, rtol=1e-5)
 
 
 def test_nnx_modules_with_every_lever():
