@@ -64,8 +64,7 @@ def contrasted(wrap):
 
 def taught(wrap):
     """A student beside its teacher."""
-    layer = wrap(mlp)
-    net = functools.partial(tower, lambda up, down, x: x + layer(up, down, x))
+    net = functools.partial(tower, wrap(lambda up, down, x: x + mlp(up, down, x)))
 
     def loss(params, teacher, x):
         return jnp.mean((net(params, x) - jax.lax.stop_gradient(net(teacher, x + 1))) ** 2)
