@@ -822,6 +822,13 @@ def test_arrays_that_a_step_took_over():
         step(after._replace(params=state.params), batches[0])
 
 
+def test_pairs_of_lookahead_are_refused():
+    optimizer = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    step = jaxmem.train_step(lambda params, batch: jnp.sum(params.fast * batch), optimizer)
+    with pytest.raises(jaxmem.JaxmemError, match="takes gradients of their fast parameters alone"):
+        step.init(optax.LookaheadParams.init_synced(jnp.ones(3)))
+
+
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 @pytest.mark.parametrize("optimizer", [optax.adam(0.1), jaxmem.offload(optax.adam(0.1))])
 def test_a_key_stays_the_callers(make, optimizer):

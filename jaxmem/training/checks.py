@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
@@ -45,6 +46,16 @@ def check_differentiable(params: Any) -> None:
                 f"params{jax.tree_util.keystr(path)} is {dtype}, which has no gradient. Parameters "
                 "are floating-point arrays; put the others into model_state or into the batch."
             )
+
+
+def check_no_lookahead(params: Any) -> None:
+    """Raises `JaxmemError` for the pairs of `optax.lookahead`, whose updates are as one of each."""
+    if isinstance(params, optax.LookaheadParams):
+        raise JaxmemError(
+            "init got the pairs of optax.lookahead: it takes gradients of their fast parameters "
+            "alone, and a step has those of all that it trains. Train without it, or take an "
+            "average of parameters: optax.contrib.schedule_free, or optax.ema beside the step."
+        )
 
 
 def check_key(key: Any) -> None:

@@ -16,6 +16,7 @@ from jaxmem.training.checks import (
     check_differentiable,
     check_key,
     check_master_copy,
+    check_no_lookahead,
     warn_of_bfloat16,
 )
 from jaxmem.training.loss import Loss
@@ -59,6 +60,7 @@ class States:
         if not jax.tree.leaves(params):
             raise JaxmemError(f"init takes parameters to train; got {shown(params)}. {advice}")
         check_arrays("model_state", model_state, advice)
+        check_no_lookahead(params)
         check_differentiable(params)
         check_key(key)
         self._check_has_state(model_state)
