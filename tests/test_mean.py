@@ -317,6 +317,19 @@ def drawn_by_the_same_count(params, batch, state, key):
     return drawn_by_a_count(params, batch, state, key)[0], state
 
 
+def drawn_in_a_loop_by_a_count(params, batch, state, key):
+    def turn(total, at):
+        own = jax.random.fold_in(jax.random.key(1), at + state)
+        return total + jax.random.normal(own), None
+
+    noise = jax.lax.scan(turn, 0.0, jnp.arange(3))[0]
+    return jnp.mean(each(batch, params)), state + (noise > -100.0)
+
+
+def counted(params, batch, state, key):
+    return jnp.mean(each(batch, params)), state + 1
+
+
 def scheduled(params, batch, state, key):
     return jnp.mean(each(batch, params)) * state.astype(jnp.float32), state + 1
 
@@ -341,6 +354,8 @@ RAW = jax.ShapeDtypeStruct((2,), jnp.uint32)
         (drawn_by_a_key_for_each, None, KEY, ""),
         (drawn_by_a_count, COUNT, None, ""),
         (drawn_by_the_same_count, COUNT, None, "it draws random numbers for the batch from a key"),
+        (drawn_in_a_loop_by_a_count, COUNT, None, ""),
+        (counted, COUNT, None, "its model state counts calls, and each slice is one"),
         (scheduled, COUNT, None, "it uses a model state that each slice changes (mul at"),
         (averaged, AVERAGE, None, "its model state is made from the batch: "),
         (permuted, None, KEY, "it uses the place of an example in the batch (sort at"),

@@ -61,11 +61,11 @@ def train_step(
             jaxmem.microbatch(loss_fn, 4, weight=count_tokens)``. A batch whose first axis is
             sharded over devices stays sharded, and where the loss has no model state and
             parameters are whole on each device, gradients cross devices once, after the last
-            slice. The model state goes from slice to slice: what counts calls in it counts slices.
+            slice.
         reduction: with ``microbatches``, what the loss is over its examples, ``"mean"`` or
             ``"sum"``; None: it is proved from the loss, with a warning where it cannot be. Under
-            batch norm pass ``"mean"``: each slice is then normalised by its own statistics. See
-            `jaxmem.microbatch`.
+            batch norm pass ``"mean"``: each slice is then normalised by its own statistics. (What
+            counts calls in the model state counts slices.) See `jaxmem.microbatch`.
         loss_scale: a `LossScale`, for float16. The update is skipped where gradients are not
             finite, and gradients are divided by the scale before the optimizer sees them. Adds
             ``"loss_scale"`` and ``"skipped"`` to the metrics. Where the update is skipped, here or

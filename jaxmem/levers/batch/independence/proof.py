@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import jaxprs
+from jaxmem.levers.batch.independence.batch_free import RANDOM
 from jaxmem.levers.batch.independence.kinds import (
     ANOTHER,
     Each,
@@ -160,7 +161,24 @@ def _of_loss(
         if not (exact and isinstance(kind, Free)):
             why = kind.why if isinstance(kind, Unproved) else "each slice changes it"
             return Proof(None, f"its model state is made from the batch: {why}")
+        if not _draws(whole.steps, {number}):
+            return Proof(None, "its model state counts calls, and each slice is one")
     return _told(kinds[0], sizes)
+
+
+def _draws(steps: Sequence[jaxprs.Step], made: set[int]) -> bool:
+    """Whether random numbers are drawn by a count, so that each slice should have its own."""
+    for step in steps:
+        if not made.isdisjoint(step.uses):
+            if _is_random(step.equation):
+                return True
+            made.update(step.outputs)
+    return False
+
+
+def _is_random(equation: Any) -> bool:
+    inner = (one for jaxpr in jaxprs.inner_jaxprs(equation) for one in jaxpr.eqns)
+    return equation.primitive.name in RANDOM or any(map(_is_random, inner))
 
 
 def _numbers_of_metrics(tree: Any) -> list[tuple[str, int]]:
