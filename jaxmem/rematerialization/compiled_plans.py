@@ -223,12 +223,9 @@ class CompiledPlans(PlanCompiler):
 
     def cheaper_rows(self, budget: int, price: float = math.inf) -> Iterator[Sequence[Layout]]:
         """Rows that cost less than a price and than the best plan, and are projected to fit, or not
-        to by little: no plan is to lose to what one line does. The cheapest first, until one
-        fits."""
+        to by little: no plan is to lose to what one line does."""
         while layout := next(self.promising_rows(budget, price), None):
             yield [layout]
-            if self.search.fits(layout):
-                return
 
     def safe_row(self, budget: int, goal: float) -> Iterator[Sequence[Layout]]:
         """The cheapest row that is projected to take no more than that, or by very little."""
@@ -237,16 +234,21 @@ class CompiledPlans(PlanCompiler):
 
     def promising_rows(self, budget: int, price: float = math.inf) -> Iterator[Layout]:
         """Rows that are not compiled yet, cost less than a price and than the best plan, and may
-        fit."""
+        fit: first those that do if no projection is further off than those of what was compiled,
+        the cheapest of them first, then those that would miss the budget by the least."""
         # All that was compiled may have taken less than was projected, or more.
         known = (one.ratio for one in self.search.outcomes.values() if one.compiled is not None)
-        error = min(known, default=1.0)
+        error, room = min(known, default=1.0), budget + self.chip_bytes
+        likely: list[Layout] = []
+        others: list[Layout] = []
         for layout in self.rows_by_price:
             if layout.price > price or not self.gains(layout.price):
-                return
+                break
             least = error * self.projected(layout)
             if layout not in self.search.outcomes and least <= NEARLY * budget + self.chip_bytes:
-                yield layout
+                (likely if least <= room else others).append(layout)
+        yield from likely
+        yield from sorted(others, key=self.projected)
 
     @functools.cached_property
     def rows_by_price(self) -> list[Layout]:
