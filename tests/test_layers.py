@@ -78,6 +78,7 @@ OPTIMIZERS = {
     "adamw": optax.adamw(optax.linear_schedule(0.1, 0.0, 10)),
     "clipped per layer": optax.chain(optax.clip_by_global_norm(0.1), optax.lion(1e-2)),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "booleans": optax.apply_if_finite(optax.adam(1e-2), 2),
     "int8": optax.GradientTransformation(
         lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int8), params),
         lambda g, state, params=None: (

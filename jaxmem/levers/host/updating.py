@@ -89,15 +89,19 @@ class _Users:
 def _to_float(leaf: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
+    if leaf.dtype == bool:
+        leaf = leaf.astype(jnp.uint8)
     if not jnp.issubdtype(leaf.dtype, jnp.integer):
         raise JaxmemError(
-            f"A leaf of a LayerStack is of dtype {leaf.dtype}; they may be floating-point or "
-            "integer. Keep PRNG keys as their data (jax.random.key_data)."
+            f"A leaf of a LayerStack is of dtype {leaf.dtype}; they may be floating-point, integer "
+            "or boolean. Keep PRNG keys as their data (jax.random.key_data)."
         )
     return jax.lax.bitcast_convert_type(leaf, _SAME_SIZE[leaf.dtype.itemsize])
 
 
 def _from_float(leaf: Any, dtype: Any) -> Any:
+    if dtype == bool:
+        return jax.lax.bitcast_convert_type(leaf, jnp.uint8).astype(bool)
     return leaf if leaf.dtype == dtype else jax.lax.bitcast_convert_type(leaf, dtype)
 
 
