@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from jaxmem.ground.garbage import uncollected
 from jaxmem.planning import Layout, rows_to_compile
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_compiler import PlanCompiler
@@ -183,6 +184,7 @@ class CompiledPlans(PlanCompiler):
             return []
         return [other] if self.gains(other.price) else []
 
+    @uncollected()
     def layout_for(self, goal: float) -> Layout | None:
         """The layout that is projected to take so many bytes in all."""
         left = self.constraints.budget_for(self.traced.program, int(goal)).left

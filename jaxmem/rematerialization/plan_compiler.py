@@ -9,6 +9,7 @@ import jax
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import CompileError, JaxmemError, OffloadError
+from jaxmem.ground.garbage import uncollected
 from jaxmem.planning import Layout
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.emission import emit
@@ -40,6 +41,7 @@ class PlanCompiler:
         self.plain = constraints.as_it_is(traced.program)
         self.plans: dict[Layout, Plan] = {}
 
+    @uncollected()
     def start(self, layout: Layout) -> Begun:
         """Begins to compile the plan of a layout."""
         chosen = self.constraints.write(self.traced.program, layout, self.plain)
@@ -54,7 +56,18 @@ class PlanCompiler:
         Raises:
             OffloadError: XLA keeps residuals on the device that the plan has in host memory.
         """
-        made, report, options = self.compiled(chosen, made)
+        return self.read(layout, chosen, *self.compiled(chosen, made))
+
+    @uncollected()
+    def read(
+        self,
+        layout: Layout,
+        chosen: Plan,
+        made: Compiling,
+        report: MemoryReport,
+        options: Mapping[str, Any],
+    ) -> Outcome:
+        """What the compiler says of the plan of a layout."""
         reserved = self.constraints.reserved
         # A value that goes from turn to turn may be there once for two that the plan counts.
         offloaded = chosen.predicted.host_bytes

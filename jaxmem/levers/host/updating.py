@@ -100,7 +100,7 @@ def _to_float(leaf: Any) -> Any:
 
 
 def _from_float(leaf: Any, dtype: Any) -> Any:
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
         return jax.lax.bitcast_convert_type(leaf, jnp.uint8).astype(bool)
     return leaf if leaf.dtype == dtype else jax.lax.bitcast_convert_type(leaf, dtype)
 
