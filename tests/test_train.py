@@ -781,8 +781,23 @@ def test_a_plan_for_another_batch_says_which_array_differs():
         planned({**batch, "scale": 2.0})(state, {**batch, "scale": 2.0})
     assert (
         "it takes 3 arrays, and the plan was made for 2 (a Python number is none where the plan is "
-        "made, and one under jax.jit: make it an array, such as jnp.float32(0.1), for both)."
+        "made, and one under jax.jit: if batch['scale'] is one, make it an array, such as "
+        "jnp.float32(0.1), for both)."
     ) in str(caught.value)
+    plan = jaxmem.plan(lambda x, y, scale: jnp.sum(x * y * scale), *[jnp.ones(3)] * 2, jnp.ones(()))
+    with pytest.raises(jaxmem.PlanError) as caught:
+        plan.apply(lambda x, y, scale: jnp.sum(x * y * scale))(jnp.ones(3), jnp.ones(3), 2.0)
+    assert (
+        "it takes 2 arrays, and the plan was made for 3 (a Python number is no array outside of "
+        "jax.jit: if the call has one where the plan was made with an array, make it an array too, "
+        "such as jnp.float32(0.1))."
+    ) in str(caught.value)
+    with pytest.raises(jaxmem.PlanError) as caught:
+        plan.apply(lambda x, y, scale: jnp.sum(x * y))(jnp.ones(3), jnp.ones(3), jnp.ones(3))
+    assert "scale is float64[3], and the plan was made for float64[]" in str(caught.value)
+    plan = jaxmem.plan(lambda x: jnp.sum(x**2), jnp.ones(3))
+    with pytest.raises(jaxmem.PlanError, match=r"it takes 2 arrays, and the plan was made for 1\."):
+        plan.apply(lambda x, y: jnp.sum(x * y))(jnp.ones(3), jnp.ones(3))
 
 
 # ---- states that are not to be had

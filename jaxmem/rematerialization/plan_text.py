@@ -114,8 +114,7 @@ def other_program(plan: Any, fingerprint: str, inputs: Sequence[tuple[str, str]]
     if len(found) != len(plan.inputs):
         said = (
             f"it takes {counted(len(found), 'array')}, and the plan was made for "
-            f"{len(plan.inputs)} (a Python number is none where the plan is made, and one under "
-            "jax.jit: make it an array, such as jnp.float32(0.1), for both)"
+            f"{len(plan.inputs)}{_numbers(plan, inputs)}"
         )
     elif differing:
         said = "; ".join(differing[:3]) + (" ..." if len(differing) > 3 else "")
@@ -131,6 +130,22 @@ def other_program(plan: Any, fingerprint: str, inputs: Sequence[tuple[str, str]]
         "batch of an epoch that is smaller, leave it out or pad it. (Programs "
         f"{plan.fingerprint} and {fingerprint}.)"
     )
+
+
+def _numbers(plan: Any, inputs: Sequence[tuple[str, str]]) -> str:
+    """What may be in the way where a program takes more arrays than a plan, or fewer: numbers."""
+    scalars = [name for name, kind in inputs if kind.endswith("[]")]
+    if len(inputs) > len(plan.inputs) and scalars:
+        return (
+            " (a Python number is none where the plan is made, and one under jax.jit: if "
+            f"{scalars[0]} is one, make it an array, such as jnp.float32(0.1), for both)"
+        )
+    if len(inputs) < len(plan.inputs) and any(kind.endswith("[]") for kind in plan.inputs):
+        return (
+            " (a Python number is no array outside of jax.jit: if the call has one where the plan "
+            "was made with an array, make it an array too, such as jnp.float32(0.1))"
+        )
+    return ""
 
 
 def explanation(plan: Any, choices: Sequence[Choice]) -> str:
