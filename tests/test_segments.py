@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxmem
@@ -226,3 +227,22 @@ def test_regions_are_where_blocks_are():
         for start, stop in row
     ]
     assert matmuls == [2] * 5 + [3] * 5
+
+
+@pytest.mark.parametrize("program", [multiplied, own_rule])
+def test_a_fitted_step_fits_where_one_line_does_and_recomputes_no_more(program):
+    def step_of(wrap):
+        loss, (params, *batch) = program(wrap)
+        return lambda params, batch: loss(params, *batch), params, batch
+
+    by_hand, params, batch = step_of(jax.checkpoint)
+    step = jaxmem.train_step(by_hand, optax.sgd(0.1))
+    one_line = step.memory(step.abstract(params), batch, target="h100")
+    loss, _, _ = step_of(lambda layer: layer)
+    found = jaxmem.fit(
+        loss, optax.sgd(0.1), params, batch,
+        target="h100", budget=one_line.device, keep=("batch", "placement"),
+    )  # fmt: skip
+    fitted = found.memory(found.abstract(params), batch, target="h100")
+    assert fitted.device <= one_line.device
+    assert fitted.work.flops <= one_line.work.flops

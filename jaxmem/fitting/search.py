@@ -131,7 +131,7 @@ class Search:
             last = self.found and self.compiled.left == 1
             candidate = self.cheapest(best)
             if best is None and (candidate is None or last):
-                candidate = self.smallest() or self._between()
+                candidate = self.smallest() or self._by_one_line(best) or self._between()
             candidate = candidate or self._by_one_line(best)
             if candidate is None:
                 return
