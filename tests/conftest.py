@@ -27,7 +27,7 @@ if jax.__version_info__ < (0, 11):
     jax.jit(lambda: 0)()
     os.environ.pop("XLA_FLAGS") if flags is None else os.environ.update(XLA_FLAGS=flags)
 # A thirtieth of their time went into looking for garbage among all that JAX keeps.
-gc.set_threshold(100_000, 20, 100)
+gc.set_threshold(20_000, 10, 10)
 
 
 CALIBRATIONS = pathlib.Path(os.environ["JAXMEM_CALIBRATIONS"])

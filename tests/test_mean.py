@@ -330,6 +330,10 @@ def counted(params, batch, state, key):
     return jnp.mean(each(batch, params)), state + 1
 
 
+def flagged(params, batch, state, key):
+    return jnp.mean(each(batch, params)), jnp.ones_like(state)
+
+
 def scheduled(params, batch, state, key):
     return jnp.mean(each(batch, params)) * state.astype(jnp.float32), state + 1
 
@@ -356,6 +360,7 @@ RAW = jax.ShapeDtypeStruct((2,), jnp.uint32)
         (drawn_by_the_same_count, COUNT, None, "it draws random numbers for the batch from a key"),
         (drawn_in_a_loop_by_a_count, COUNT, None, ""),
         (counted, COUNT, None, "its model state counts calls, and each slice is one"),
+        (flagged, COUNT, None, ""),
         (scheduled, COUNT, None, "it uses a model state that each slice changes (mul at"),
         (averaged, AVERAGE, None, "its model state is made from the batch: "),
         (permuted, None, KEY, "it uses the place of an example in the batch (sort at"),

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxmem
@@ -247,6 +249,40 @@ def rounded(x):
     return jax.lax.reduce_precision(x, 5, 2)
 
 
+def solved(x):
+    """A solver whose transposed one stops where it likes."""
+
+    def inverse(_, b):
+        return b / 2.0
+
+    def clipped(_, b):
+        return jnp.clip(b / 2.0, -0.05, 0.05)
+
+    return jax.lax.custom_linear_solve(lambda x: 2.0 * x, x, inverse, clipped)
+
+
+def primitive_of(name):
+    one = Primitive(name)
+    one.def_impl(lambda x: x)
+    one.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(one, lambda _, x: [x])
+    return one
+
+
+def transposed(x):
+    return TRANSPOSED.bind(x)
+
+
+def moved_along(x):
+    return MOVED_ALONG.bind(x)
+
+
+# Rules of the user's own that helpers of JAX hold.
+TRANSPOSED, MOVED_ALONG = primitive_of("transposed"), primitive_of("moved_along")
+ad.deflinear2(TRANSPOSED, lambda g, _: [jnp.clip(g, -0.1, 0.1)])
+ad.defjvp(MOVED_ALONG, lambda t, _: TRANSPOSED.bind(t))
+
+
 def in_a_branch(rule):
     return lambda x: jax.lax.cond(x[0] > -1.0, rule, jnp.sin, x)
 
@@ -256,7 +292,7 @@ def in_a_scan(rule):
 
 
 @pytest.mark.parametrize("inside", [lambda rule: rule, jax.checkpoint, in_a_branch, in_a_scan])
-@pytest.mark.parametrize("rule", [clipped, clipped_along, rounded])
+@pytest.mark.parametrize("rule", [clipped, clipped_along, rounded, solved, transposed, moved_along])
 def test_a_rule_that_is_not_linear_acts_on_each_cotangent(rule, inside):
     """And not on their sum, where the same is computed twice: it need not be the same."""
     shared = jax.jit(inside(rule))  # one program, called twice

@@ -300,6 +300,28 @@ class Clipped(nnx.Module):
         return self.layer(x)
 
 
+class Doubled(nnx.Param):
+    def get_value(self, **index):
+        return 2 * super().get_value(**index)
+
+
+class Wrapped(nnx.Module):
+    """Transforms put other objects where values are, and a value may be read as another."""
+
+    def __init__(self, rngs, transform=None):
+        self.layer = nnx.Linear(6, 6, rngs=rngs)
+        self.scale = Doubled(jnp.ones((1, 6), jnp.float32))
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
+        self.transform = transform
+
+    def __call__(self, x):
+        def apply(layer, x):
+            return layer(x)
+
+        layer = self.transform(apply) if self.transform else apply
+        return self.norm(layer(self.layer, x)) * self.scale.get_value()
+
+
 class Sowing(nnx.Module):
     def __init__(self, rngs):
         self.layer = nnx.Linear(6, 6, rngs=rngs)
@@ -322,6 +344,27 @@ def test_an_nnx_module_that_sets_its_parameters_is_refused():
     )
 
 
+@pytest.mark.parametrize("transform", [None, nnx.remat, nnx.jit, nnx.vmap])
+def test_nnx_modules_that_set_nothing_train(transform):
+    """Whatever transforms and hooks they have, as by nnx itself."""
+    if transform is nnx.vmap:
+        transform = functools.partial(nnx.vmap, in_axes=(None, 0))
+
+    def loss(model, batch):
+        return jnp.mean((model(batch) - batch[:, ::-1]) ** 2)
+
+    batch = jnp.cos(jnp.arange(24, dtype=jnp.float32)).reshape(4, 6)
+    step = jaxmem.train_step(loss, optax.sgd(0.1))
+    state = step.init(Wrapped(nnx.Rngs(0), transform))
+    model = Wrapped(nnx.Rngs(0))
+    own = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        expected, gradient = nnx.value_and_grad(loss)(model, batch)
+        own.update(model, gradient)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_what_an_nnx_module_sows_is_the_calls(microbatches):
@@ -333,6 +376,7 @@ def test_what_an_nnx_module_sows_is_the_calls(microbatches):
         return jnp.mean((batch @ params["kernel"] + params["bias"][None] - 1) ** 2)
 
     model, batch = Sowing(nnx.Rngs(0)), jnp.cos(jnp.arange(24.0)).reshape(4, 6)
+    model(batch)
     params = {"kernel": model.layer.kernel[...], "bias": model.layer.bias[...]}
     own = jaxmem.train_step(own_loss, optax.sgd(0.1))
     expected = own.init(jax.tree.map(jnp.copy, params))

@@ -38,10 +38,18 @@ def saved(x):
     return x
 
 
+def rolled(x):
+    """The same, and nothing that an inner region makes of weights is made outside of it."""
+    for matrix in MATRICES:
+        x = jnp.roll(x @ (jnp.sin(matrix) @ matrix), 1, 0)
+    return x
+
+
 PLANNED = {
     "remat": jaxmem.remat,
     "sqrt": functools.partial(jaxmem.remat, planner="sqrt"),
     "dots": functools.partial(jaxmem.remat, planner="dots"),
+    "kept": lambda fun: jaxmem.remat(jaxmem.remat(fun), regions="keep"),
     "plan": lambda fun: jaxmem.plan(fun, X).apply(fun),
     "tight": lambda fun: jaxmem.plan(fun, X, budget=_least(fun)).apply(fun),
 }
@@ -54,7 +62,7 @@ def _least(fun):
 
 
 @pytest.mark.parametrize("planned", PLANNED)
-@pytest.mark.parametrize("fun", [chain, loop, loops, saved])
+@pytest.mark.parametrize("fun", [chain, loop, loops, saved, rolled])
 def test_a_linear_function_is_transposed(fun, planned):
     (expected,) = jax.linear_transpose(fun, X)(jnp.cos(X))
     found = PLANNED[planned](fun)

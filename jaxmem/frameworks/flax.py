@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem import jaxprs
 from jaxmem.ground.errors import JaxmemError
 
 
@@ -31,14 +32,16 @@ class Structure:
         nnx = sys.modules["flax.nnx"]
 
         def functional(params, batch, *, model_state=None, **extras):
-            states = [params] if model_state is None else [params, model_state]
-            model = nnx.merge(self.graphdef, *states)
-            sows = not nnx.state(model, nnx.Intermediate)
-            results = loss_fn(model, batch, **extras)
-            if sows:  # what a call sows is the call's
-                nnx.pop(model, nnx.Intermediate)
-            _, changed, after = split(model)
-            _check_params(params, changed)
+            others = [] if model_state is None else [model_state]
+
+            def called(params):
+                model = nnx.merge(self.graphdef, params, *others)
+                results = loss_fn(model, batch, **extras)
+                nnx.pop(model, nnx.Intermediate)  # what a call sows is the call's
+                return results, *split(model)[1:]
+
+            results, changed, after = called(params)
+            _check_params(params, changed, lambda params: called(params)[1])
             if model_state is None:
                 return results
             loss, *metrics = results if isinstance(results, tuple) else (results,)
@@ -53,11 +56,18 @@ class Structure:
         return functional
 
 
-def _check_params(before: Any, after: Any) -> None:
-    """Raises `JaxmemError` if a call has put something else in the place of a parameter."""
-    old = dict(jax.tree_util.tree_leaves_with_path(before))
-    for path, value in jax.tree_util.tree_leaves_with_path(after):
-        if old.get(path) is not value:
+def _check_params(before: Any, after: Any, call: Callable) -> None:
+    """Raises `JaxmemError` if ``call`` of parameters puts something else in the place of one."""
+    leaves, tree = jax.tree.flatten(before)
+    found = jax.tree.leaves(after)
+    if all(one is other for one, other in zip(leaves, found, strict=True)):
+        return
+    # Other objects, as nnx.remat and nnx.jit put there, may be the same values in the program.
+    flat = jaxprs.flatten(lambda *leaves: call(jax.tree.unflatten(tree, leaves)), leaves, True)
+    first = flat.input_count - len(leaves)
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(before))
+    for number, (path, output) in enumerate(zip(paths, flat.outputs, strict=True), first):
+        if output != number:
             raise JaxmemError(
                 f"The call of the nnx model sets a parameter, {jax.tree_util.keystr(path)} (as "
                 "nnx.SpectralNorm and nnx.WeightNorm do of the layers that they wrap). What a step "
@@ -70,8 +80,16 @@ def _check_params(before: Any, after: Any) -> None:
 def split(module: Any) -> tuple[Structure, Any, Any]:
     """An nnx module's structure, its parameters and all its other arrays (None: none) as dicts."""
     nnx = sys.modules["flax.nnx"]
+    if nnx.state(module, nnx.Intermediate):  # what earlier calls have sown
+        module = nnx.clone(module)
+        nnx.pop(module, nnx.Intermediate)
     graphdef, params, others = nnx.split(module, nnx.Param, ...)
-    return Structure(graphdef), nnx.to_pure_dict(params), nnx.to_pure_dict(others) or None
+
+    def pure(state):
+        """The values themselves, not what hooks (``on_get_value=``) make of them."""
+        return nnx.to_pure_dict(state, lambda one: getattr(one, "raw_value", one))
+
+    return Structure(graphdef), pure(params), pure(others) or None
 
 
 def with_dtypes(module: Any, compute: Any, params: Any) -> Any:

@@ -14,7 +14,8 @@ _was_on = False
 def uncollected() -> Iterator[None]:
     """Nothing is looked for that can be freed: of a trace nearly all is alive until its end, and
     looking takes a third of its time (ResNet50's plans: 1.1 s of CPU, and 0.8 without). What is
-    garbage then is found after it. Works as a decorator too."""
+    garbage then is found after it. (If what is traced turns the collector off, it is on again.)
+    Works as a decorator too."""
     global _users, _was_on
     with _lock:
         if not _users:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import Primitive
+from jax.extend.core import Literal, Primitive
 
 from jaxmem.jaxprs import internals
 
@@ -98,7 +98,23 @@ def _know_apart(primitive: Primitive) -> None:
         }
         return [next(made[operand.is_known()]) for operand in operands]
 
+    def in_region(saves, unknown, present, equation):
+        """The same where `jax.checkpoint` parts what runs forward from what runs again: the
+        equations of both, for each result whether it is unknown and whether it is made again, and
+        what has to be kept for that."""
+        known = _of_some(equation, [not one for one in unknown])
+        avals = [operand.aval for operand in equation.invars]
+        saved = known and saves(primitive, *avals) in (True, internals.partial_eval.Saveable)
+        again = [one or not saved for one in unknown]
+        missing = [
+            operand
+            for operand, there, asked in zip(equation.invars, present, again, strict=True)
+            if asked and not there and not isinstance(operand, Literal)
+        ]
+        return known, _of_some(equation, again), list(unknown), again, missing
+
     internals.partial_eval.custom_partial_eval_rules[primitive] = partly_known
+    internals.partial_eval.partial_eval_jaxpr_custom_rules[primitive] = in_region
 
 
 def is_linear(operand: Any) -> bool:
@@ -112,13 +128,18 @@ def with_tangents_as_they_are(primitive: Primitive) -> Callable:
 
 def _needed_together(used: list[bool], *rest):
     equation = rest[-1]  # jax 0.12 tells in between which operands are alive
+    return used, _of_some(equation, used)
+
+
+def _of_some(equation, used: Sequence[bool]) -> Any:
+    """The equation of some of its operands; None: of none."""
     if not any(used):
-        return used, None
-    needed = {
+        return None
+    some = {
         name: [x for x, use in zip(getattr(equation, name), used, strict=True) if use]
         for name in ("invars", "outvars")
     }
-    return used, equation.replace(**needed)
+    return equation.replace(**some)
 
 
 def _of_nonzeros(fun: Callable, values: Sequence) -> list[Any]:

@@ -18,7 +18,9 @@ from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
 from jaxmem.jaxprs.operands import moving, of_some
 
 # Primitives of JAX whose transpose is the user's own function.
-_OWN_TRANSPOSES = frozenset({"custom_lin", "custom_transpose_call", "linear_call"})
+_OWN_TRANSPOSES = frozenset(
+    {"custom_lin", "custom_linear_solve", "custom_transpose_call", "linear_call"}
+)
 
 
 _linear_rules: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -74,17 +76,26 @@ def has_linear_derivative(equation: JaxprEqn) -> bool:
     """Whether an equation, and what is inside of it, is differentiated by rules that are known to
     be linear in the cotangent. (A cast to a shorter dtype counts as one: the sum of what it rounds
     differs from the rounded sum in the last bits of that dtype.)"""
-    name = operation_of(equation)
+    name, ad = operation_of(equation), internals.ad
     if name == "custom_jvp_call":
         return has_linear_rule(equation)
-    if name in _NOT_LINEAR or not _is_of_jax(internals.ad.primitive_jvps.get(equation.primitive)):
+    rules = (
+        rules.get(equation.primitive) for rules in (ad.primitive_jvps, ad.primitive_transposes)
+    )
+    if name in _NOT_LINEAR or not all(map(_is_of_jax, rules)):
         return False
     inner = (one for jaxpr in inner_jaxprs(equation) for one in jaxpr.eqns)
     return all(map(has_linear_derivative, inner))
 
 
 def _is_of_jax(rule: Any) -> bool:
-    """Whether a rule is JAX's own; None, where there is nothing to differentiate, is."""
-    while isinstance(rule, functools.partial):
-        rule = rule.func
-    return rule is None or rule.__module__.partition(".")[0] == "jax"
+    """Whether a rule is JAX's own, and so is what it is made of; None, where there is nothing to
+    differentiate, is."""
+    if isinstance(rule, functools.partial):
+        return all(map(_is_of_jax, (rule.func, *rule.args, *rule.keywords.values())))
+    if isinstance(rule, tuple | list):
+        return all(map(_is_of_jax, rule))
+    if not callable(rule):
+        return True
+    module = getattr(rule, "__module__", None) or type(rule).__module__
+    return module.partition(".")[0] in ("jax", "jaxlib", "builtins")

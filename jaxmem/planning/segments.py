@@ -4,7 +4,8 @@ operations.
 Regions of kernels end where kernels end: what XLA computes of a block in the kernel that reads it
 is in the region of the next block, or in none, and a plan has barriers and derivatives of its own.
 That takes fewer bytes mostly, and up to 14 % more where it does not suit. A segment has what its
-block has, differentiated as JAX does: compiled, a row of them is what one line gives.
+block has, differentiated as JAX does: compiled, a row of them is what one line gives. (Convolutions
+are saved wherever matmuls are.)
 """
 
 import dataclasses
@@ -24,9 +25,13 @@ _BESIDE = 1 / 16
 def written_rows(program: Program, rates: Rates) -> list[Layout]:
     """For each way to see a program as a row of blocks, one `jax.checkpoint` on each, by one policy
     after the other; and the same on as much of each as makes what it hands on."""
+    if any(kind.startswith("complex") for kind in program.types):
+        return []  # JAX rounds what a region saves, and cannot do it to complex numbers
     program = program.as_written
     variant = Variant.plain(program, rates)
-    names = {saved: name for name, saved in reversed(policies(variant.program).items())}
+    # Of policies that save the same the last one saves convolutions by JAX's rules too.
+    names = {saved: name for name, saved in policies(variant.program).items()}
+    names[frozenset()] = "nothing_saveable"
     tilings = tilings_of_operations(variant.program, variant.prices)
     found = []
     for spans in dict.fromkeys([*tilings, *(_handing_on(program, one) for one in tilings)]):

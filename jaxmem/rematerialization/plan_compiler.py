@@ -56,7 +56,19 @@ class PlanCompiler:
         Raises:
             OffloadError: XLA keeps residuals on the device that the plan has in host memory.
         """
-        return self.read(layout, chosen, *self.compiled(chosen, made))
+        made, report, options = self.compiled(chosen, made)
+        pass_bytes = self.bytes_with_pass(chosen, report, options)
+        return self.read(layout, chosen, made, report, options, pass_bytes)
+
+    def bytes_with_pass(
+        self, chosen: Plan, report: MemoryReport, options: Mapping[str, Any]
+    ) -> int | None:
+        """Bytes with XLA's own rematerialization pass on, where it would act."""
+        family, reserved = family_of(self.target.known), self.constraints.reserved
+        if report.device + reserved <= family.pass_acts * self.target.memory_bytes:
+            return None
+        with_pass = {**self.options(chosen), **family.pass_options, **options}
+        return self.begin(chosen, with_pass).report().device + reserved
 
     @uncollected()
     def read(
@@ -66,6 +78,7 @@ class PlanCompiler:
         made: Compiling,
         report: MemoryReport,
         options: Mapping[str, Any],
+        pass_bytes: int | None,
     ) -> Outcome:
         """What the compiler says of the plan of a layout."""
         reserved = self.constraints.reserved
@@ -77,11 +90,7 @@ class PlanCompiler:
                 f"XLA's program for {self.target.name} keeps {format_bytes(report.host)} there. "
                 "Plan without offload=True."
             )
-        total, pass_bytes = report.device + reserved, None
-        family = family_of(self.target.known)
-        if total > family.pass_acts * self.target.memory_bytes:
-            with_pass = {**self.options(chosen), **family.pass_options, **options}
-            pass_bytes = self.begin(chosen, with_pass).report().device + reserved
+        total = report.device + reserved
         live = made.live() if total <= self.search.allowed else ()
         timeline = Timeline.of(live, 0, lambda size: size + reserved)
         compiled = Compiled(

@@ -27,7 +27,9 @@ def part_of(cut: Any, index: Any) -> Any:
 
 def as_returned(loss, model_state, metrics) -> Any:
     results = Results(loss, model_state, metrics)
-    parts = [part for part in results[1:] if part is not None and part != {}]
+    parts = [
+        part for part in results[1:] if not (part is None or (isinstance(part, dict) and not part))
+    ]
     return (loss, *parts) if parts else loss
 
 

@@ -161,7 +161,7 @@ def _of_loss(
         if not (exact and isinstance(kind, Free)):
             why = kind.why if isinstance(kind, Unproved) else "each slice changes it"
             return Proof(None, f"its model state is made from the batch: {why}")
-        if not _draws(whole.steps, {number}):
+        if kind.moved and not _draws(whole.steps, {number}):
             return Proof(None, "its model state counts calls, and each slice is one")
     return _told(kinds[0], sizes)
 
