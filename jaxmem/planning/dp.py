@@ -173,7 +173,8 @@ class Variant:
 
     def __init__(self, program: Program, rates: Rates, options: list[LoopOption]):
         decided = zip(program.loops, options, strict=True)
-        self.program = program.with_loops({n: (o.residuals, o.inside) for n, o in decided})
+        found = {n: (o.residuals, o.inside) for n, o in decided}
+        self.program = program.with_loops(found) if found else program  # its kernels are known
         self.options = options
         self.loops_price = sum(option.price for option in options)
         # At the scan that takes the most, some of it in the memory of gradients that are to come.

@@ -340,8 +340,6 @@ class Program:
     def with_loops(self, loops: Mapping[int, tuple[int, int]]) -> "Program":
         """The program with other bytes of residuals, and inside the derivative, of some scans, by
         the numbers of their kernels."""
-        if not loops:
-            return self  # with the kernels that it has been read to have
         sizes, operations = list(self.sizes), list(self.operations)
         for number, (residuals, inside) in loops.items():
             index = self.kernels[number].operations[-1]
