@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import Mesh, PartitionSpec
@@ -306,3 +307,20 @@ def test_a_rule_that_is_not_linear_acts_on_each_cotangent(rule, inside):
     for planned in (jaxmem.remat(loss), jaxmem.remat(loss, regions="keep")):
         np.testing.assert_allclose(jax.grad(planned)(x), expected, rtol=1e-13)
         np.testing.assert_allclose(jax.jit(jax.grad(planned))(x), expected, rtol=1e-13)
+
+
+def test_a_plan_is_one_of_its_program_once_names_have_been_emitted():
+    """What is merged does not depend on what was planned before."""
+    named = jax.jit(lambda x: checkpoint_name(jnp.sin(x), "part"))
+
+    def loss(w, x):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+            x = named(x) * named(x)
+        return jnp.sum(x)
+
+    w, x = jnp.eye(4), jnp.linspace(0.1, 1.0, 12).reshape(3, 4)
+    plan = jaxmem.plan(loss, w, x)
+    jaxprs.named(x, "another")
+    np.testing.assert_allclose(jax.grad(plan.apply(loss))(w, x), jax.grad(loss)(w, x), rtol=1e-12)
+    assert jaxmem.plan(loss, w, x).fingerprint == plan.fingerprint

@@ -58,16 +58,23 @@ def has_linear_rule(equation: JaxprEqn) -> bool:
 
 def _transposed_by_jax(jaxpr) -> bool:
     for equation in jaxpr.eqns:
-        own = _is_of_jax(internals.ad.primitive_transposes.get(equation.primitive))
-        if not own or equation.primitive.name in _OWN_TRANSPOSES:
+        if not _is_transposed_by_jax(equation.primitive):
             return False
         if not all(map(_transposed_by_jax, inner_jaxprs(equation))):
             return False
     return True
 
 
-# Operations whose derivative is the user's own function, or rounds the cotangent.
-_NOT_LINEAR = _OWN_TRANSPOSES | {
+def _is_transposed_by_jax(primitive) -> bool:
+    """Or by `jaxprs.named`, as JAX would; whether that has been used yet changes nothing."""
+    if primitive.name == "name":
+        return True
+    own = _is_of_jax(internals.ad.primitive_transposes.get(primitive))
+    return own and primitive.name not in _OWN_TRANSPOSES
+
+
+# Further operations whose derivative is the user's own function, or rounds the cotangent.
+_NOT_LINEAR = {
     "call_hi_primitive", "custom_vjp_call", "custom_vjp_call_jaxpr", "reduce_precision",
 }  # fmt: skip
 
@@ -76,13 +83,12 @@ def has_linear_derivative(equation: JaxprEqn) -> bool:
     """Whether an equation, and what is inside of it, is differentiated by rules that are known to
     be linear in the cotangent. (A cast to a shorter dtype counts as one: the sum of what it rounds
     differs from the rounded sum in the last bits of that dtype.)"""
-    name, ad = operation_of(equation), internals.ad
+    name, primitive = operation_of(equation), equation.primitive
     if name == "custom_jvp_call":
         return has_linear_rule(equation)
-    rules = (
-        rules.get(equation.primitive) for rules in (ad.primitive_jvps, ad.primitive_transposes)
-    )
-    if name in _NOT_LINEAR or not all(map(_is_of_jax, rules)):
+    if name in _NOT_LINEAR or not _is_transposed_by_jax(primitive):
+        return False
+    if not _is_of_jax(internals.ad.primitive_jvps.get(primitive)):
         return False
     inner = (one for jaxpr in inner_jaxprs(equation) for one in jaxpr.eqns)
     return all(map(has_linear_derivative, inner))

@@ -1,4 +1,4 @@
-"""What JAX keeps for a derivative, and whether a rule is linear."""
+"""What JAX keeps for a derivative."""
 
 import dataclasses
 import math

@@ -210,10 +210,7 @@ def _crossing(program: Program) -> list[int]:
     """For each place between two operations the bytes of the values, in memory or not, that are
     made before it and read after it."""
     change = [0] * (len(program.operations) + 1)
-    last = dict.fromkeys(program.outputs, len(program.operations))
-    for number in reversed(range(len(program.operations))):
-        for value in program.operations[number].inputs:
-            last.setdefault(value, number)
+    last = last_read(program)
     for number, operation in enumerate(program.operations):
         for value in operation.outputs:
             if value in last:
@@ -221,6 +218,12 @@ def _crossing(program: Program) -> list[int]:
                 if last[value] < len(program.operations):
                     change[last[value] + 1] -= program.sizes[value]
     return list(itertools.accumulate(change))
+
+
+def last_read(program: Program) -> dict[int, int]:
+    """The last operation that reads each value that is read; of results the end."""
+    reads = ((v, at) for at, one in enumerate(program.operations) for v in one.inputs)
+    return dict(reads) | dict.fromkeys(program.outputs, len(program.operations))
 
 
 def _complete(program: Program) -> list[int]:

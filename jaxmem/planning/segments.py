@@ -9,11 +9,12 @@ are saved wherever matmuls are.)
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from jaxmem.planning.dp import Variant
 from jaxmem.planning.layouts import Layout, Segment
 from jaxmem.planning.rates import Rates
-from jaxmem.planning.rows import Spans, in_kernels, policies, tilings_of_operations
+from jaxmem.planning.rows import Spans, in_kernels, last_read, policies, tilings_of_operations
 from jaxmem.program import Program
 
 # Of the bytes of the largest value that a block hands on: what takes less is beside it, such as
@@ -34,31 +35,32 @@ def written_rows(program: Program, rates: Rates) -> list[Layout]:
     names[frozenset()] = "nothing_saveable"
     tilings = tilings_of_operations(variant.program, variant.prices)
     found = []
-    for spans in dict.fromkeys([*tilings, *(_handing_on(program, one) for one in tilings)]):
+    last = last_read(program)
+    for spans in dict.fromkeys([*tilings, *(_handing_on(program, one, last) for one in tilings)]):
+        kernels = in_kernels(program, spans)
         for saved, name in names.items():
-            layout = variant.row(in_kernels(program, spans), saved)
+            layout = variant.row(kernels, saved)
             segments = tuple(Segment(start, stop, name) for start, stop in spans)
             found.append(dataclasses.replace(layout, segments=segments))
     return found
 
 
-def _handing_on(program: Program, spans: Spans) -> Spans:
+def _handing_on(program: Program, spans: Spans, last: Mapping[int, int]) -> Spans:
     """Blocks up to where all is made that they hand on but what is small: without the head of each
     layer, say. (The last one hands on what its head makes: it is as long as others like it.)"""
-    needed = [_needed(program, *span) for span in spans]
+    needed = [_needed(program, *span, last) for span in spans]
     lengths = [stop - start for start, stop in spans]
     shortest = dict(sorted(zip(lengths, needed, strict=True), reverse=True))
     return tuple((start, start + shortest[stop - start]) for start, stop in spans)
 
 
-def _needed(program: Program, start: int, stop: int) -> int:
+def _needed(program: Program, start: int, stop: int, last: Mapping[int, int]) -> int:
     """How many operations of a block make all that it hands on but what is small."""
-    read = {value for operation in program.operations[stop:] for value in operation.inputs}
     made = {
         value: number
         for number, operation in enumerate(program.operations[start:stop], 1)
         for value in operation.outputs
-        if value in read or value in program.outputs
+        if last.get(value, -1) >= stop
     }
     least = _BESIDE * max((program.sizes[value] for value in made), default=0)
     return max((at for v, at in made.items() if program.sizes[v] >= least), default=1)
