@@ -359,7 +359,7 @@ RAW = jax.ShapeDtypeStruct((2,), jnp.uint32)
         (drawn_by_a_count, COUNT, None, ""),
         (drawn_by_the_same_count, COUNT, None, "it draws random numbers for the batch from a key"),
         (drawn_in_a_loop_by_a_count, COUNT, None, ""),
-        (counted, COUNT, None, "its model state counts calls, and each slice is one"),
+        (counted, COUNT, None, ""),
         (flagged, COUNT, None, ""),
         (scheduled, COUNT, None, "it uses a model state that each slice changes (mul at"),
         (averaged, AVERAGE, None, "its model state is made from the batch: "),
@@ -369,3 +369,4 @@ RAW = jax.ShapeDtypeStruct((2,), jnp.uint32)
 def test_random_numbers_and_model_states(loss, state, key, why):
     found = reduction_of(loss, (X, Y), [4, 2], W, state, key)
     assert found.why.startswith(why) and found.reduction == (None if why else "mean"), found.why
+    assert found.state == ("it counts calls, and each slice is one" if loss is counted else "")

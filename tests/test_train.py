@@ -881,6 +881,52 @@ def test_arrays_that_a_step_took_over():
         step(after._replace(params=state.params), batches[0])
 
 
+@pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
+def test_a_count_of_calls_is_told_of_and_changes_no_gradient(reduce):
+    """Whatever the loss is over its examples."""
+
+    def loss(params, batch, *, model_state):
+        return reduce((batch @ params) ** 2, axis=None), {"calls": model_state["calls"] + 1}
+
+    params, batch = jnp.ones(3), jnp.cos(jnp.arange(24.0)).reshape(8, 3)
+    expected = params - 0.01 * jax.grad(lambda params: reduce((batch @ params) ** 2))(params)
+
+    def trained(**options):
+        step = jaxmem.train_step(loss, optax.sgd(0.01), microbatches=4, **options)
+        state = step.init(jnp.copy(params), model_state={"calls": jnp.int32(0)})
+        return step(state, batch)[0]
+
+    with pytest.warns(jaxmem.JaxmemWarning) as caught:
+        state = trained()
+    name = "sum" if reduce is jnp.sum else "mean"
+    assert [str(one.message) for one in caught] == [
+        "The model state after 4 microbatches is not that of the whole batch: it counts calls, and "
+        "each slice is one. (Loss and gradients are those of the whole batch.) If that is as it "
+        f"should be, pass reduction={name!r}."
+    ]
+    assert state.model_state == {"calls": 4}
+    np.testing.assert_allclose(state.params, expected, rtol=1e-12)
+    np.testing.assert_allclose(trained(reduction=name).params, expected, rtol=1e-12)
+
+
+def test_a_fitted_step_is_not_cut_where_calls_are_counted():
+    def loss(params, batch, *, model_state):
+        return jnp.sum((batch @ params) ** 2), {"calls": model_state["calls"] + 1}
+
+    params, batch = jnp.ones((64, 64)), jnp.ones((4096, 64))
+    args = loss, optax.sgd(0.01), params, batch
+    options = {
+        "model_state": {"calls": jnp.int32(0)}, "budget": "3MiB", "target": "h100",
+    }  # fmt: skip
+    with pytest.raises(jaxmem.BudgetError):
+        jaxmem.fit(*args, **options)
+    step = jaxmem.fit(*args, allow=("statistics",), **options)
+    state, _ = step(step.init(jnp.copy(params), model_state={"calls": jnp.int32(0)}), batch)
+    gradient = jax.grad(lambda params: jnp.sum((batch @ params) ** 2))(params)
+    assert state.model_state["calls"] > 1
+    np.testing.assert_allclose(state.params, params - 0.01 * gradient, rtol=1e-9)
+
+
 def test_pairs_of_lookahead_are_refused():
     optimizer = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
     step = jaxmem.train_step(lambda params, batch: jnp.sum(params.fast * batch), optimizer)

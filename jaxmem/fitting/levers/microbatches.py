@@ -41,15 +41,16 @@ class MicrobatchesLever(Lever):
         several = [count for count in counts if count * max(problem.all_ways) < size]
         fewer = several if len(several) > 1 else counts
         proof = proof_for(fewer)
-        if proof.reduction is not None:
+        if proof.reduction is not None and not proof.state:
             ones = [count for count in counts if count not in fewer]
             same = not ones or proof_for(ones).reduction == proof.reduction
             return counts if same else fewer
         if "statistics" in problem.allow:
-            problem.reduction = "mean"
+            problem.reduction = proof.reduction or "mean"
             return counts
         kept = "it is to be kept" if "statistics" in problem.keep else "allow=('statistics',)"
-        problem.refused["statistics"] = f"the loss cannot be cut: {proof.why}; {kept}"
+        why = proof.why or f"its model state would be another one: {proof.state}"
+        problem.refused["statistics"] = f"the loss cannot be cut: {why}; {kept}"
         return [1]
 
     def text(self, value):

@@ -33,6 +33,14 @@ def checked(proof: Proof, given: str | None, count: int, silent: bool) -> str:
                 f"The loss is a {proof.reduction} over its examples, and reduction={given!r} was "
                 f"given. Leave it out, or make the loss a {given}."
             )
+        if proof.state and given is None and not silent:
+            warnings.warn(
+                f"The model state after {count} microbatches is not that of the whole batch: "
+                f"{proof.state}. (Loss and gradients are those of the whole batch.) If that is as "
+                f"it should be, pass reduction={proof.reduction!r}.",
+                JaxmemWarning,
+                stacklevel=5,
+            )
         return proof.reduction
     if given is None and not silent:
         warnings.warn(

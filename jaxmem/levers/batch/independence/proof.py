@@ -48,10 +48,12 @@ class Metric(NamedTuple):
 
 class Proof(NamedTuple):
     """``reduction`` is ``"mean"`` or ``"sum"``, or None where ``why`` says what is in the way.
-    ``metrics`` are those beside the loss, by path."""
+    ``metrics`` are those beside the loss, by path. ``state`` is a clause that says how the model
+    state is another than after the whole batch, where that changes nothing of the loss."""
 
     reduction: str | None
     why: str = ""
+    state: str = ""
     metrics: Mapping[str, Metric] = types.MappingProxyType({})
 
 
@@ -100,7 +102,8 @@ def _both(one: Proof, other: Proof) -> Proof:
         before = metrics.setdefault(path, metric)
         if before.reduction not in (None, metric.reduction):
             metrics[path] = metric._replace(reduction=None, why=metric.why or ANOTHER.why)
-    return (one if one.reduction is None else other)._replace(metrics=metrics)
+    found = one if one.reduction is None else other
+    return found._replace(metrics=metrics, state=one.state or other.state)
 
 
 def _traced(loss, size, batch, params, model_state, key) -> jaxprs.FlatJaxpr:
@@ -154,6 +157,7 @@ def _of_loss(
     ``states``."""
     if isinstance(kinds[0], Unproved):
         return Proof(None, kinds[0].why)
+    counts = False
     for (number, new), kind in zip(states, kinds[1:], strict=True):
         if new == number:
             continue
@@ -161,9 +165,9 @@ def _of_loss(
         if not (exact and isinstance(kind, Free)):
             why = kind.why if isinstance(kind, Unproved) else "each slice changes it"
             return Proof(None, f"its model state is made from the batch: {why}")
-        if kind.moved and not _draws(whole.steps, {number}):
-            return Proof(None, "its model state counts calls, and each slice is one")
-    return _told(kinds[0], sizes)
+        counts |= kind.moved and not _draws(whole.steps, {number})
+    said = "it counts calls, and each slice is one" if counts else ""
+    return _told(kinds[0], sizes)._replace(state=said)
 
 
 def _draws(steps: Sequence[jaxprs.Step], made: set[int]) -> bool:
