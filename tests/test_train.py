@@ -881,32 +881,61 @@ def test_arrays_that_a_step_took_over():
         step(after._replace(params=state.params), batches[0])
 
 
+STATES = {
+    "calls": lambda old, x: old + 1,
+    "an average": lambda old, x: 0.9 * old + 0.1 * x.mean(),
+    "a maximum": lambda old, x: jnp.maximum(old, x.max().astype(old.dtype)),
+    "the size": lambda old, x: jnp.asarray(x.shape[0], old.dtype),
+    "examples": lambda old, x: old + x.shape[0],
+    "positives": lambda old, x: old + (x > 0).sum(),
+    "a sum": lambda old, x: x.sum() + old,
+    "nothing": lambda old, x: old + 0,
+    "a constant": lambda old, x: jnp.full_like(old, 7),
+}
+COUNTS_CALLS = "it counts calls, and each slice is one"
+SAID = {
+    "calls": COUNTS_CALLS,
+    "an average": "it is made from the batch: ",
+    "a maximum": "it is made from the batch: its examples see one another (reduce_max at",
+    "the size": "it is made from the batch",
+}
+
+
 @pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
-def test_a_count_of_calls_is_told_of_and_changes_no_gradient(reduce):
-    """Whatever the loss is over its examples."""
+@pytest.mark.parametrize("name", STATES)
+def test_a_model_state_is_told_of_and_changes_no_gradient(name, reduce):
+    """Whatever the loss is over its examples; and a state that comes to the same is not told of."""
 
     def loss(params, batch, *, model_state):
-        return reduce((batch @ params) ** 2, axis=None), {"calls": model_state["calls"] + 1}
+        return reduce((batch @ params) ** 2), {"state": STATES[name](model_state["state"], batch)}
 
     params, batch = jnp.ones(3), jnp.cos(jnp.arange(24.0)).reshape(8, 3)
-    expected = params - 0.01 * jax.grad(lambda params: reduce((batch @ params) ** 2))(params)
+    dtype = jnp.float64 if name in ("an average", "a sum") else jnp.int32
+    old = {"state": jnp.zeros((), dtype)}
+    wanted, new = jax.grad(lambda p: loss(p, batch, model_state=old), has_aux=True)(params)
 
     def trained(**options):
         step = jaxmem.train_step(loss, optax.sgd(0.01), microbatches=4, **options)
-        state = step.init(jnp.copy(params), model_state={"calls": jnp.int32(0)})
-        return step(state, batch)[0]
+        given = jax.tree.map(jnp.copy, (params, old))
+        return step(step.init(given[0], model_state=given[1]), batch)[0]
 
-    with pytest.warns(jaxmem.JaxmemWarning) as caught:
-        state = trained()
-    name = "sum" if reduce is jnp.sum else "mean"
-    assert [str(one.message) for one in caught] == [
-        "The model state after 4 microbatches is not that of the whole batch: it counts calls, and "
-        "each slice is one. (Loss and gradients are those of the whole batch.) If that is as it "
-        f"should be, pass reduction={name!r}."
-    ]
-    assert state.model_state == {"calls": 4}
-    np.testing.assert_allclose(state.params, expected, rtol=1e-12)
-    np.testing.assert_allclose(trained(reduction=name).params, expected, rtol=1e-12)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", jaxmem.JaxmemWarning)
+        states = [trained(), trained(reduction="sum" if reduce is jnp.sum else "mean")]
+    said = [str(one.message) for one in caught if one.category is jaxmem.JaxmemWarning]
+    for state in states:
+        np.testing.assert_allclose(state.params, params - 0.01 * wanted, rtol=1e-12)
+    if name not in SAID:
+        assert not said
+        np.testing.assert_allclose(states[0].model_state["state"], new["state"], rtol=1e-12)
+        return
+    assert len(said) == 1 and said[0].startswith(
+        f"The model state after 4 microbatches may not be that of the whole batch: {SAID[name]}"
+    )
+    assert said[0].endswith(
+        "(Loss and gradients are those of the whole batch.) If that is as it should be, pass "
+        f"reduction={'sum' if reduce is jnp.sum else 'mean'!r}."
+    )
 
 
 def test_a_fitted_step_is_not_cut_where_calls_are_counted():

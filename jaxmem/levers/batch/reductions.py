@@ -35,7 +35,7 @@ def checked(proof: Proof, given: str | None, count: int, silent: bool) -> str:
             )
         if proof.state and given is None and not silent:
             warnings.warn(
-                f"The model state after {count} microbatches is not that of the whole batch: "
+                f"The model state after {count} microbatches may not be that of the whole batch: "
                 f"{proof.state}. (Loss and gradients are those of the whole batch.) If that is as "
                 f"it should be, pass reduction={proof.reduction!r}.",
                 JaxmemWarning,

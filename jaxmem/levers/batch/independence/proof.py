@@ -2,14 +2,13 @@
 
 import dataclasses
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem import jaxprs
-from jaxmem.levers.batch.independence.batch_free import RANDOM
 from jaxmem.levers.batch.independence.kinds import (
     ANOTHER,
     Each,
@@ -24,6 +23,7 @@ from jaxmem.levers.batch.independence.kinds import (
     mean_growth,
 )
 from jaxmem.levers.batch.independence.layout import Shapes, resized_axes
+from jaxmem.levers.batch.independence.states import given_state, state_after
 from jaxmem.levers.batch.independence.walk import Walk
 
 
@@ -49,7 +49,7 @@ class Metric(NamedTuple):
 class Proof(NamedTuple):
     """``reduction`` is ``"mean"`` or ``"sum"``, or None where ``why`` says what is in the way.
     ``metrics`` are those beside the loss, by path. ``state`` is a clause that says how the model
-    state is another than after the whole batch, where that changes nothing of the loss."""
+    state may be another than after the whole batch; the loss does not hang on that."""
 
     reduction: str | None
     why: str = ""
@@ -129,60 +129,29 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple) -> Proof:
     new_state = whole.outputs[1 : 1 + len(state)]
     given: list[Kind] = [*[Each(0)] * len(batch), *[Free()] * len(params)]
     for number, new in zip(state_numbers, new_state, strict=True):
-        given.append(_of_state(whole.avals[number], changed=new != number))
+        given.append(given_state(whole.avals[number], changed=new != number))
     given += [Free(drawn=True)] * len(key)
 
-    def kinds(first: int, count: int, differentiated: bool) -> list[Kind]:
-        chosen = slice(first, first + count)
-        one, two = (dataclasses.replace(x, outputs=x.outputs[chosen]) for x in (whole, sliced))
+    # Each by itself: one that is another program for a slice says nothing of the others.
+    def kinds(pairs: list[tuple[Any, Any]], differentiated: bool = False) -> list[Kind]:
+        outputs = zip(*pairs, strict=True)
+        flats = zip((whole, sliced), outputs, strict=True)
+        one, two = (dataclasses.replace(flat, outputs=[*made]) for flat, made in flats)
         return Walk((one, two), sizes, differentiated).kinds(given)
 
-    states = [*zip(state_numbers, new_state, strict=True)]
-    proof = _of_loss(whole, kinds(0, 1 + len(state), True), sizes, states)
+    (kind,) = kinds([(whole.outputs[0], sliced.outputs[0])], differentiated=True)
+    proof = Proof(None, kind.why) if isinstance(kind, Unproved) else _told(kind, sizes)
+    if len(whole.outputs) != len(sliced.outputs):
+        return proof
+    proof = proof._replace(state=state_after((whole, sliced), state_numbers, sizes, kinds))
     if whole.out_tree != sliced.out_tree:
         return proof
     metrics = {}
     for path, at in _numbers_of_metrics(whole.out_tree):
-        # Each by itself: one that is another program for a slice says nothing of the others.
-        (kind,) = kinds(at, 1, False)
+        (kind,) = kinds([(whole.outputs[at], sliced.outputs[at])])
         one, two = (flat.aval(flat.outputs[at]) for flat in (whole, sliced))
         metrics[path] = _metric(kind, one, two, sizes)
     return proof._replace(metrics=metrics)
-
-
-def _of_loss(
-    whole: jaxprs.FlatJaxpr, kinds: Sequence[Kind], sizes: Sizes, states: Sequence[tuple[int, Any]]
-) -> Proof:
-    """Of the kinds of the loss and of the new model state, whose numbers before and after are in
-    ``states``."""
-    if isinstance(kinds[0], Unproved):
-        return Proof(None, kinds[0].why)
-    counts = False
-    for (number, new), kind in zip(states, kinds[1:], strict=True):
-        if new == number:
-            continue
-        exact = not jnp.issubdtype(whole.avals[number].dtype, jnp.inexact)
-        if not (exact and isinstance(kind, Free)):
-            why = kind.why if isinstance(kind, Unproved) else "each slice changes it"
-            return Proof(None, f"its model state is made from the batch: {why}")
-        counts |= kind.moved and not _draws(whole.steps, {number})
-    said = "it counts calls, and each slice is one" if counts else ""
-    return _told(kinds[0], sizes)._replace(state=said)
-
-
-def _draws(steps: Sequence[jaxprs.Step], made: set[int]) -> bool:
-    """Whether random numbers are drawn by a count, so that each slice should have its own."""
-    for step in steps:
-        if not made.isdisjoint(step.uses):
-            if _is_random(step.equation):
-                return True
-            made.update(step.outputs)
-    return False
-
-
-def _is_random(equation: Any) -> bool:
-    inner = (one for jaxpr in jaxprs.inner_jaxprs(equation) for one in jaxpr.eqns)
-    return equation.primitive.name in RANDOM or any(map(_is_random, inner))
 
 
 def _numbers_of_metrics(tree: Any) -> list[tuple[str, int]]:
@@ -222,13 +191,6 @@ def _is_rows(kind: Kind) -> bool:
     if isinstance(kind, Each):
         return kind.axis == 0 and kind.inner in (1, None) and close(kind.growth, 1)
     return is_same(kind)
-
-
-def _of_state(aval, changed: bool) -> Free:
-    """Of a model state: what a step changes is another in each slice, and a key draws others."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return Free(drawn=changed)
-    return Free(moved=changed)
 
 
 def _told(kind: Kind, sizes: Sizes) -> Proof:
