@@ -250,6 +250,10 @@ def rounded(x):
     return jax.lax.reduce_precision(x, 5, 2)
 
 
+def in_a_byte(x):
+    return x.astype(jnp.float8_e5m2).astype(x.dtype)
+
+
 def solved(x):
     """A solver whose transposed one stops where it likes."""
 
@@ -293,7 +297,9 @@ def in_a_scan(rule):
 
 
 @pytest.mark.parametrize("inside", [lambda rule: rule, jax.checkpoint, in_a_branch, in_a_scan])
-@pytest.mark.parametrize("rule", [clipped, clipped_along, rounded, solved, transposed, moved_along])
+@pytest.mark.parametrize(
+    "rule", [clipped, clipped_along, rounded, in_a_byte, solved, transposed, moved_along]
+)
 def test_a_rule_that_is_not_linear_acts_on_each_cotangent(rule, inside):
     """And not on their sum, where the same is computed twice: it need not be the same."""
     shared = jax.jit(inside(rule))  # one program, called twice

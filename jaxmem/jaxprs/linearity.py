@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jaxmem.jaxprs import internals
@@ -82,8 +83,10 @@ _NOT_LINEAR = {
 def has_linear_derivative(equation: JaxprEqn) -> bool:
     """Whether an equation, and what is inside of it, is differentiated by rules that are known to
     be linear in the cotangent. (A cast to a shorter dtype counts as one: the sum of what it rounds
-    differs from the rounded sum in the last bits of that dtype.)"""
+    differs from the rounded sum in the last bits of that dtype. In a byte these are too few.)"""
     name, primitive = operation_of(equation), equation.primitive
+    if name == "convert_element_type" and _is_byte_of_real(equation.outvars[0].aval.dtype):
+        return False
     if name == "custom_jvp_call":
         return has_linear_rule(equation)
     if name in _NOT_LINEAR or not _is_transposed_by_jax(primitive):
@@ -92,6 +95,10 @@ def has_linear_derivative(equation: JaxprEqn) -> bool:
         return False
     inner = (one for jaxpr in inner_jaxprs(equation) for one in jaxpr.eqns)
     return all(map(has_linear_derivative, inner))
+
+
+def _is_byte_of_real(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
 
 
 def _is_of_jax(rule: Any) -> bool:
