@@ -7,27 +7,16 @@ module path made. Chen et al. (2016) recompute such a row of segments; the polic
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 
 from jaxmem.planning.regions import Region
+from jaxmem.planning.repeating import Spans, repeating_blocks
 from jaxmem.program import Operation, Program
-
-Spans = tuple[tuple[int, int], ...]
 
 # Of the price of all kernels: what a row of blocks has to cover to be worth a try. Chosen.
 _COVERED = 0.25
-# Of the price of a block in the dearest row: what blocks of other rows have to cost. Chosen.
-_ALIKE = 0.2
-# Times the price of a block: no more of it is a block in part, or the first one, which differs from
-# the others in what it reads. Chosen.
-_PART = 1.2
-# Of the price of a block: what repeats inside of it has to cover to be blocks of its own, such as
-# the layers of two towers. Chosen.
-_INSIDE = 0.5
-# Operations: above this, only periods up to so many are looked for (quadratic time). Chosen.
-_PERIODS = 2000
 
 
 def tilings(program: Program, prices: Sequence[float]) -> list[Spans]:
@@ -107,94 +96,13 @@ def _by_path(paths: Sequence[str]) -> Spans:
     return tuple((numbers[0], numbers[-1] + 1) for name, numbers in groups if name)
 
 
-def _repeating(program: Program, prices: Sequence[float], crossing: Sequence[int]) -> list[Spans]:
+def _repeating(program: Program, prices: Sequence[float], crossing: np.ndarray) -> list[Spans]:
     """Ways to see a program as what repeats in it."""
     ways: list[dict[str, bool]] = [{}, {"whole": False}, {"finer": True}]
-    return [_by_repeats(program, prices, crossing, **way) for way in ways]
+    return [repeating_blocks(program, prices, crossing, **way) for way in ways]
 
 
-def _by_repeats(
-    program: Program,
-    prices: Sequence[float],
-    crossing: Sequence[int],
-    whole: bool = True,
-    finer: bool = False,
-) -> Spans:
-    """Stretches of operations that are the same again and again, the dearest row of them first,
-    then those in what is left of the program before and after it; cut where the fewest bytes cross,
-    of which ``crossing`` has those before each operation. If not ``whole``, what is left may be a
-    part of a block: a row may begin and end with one. ``finer``: where most of a block is blocks
-    that repeat, they are those."""
-    kinds: dict[tuple, int] = {}
-    kind = [kinds.setdefault(_kind(program, one), len(kinds)) for one in program.operations]
-    signature = np.array(kind)
-    price = np.zeros(len(kind) + 1)  # before each operation, of the kernels that are complete
-    for kernel, of_kernel in zip(program.kernels, prices, strict=True):
-        price[kernel.operations[-1] + 1] += of_kernel
-    price = np.cumsum(price)
-
-    def spans_between(start: int, stop: int, least: float) -> Iterator[tuple[int, int]]:
-        found = _longest(signature[start:stop], price[start : stop + 1], least)
-        if found is None:
-            rest = price[stop] - price[start]
-            if not whole and 0 < least <= rest <= _PART * least / _ALIKE:
-                yield start, stop
-            return
-        first, period, count = found
-        first += start
-        # Where to cut: where the fewest bytes cross from the first block to the second. (What comes
-        # before the first may be made of the program's inputs alone, which take no bytes.)
-        room, second, begins = stop - first - count * period, first + period, first
-        first += min(range(period), key=lambda at: (crossing[second + at], at > room, at))
-        count -= first + count * period > stop
-        each = (price[first + count * period] - price[first]) / count
-        block = first, first + period
-        parts = inside(*block) if finer else [block]
-        blocks = [(a + at, b + at) for at in range(0, count * period, period) for a, b in parts]
-        if blocks[0][0] == first and price[first] - price[begins] <= (_PART - 1) * each:
-            blocks[0] = begins, blocks[0][1]  # with the little that is before the first cut
-        else:
-            begins = first
-        yield from spans_between(start, begins, _ALIKE * each)
-        yield from blocks
-        yield from spans_between(first + count * period, stop, _ALIKE * each)
-
-    def inside(start: int, stop: int) -> list[tuple[int, int]]:
-        """The blocks of a block; itself, if most of it has none."""
-        parts = list(spans_between(start, stop, 0.0))
-        covered = sum(price[b] - price[a] for a, b in parts)
-        is_row = len(parts) > 1 and covered >= _INSIDE * (price[stop] - price[start])
-        return parts if is_row else [(start, stop)]
-
-    return tuple(spans_between(0, len(kind), 0.0))
-
-
-def _kind(program: Program, operation: Operation) -> tuple:
-    """What two operations have in common that do the same."""
-    sizes = program.sizes
-    made = (sizes[value] for value in operation.outputs)
-    return (operation.name, *made, -1, *(sizes[value] for value in operation.inputs))
-
-
-def _longest(signature: np.ndarray, price: np.ndarray, least: float) -> tuple[int, int, int] | None:
-    """The dearest stretch that consists of one period again and again, of a price of at least so
-    much each: where it starts, the period, and how often; None: nothing repeats."""
-    best, found = 0.0, None
-    for period in range(1, min(len(signature) // 2, _PERIODS) + 1):
-        same = np.concatenate([[False], signature[:-period] == signature[period:], [False]])
-        edges = np.flatnonzero(same[1:] != same[:-1])
-        starts, stops = edges[::2], edges[1::2]
-        long = stops - starts >= period
-        for start, stop in zip(starts[long], stops[long], strict=True):
-            times = (stop - start) // period + 1
-            covered = price[start + times * period] - price[start]
-            # A shorter period that covers as much is the block.
-            if covered > 1.02 * best and covered >= least * times:
-                best, found = covered, (int(start), period, int(times))
-    return found
-
-
-def _crossing_kernels(program: Program) -> list[int]:
+def _crossing_kernels(program: Program) -> np.ndarray:
     """For each place between two operations the bytes of the values in memory that the kernels
     complete there have made and others read."""
     change = [0] * (len(program.kernels) + 2)
@@ -202,11 +110,10 @@ def _crossing_kernels(program: Program) -> list[int]:
         for value in kernel.results:
             change[program.made[value]] += program.sizes[value]
             change[min(program.last_used[value], len(change) - 1)] -= program.sizes[value]
-    crossing = list(itertools.accumulate(change))
-    return [crossing[done] for done in _complete(program)]
+    return np.cumsum(change)[_complete(program)]
 
 
-def _crossing(program: Program) -> list[int]:
+def _crossing(program: Program) -> np.ndarray:
     """For each place between two operations the bytes of the values, in memory or not, that are
     made before it and read after it."""
     change = [0] * (len(program.operations) + 1)
@@ -217,7 +124,7 @@ def _crossing(program: Program) -> list[int]:
                 change[number + 1] += program.sizes[value]
                 if last[value] < len(program.operations):
                     change[last[value] + 1] -= program.sizes[value]
-    return list(itertools.accumulate(change))
+    return np.cumsum(change)
 
 
 def last_read(program: Program) -> dict[int, int]:

@@ -26,12 +26,12 @@ _BESIDE = 1 / 16
 def written_rows(program: Program, rates: Rates) -> list[Layout]:
     """For each way to see a program as a row of blocks, one `jax.checkpoint` on each, by one policy
     after the other; and the same on as much of each as makes what it hands on."""
-    if any(kind.startswith("complex") for kind in program.types):
-        return []  # JAX rounds what a region saves, and cannot do it to complex numbers
     program = program.as_written
     variant = Variant.plain(program, rates)
     # Of policies that save the same the last one saves convolutions by JAX's rules too.
     names = {saved: name for name, saved in policies(variant.program).items()}
+    if any(kind.startswith("complex") for kind in program.types):
+        names = {}  # JAX rounds what a region saves, and cannot do it to complex numbers
     names[frozenset()] = "nothing_saveable"
     tilings = tilings_of_operations(variant.program, variant.prices)
     found = []
