@@ -68,6 +68,12 @@ def squared(x):
 squared.defvjp(lambda x: (squared(x), x), lambda x, g: (2 * x * g,))
 
 
+def solved(w, sides, **options):
+    """A Gaussian's exponent."""
+    root = jnp.linalg.cholesky(w @ w.T + jnp.eye(len(w), dtype=w.dtype))
+    return jax.lax.linalg.triangular_solve(root, sides, lower=True, **options) ** 2
+
+
 @pytest.mark.parametrize(
     "loss",
     [
@@ -80,6 +86,8 @@ squared.defvjp(lambda x: (squared(x), x), lambda x, g: (2 * x * g,))
         lambda batch, w: squared(batch[0] @ w) / len(batch[0]),
         lambda batch, w: jnp.vdot(batch[0] @ w, batch[0] @ w) / len(batch[0]),
         lambda batch, w: beside_metrics(batch, w)[0],
+        lambda batch, w: jnp.mean(solved(w, batch[0])),
+        lambda batch, w: jnp.mean(solved(w, batch[0].T, left_side=True)),
         chunked,
         attended,
         regularised,
@@ -123,9 +131,15 @@ def contrastive(batch, w):
     return jnp.mean(jax.nn.logsumexp(hidden @ hidden.T, -1))
 
 
+def solved_across(batch, w):
+    """One system whose unknowns are the examples."""
+    return jnp.mean(solved(batch[0], batch[0] @ w, left_side=True))
+
+
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
+        (solved_across, "its examples see one another ("),
         (
             lambda batch, w: jnp.sum(each(batch, w) * (batch[1] > 0)) / jnp.sum(batch[1] > 0),
             "it is no plain mean over examples (div at test_mean.py:",
@@ -213,6 +227,18 @@ OTHER_PROGRAMS = {
         + jax.checkpoint(lambda w: jnp.mean(jax.nn.relu(jnp.full((2,) * rank_of(x), w[0, 0]))))(w)
     ),
 }
+
+
+def test_a_slice_of_one_example_may_read_numbers_where_the_batch_has_arrays():
+    """`zeros_like` of a scalar is a number of the program's."""
+
+    def squeezed(x, w):
+        x = jnp.sum(x * w[0, 0], 1).squeeze()
+        return jnp.mean(x + jnp.zeros_like(x))
+
+    assert proved(squeezed, slices=(4,), batch=SQUARE).reduction == "mean"
+    found = proved(squeezed, slices=(1,), batch=SQUARE)
+    assert found.reduction == "mean" or found.why.startswith("its program is another for a slice")
 
 
 @pytest.mark.parametrize("name", OTHER_PROGRAMS)

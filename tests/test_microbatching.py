@@ -484,3 +484,39 @@ def test_bad_arguments(arguments, said):
     with pytest.raises(jaxmem.JaxmemError) as caught:
         jaxmem.microbatch(**dict(zip(names, arguments, strict=False)))
     assert said in str(caught.value)
+
+
+def reshaped(params, batch):
+    for name in batch:
+        batch[name] = batch[name].reshape(-1, *batch[name].shape[2:])
+    return jnp.mean(jnp.tanh(batch["x"] @ params) ** 2)
+
+
+def emptied(params, batch):
+    labels = batch.pop("mask")
+    return jnp.mean((jnp.tanh(batch.pop("x") @ params).sum(-1) - labels) ** 2)
+
+
+def normalised_mask(params, batch):
+    each = jnp.mean(jnp.tanh(batch["x"] @ params) ** 2, -1)
+    batch["mask"] = batch["mask"] / batch["mask"].sum()
+    return jnp.sum(each * batch["mask"])
+
+
+def popped(batch):
+    return batch.pop("mask").sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [(reshaped, None), (emptied, None), (normalised_mask, popped)],
+)
+def test_what_a_loss_changes_in_its_batch_nobody_else_reads(loss, weight):
+    """As under `jax.jit`, which hands on containers of its own."""
+    x = jnp.cos(jnp.arange(6 * 4 * 8.0)).reshape(6, 4, 8)
+    batch, params = {"x": x, "mask": jnp.abs(jnp.sin(jnp.arange(24.0))).reshape(6, 4)}, jnp.eye(8)
+    wanted = jax.jit(jax.value_and_grad(loss))(params, dict(batch))
+    found = jaxmem.microbatch(loss, 3, weight=weight)(params, batch)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
+    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-12, atol=1e-15)
+    assert sorted(batch) == ["mask", "x"] and batch["x"].shape == (6, 4, 8)

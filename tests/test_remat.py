@@ -377,6 +377,28 @@ def test_side_effects_are_refused_by_name():
     assert "test_remat.py" in text and "outside" in text
 
 
+def test_writing_to_a_reference_is_a_side_effect():
+    """Of what is given as well as of what is closed over."""
+    reference = jax.new_ref(jnp.zeros(WIDTH))
+
+    def loss(w, x, to):
+        for _ in range(6):
+            x = jnp.tanh(x @ w)
+        to[...] = jax.lax.stop_gradient(x.mean(0))
+        return x.sum()
+
+    w, x = jnp.eye(WIDTH), jnp.ones((2, WIDTH))
+    said = r"side effect, and a region would run it twice: swap \(WriteEffect\) at test_remat.py"
+    for call in (
+        lambda: jax.grad(jaxmem.remat(loss))(w, x, reference),
+        lambda: jax.grad(jaxmem.remat(lambda w, x: loss(w, x, reference)))(w, x),
+        lambda: jax.jit(jax.grad(jaxmem.remat(loss)))(w, x, reference),
+        lambda: jaxmem.plan(loss, w, x, reference),
+    ):
+        with pytest.raises(jaxmem.PlanError, match=said):
+            call()
+
+
 def test_side_effects_in_a_loop_are_found():
     def loss(w, x):
         def body(x, _):

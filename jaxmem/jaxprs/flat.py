@@ -246,8 +246,9 @@ def flatten_jaxpr(
 
 def _as_jax(value) -> Any:
     """A constant of a jaxpr as a JAX array: custom rules may index it with a tracer. An array of
-    NumPy becomes no tracer of a trace around: the program is the same one in any of them."""
-    if isinstance(value, jax.Array):
+    NumPy becomes no tracer of a trace around: the program is the same one in any of them. (A
+    reference stays: that it is written to is told where effects are looked for.)"""
+    if isinstance(value, jax.Array | jax.Ref):
         return value
     with jax.ensure_compile_time_eval():
         return jnp.asarray(value)

@@ -32,6 +32,7 @@ def call_loss(loss_fn: Callable, params: Any, batch: Any, model_state: Any, key:
     given = {"model_state": model_state, "key": key}
     given = {name: value for name, value in given.items() if value is not None}
     check_signature(loss_fn, *given)
+    params, batch, given = own((params, batch, given))
     with noted("loss_fn", _form, (params, batch), {}):
         results = loss_fn(params, batch, **given)
     parts = results if isinstance(results, tuple) else (results,)
@@ -64,6 +65,12 @@ def call_loss(loss_fn: Callable, params: Any, batch: Any, model_state: Any, key:
     check_same(("model_state", "in the state"), model_state, "returned by loss_fn", parts[1])
     state = jax.tree.map(_like, parts[1], model_state)
     return Results(loss, state, metrics)
+
+
+def own(tree: Any) -> Any:
+    """The same leaves in containers of their own, as `jax.jit` hands on arguments: what a function
+    changes in them (``batch.pop("labels")``), nobody else reads."""
+    return jax.tree.map(lambda leaf: leaf, tree)
 
 
 def check_signature(loss_fn: Callable, *given: str) -> None:

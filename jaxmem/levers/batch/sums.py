@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxmem import jaxprs
 from jaxmem.ground.checks import is_numeric, shown
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.levers.batch.loss import call_loss
+from jaxmem.levers.batch.loss import call_loss, own
 from jaxmem.levers.batch.slices import batch_size, cut_leaf, part_of
 
 
@@ -133,7 +133,7 @@ class Sums:
 
 def weight_of(weight: Callable[[Any], Any], part: Any) -> jax.Array:
     """What a slice has of what the loss is a mean over."""
-    found = weight(part)
+    found = weight(own(part))
     if not is_numeric(found) or jnp.shape(found):
         raise JaxmemError(
             "weight= returns one number for a slice of the batch, such as batch['mask'].sum(); it "

@@ -148,8 +148,9 @@ def _same_form(one: jaxprs.Step, two: jaxprs.Step) -> bool:
 def _is_known(found: dict, one: jaxprs.Step, two: jaxprs.Step) -> bool:
     """Whether the operands of two steps are the same values in both programs."""
     return all(
-        pair in found if isinstance(pair[0], int) else not isinstance(pair[1], int)
+        pair in found if all(numbers) else not any(numbers)
         for pair in zip(one.inputs, two.inputs, strict=True)
+        for numbers in [[isinstance(value, int) for value in pair]]
     )
 
 

@@ -1,6 +1,6 @@
 """Operations that mix the elements along some axes: not that of the examples, but for a sum."""
 
-from jaxmem.levers.batch.independence.kinds import Kind, Total
+from jaxmem.levers.batch.independence.kinds import Each, Free, Kind, Total
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.registry import Found, rule
 from jaxmem.program.slicing import REDUCTIONS
@@ -51,7 +51,18 @@ def fourier(op: Operation) -> Found:
     return _mixing_last(op, len(op.params["fft_lengths"]))
 
 
-@rule("cholesky", "eigh", "householder_product", "lu", "qr", "svd", "triangular_solve")
+@rule("triangular_solve")
+def triangular(op: Operation) -> Found:
+    """Right-hand sides of one matrix, solved each by itself."""
+    matrix, sides = op.kinds
+    rank = len(op.shapes[0][0])
+    axis = rank - 1 if op.params["left_side"] else rank - 2
+    if isinstance(matrix, Free) and isinstance(sides, Each) and sides.axis == axis:
+        return op.each(axis, sides)
+    return matrices(op)
+
+
+@rule("cholesky", "eigh", "householder_product", "lu", "qr", "svd")
 def matrices(op: Operation) -> Found:
     """Along the last two axes."""
     return _mixing_last(op, 2)
