@@ -173,7 +173,7 @@ def test_gradients_of_parameters_are_made_in_their_regions_turn(monkeypatch):
     plain = jaxmem.plan(loss, *args, compilations=0).plain_bytes
     plans = [
         jaxmem.plan(loss, *args, budget=int(share * plain), target="h200", compilations=0)
-        for share in (0.33, 0.36)
+        for share in (0.5, 0.33)
     ]
 
     def reports():
@@ -184,7 +184,7 @@ def test_gradients_of_parameters_are_made_in_their_regions_turn(monkeypatch):
     in_turn = list(reports())
     monkeypatch.setattr(_Emission, "tied", lambda self, region, reads: [])
     later = list(reports())
-    assert in_turn[0].device < 0.98 * later[0].device  # 243 and 248 MiB; 261 and 260
+    assert in_turn[0].device < 0.98 * later[0].device  # 366 and 376 MiB; 237 and 238
     for one, other in zip(in_turn, later, strict=True):
         assert one.device < 1.005 * other.device
         assert one.moved < 1.005 * other.moved

@@ -391,8 +391,7 @@ def test_what_is_written_stays_where_nothing_else_recomputes_less(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nothing_saveable", "dots_saveable"])
 @pytest.mark.parametrize("own", [True, False], ids=["its own", "none"])
-def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(own, name, capsys):
-    """Which is projected to take a tenth more than it takes."""
+def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(own, name):
     args = of_a_sequence(128, 256, 256)
     policy = getattr(jax.checkpoint_policies, name)
     checkpointed = functools.partial(jax.checkpoint, policy=policy)
@@ -410,12 +409,26 @@ def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(own, name, capsys):
     )
     chosen = fitted.fitting.chosen
     assert chosen.report.work.flops <= theirs.work.flops
-    if jax.__version_info__ < (0, 12):  # where something else fits that takes less time
-        assert chosen.plan.stays == (own and name == "dots_saveable")
+    if name == "dots_saveable":  # takes more bytes than the cell's own scan does, and more time
+        assert not chosen.plan.regions and not chosen.plan.loops and not chosen.plan.stays
+
+
+@pytest.mark.slow
+def test_a_loss_keeps_its_own_regions_where_nothing_else_takes_less_time(capsys):
+    args = of_a_sequence(128, 256, 256)
+    dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    loss = functools.partial(recurrent, dots)
+    fitted = jaxmem.fit(
+        loss, optax.sgd(1e-3), *args, budget="330MiB", target="h100",
+        keep=("batch", "placement"),
+    )  # fmt: skip
     said = capsys.readouterr().out
-    why = "They stay: nothing else that fits was found to take less time"
-    assert (why in " ".join(said.split())) == chosen.plan.stays
-    assert ("its own, +4.9%" in said) >= chosen.plan.stays
+    stays = jax.__version_info__ < (0, 12)  # there a plan fits that takes less time
+    assert fitted.fitting.chosen.plan.stays == stays
+    if not stays:
+        return
+    assert "They stay: nothing else that fits was found to take less time" in " ".join(said.split())
+    assert "its own, +5.0%" in said
 
 
 def reads(fun, *shapes, argnums=0):

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 
 from jaxmem.program.costs import CONTRACTIONS
+from jaxmem.program.operands import made_in_matmuls
 from jaxmem.program.readers import SMALL, is_view, read_by_derivative, takes_few, views_of
 from jaxmem.program.repeats import Repeats
 from jaxmem.program.row_norms import RowNorms, row_norms
@@ -281,13 +282,18 @@ def _stored(program) -> list[bool]:
     readers = [0] * count
     wanted = [False] * count
     constant = [False] * count
+    reduces = functools.partial(_reduces, sizes=sizes)
+    in_matmuls = list(range(count))
+    if rules.fuses_elements:
+        in_matmuls = made_in_matmuls(program, reduces)
     for operation in program.operations:
         for value in operation.outputs:
             constant[value] = all(constant[read] for read in operation.inputs)
         in_place = operation.name.startswith(_IN_PLACE)
+        multiplies = operation.name == "dot_general" and not operation.fused
         for value in set(operation.inputs):
             readers[value] += 1
-            wanted[value] |= not (
+            wanted[in_matmuls[value] if multiplies else value] |= not (
                 operation.fused
                 or _takes_few(operation, sizes)
                 or (in_place and constant[value])
@@ -308,7 +314,7 @@ def _stored(program) -> list[bool]:
     under: list[frozenset[int]] = [frozenset()] * count
     for_each: list[frozenset[int]] = [frozenset()] * count  # what one element of it is made of
     length = [0] * count
-    repeats = Repeats(program, functools.partial(_reduces, sizes=sizes))
+    repeats = Repeats(program, reduces, in_matmuls)
     for operation in program.operations:
         inputs = operation.inputs
         for value in repeats.kept(operation, stored):

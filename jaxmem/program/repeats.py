@@ -18,6 +18,8 @@ from jaxmem.program.readers import SMALL, is_view, readers_of, takes_few, views_
 # two meanwhile. Derived, 3 to 5: of those 4 is best for chains of ten functions on four GPUs
 # (tests/test_repeats.py has some of them).
 _DEAR = 4
+# The same where matmuls alone read what becomes of it, once that is in memory.
+_DEAR_BEFORE_MATMULS = 7
 # Times the same: what it must take at least to be kept where more is computed of it. Chosen: twice
 # changes no plan.
 _WORTH = 1
@@ -28,10 +30,11 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128
 
 class Repeats:
     """The values of a program (`Program`) that are dear to compute again; ``reduces`` says of an
-    operation whether it makes little of much."""
+    operation whether it makes little of much, ``made_of`` of a value what matmuls read for it."""
 
-    def __init__(self, program: Any, reduces: Callable[[Any], bool]):
+    def __init__(self, program: Any, reduces: Callable[[Any], bool], in_matmuls: Sequence[int]):
         self.program, self.reduces, self.cycles = program, reduces, program.rules.cycles
+        self.in_matmuls = in_matmuls
         count = len(program.sizes)
         # For each value the dear operations that it is made of, by their results, as far as they
         # are computed for it: the cycles of one element. And what may be kept to shorten that.
@@ -65,7 +68,11 @@ class Repeats:
                 yield from (self.shown[v] for v in self._kept(operation, result, fresh))
 
     def _kept(self, operation: Any, result: int, fresh: Sequence[int]) -> Iterator[int]:
-        sizes, dear = self.program.sizes, self._cycles_beside(result, _DEAR)
+        sizes, moves = self.program.sizes, _DEAR
+        before = self.cycles.in_matmuls and self._before_matmuls[result]
+        if before and not self.is_normalised[result]:
+            moves = _DEAR_BEFORE_MATMULS
+        dear = self._cycles_beside(result, moves)
         cycles: dict[int, int] = {}
         shortcuts = []
         for value in fresh:
@@ -122,8 +129,7 @@ class Repeats:
 
     def _may_be_kept(self, value: int) -> bool:
         """Whether several kernels would compute it."""
-        in_matmuls = self._in_matmuls_alone if self.is_normalised[value] else self._in_matmuls
-        return self._shared[value] and not in_matmuls[value]
+        return self._shared[value] and not self._in_matmuls[value]
 
     @functools.cached_property
     def _dear(self) -> dict[str, int]:
@@ -141,21 +147,19 @@ class Repeats:
     def _in_matmuls(self) -> list[bool]:
         """For each value whether only matmuls read what becomes of it, which compute that as they
         read: the backward pass alone computes it again."""
-        return self._read_by_matmuls(alone=False)
-
-    @functools.cached_property
-    def _in_matmuls_alone(self) -> list[bool]:
-        """The same of rows that are normalised, which matmuls compute no further with others."""
-        return self._read_by_matmuls(alone=True)
-
-    def _read_by_matmuls(self, alone: bool) -> list[bool]:
         if not self.cycles.in_matmuls:
             return [False] * len(self.program.sizes)
         return self._ends(
             lambda operation: operation.name == "dot_general",
-            lambda operation: (
-                not (alone and len(operation.inputs) > 1) and not self.reduces(operation)
-            ),
+            lambda operation: all(self.in_matmuls[v] != v for v in operation.outputs),
+        )
+
+    @functools.cached_property
+    def _before_matmuls(self) -> list[bool]:
+        """For each value whether only matmuls read what becomes of it, in memory or not."""
+        return self._ends(
+            lambda operation: operation.name == "dot_general",
+            lambda operation: not self.reduces(operation),
         )
 
     @functools.cached_property

@@ -79,7 +79,10 @@ def emit(flat: jaxprs.FlatJaxpr, program: Program, layout: Layout, leaves: Seque
     program = compiled_by(program, layout.rules)
     values = dict(enumerate([*flat.consts, *leaves]))
     loops = {loop.kernel: loop for loop in layout.loops}
-    emission = _Emission(flat, program, loops, layout.regions)
+    # Of what recomputes nothing, the function is as its author wrote it: a barrier would hold the
+    # cotangents of several heads at once.
+    recomputes = bool(layout.regions or layout.loops)
+    emission = _Emission(flat, program, loops, layout.regions, parts=recomputes)
     emission.run(0, len(program.kernels), layout.regions, values)
     return jax.tree.unflatten(flat.out_tree, emission.outputs(values))
 
@@ -112,6 +115,7 @@ class _Emission:
     regions: Sequence[Region]
     in_loop: bool = False
     dropped: Set[int] = frozenset()  # results that nobody asks for
+    parts: bool = True  # whether barriers part loops from what comes after them
 
     def __post_init__(self):
         self.saved = _saved(self.regions)
@@ -141,29 +145,16 @@ class _Emission:
         for region in regions:
             self.evaluate(start, region.start, values)
             self.checkpointed(region, values)
-            if any(region.start <= scan < region.stop for scan in self.program.scans):
-                self.part(region.stop, values)
             start = region.stop
+            if any(region.start <= scan < start for scan in self.program.scans):
+                _part(self.program, start, values)
         self.evaluate(start, stop, values)
-
-    def part(self, stop: int, values: dict[int, Any]) -> None:
-        """Parts a loop among the kernels before ``stop`` from those after it, in the backward pass
-        too: without that, XLA may leave gradients of parameters for later, and hold what they are
-        made from all through the loop."""
-        program = self.program
-        parted = [
-            v for v in values
-            if program.active[v] and program.made[v] <= stop < program.last_used[v]
-        ]  # fmt: skip
-        passed = jaxprs.together([jaxprs.as_array(values[value]) for value in parted])
-        passed = jaxprs.back_together(passed)
-        values.update(zip(parted, passed, strict=True))
 
     def outputs(self, values: dict[int, Any]) -> list[Any]:
         """The results of the program once its kernels have run, numbers of its own as arrays; None:
         nobody asks for it."""
-        values = values | dict.fromkeys(self.dropped)
-        return [jaxprs.as_array(jaxprs.read(values, out)) for out in self.flat.outputs]
+        there = values | dict.fromkeys(self.dropped)
+        return [jaxprs.as_array(jaxprs.read(there, out)) for out in self.flat.outputs]
 
     def name(self, value: int) -> str:
         """What the policies of this emission's regions call a value."""
@@ -199,8 +190,8 @@ class _Emission:
                     values[value] = self.in_turn(value, named)
                 else:
                     values[value] = inside[value]
-            if _is_parted(last, kernel, self.loops.get(number)):
-                self.part(number + 1, values)
+            if self.parts and _is_parted(last, kernel, self.loops.get(number)):
+                _part(self.program, number + 1, values)
                 fused.clear()  # what follows is made from the parted values
 
     def in_turn(self, value: int, saved: Any) -> Any:
@@ -345,6 +336,19 @@ class _Emission:
             return results[:carried], [results[carried + at] for at in read]
 
         return one
+
+
+def _part(program: Program, stop: int, values: dict[int, Any]) -> None:
+    """Parts a loop among the kernels before ``stop`` from those after it, in the backward pass
+    too: without that, XLA may leave gradients of parameters for later, and hold what they are
+    made from all through the loop."""
+    parted = [
+        v for v in values
+        if program.active[v] and program.made[v] <= stop < program.last_used[v]
+    ]  # fmt: skip
+    passed = jaxprs.together([jaxprs.as_array(values[value]) for value in parted])
+    passed = jaxprs.back_together(passed)
+    values.update(zip(parted, passed, strict=True))
 
 
 def _is_parted(step: jaxprs.Step, kernel: Kernel, loop: Loop | None) -> bool:

@@ -31,6 +31,8 @@ class Rules:
     Attributes:
         fuses_operands: whether what makes an operand of a matmul or a convolution out of values in
             memory, element by element, is computed inside it and never in memory.
+        fuses_elements: whether the same is so of matmuls alone, and of chains of operations that
+            read one value and make no less (`jaxmem.program.operands`).
         writes_concatenations: whether these are in memory all the same.
         writes_gathered: whether what a gather takes elements of is in memory while it does, as
             logits in float32 are of which a loss takes those of the labels.
@@ -54,6 +56,7 @@ class Rules:
     """
 
     fuses_operands: bool = False
+    fuses_elements: bool = False
     writes_concatenations: bool = False
     writes_gathered: bool = False
     fuses_gathers: bool = False

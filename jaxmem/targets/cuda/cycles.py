@@ -25,7 +25,7 @@ _PRODUCTS_AND_SUMS = {(7, 0): 6, (9, 0): 5, (10, 0): 7}  # on average
 _MADE_OF: dict[str, tuple[str, int]] = {
     "cosh": ("exp exp", 2),
     "erf_inv": ("log1p sqrt", 20),
-    "erfc": ("exp div", 50),
+    "erfc": ("exp div", 100),
     "exp2": ("exp", 1),
     "logistic": ("exp div", 2),
     "sinh": ("exp exp", 2),

@@ -83,6 +83,7 @@ class CudaTarget(Target):
         return dataclasses.replace(
             RULES,
             widens=not ampere,
+            fuses_elements=ampere,
             blocks_of_rows=ampere,
             merges_reductions=not ampere,
             cycles=Cycles(

@@ -86,7 +86,8 @@ def _added(flats: Flats, number: int, new: tuple[Any, Any]) -> tuple[Any, Any] |
 
 def _other_term(flat: jaxprs.FlatJaxpr, number: int, value: Any) -> Any:
     makers = {made: step for step in flat.steps for made in step.outputs}
-    step = makers.get(_converted(makers, value))
+    made = _converted(makers, value)
+    step = makers.get(made) if made is not None else None
     if step is None or step.primitive not in ("add", "add_any"):
         return None
     one, other = step.inputs

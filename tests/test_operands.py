@@ -1,0 +1,98 @@
+"""What matmuls compute as they read, held against what XLA has in memory."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmem
+
+ROWS, WIDTH = 16384, 256
+NEWER = jax.__version_info__ >= (0, 12)
+
+
+def clipped(z, bias):
+    return jnp.clip(z, -1, 1)
+
+
+def over_deviation(z, bias):
+    return z * jax.lax.rsqrt(jnp.mean(z * z, -1, keepdims=True) + 1e-6)
+
+
+FUSED = {
+    "relu": lambda z, bias: jax.nn.relu(z),
+    "biased relu": lambda z, bias: jax.nn.relu(z + bias[None]),
+    "biased sine": lambda z, bias: jnp.sin(30 * (z + bias[None])),
+    "sines": lambda z, bias: jnp.sin(jnp.sin(z)),
+    "error function": lambda z, bias: jax.lax.erf(z / 2),
+    "biases that are computed": lambda z, bias: jax.nn.relu(z + jnp.exp(bias)[None]),
+    "bounded": lambda z, bias: jax.lax.rsqrt(jnp.abs(z) + 1),
+}
+IN_MEMORY = {
+    "leaky relu": lambda z, bias: jax.nn.leaky_relu(z),
+    "silu": lambda z, bias: jax.nn.silu(z),
+    "square": lambda z, bias: jnp.square(z),
+    "selection": lambda z, bias: jnp.where(z > 0, z, 0),
+    "clip": clipped,
+    "relu6": lambda z, bias: jax.nn.relu6(z),
+    "rows over their deviation": over_deviation,
+}
+
+
+def arrays_kept(layer, target, dtype, scanned):
+    """Of each layer: projected, compiled, and kernels of the forward pass."""
+
+    def loss(params, x):
+        def step(x, params):
+            weight, bias = params
+            return layer(x @ weight, bias), None
+
+        if scanned:
+            return jnp.sum(jax.lax.scan(step, x, params)[0])
+        for weight, bias in zip(*params, strict=True):
+            x, _ = step(x, (weight, bias))
+        return jnp.sum(x @ params[0][0])
+
+    found = []
+    for count in (3, 7):
+        shapes = (count, WIDTH, WIDTH), (count, WIDTH), (ROWS, WIDTH)
+        weight, bias, x = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+        plan = jaxmem.plan(loss, (weight, bias), x, target=target, compilations=0)
+        step = jax.jit(jax.value_and_grad(loss))
+        compiled = jaxmem.memory(step, (weight, bias), x, target=target, timeline=False).device
+        found.append((plan.plain_bytes, compiled))
+    array = ROWS * WIDTH * jnp.dtype(dtype).itemsize
+    return [(after - before) / 4 / array for before, after in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_what_reads_one_value_is_never_in_memory(name):
+    projected, compiled = arrays_kept(FUSED[name], "h100", jnp.float32, False)
+    assert abs(projected - compiled) < 0.15 and projected < 1.5
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_what_reads_more_is_in_memory(name):
+    projected, compiled = arrays_kept(IN_MEMORY[name], "h100", jnp.float32, False)
+    assert abs(projected - compiled) < 0.15 and projected > 1.5
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "scanned"),
+    [
+        ("a100-80gb", jnp.float32, False),
+        ("rtx-3090", jnp.float16, False),
+        ("t4", jnp.float32, False),
+        pytest.param(
+            "h100",
+            jnp.float64,
+            False,
+            marks=pytest.mark.skipif(NEWER, reason="XLA of jax 0.12 fuses some in float64 too"),
+        ),
+        ("h100", jnp.float32, True),
+        ("h100", jnp.bfloat16, True),
+    ],
+)
+@pytest.mark.parametrize("name", ["biased relu", "biased sine", "relu"])
+def test_on_other_gpus_in_other_dtypes_and_in_scans(name, target, dtype, scanned):
+    projected, compiled = arrays_kept(FUSED[name], target, dtype, scanned)
+    assert abs(projected - compiled) < 0.25
