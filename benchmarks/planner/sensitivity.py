@@ -207,7 +207,7 @@ def constants() -> list[Constant]:
         *of("planning.simulate", "_REDUCED"),
         *of("program.kernels", "_LARGE_SOURCES", "_SOURCES", "_CHAIN"),
         *of("program.readers", "SMALL"),
-        *of("program.repeats", "_DEAR", "_WORTH"),
+        *of("program.repeats", "_DEAR", "_DEAR_BEFORE_MATMULS", "_WORTH"),
         *of("program.derivatives.picking", "_ROW"),
         *of("planning.blocks", "_BLOCKS", programs=(LONG,)),
         *of("planning.blocks", "_TINY"),

@@ -18,7 +18,8 @@ from jaxmem.program.readers import SMALL, is_view, readers_of, takes_few, views_
 # two meanwhile. Derived, 3 to 5: of those 4 is best for chains of ten functions on four GPUs
 # (tests/test_repeats.py has some of them).
 _DEAR = 4
-# The same where matmuls alone read what becomes of it, once that is in memory.
+# The same where only matmuls read what becomes of it (a `gelu` in memory, its derivative). Derived:
+# a kernel that moves three arrays, and one that moves four, compute meanwhile.
 _DEAR_BEFORE_MATMULS = 7
 # Times the same: what it must take at least to be kept where more is computed of it. Chosen: twice
 # changes no plan.
