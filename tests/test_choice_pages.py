@@ -95,9 +95,9 @@ def test_a_point_is_chosen_and_the_rest_follows(path, frontier):
             for box, was in zip(("#time", "#tree", "#body"), before, strict=True)
         )
         # A click in the picture; the tip stands beside the point.
-        point = page.locator("#frontier .point.projected").first
+        point = page.locator("#frontier .point.projected").last
         point.hover()
-        assert overlap(page, "#tip", "#frontier .point.projected >> nth=0") == 0
+        assert overlap(page, "#tip", "#frontier .point.projected >> nth=-1") == 0
         point.click()
         assert point.get_attribute("aria-pressed") == "true"
         assert page.locator("#frontier .chosen").count() == 1
@@ -295,7 +295,7 @@ def test_explore_writes_a_page_and_gates(monkeypatch, capsys, tmp_path):
     about = json.loads(data)
     assert about["name"] == common[1] and about["budget"] == 25 * 2**20
     hows = [point["how"] for point in about["points"]]
-    assert "compiled" in hows and hows.count("projected") > 10 and hows.count("one-liner") > 2
+    assert "compiled" in hows and hows.count("projected") >= 10 and hows.count("one-liner") > 2
     plain = next(point for point in about["points"] if point["label"] == "as it is")
     liners = {one["label"]: one for one in about["points"] if one["how"] == "one-liner"}
     assert liners["everything_saveable"]["bytes"] == plain["bytes"]
