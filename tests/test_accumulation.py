@@ -303,3 +303,15 @@ def test_of_an_optimizer_whose_state_ends_in_numbers_of_its_own(wrap):
     wrapped = trained(jaxmem.accumulate(wrap(optimizer), 2))
     assert jnp.all(plain != jnp.arange(1.0, 5.0))
     assert jnp.allclose(wrapped, plain, rtol=1e-12 if wrap is jaxmem.offload else 1e-2)
+
+
+def test_the_mean_is_as_wide_as_the_gradients():
+    """Or float32, where they are shorter."""
+    params = {name: jnp.zeros(2, name) for name in ("float64", "float32", "bfloat16", "int32")}
+    state = jaxmem.accumulate(optax.sgd(1.0), 3).init(params)
+    dtypes = {name: str(leaf.dtype) for name, leaf in state.acc_grads.items()}
+    assert dtypes == {
+        "float64": "float64", "float32": "float32", "bfloat16": "float32", "int32": "int32",
+    }  # fmt: skip
+    shorter = jaxmem.accumulate(optax.sgd(1.0), 3, dtype=jnp.float32).init(params)
+    assert shorter.acc_grads["float64"].dtype == jnp.float32

@@ -117,6 +117,38 @@ def test_matmuls_add_up_in_float32(precision, dtype):
     np.testing.assert_array_equal(total(jnp.ones((4096, 1)), jnp.ones((1, 1), "float32")), 4096)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_matmul_that_sums_nothing_is_a_product(precision):
+    """As the angles of rotary embeddings are written: positions are no 16-bit numbers."""
+
+    def angles(positions, frequencies):
+        return jnp.einsum("i,j->ij", positions, frequencies)
+
+    def batched(a, b):
+        return jnp.einsum("bi,bj->bij", a, b)
+
+    positions, frequencies = jnp.arange(5000.0, dtype="float32"), jnp.ones(3, "float32") / 7
+    found = jaxmem.autocast(angles, precision)(positions, frequencies)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, angles(positions, frequencies))
+    pairs = jnp.ones((2, 3), "float32"), jnp.ones((2, 4), "float32") / 3
+    np.testing.assert_array_equal(jaxmem.autocast(batched, precision)(*pairs), batched(*pairs))
+
+    def of_a_matmul(w, x):
+        return batched(x @ w, x @ w) @ w
+
+    jaxpr = jax.make_jaxpr(jaxmem.autocast(of_a_matmul, precision))(
+        jnp.ones((4, 4), "float32"), pairs[1]
+    )
+    products = [
+        equation.invars[0].aval.dtype
+        for equation in jaxpr.eqns
+        if equation.primitive.name == "dot_general"
+        and not equation.params["dimension_numbers"][0][0]
+    ]
+    assert products == [jnp.bfloat16 if precision == "bf16" else jnp.float16]
+
+
 def test_what_follows_takes_the_dtype_of_its_inputs():
     def fun(x, w, bias, mask):
         y = x @ w + bias[None]  # low: a bias does not widen

@@ -451,6 +451,25 @@ def test_a_stack_goes_to_its_layers_once():
     assert jnp.isnan(value)
 
 
+def test_a_stack_that_no_gradient_reaches_stays_as_it_is():
+    """A frozen encoder below a decoder: it was all zeros after a step, and the loss NaN."""
+    stack = jaxmem.layers(lambda w, x: jnp.sin(w * x), optimizer=optax.adam(0.1))
+
+    def loss(scale, stacks, x):
+        return jnp.sum(scale * stack(stacks[1], jax.lax.stop_gradient(stack(stacks[0], x))))
+
+    encoder = stack.init(lambda w: w, jnp.ones((3, 2)))
+    decoder = stack.init(lambda w: w, jnp.full((3, 2), 0.5))
+    alone = jaxmem.value_and_update(lambda scale, s, x: jnp.sum(scale * stack(s, x)))
+    x = jnp.arange(2.0)
+    for wrap in (lambda f: f, jax.jit):
+        value, _, stacks = wrap(jaxmem.value_and_update(loss))(2.0, (encoder, decoder), x)
+        hidden = stack(encoder, x)
+        wanted, _, updated = wrap(alone)(2.0, decoder, hidden)
+        assert value == wanted and jnp.isfinite(value)
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, stacks, (encoder, updated)))
+
+
 def test_wrong_choices_are_refused():
     with pytest.raises(jaxmem.JaxmemError, match=r"takes a function block.*got <class"):
         jaxmem.layers(Linen)

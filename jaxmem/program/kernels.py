@@ -10,7 +10,7 @@ import dataclasses
 import functools
 
 from jaxmem.program.costs import CONTRACTIONS
-from jaxmem.program.operands import made_in_matmuls
+from jaxmem.program.operands import is_padded, made_in_matmuls
 from jaxmem.program.readers import SMALL, is_view, read_by_derivative, takes_few, views_of
 from jaxmem.program.repeats import Repeats
 from jaxmem.program.row_norms import RowNorms, row_norms
@@ -293,7 +293,10 @@ def _stored(program) -> list[bool]:
         multiplies = operation.name == "dot_general" and not operation.fused
         for value in set(operation.inputs):
             readers[value] += 1
-            wanted[in_matmuls[value] if multiplies else value] |= not (
+            computed = in_matmuls[value] != value and multiplies
+            if computed and is_padded(program, operation, value):
+                wanted[value] = True
+            wanted[in_matmuls[value] if computed else value] |= not (
                 operation.fused
                 or _takes_few(operation, sizes)
                 or (in_place and constant[value])

@@ -6,6 +6,8 @@ constant or with a parameter that is broadcast, but not a `gelu`, which reads it
 times (its GemmFusion, for kernels of Triton's; tests/test_operands.py).
 """
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,9 @@ from jaxmem.program.readers import SMALL
 
 # In float64 (before jax 0.12) and in whole numbers XLA multiplies otherwise.
 _DTYPES = frozenset("bfloat16 float16 float32".split())
+# Rows of a sum that is cut into pieces, and a number of them that all pieces divide. Found: 20,000
+# and 100,000 rows of 128 columns are cut into 64 and 128 pieces (tests/test_graphs.py).
+_CUT, _PIECES = 4096, 1024
 _ALONE = frozenset(
     """
     abs add ceil convert_element_type copy cos cosh div erf erf_inv erfc exp exp2 expm1 floor log
@@ -53,6 +58,18 @@ def made_in_matmuls(program: Any, reduces: Callable[[Any], bool]) -> list[int]:
             bounded[result] = bounds
             read[result] = read[wide[0]]
     return read
+
+
+def is_padded(program: Any, operation: Any, value: int) -> bool:
+    """Whether the rows of a matmul's operand are padded for the gradient of the other one: XLA
+    cuts that sum over many rows into pieces of one length, and matmuls compute no padding."""
+    depth = operation.flops // max(2 * _elements(program, operation.outputs[0]), 1)
+    rows = _elements(program, value) // max(depth, 1)
+    return rows > _CUT and rows % _PIECES != 0
+
+
+def _elements(program: Any, value: int) -> int:
+    return math.prod(map(int, re.findall(r"\d+", program.types[value].partition("[")[2])))
 
 
 def _name(operation: Any) -> str:

@@ -17,7 +17,7 @@ def accumulate(
     optimizer: optax.GradientTransformation,
     every: int | Callable[[jax.Array], jax.Array],
     *,
-    dtype: Any = jnp.float32,
+    dtype: Any = None,
     skip_nonfinite: bool = True,
     count_skipped: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -37,7 +37,8 @@ def accumulate(
         optimizer: any optax transformation.
         every: number of micro-gradients in a cycle, at least 1; or a function of the number of
             updates done so far.
-        dtype: of the running mean of floating-point gradients.
+        dtype: of the running mean of floating-point gradients; None: float32, or float64 where they
+            are of that.
         skip_nonfinite: leave micro-gradients with an infinity or a NaN out of the mean, as if they
             had not been: the cycle takes another. ``state.skip_state["skipped"]`` counts them. It
             takes all gradients to know, so they are in memory together; without it each is added
@@ -74,8 +75,10 @@ def accumulate(
 
     def init(params):
         def zeros(leaf):
-            floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-            return jnp.zeros_like(leaf, dtype=dtype if floating else None)
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return jnp.zeros_like(leaf)
+            wide = jnp.promote_types(leaf.dtype, jnp.float32) if dtype is None else dtype
+            return jnp.zeros_like(leaf, dtype=wide)
 
         return optax.MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),

@@ -65,6 +65,7 @@ class Lent:
 
     def give_back(self, stack: LayerStack) -> "Lent":
         """The cotangent that stands for the stack after its update."""
+        self.static[2].updated = True
         leaves = [_to_float(leaf) for leaf in jax.tree.leaves(stack)]
         return Lent(leaves, jnp.ones_like(self.turns), self.static)
 
@@ -80,10 +81,12 @@ class Lent:
 
 
 class _Users:
-    """A list that hashes by identity, to be static in a pytree."""
+    """A list that hashes by identity, to be static in a pytree, and whether a gradient reached the
+    stack, which was updated then."""
 
     def __init__(self, users: list[Any]):
         self.list = users
+        self.updated = False
 
 
 def _to_float(leaf: Any) -> Any:
@@ -115,8 +118,9 @@ def value_and_update(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
 
     Returns:
         A function of the same arguments that returns ``(loss, gradients, stacks)``: the gradients
-        of ``params``, and the stacks after one optimizer step of each layer. With ``has_aux``
-        the first is ``(loss, aux)``. Under `jax.jit`, donate the stacks: they are then updated in
+        of ``params``, and the stacks after one optimizer step of each layer; one that no gradient
+        reaches (behind `jax.lax.stop_gradient`) stays as it is. With ``has_aux`` the first is
+        ``(loss, aux)``. Under `jax.jit`, donate the stacks: they are then updated in
         place.
 
     Raises:
@@ -155,9 +159,11 @@ def value_and_update(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
             )
         loss, *aux = value if has_aux else (value,)
         back = jax.tree.leaves(back, is_leaf=lambda x: isinstance(x, Lent))
-        for stack in back:
-            loss = jnp.where(stack.turns == 1, loss, jnp.nan)
-        stacks = jax.tree.unflatten(tree, [stack.stack for stack in back])
+        for at, (was, stack) in enumerate(zip(lent, back, strict=True)):
+            if was.static[2].updated:
+                loss = jnp.where(stack.turns == 1, loss, jnp.nan)
+                given[at] = stack.stack
+        stacks = jax.tree.unflatten(tree, given)
         return (loss, *aux) if has_aux else loss, gradients, stacks
 
     return wrapped
