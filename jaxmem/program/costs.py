@@ -27,13 +27,13 @@ _FUSED = frozenset(
     transpose xor
     """.split()
 )
-# The derivative of these reads none of their operands or results.
+# The derivative of these reads none of their operands or results: they are linear, or flat.
 _LINEAR = frozenset(
     """
-    add add_any bitcast_convert_type broadcast_in_dim complex concatenate conj convert_element_type
-    copy copy_p cumsum device_put expand_dims fft imag iota mesh_cast name neg optimization_barrier
-    pad pvary real reduce_sum reduce_window_sum reshape reshard rev row_major sharding_constraint
-    slice split squeeze stop_gradient sub transpose
+    add add_any bitcast_convert_type broadcast_in_dim ceil complex concatenate conj
+    convert_element_type copy copy_p cumsum device_put expand_dims fft floor imag iota mesh_cast
+    name neg optimization_barrier pad pvary real reduce_sum reduce_window_sum reshape reshard rev
+    round row_major sharding_constraint sign slice split squeeze stop_gradient sub transpose
     """.split()
 )
 _PRECISIONS = ("default", "high", "highest")
