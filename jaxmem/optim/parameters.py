@@ -26,8 +26,9 @@ def half_params(
     """``optimizer`` for parameters that are kept in bfloat16 and nowhere in float32.
 
     The optimizer sees float32 and its state is float32 (or what `small_moments` makes of it). Its
-    updates come out such that `optax.apply_updates` gives the rounded parameter exactly.
-    Parameters of other dtypes are left to the optimizer.
+    updates are float32, such that `optax.apply_updates` gives the rounded parameter exactly. So
+    what chooses between updates goes inside, ``half_params(optax.apply_if_finite(...))``: outside,
+    optax's other branch is bfloat16. Parameters of other dtypes are left to the optimizer.
 
     Args:
         optimizer: any optax transformation.

@@ -97,7 +97,8 @@ def _to_float(leaf: Any) -> Any:
     if not jnp.issubdtype(leaf.dtype, jnp.integer):
         raise JaxmemError(
             f"A leaf of a LayerStack is of dtype {leaf.dtype}; they may be floating-point, integer "
-            "or boolean. Keep PRNG keys as their data (jax.random.key_data)."
+            "or boolean. Keep PRNG keys as their data (jax.random.key_data); an optimizer that "
+            "keeps one (optax.noisy_sgd) goes round the whole step, and not into jaxmem.layers."
         )
     return jax.lax.bitcast_convert_type(leaf, _SAME_SIZE[leaf.dtype.itemsize])
 
