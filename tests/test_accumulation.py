@@ -313,5 +313,8 @@ def test_the_mean_is_as_wide_as_the_gradients():
     assert dtypes == {
         "float64": "float64", "float32": "float32", "bfloat16": "float32", "int32": "int32",
     }  # fmt: skip
+    with jax.numpy_dtype_promotion("strict"):
+        bytes_ = jaxmem.accumulate(optax.sgd(1.0), 3).init(jnp.zeros(2, jnp.float8_e4m3fn))
+    assert bytes_.acc_grads.dtype == jnp.float32
     shorter = jaxmem.accumulate(optax.sgd(1.0), 3, dtype=jnp.float32).init(params)
     assert shorter.acc_grads["float64"].dtype == jnp.float32

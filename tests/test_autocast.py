@@ -135,18 +135,18 @@ def test_a_matmul_that_sums_nothing_is_a_product(precision):
     np.testing.assert_array_equal(jaxmem.autocast(batched, precision)(*pairs), batched(*pairs))
 
     def of_a_matmul(w, x):
-        return batched(x @ w, x @ w) @ w
+        return jax.nn.relu(batched(x @ w, x @ w)) @ w
 
     jaxpr = jax.make_jaxpr(jaxmem.autocast(of_a_matmul, precision))(
         jnp.ones((4, 4), "float32"), pairs[1]
     )
     products = [
-        equation.invars[0].aval.dtype
+        (equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype)
         for equation in jaxpr.eqns
         if equation.primitive.name == "dot_general"
         and not equation.params["dimension_numbers"][0][0]
     ]
-    assert products == [jnp.bfloat16 if precision == "bf16" else jnp.float16]
+    assert products == [(jnp.bfloat16 if precision == "bf16" else jnp.float16,) * 2]
 
 
 def test_what_follows_takes_the_dtype_of_its_inputs():

@@ -1,10 +1,13 @@
 """What matmuls compute as they read, held against what XLA has in memory."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxmem
+from jaxmem.program.operands import made_in_matmuls
 
 ROWS, WIDTH = 16384, 256
 NEWER = jax.__version_info__ >= (0, 12)
@@ -75,6 +78,33 @@ def test_what_reads_one_value_is_never_in_memory(name):
 def test_what_reads_more_is_in_memory(name):
     projected, compiled = arrays_kept(IN_MEMORY[name], "h100", jnp.float32, False)
     assert abs(projected - compiled) < 0.15 and projected > 1.5
+
+
+@jax.custom_jvp
+def both(z):
+    return jnp.sin(z), z
+
+
+@both.defjvp
+def _(primals, tangents):
+    return both(*primals), (jnp.cos(primals[0]) * tangents[0], tangents[0])
+
+
+def test_what_makes_two_results_is_no_chain():
+    def loss(w, x):
+        for _ in range(4):
+            x = sum(both(x @ w))
+        return jnp.sum(x)
+
+    args = jnp.eye(8) / 2, jnp.ones((4, 8))
+    plan = jaxmem.plan(loss, *args, target="a100-80gb", compilations=0)
+    found = jax.grad(plan.apply(loss))(*args)
+    assert jnp.allclose(found, jax.grad(loss)(*args), rtol=1e-12)
+
+
+def test_a_program_without_types_has_no_chains():
+    program = types.SimpleNamespace(sizes=(4, 4), types=(), operations=())
+    assert made_in_matmuls(program, lambda operation: False) == [0, 1]
 
 
 @pytest.mark.parametrize(

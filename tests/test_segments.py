@@ -10,6 +10,7 @@ import pytest
 
 import jaxmem
 from jaxmem.planning import rows_to_compile
+from jaxmem.planning.repeating import _Repeating
 from jaxmem.rematerialization import Constraints, TracedFunction
 from jaxmem.rematerialization.plan import Plan
 
@@ -248,6 +249,29 @@ def test_convolutions_are_saved_by_the_policy_that_is_named():
             for fun in (by_hand, plan.apply(plain))
         )
         assert (row.device, row.work.flops) == (line.device, line.work.flops)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_blocks_come_in_order_and_none_is_empty(seed):
+    """Whatever repeats in whatever is repeated."""
+    rng = np.random.default_rng(seed)
+
+    def made(depth):
+        if depth == 3 or rng.random() < 0.3:
+            return rng.integers(0, 6, rng.integers(1, 5)).tolist()
+        return [
+            one for _ in range(rng.integers(1, 4)) for one in made(depth + 1) * rng.integers(1, 5)
+        ]
+
+    for _ in range(20):
+        signature = np.array(made(0))[:150]
+        price = np.concatenate([[0], np.cumsum(rng.integers(0, 3, len(signature)))]).astype(float)
+        crossing = rng.integers(0, 5, len(signature) + 1)
+        for whole, finer in ((True, False), (False, False), (True, True)):
+            found = _Repeating(signature, price, crossing, whole, finer)
+            spans = list(found.between(0, len(signature), 0.0))
+            bounds = [bound for span in spans for bound in span]
+            assert bounds == sorted(bounds) and all(start < stop for start, stop in spans)
 
 
 def test_complex_programs_are_planned():

@@ -938,6 +938,42 @@ def test_a_model_state_is_told_of_and_changes_no_gradient(name, reduce):
     )
 
 
+def test_a_state_that_only_a_slice_changes_is_used_by_no_loss():
+    def loss(params, batch, *, model_state):
+        changed = model_state if len(batch) == 8 else model_state + 1
+        return jnp.mean((batch @ params) ** 2) * model_state, changed
+
+    params, batch = jnp.ones(3), jnp.cos(jnp.arange(24.0)).reshape(8, 3)
+    step = jaxmem.train_step(loss, optax.sgd(0.01), microbatches=4)
+    with pytest.warns(jaxmem.JaxmemWarning, match="it uses a model state that each slice changes"):
+        step(step.init(params, model_state=jnp.ones(())), batch)
+
+
+def test_a_state_is_told_of_beside_metrics_of_each_example():
+    def loss(params, batch, *, model_state):
+        each = (batch @ params) ** 2
+        metrics = {f"row {at}": each[at] for at in range(len(batch))}
+        return jnp.mean(each), model_state + 1, metrics
+
+    params, batch = jnp.ones(3), jnp.cos(jnp.arange(24.0)).reshape(8, 3)
+    step = jaxmem.train_step(loss, optax.sgd(0.01), microbatches=4)
+    with pytest.warns(jaxmem.JaxmemWarning, match="it counts calls, and each slice is one"):
+        step(step.init(params, model_state=jnp.int32(0)), batch)
+
+
+def test_a_fitted_step_is_cut_into_no_single_examples_where_those_change_the_state():
+    def loss(params, batch, *, model_state):
+        made = batch @ params
+        return jnp.sum(made**2), model_state + made.squeeze().max(-1).sum()
+
+    params, batch = jnp.ones((64, 64)), jnp.ones((16, 1024, 64))
+    with pytest.raises(jaxmem.BudgetError):
+        jaxmem.fit(
+            loss, optax.sgd(0.01), params, batch, model_state=jnp.zeros(()),
+            budget="9MiB", target="h100", keep=("residuals",),
+        )  # fmt: skip
+
+
 def test_a_fitted_step_is_not_cut_where_calls_are_counted():
     def loss(params, batch, *, model_state):
         return jnp.sum((batch @ params) ** 2), {"calls": model_state["calls"] + 1}

@@ -82,7 +82,8 @@ class _Repeating:
         if blocks[0][0] == first and little and not taken:
             blocks[0] = begins, blocks[0][1]  # with what is before the first cut
         if 0 < 2 * (last - ends) <= period and self.crossing[ends] <= self.crossing[last]:
-            blocks[-1] = blocks[-1][0], ends  # without what the blocks before do not have
+            # without what the blocks before do not have
+            blocks = [(a, min(b, ends)) for a, b in blocks if a < ends]
             last = ends
         return [*before, *blocks, *self.between(last, stop, _ALIKE * each)]
 

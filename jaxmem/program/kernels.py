@@ -295,7 +295,7 @@ def _stored(program) -> list[bool]:
             readers[value] += 1
             computed = in_matmuls[value] != value and multiplies
             if computed and is_padded(program, operation, value):
-                wanted[value] = True
+                wanted[value] = True  # and what it is computed of, which the forward pass reads
             wanted[in_matmuls[value] if computed else value] |= not (
                 operation.fused
                 or _takes_few(operation, sizes)

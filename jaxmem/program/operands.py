@@ -30,6 +30,8 @@ def made_in_matmuls(program: Any, reduces: Callable[[Any], bool]) -> list[int]:
     """For each value the one that a matmul reads for it: itself, or what it computes it of."""
     sizes = program.sizes
     read = list(range(len(sizes)))
+    if not program.types:
+        return read
     # Of the program's own inputs, what is small, and what broadcasts one.
     given = [value < program.input_count and not program.in_loop for value in read]
     broadcast = [False] * len(sizes)
@@ -40,6 +42,8 @@ def made_in_matmuls(program: Any, reduces: Callable[[Any], bool]) -> list[int]:
             continue
         name = _name(operation)
         if name not in _ALONE or not operation.fused or reduces(operation):
+            continue
+        if len(operation.outputs) != 1:  # a rule of the user's that returns its operand too, say
             continue
         (result,) = operation.outputs
         read_whole = [value for value in operation.inputs if not broadcast[value]]

@@ -31,11 +31,11 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128
 
 class Repeats:
     """The values of a program (`Program`) that are dear to compute again; ``reduces`` says of an
-    operation whether it makes little of much, ``made_of`` of a value what matmuls read for it."""
+    operation whether it makes little of much, ``read_for`` of a value what matmuls read for it."""
 
-    def __init__(self, program: Any, reduces: Callable[[Any], bool], in_matmuls: Sequence[int]):
+    def __init__(self, program: Any, reduces: Callable[[Any], bool], read_for: Sequence[int]):
         self.program, self.reduces, self.cycles = program, reduces, program.rules.cycles
-        self.in_matmuls = in_matmuls
+        self.read_for = read_for
         count = len(program.sizes)
         # For each value the dear operations that it is made of, by their results, as far as they
         # are computed for it: the cycles of one element. And what may be kept to shorten that.
@@ -152,7 +152,7 @@ class Repeats:
             return [False] * len(self.program.sizes)
         return self._ends(
             lambda operation: operation.name == "dot_general",
-            lambda operation: all(self.in_matmuls[v] != v for v in operation.outputs),
+            lambda operation: all(self.read_for[v] != v for v in operation.outputs),
         )
 
     @functools.cached_property

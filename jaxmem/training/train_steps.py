@@ -92,7 +92,7 @@ def train_step(
     Warns:
         JaxmemWarning: float16 without a loss scale; at the first call, microbatches of a loss that
             is not proved to be a mean or a sum over its examples, or of metrics of which nothing is
-            proved.
+            proved, or after which the model state may be another one.
 
     >>> import jax.numpy as jnp, jaxmem, optax
     >>> def loss_fn(params, batch):

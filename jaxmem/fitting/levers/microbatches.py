@@ -25,7 +25,7 @@ class MicrobatchesLever(Lever):
 
     def _provable(self, problem, counts: list[int]) -> list[int]:
         """The counts for which the loss of the batch is proved to be the mean, or the sum, of its
-        slices'; all of them where that does not matter."""
+        slices', and the model state the same; all of them where that does not matter."""
         step, state = problem.step(problem.as_is), jax.tree.map(whole, problem.state(problem.as_is))
         batch = jax.tree.map(whole, problem.batch)
         size = jax.tree.leaves(batch)[0].shape[0]
@@ -43,7 +43,8 @@ class MicrobatchesLever(Lever):
         proof = proof_for(fewer)
         if proof.reduction is not None and not proof.state:
             ones = [count for count in counts if count not in fewer]
-            same = not ones or proof_for(ones).reduction == proof.reduction
+            alone = proof_for(ones) if ones else proof
+            same = alone.reduction == proof.reduction and not alone.state
             return counts if same else fewer
         if "statistics" in problem.allow:
             problem.reduction = proof.reduction or "mean"

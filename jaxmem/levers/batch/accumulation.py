@@ -37,8 +37,8 @@ def accumulate(
         optimizer: any optax transformation.
         every: number of micro-gradients in a cycle, at least 1; or a function of the number of
             updates done so far.
-        dtype: of the running mean of floating-point gradients; None: float32, or float64 where they
-            are of that.
+        dtype: of the running mean of floating-point gradients; None: float32, or float64 where
+            the parameters are of that.
         skip_nonfinite: leave micro-gradients with an infinity or a NaN out of the mean, as if they
             had not been: the cycle takes another. ``state.skip_state["skipped"]`` counts them. It
             takes all gradients to know, so they are in memory together; without it each is added
@@ -77,8 +77,8 @@ def accumulate(
         def zeros(leaf):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 return jnp.zeros_like(leaf)
-            wide = jnp.promote_types(leaf.dtype, jnp.float32) if dtype is None else dtype
-            return jnp.zeros_like(leaf, dtype=wide)
+            own = leaf.dtype if jnp.finfo(leaf.dtype).bits > 32 else jnp.float32
+            return jnp.zeros_like(leaf, dtype=own if dtype is None else dtype)
 
         return optax.MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),

@@ -78,7 +78,8 @@ def microbatch(
     Warns:
         JaxmemWarning: the loss is not proved to be a mean or a sum over examples, and neither
             ``reduction`` nor ``weight`` says what it is. Slices are averaged. Or nothing is proved
-            of a metric, and ``reduction`` is not given.
+            of a metric, or the model state may be another one than after the whole batch, and
+            ``reduction`` is not given.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss_fn(w, x):

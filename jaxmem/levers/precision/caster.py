@@ -85,8 +85,8 @@ class Caster:
             one or not np.ndim(x) or not is_floating(dtype_of(x)) or dtype_of(x) == self.compute
             for x, one in zip(operands, one_number, strict=True)
         ):
-            regions = jaxprs.inner_in(step.equation, self.compute)
-            return jaxprs.evaluate(step, [cast_to(x, self.compute) for x in operands], **regions)
+            changed = jaxprs.inner_in(step.equation, self.compute) | self._result(step)
+            return jaxprs.evaluate(step, [cast_to(x, self.compute) for x in operands], **changed)
         results = jaxprs.evaluate(
             step,
             [
@@ -102,9 +102,13 @@ class Caster:
         exact.update(zip(step.outputs, results, strict=True))
         return [cast_to(x, self.compute) for x in results]
 
-    def _contraction(self, step, operands, flags) -> list[Any]:
+    def _result(self, step) -> dict[str, Any]:
+        """The dtype of a matmul's result, where it names one."""
         preferred = step.equation.params.get("preferred_element_type")
-        changed = {} if preferred is None else {"preferred_element_type": self.compute}
+        return {} if preferred is None else {"preferred_element_type": self.compute}
+
+    def _contraction(self, step, operands, flags) -> list[Any]:
+        changed = self._result(step)
 
         def contract(*operands):
             return jaxprs.evaluate(step, [cast_to(x, self.compute) for x in operands], **changed)

@@ -126,10 +126,10 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple) -> Proof:
     first = whole.input_count - count - len(state) - len(key)
     start = first + count
     state_numbers = range(start, start + len(state))
-    new_state = whole.outputs[1 : 1 + len(state)]
+    new_state = zip(*(flat.outputs[1 : 1 + len(state)] for flat in (whole, sliced)), strict=True)
     given: list[Kind] = [*[Each(0)] * len(batch), *[Free()] * len(params)]
     for number, new in zip(state_numbers, new_state, strict=True):
-        given.append(given_state(whole.avals[number], changed=new != number))
+        given.append(given_state(whole.avals[number], changed=new != (number, number)))
     given += [Free(drawn=True)] * len(key)
 
     # Each by itself: one that is another program for a slice says nothing of the others.
@@ -141,8 +141,6 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple) -> Proof:
 
     (kind,) = kinds([(whole.outputs[0], sliced.outputs[0])], differentiated=True)
     proof = Proof(None, kind.why) if isinstance(kind, Unproved) else _told(kind, sizes)
-    if len(whole.outputs) != len(sliced.outputs):
-        return proof
     proof = proof._replace(state=state_after((whole, sliced), state_numbers, sizes, kinds))
     if whole.out_tree != sliced.out_tree:
         return proof

@@ -60,6 +60,8 @@ def state_after(
 
 def _of_added(kind: Kind, sizes: Sizes) -> str:
     """Of a state that something of this kind is added to."""
+    if isinstance(kind, Free) and kind.drawn:
+        return CHANGES
     if isinstance(kind, Free) and not kind.moved:
         counts_examples = close(kind.growth, 1 / mean_growth(sizes))
         return "" if kind.is_zero or counts_examples else COUNTS
