@@ -70,8 +70,8 @@ class Repeats:
 
     def _kept(self, operation: Any, result: int, fresh: Sequence[int]) -> Iterator[int]:
         sizes, moves = self.program.sizes, _DEAR
-        before = self.cycles.in_matmuls and self._before_matmuls[result]
-        if before and not self.is_normalised[result]:
+        fuses = self.program.rules.fuses_elements
+        if fuses and self._before_matmuls[result] and not self.is_normalised[result]:
             moves = _DEAR_BEFORE_MATMULS
         dear = self._cycles_beside(result, moves)
         cycles: dict[int, int] = {}
@@ -148,7 +148,7 @@ class Repeats:
     def _in_matmuls(self) -> list[bool]:
         """For each value whether only matmuls read what becomes of it, which compute that as they
         read: the backward pass alone computes it again."""
-        if not self.cycles.in_matmuls:
+        if not self.program.rules.fuses_elements:
             return [False] * len(self.program.sizes)
         return self._ends(
             lambda operation: operation.name == "dot_general",

@@ -145,16 +145,16 @@ class _Emission:
         for region in regions:
             self.evaluate(start, region.start, values)
             self.checkpointed(region, values)
+            if any(region.start <= scan < region.stop for scan in self.program.scans):
+                _part(self.program, region.stop, values)
             start = region.stop
-            if any(region.start <= scan < start for scan in self.program.scans):
-                _part(self.program, start, values)
         self.evaluate(start, stop, values)
 
     def outputs(self, values: dict[int, Any]) -> list[Any]:
         """The results of the program once its kernels have run, numbers of its own as arrays; None:
         nobody asks for it."""
-        there = values | dict.fromkeys(self.dropped)
-        return [jaxprs.as_array(jaxprs.read(there, out)) for out in self.flat.outputs]
+        values = values | dict.fromkeys(self.dropped)
+        return [jaxprs.as_array(jaxprs.read(values, out)) for out in self.flat.outputs]
 
     def name(self, value: int) -> str:
         """What the policies of this emission's regions call a value."""

@@ -15,13 +15,11 @@ class Cycles:
             free.
         per_byte: cycles that the device computes while it moves a byte.
         per_kernel: those that it computes while a kernel is started.
-        in_matmuls: whether matmuls compute such operations as they read.
     """
 
     dear: tuple[tuple[str, int], ...]
     per_byte: float
     per_kernel: float
-    in_matmuls: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

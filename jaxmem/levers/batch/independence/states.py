@@ -20,6 +20,7 @@ from jaxmem.levers.batch.independence.kinds import (
 )
 
 Flats = tuple[jaxprs.FlatJaxpr, jaxprs.FlatJaxpr]
+Makers = Mapping[int, jaxprs.Step]  # of each value of a trace
 COUNTS = "it counts calls, and each slice is one"
 CHANGES = "each slice changes it"
 _SUMMED = jnp.integer, jnp.inexact
@@ -48,7 +49,8 @@ def state_after(
     pairs = zip(numbers, made, strict=True)
     changed = [(number, pair) for number, pair in pairs if pair != (number, number)]
     # A count of what is in the batch comes to the same: look at what is added.
-    added = [_added(flats, number, pair) for number, pair in changed]
+    makers = [{made: step for step in flat.steps for made in step.outputs} for flat in flats]
+    added = [_added(makers, number, pair) for number, pair in changed]
     looked_at = [one or pair for one, (_, pair) in zip(added, changed, strict=True)]
     kinds = kinds_of(looked_at) if looked_at else []
     for (number, _), one, kind in zip(changed, added, kinds, strict=True):
@@ -80,14 +82,13 @@ def _of_new(kind: Kind) -> str:
     return f"it is made from the batch{why}"
 
 
-def _added(flats: Flats, number: int, new: tuple[Any, Any]) -> tuple[Any, Any] | None:
+def _added(makers: Sequence[Makers], number: int, new: tuple[Any, Any]) -> tuple[Any, Any] | None:
     """What is added to an input of both traces for its new value."""
-    found = [_other_term(flat, number, one) for flat, one in zip(flats, new, strict=True)]
+    found = [_other_term(of_trace, number, one) for of_trace, one in zip(makers, new, strict=True)]
     return None if None in found else (found[0], found[1])
 
 
-def _other_term(flat: jaxprs.FlatJaxpr, number: int, value: Any) -> Any:
-    makers = {made: step for step in flat.steps for made in step.outputs}
+def _other_term(makers: Makers, number: int, value: Any) -> Any:
     made = _converted(makers, value)
     step = makers.get(made) if made is not None else None
     if step is None or step.primitive not in ("add", "add_any"):
@@ -98,7 +99,7 @@ def _other_term(flat: jaxprs.FlatJaxpr, number: int, value: Any) -> Any:
     return one if _converted(makers, other) == number else None
 
 
-def _converted(makers: Mapping[int, jaxprs.Step], value: Any) -> int | None:
+def _converted(makers: Makers, value: Any) -> int | None:
     """The number of what a value is, or was before conversions that sums may pass through."""
     while isinstance(value, int) and value in makers:
         step = makers[value]
