@@ -11,7 +11,14 @@ import functools
 
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.operands import is_padded, made_in_matmuls
-from jaxmem.program.readers import SMALL, is_view, read_by_derivative, takes_few, views_of
+from jaxmem.program.readers import (
+    SMALL,
+    dtype_of,
+    is_view,
+    read_by_derivative,
+    takes_few,
+    views_of,
+)
 from jaxmem.program.repeats import Repeats
 from jaxmem.program.row_norms import RowNorms, row_norms
 from jaxmem.targets.links import Ring
@@ -163,8 +170,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         reduced = reduces
         moved = sum(program.sizes[value] for value in (*(sources - again), *results))
         moved += gathered_again
-        first = operation.inputs[:1] if program.types else ()
-        dtype = program.types[first[0]].partition("[")[0] if first else ""
+        dtype = dtype_of(program, operation.inputs[0]) if operation.inputs else ""
         workspace = operation.workspace
         # (What is reduced may be a number of the program's.)
         takes = reduces or operation.name == "gather"

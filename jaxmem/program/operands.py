@@ -7,11 +7,10 @@ times (its GemmFusion, for kernels of Triton's; tests/test_operands.py).
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem.program.readers import SMALL
+from jaxmem.program.readers import SMALL, dtype_of, shape_of
 
 # In float64 (before jax 0.12) and in whole numbers XLA multiplies otherwise.
 _DTYPES = frozenset("bfloat16 float16 float32".split())
@@ -73,7 +72,7 @@ def is_padded(program: Any, operation: Any, value: int) -> bool:
 
 
 def _elements(program: Any, value: int) -> int:
-    return math.prod(map(int, re.findall(r"\d+", program.types[value].partition("[")[2])))
+    return math.prod(shape_of(program, value))
 
 
 def _name(operation: Any) -> str:
@@ -83,4 +82,4 @@ def _name(operation: Any) -> str:
 
 
 def _has_dtype(program: Any, values: Sequence[int]) -> bool:
-    return all(program.types[value].partition("[")[0] in _DTYPES for value in values)
+    return all(dtype_of(program, value) in _DTYPES for value in values)

@@ -1,5 +1,6 @@
-"""Who reads a value: operations, and their derivatives."""
+"""Who reads a value, operations and their derivatives; and what is read."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -60,6 +61,16 @@ def read_by_derivative(operation: Any, active: list[bool]) -> tuple[int, ...]:
         one, other = inputs
         return (other,) * active[one] + (one,) * active[other]
     return inputs
+
+
+def dtype_of(program: Any, value: int) -> str:
+    """The name of a value's dtype; empty where a program has none."""
+    return program.types[value].partition("[")[0] if program.types else ""
+
+
+def shape_of(program: Any, value: int) -> tuple[int, ...]:
+    """The lengths of a value's axes."""
+    return tuple(map(int, re.findall(r"\d+", program.types[value].partition("[")[2])))
 
 
 def is_view(operation: Any) -> bool:

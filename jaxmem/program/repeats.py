@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxmem.program.readers import SMALL, is_view, readers_of, takes_few, views_of
+from jaxmem.program.readers import SMALL, dtype_of, is_view, readers_of, takes_few, views_of
 
 # Times as long as it takes to move an array: computing longer than that and than it takes to start
 # one more kernel is dear. If a value is computed in both of its readers, it need not be written
@@ -114,19 +114,16 @@ class Repeats:
 
     def _cycles_of(self, operation: Any, result: int) -> int:
         names = [operation.name, *operation.calls]
-        if self._kind(result) == "bfloat16":
+        if dtype_of(self.program, result) == "bfloat16":
             names = [name for name in names if name not in _IN_BFLOAT16]
         return sum(self._dear.get(name, 0) for name in names)
 
     def _cycles_beside(self, value: int, moves: int) -> float:
         """Cycles of an element in the time that it takes to start a kernel that moves so many such
         arrays."""
-        itemsize, size = _BYTES.get(self._kind(value), 4), self.program.sizes[value]
+        itemsize, size = _BYTES.get(dtype_of(self.program, value), 4), self.program.sizes[value]
         per_element = self.cycles.per_kernel * itemsize / max(size, 1)
         return moves * self.cycles.per_byte * itemsize + per_element
-
-    def _kind(self, value: int) -> str:
-        return self.program.types[value].partition("[")[0] if self.program.types else ""
 
     def _may_be_kept(self, value: int) -> bool:
         """Whether several kernels would compute it."""

@@ -7,11 +7,10 @@ would reduce a row for each.
 """
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxmem.program.readers import readers_of
+from jaxmem.program.readers import readers_of, shape_of
 
 # What may stand between the reduction and the array, as XLA matches it: a selection, such as
 # `jax.nn.logsumexp` has there, may not.
@@ -108,8 +107,5 @@ def _of_rows(program: Any, operation: Any) -> bool:
         return True
     if not operation.inputs:  # of a number of the program's
         return False
-    shape, left = (
-        re.findall(r"\d+", program.types[values[0]].partition("[")[2])
-        for values in (operation.inputs, operation.outputs)
-    )
+    shape, left = (shape_of(program, values[0]) for values in (operation.inputs, operation.outputs))
     return left == shape[:-1]

@@ -48,11 +48,13 @@ def state_after(
     made = zip(*(flat.outputs[1 : 1 + len(numbers)] for flat in flats), strict=True)
     pairs = zip(numbers, made, strict=True)
     changed = [(number, pair) for number, pair in pairs if pair != (number, number)]
+    if not changed:
+        return ""
     # A count of what is in the batch comes to the same: look at what is added.
     makers = [{made: step for step in flat.steps for made in step.outputs} for flat in flats]
     added = [_added(makers, number, pair) for number, pair in changed]
     looked_at = [one or pair for one, (_, pair) in zip(added, changed, strict=True)]
-    kinds = kinds_of(looked_at) if looked_at else []
+    kinds = kinds_of(looked_at)
     for (number, _), one, kind in zip(changed, added, kinds, strict=True):
         said = _of_added(kind, sizes) if one else _of_new(kind)
         if said and not (isinstance(kind, Free) and _draws(flats[0].steps, {number})):
