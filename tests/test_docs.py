@@ -5,6 +5,7 @@ import pathlib
 import pkgutil
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import typing
@@ -60,20 +61,52 @@ def test_the_readme_is_short():
     assert len(re.sub(r"\]\([^)]*\)", "]", shown).split()) <= 600
 
 
-def test_where_the_project_has_an_address_the_readme_leads_there():
-    """A package index shows the page by itself: a relative link on it leads nowhere."""
+def page_of_the_package(root, metadata: dict) -> str:
     from hatch_build import CustomMetadataHook
 
-    hook, source = CustomMetadataHook(str(ROOT), {}), "https://example.org/jaxmem/"
-    metadata: dict = {"urls": {"Source": source}}
-    hook.update(metadata)
-    text = metadata["readme"]["text"]
+    CustomMetadataHook(str(root), {}).update(metadata)
+    return metadata["readme"]["text"]
+
+
+@pytest.fixture
+def clone(tmp_path):
+    shutil.copy(README, tmp_path)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    return tmp_path
+
+
+REMOTES = {
+    "https://example.org/jaxmem.git": "https://example.org/jaxmem",
+    "https://someone:secret@example.org/jaxmem/": "https://example.org/jaxmem",
+    "git@example.org:who/jaxmem.git": "https://example.org/who/jaxmem",
+    "ssh://git@example.org:22/who/jaxmem": "https://example.org/who/jaxmem",
+}
+
+
+@pytest.mark.parametrize("remote", REMOTES)
+def test_the_package_s_page_leads_into_the_repository_that_it_was_cloned_from(clone, remote):
+    """A package index shows the page by itself: a relative link on it leads nowhere."""
+    subprocess.run(["git", "-C", clone, "remote", "add", "origin", remote], check=True)
+    text, source = page_of_the_package(clone, {}), REMOTES[remote]
     links = re.findall(r"\]\(([^)]*)\)", text)
-    assert len(links) > 20 and all(link.startswith(source) for link in links)
-    assert f"]({source}blob/main/docs/proof.md#three-figures-of-one-step)" in text
-    assert f"]({source}raw/main/docs/images/fit.png)" in text
-    hook.update(metadata := {})
-    assert metadata["readme"]["text"] == README.read_text()
+    assert len(links) > 20 and all(link.startswith(f"{source}/") for link in links)
+    assert f"]({source}/blob/main/docs/proof.md#three-figures-of-one-step)" in text
+    assert f"]({source}/raw/main/docs/images/fit.png)" in text
+    named = {"urls": {"Source": "https://example.com/fork/"}}
+    assert "](https://example.com/fork/blob/main/docs/limits.md)" in page_of_the_package(
+        clone, named
+    )
+    (clone / "PKG-INFO").write_text(f"Metadata-Version: 2.4\nName: jaxmem\n\n{text}")
+    shutil.rmtree(clone / ".git")
+    assert page_of_the_package(clone, {}) == text, "built from a source distribution"
+
+
+@pytest.mark.parametrize("remote", [None, "/srv/jaxmem.git", "file:///srv/jaxmem", "../jaxmem"])
+def test_the_package_s_page_has_no_link_that_leads_nowhere(clone, remote):
+    if remote:
+        subprocess.run(["git", "-C", clone, "remote", "add", "origin", remote], check=True)
+    text = page_of_the_package(clone, {})
+    assert "](" not in text and "jaxmem.plan" in text and "All limits" in text
 
 
 def test_the_output_in_the_readme_is_what_the_code_prints(
