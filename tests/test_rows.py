@@ -223,9 +223,9 @@ def test_the_last_compilation_is_for_what_is_known_to_fit(monkeypatch):
     """Where all that was compiled took so many bytes more than projected, the fewest bytes at any
     price are not asked for: what is that much below the budget, at the same place, fits."""
     fun = functools.partial(loss, lambda f: f)
-    plain = jaxmem.plan(fun, *arguments(), compilations=0).plain_bytes
+    plain = jaxmem.plan(fun, *arguments(), target="h200", compilations=0).plain_bytes
     fewest = program()[1].write(program()[0], planner().smallest(), planner().plain).predicted
-    budget = int(0.8 * plain)
+    budget = int(0.75 * plain)
 
     def times(plan) -> float:
         size = plan.projected_bytes / budget
@@ -520,5 +520,5 @@ def test_regions_on_the_steps_of_an_unrolled_loop_compute_their_matmuls_in_turn(
     args = params, jax.ShapeDtypeStruct((32, 1024, 256), jnp.float32)
     step = jax.jit(jax.value_and_grad(loss))
     budget = int(share * jaxmem.memory(step, *args, target="h100", timeline=False).device)
-    plan = jaxmem.plan(loss, *args, budget=budget, target="h100", compilations=1)
+    plan = jaxmem.plan(loss, *args, budget=budget, target="h100", compilations=3)
     assert 0.85 < plan.compiled_bytes / plan.projected_bytes < 1.05

@@ -204,7 +204,7 @@ def constants() -> list[Constant]:
     return [
         *of(SHARES_OF_RATES, "matmul", "memory", "launch"),
         *of("planning.rates", "DEAR"),
-        *of("planning.simulate", "_REDUCED"),
+        *of("program.cotangents", "_REDUCED"),
         *of("program.kernels", "_LARGE_SOURCES", "_SOURCES", "_CHAIN"),
         *of("program.readers", "SMALL"),
         *of("program.repeats", "_DEAR", "_DEAR_BEFORE_MATMULS", "_WORTH"),

@@ -15,7 +15,7 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import is_count
 from jaxmem.ground.errors import CompileError, JaxmemError
 from jaxmem.ground.progress import tell
-from jaxmem.rematerialization import NEARLY, Begun, Outcome, Plan, Search as CompiledSearch
+from jaxmem.rematerialization import NEARLY, Begun, Outcome, Plan, Search as CompiledSearch, waits
 from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import family_of
 from jaxmem.training import TrainStep
@@ -271,8 +271,7 @@ class Search:
             why = f"XLA could not compile it: {_reason(error)}"
             self.options = [option for option in self.options if option != levers]
             return outcome(f": {about}: {why}", verdict=why)
-        offloaded = candidate.plan.predicted.host_bytes
-        if offloaded and report.host < offloaded + self.problem.host_bytes(levers):
+        if not waits(candidate.plan, report.host - self.problem.host_bytes(levers)):
             why = "XLA keeps on the device what was to wait in host memory"
             self.problem.refused["residuals in host memory"] = why
             self.problem.offload = False

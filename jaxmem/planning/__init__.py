@@ -26,6 +26,7 @@ from jaxmem.planning.regions import (
     as_emitted as as_emitted,
     loops_as_emitted as loops_as_emitted,
     place_of as place_of,
+    saved_by as saved_by,
 )
 from jaxmem.planning.registry import (
     PLANNERS as PLANNERS,

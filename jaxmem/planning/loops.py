@@ -16,7 +16,7 @@ from jaxmem.planning.options import Body, LoopOption, lower_hull, together
 from jaxmem.planning.rates import DEAR, Rates, of_each
 from jaxmem.planning.regions import Loop, Region, place_of
 from jaxmem.planning.rows import policies
-from jaxmem.planning.simulate import simulate_block
+from jaxmem.planning.simulate import peak_of_scan, simulate_block
 from jaxmem.program import Program
 
 # Chosen: half and twice change what a GPT's scan recomputes by at most 0.4 points of the step's
@@ -147,13 +147,14 @@ class _Iteration:
     def whole(self) -> Body:
         """All that its derivative reads is saved."""
         length, body = self.operation.length, self.body
-        cost = simulate_block(body, 0, len(body.kernels), frozenset())
+        cost = simulate_block(body, 0, len(body.kernels), None)
+        alone = simulate_block(body, 0, len(body.kernels), frozenset(), looped=False)
         # JAX may stack less of a loop where it is in this one than where it is alone.
         others = max(self.plain.residuals // max(length, 1) - self.stacked, 0)
         each = others + self.operation.results + self.in_place
         return Body(
             Loop(self.kernel, whole=True, loops=self.loops), (), length, self.state, each,
-            cost.peak, (cost.at,), self.costs([], self.inner), self.forward,
+            cost.peak, alone.peak, (cost.at,), self.costs([], self.inner), self.forward,
         )  # fmt: skip
 
     def saving(self) -> list[Body]:
@@ -172,7 +173,8 @@ class _Iteration:
     def under(self, saved: Set[int], regions: tuple[Region, ...] = ()) -> Body:
         """One region round everything, with others inside of it."""
         body, operation = self.body, self.operation
-        cost = simulate_block(body, 0, len(body.kernels), saved, regions)
+        every = body, 0, len(body.kernels), saved, regions
+        cost, alone = simulate_block(*every), simulate_block(*every, looped=False)
         carried = tuple(sorted(cost.read.intersection(operation.carry)))
         read = tuple(sorted(cost.read.intersection(saved)))
         return Body(
@@ -182,6 +184,7 @@ class _Iteration:
             self.state,
             sum(body.sizes[value] for value in (*carried, *read)),
             cost.peak,
+            alone.peak,
             place_of(regions, cost.at),
             self.costs(cost.runs.items(), self.inner),
             self.forward,
@@ -218,6 +221,7 @@ def _offloaded(one: Body, values: tuple[int, ...], body: Program, rates: Rates) 
         loop=dataclasses.replace(one.loop, saved=saved, offloaded=values),
         step=one.step - moved,
         inside=one.inside + 2 * moved,
+        alone=one.alone + 2 * moved,
         again=(flops, bytes_moved, seconds + exposed, price + DEAR * exposed),
         host=moved,
     )
@@ -233,7 +237,7 @@ def plain_option(program: Program, kernel: int) -> LoopOption:
         return LoopOption(None, 0, 0, ())
     if kernel in program.maps:
         return LoopOption(None, program.residual_bytes(kernel), operation.inside, ())
-    cost = simulate_block(body, 0, len(body.kernels), frozenset())
+    cost = peak_of_scan(program, kernel)
     return LoopOption(None, program.residual_bytes(kernel), cost.peak, (cost.at,))
 
 

@@ -51,7 +51,8 @@ class LoopOption:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Body:
     """A way to run the iterations of a scan: what one of them keeps (``step`` bytes, ``carried``
-    among it: what it needs of the carry, which has ``state`` bytes) and has inside, what its
+    among it: what it needs of the carry, which has ``state`` bytes) and has inside (``alone``: what
+    it keeps and has inside where its derivative follows at once, in no loop of its own), what its
     derivative runs again, and what the iteration itself costs; ``host`` bytes of what it keeps wait
     in host memory, in no other count."""
 
@@ -61,6 +62,7 @@ class Body:
     state: int
     step: int
     inside: int
+    alone: int
     place: tuple[int, ...]
     again: tuple[float, float, float, float]  # FLOPs, bytes moved, seconds, price
     forward: tuple[float, float, float, float]
@@ -80,10 +82,11 @@ class Body:
             # Those of the last steps are kept from the forward pass on: they are there while the
             # rest of the program runs. Of one step they are what its derivative has inside.
             residuals += schedule.tail * self.step
-            more = max(schedule.block - schedule.tail, 0) * self.step
             if schedule.single and not schedule.host:
-                more = -self.step
-            inside = max(inside + more, 0)
+                inside = self.alone + self.state - self.step
+            else:
+                inside += max(schedule.block - schedule.tail, 0) * self.step
+            inside = max(inside, 0)
         flops, moved, seconds, price = (
             self.length * again + runs * forward
             for again, forward in zip(self.again, self.forward, strict=True)
@@ -96,15 +99,16 @@ class Body:
     def scheduled(self, room: int) -> LoopOption | None:
         """By a schedule whose residuals, and what is inside, take at most so many bytes."""
         left = room - self.inside - self.state
-        states = min(left // max(self.state, 1), self.length)
+        alone = room - self.alone - self.state
+        states = min(alone // max(self.state, 1), self.length)
         found = []
         schedule = cheapest(self.length, self.state, self.step, left)
         if schedule and schedule.blocks > 1:
             found.append(schedule)
         if states >= 1 and self.length > 1:
             found.append(Schedule(self.length, self.length, 1, states))
-        best = min(found, key=lambda schedule: schedule.evaluations, default=None)
-        return self.option(best) if best else None
+        fits = (option for option in map(self.option, found) if option.bytes <= room)
+        return min(fits, key=lambda option: option.price, default=None)
 
     def on_host(self, room: int, host: float) -> LoopOption | None:
         """By a schedule whose states wait in host memory, copied at so many bytes a second."""

@@ -19,6 +19,11 @@ class Region:
     regions: "tuple[Region, ...]" = ()
 
 
+def saved_by(regions: Sequence[Region]) -> frozenset[int]:
+    """All values that regions save, those inside of others among them."""
+    return frozenset().union(*({*one.saved, *saved_by(one.regions)} for one in regions))
+
+
 def place_of(regions: tuple[Region, ...], kernel: int) -> tuple[int, ...]:
     """A kernel's number, and the first and the last of the innermost region that it is in."""
     for region in regions:

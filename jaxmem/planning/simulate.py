@@ -6,17 +6,14 @@ one event is the projected peak. Any tree of regions over any program (long skip
 is laid out so, in time linear in the number of events.
 """
 
-import bisect
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 
-from jaxmem.planning.regions import Region
+from jaxmem.planning.beside import beside
+from jaxmem.planning.events import Event, alive
+from jaxmem.planning.regions import Region, saved_by
 from jaxmem.program import Program
-
-# Times smaller than what it is made of: the result of a reduction. Chosen: half and twice change
-# no plan (benchmarks/planner/sensitivity.py).
-_REDUCED = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,16 +28,6 @@ class Cost:
     read: frozenset[int] = frozenset()
 
 
-@dataclasses.dataclass(slots=True)
-class _Event:
-    kernel: int
-    uses: list[int]
-    makes: list[int]
-    backward: bool
-    inside: int = 0  # bytes beside what it uses and makes
-    apart: bool = False  # whether it writes over nothing that it uses
-
-
 def simulate(program: Program, regions: Sequence[Region]) -> Cost:
     """The cost of a program with regions."""
     return _simulate(program, regions)[0]
@@ -50,7 +37,7 @@ def live_bytes(program: Program, regions: Sequence[Region]) -> tuple[list[int], 
     """Bytes beyond the program's inputs, outputs and gradients at each event of a program with
     regions, and the number of the first event of the backward pass."""
     _, layout = _simulate(program, regions)
-    events = layout.events
+    events = layout.ran
     first = next((at for at, event in enumerate(events) if event.backward), len(events))
     return layout.alive, first
 
@@ -67,11 +54,12 @@ def recomputed(program: Program, regions: Sequence[Region]) -> dict[Region, froz
 
 
 def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, "_Layout"]:
-    layout = _Layout(program, gradients=False)
+    layout = _Layout(program, False, program.in_loop, saved_by(regions))
     made = {value: layout.instance(value, free=True) for value in range(program.input_count)}
     tape = layout.forward(_pieces(regions, 0, len(program.kernels)), made, {})
     outputs = [value for value in program.outputs if value in made]
     cotangents = {value: [layout.instance(value)] for value in outputs if program.active[value]}
+    layout.first = len(layout.events)
     layout.backward(tape, cotangents)
     results = {made[value]: program.sizes[value] for value in outputs}
     for instance in results:
@@ -87,14 +75,21 @@ def simulate_block(
     program: Program,
     start: int,
     stop: int,
-    saved: Set[int],
+    saved: Set[int] | None,
     regions: Sequence[Region] = (),
     gradients: bool = True,
+    looped: bool | None = None,
 ) -> Cost:
     """The cost of the backward pass of kernels ``start`` to ``stop - 1`` by themselves, what they
     are made from at hand: the bytes are of their own values, ``saved`` ones among them from the
-    beginning, of all cotangents and, with ``gradients``, of those of the program's inputs."""
-    layout = _Layout(program, gradients)
+    beginning, of all cotangents and, with ``gradients``, of those of the program's inputs. With
+    ``saved`` None all that the backward pass reads is saved, and made here. ``looped``: whether a
+    loop parts that from the forward pass; None: as the program's."""
+    looped = program.in_loop if looped is None else looped
+    there = range(len(program.sizes)) if saved is None else saved | saved_by(regions)
+    layout = _Layout(program, gradients, looped, there)
+    recomputes = saved is not None
+    saved = saved or frozenset()
     made_by, last_used = program.made, program.last_used
     kernels = program.kernels[start:stop]
     sources = {value for kernel in kernels for value in kernel.sources}
@@ -109,7 +104,14 @@ def simulate_block(
         if last_used[value] > stop and made_by[value] and program.active[value]
     }
     live = [*given.values(), *(i for instances in cotangents.values() for i in instances)]
-    layout.backward(layout.forward(_pieces(regions, start, stop), made, given), cotangents)
+    tape = layout.forward(_pieces(regions, start, stop), made, given)
+    layout.first = 0 if recomputes else len(layout.events)
+    layout.backward(tape, cotangents)
+    if looped and program.rules.beside_derivatives:
+        whole, parted = layout.read_whole(), saved_by(regions)  # by barriers
+        for value, instance in given.items():
+            if value not in parted and instance not in whole:
+                layout.sizes[instance] = 0  # read where the loop before has stacked it
     kept = {i for value, instances in cotangents.items() if value not in results for i in instances}
     cost = layout.sweep(kept, live)
     used = {instance for event in layout.events for instance in event.uses}
@@ -118,22 +120,61 @@ def simulate_block(
     )
 
 
+def _inside(program: Program, number: int) -> int:
+    """Bytes that the derivative of a user's own region takes beside what it reads, keeps and
+    returns: of what it makes again, and of cotangents."""
+    own = program.body_of(number)
+    if "region" not in own.found:
+        body = _with_scans(own)
+        cost = simulate_block(body, 0, len(body.kernels), body.saves, gradients=False)
+        cotangents = {value for value in body.outputs if body.active[value]}
+        own.found["region"] = cost.peak - sum(body.sizes[value] for value in cotangents)
+    return max(own.found["region"] - program.residual_bytes(number), 0)
+
+
+def peak_of_scan(program: Program, kernel: int) -> Cost:
+    """The cost of one iteration of a scan's derivative, which all that it reads is stacked for."""
+    body = _with_scans(program.body_of(kernel))
+    return simulate_block(body, 0, len(body.kernels), None)
+
+
+def _with_scans(program: Program) -> Program:
+    """A program whose scans hold what regions of the user's own in them take."""
+    found = {
+        number: (program.residual_bytes(number), peak_of_scan(program, number).peak)
+        for number in program.scans
+        if program.body_of(number).has_regions and program.kernels[number].residuals is not None
+    }
+    return program.with_loops(found) if found else program
+
+
 class _Layout:
     """The events of a step. A value that is made twice is two instances; without ``gradients``
-    those of the program's inputs are counted elsewhere."""
+    those of the program's inputs are counted elsewhere. ``looped``: a loop parts the backward pass
+    from the forward pass, and has stacked what is ``saved``."""
 
-    def __init__(self, program: Program, gradients: bool):
+    def __init__(self, program: Program, gradients: bool, looped: bool, saved: Container[int]):
         self.program = program
         self.gradients = gradients
+        # In a loop XLA sums up rows apart from what they normalise where they were saved (attention
+        # by hand and planned, 16 heads: 2 arrays of scores at the peak where there are 3).
+        self.rows_there = saved if looped else ()
         self.kernels = program.kernels
-        self.events: list[_Event] = []
-        self.passes: list[tuple[Region, list[_Event]]] = []
+        self.events: list[Event] = []
+        self.ran: Sequence[Event] = ()  # as XLA runs them
+        self.run = 0
+        self.first = 0  # the number of the first event after the forward pass
+        self.passes: list[tuple[Region, list[Event]]] = []
         self.sizes: list[int] = []
         self.alive: list[int] = []  # bytes at each event, once it is swept
         self.shifted: set[int] = set()  # values whose cotangents are not written over them
         self.rows: set[int] = set()  # nor those of these, where only reductions of rows make them
         self.own: set[int] = set()  # values of which a kernel has written a cotangent
+        self.turned: set[int] = set()  # those whose cotangents are written in another order
         self.spread: set[int] = set()  # those whose cotangents are spread out where they are read
+        # What cotangents are made of with those of a reduction, by its kernel and by their values.
+        self.waiting: dict[tuple[int, int], list[int]] = {}
+        self.ways = program.ways
         self.scans = set(program.scans)
 
     def instance(self, value: int, free: bool = False) -> int:
@@ -143,7 +184,7 @@ class _Layout:
     def zeros(self, value: int) -> int:
         """The gradient of what nothing depends on, which XLA makes at the end."""
         made = self.instance(value, free=True)
-        self.events.append(_Event(0, [], [made], True))
+        self.events.append(Event(0, [], [made], True))
         return made
 
     def forward(self, pieces: list, made: dict[int, int], given: dict[int, int]) -> list:
@@ -175,7 +216,10 @@ class _Layout:
                 fresh.append(made[value])
         if fresh:
             uses = [made[value] for value in kernel.sources]
-            self.events.append(_Event(number, uses, fresh, False, kernel.workspace))
+            turned = [made[value] for value in kernel.over.turned]
+            self.events.append(
+                Event(number, uses, fresh, False, kernel.workspace, turned=turned, run=self.run)
+            )
 
     def backward(self, tape: list, cotangents: dict[int, list[int]]) -> None:
         for piece, live, *given in reversed(tape):
@@ -184,6 +228,7 @@ class _Layout:
             else:
                 pieces = _pieces(piece.regions, piece.start, piece.stop)
                 start = len(self.events)
+                self.run += 1
                 inner = self.forward(pieces, live.copy(), *given)
                 self.passes.append((piece, self.events[start:]))
                 self.backward(inner, cotangents)
@@ -195,7 +240,7 @@ class _Layout:
             return
         if kernel.widened:  # its cotangent is rounded, and in memory, before it is widened
             rounded = self.instance(kernel.results[0])
-            self.events.append(_Event(number, incoming, [rounded], True))
+            self.events.append(Event(number, incoming, [rounded], True))
             incoming = [rounded]
         # A loop reads slices of it: it is written first.
         apart = self.shifted | (self.rows - self.own)
@@ -203,33 +248,60 @@ class _Layout:
             apart |= self.spread
         for value in apart.intersection(kernel.results):
             whole = self.instance(value)
-            self.events.append(_Event(number, incoming, [whole], True, apart=True))
+            self.events.append(Event(number, incoming, [whole], True, apart=True))
             incoming = [whole]
         count = self.program.input_count
-        fresh, in_rows = [], False
-        sizes = self.program.sizes
-        written = sum(sizes[value] for value in kernel.results)
-        for value in kernel.sources:
-            if value not in self.program.moving[number]:
-                continue
-            if kernel.fused and sizes[value] > _REDUCED * written >= 0 and value >= count:
+        fresh, completed, in_rows = [], [], False
+        for way in self.ways[number]:
+            value = way.value
+            in_one = any(row not in self.rows_there for row in way.rows)
+            if way.last is not None and way.rows and not in_one:
+                # Rows are summed up apart: the cotangent follows the last of the sums.
+                completed.append(way.last)
+                self.waiting.setdefault((way.last, value), []).extend([*incoming, *reads])
+            elif way.passes:
+                completed.append(self.program.made[value] - 1)
+                cotangents.setdefault(value, []).extend([*incoming, *reads])
+            elif way.reduces and value >= count and (number, value) not in self.waiting:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
                 self.spread.add(value)
-                if value in kernel.shifted:
+                if value in kernel.over.shifted:
                     self.shifted.add(value)
-                if value in kernel.rows:
+                if value in kernel.over.rows:
                     self.rows.add(value)
             else:
                 self.own.add(value)
-                in_rows |= value in kernel.normalised
+                if value in kernel.over.turned:
+                    self.turned.add(value)
+                in_rows |= in_one
                 fresh.append(self.instance(value, free=value < count and not self.gradients))
+                incoming = [*incoming, *self.waiting.pop((number, value), ())]
                 if value < count:  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).append(fresh[-1])
-        self.events.append(
-            _Event(number, [*reads, *incoming], fresh, True, kernel.inside, apart=in_rows)
-        )
+        inside = kernel.inside
+        if kernel.flops and not self.turned.isdisjoint(kernel.results):
+            # Its gradients read a copy of the cotangent, in their own order.
+            inside += sum(self.program.sizes[value] for value in kernel.results)
+        if number in self.program.regions:
+            inside += _inside(self.program, number)
+        uses = [*reads, *incoming]
+        turned: Sequence[int] = ()
+        if kernel.over.turned:
+            pairs = zip(kernel.reads, reads, strict=True)
+            turned = [instance for value, instance in pairs if value in kernel.over.turned]
+        self.events.append(Event(number, uses, fresh, True, inside, in_rows, completed, turned))
+
+    def read_whole(self) -> set[int]:
+        """The instances that XLA does not read by the element, in a kernel that it fuses."""
+        found: set[int] = set()
+        for event in self.events:
+            kernel = self.kernels[event.kernel]
+            if not kernel.fused:
+                # A derivative reads cotangents after that, which are summed up by the element.
+                found.update(event.uses[: len(kernel.reads)] if event.backward else event.uses)
+        return found
 
     def sweep(
         self, kept: set[int], live: Sequence[int], results: Mapping[int, int] | None = None
@@ -238,70 +310,27 @@ class _Layout:
         ``kept`` to the end. ``results`` have memory of their own, so many bytes each."""
         needed = set(kept)
         events = []
-        for event in reversed(self.events):
+        first = 0
+        for number, event in reversed(list(enumerate(self.events))):
             if event.backward or not needed.isdisjoint(event.makes):
                 needed.update(event.uses)
                 events.append(event)
+                first += number < self.first
         events.reverse()
-        self.events = events
-        live = [instance for instance in live if instance in needed]
-        last: dict[int, int] = {}
-        for index, event in enumerate(events):
+        for event in events:
             event.makes = [instance for instance in event.makes if instance in needed]
-            for instance in (*event.makes, *event.uses):
-                last[instance] = index
-        if results:
-            self._lend(results, last)
-        ends: list[list[int]] = [[] for _ in events]
-        for instance, index in last.items():
-            if instance not in kept:
-                ends[index].append(instance)
-        seen = set(live)
-        alive = peak = sum(self.sizes[instance] for instance in live)
-        at = 0
-        for index, event in enumerate(events):
-            before = alive
-            for instance in (*event.makes, *event.uses):
-                if instance not in seen:
-                    seen.add(instance)
-                    alive += self.sizes[instance]
-            freed = sum(self.sizes[instance] for instance in ends[index])
-            kernel = self.kernels[event.kernel]
-            # XLA writes the result of an elementwise kernel over an operand that dies there.
-            over = kernel.fused and not event.apart
-            live_now = max(before, alive - freed) if over else alive
-            live_now += event.inside
-            self.alive.append(live_now)
-            if live_now > peak:
-                peak, at = live_now, event.kernel
-            alive -= freed
+        self.events = events
         runs = collections.Counter(event.kernel for event in events if not event.backward)
-        return Cost(peak, at, runs)
-
-    def _lend(self, results: Mapping[int, int], last: Mapping[int, int]) -> None:
-        """Puts values into the memory of results that are yet to come, as XLA does: the largest
-        first, one at a time in each."""
-        first: dict[int, int] = {}
-        for index, event in enumerate(self.events):
-            for instance in event.makes:
-                first.setdefault(instance, index)
-        room = sorted((size, instance) for instance, size in results.items() if instance in first)
-        largest = room[-1][0] if room else 0
-        values = [
-            (self.sizes[instance], instance)
-            for instance in first
-            if 0 < self.sizes[instance] <= largest and instance not in results
-        ]
-        taken: list[list[tuple[int, int]]] = [[] for _ in room]
-        for size, instance in sorted(values, reverse=True):
-            start, end = first[instance], last[instance]
-            for at in range(bisect.bisect_left(room, (size, -1)), len(room)):
-                after = bisect.bisect_left(taken[at], (start, end))
-                until = taken[at][after][0] if after < len(taken[at]) else first[room[at][1]]
-                if end < until and (not after or taken[at][after - 1][1] < start):
-                    taken[at].insert(after, (start, end))
-                    self.sizes[instance] = 0
-                    break
+        live = [instance for instance in live if instance in needed]
+        merges = self.program.rules.beside_derivatives
+        around = kept, live, results or {}, merges
+        self.ran = events
+        self.alive, peak, at = alive(self.kernels, events, self.sizes, *around)
+        order = beside(self.program, events, self.sizes, first, at) if merges else None
+        if order:
+            self.ran, sizes = order
+            self.alive, peak, at = alive(self.kernels, self.ran, sizes, *around)
+        return Cost(peak, self.ran[at].kernel if events else 0, runs)
 
 
 def _pieces(regions: Sequence[Region], start: int, stop: int) -> list:

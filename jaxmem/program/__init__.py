@@ -11,11 +11,8 @@ from jaxmem.program.graph import (
     Read as Read,
     read_graph as read_graph,
 )
-from jaxmem.program.kernels import (
-    NAMED as NAMED,
-    Kernel as Kernel,
-    read_kernels as read_kernels,
-)
+from jaxmem.program.kernel import Kernel as Kernel
+from jaxmem.program.kernels import NAMED as NAMED, read_kernels as read_kernels
 from jaxmem.program.laid_out import compiled_by as compiled_by
 from jaxmem.program.operations import Operation as Operation, Program as Program
 from jaxmem.program.reading import (

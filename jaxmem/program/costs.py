@@ -134,6 +134,18 @@ def is_batched(equation) -> bool:
     return bool(batch)
 
 
+def name_of(equation) -> str:
+    """What an operation is to XLA: a matmul that sums nothing is a product, and what moves no axes
+    but those of one element changes no more than the shape."""
+    if is_product(equation):
+        return "mul"
+    if equation.primitive.name == "transpose":
+        shape = equation.invars[0].aval.shape
+        moved = [axis for axis in equation.params["permutation"] if shape[axis] != 1]
+        return "reshape" if moved == sorted(moved) else "transpose"
+    return equation.primitive.name
+
+
 def is_product(equation) -> bool:
     """Whether it is a matmul with batch dimensions that sums nothing: XLA multiplies element by
     element, and sums so in the derivative. (That of an outer product is a matmul.)"""

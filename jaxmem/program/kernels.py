@@ -6,10 +6,10 @@ the granularity at which planning pays: what is not in memory costs no bytes to 
 none to make again.
 """
 
-import dataclasses
 import functools
 
 from jaxmem.program.costs import CONTRACTIONS
+from jaxmem.program.kernel import Kernel, Over
 from jaxmem.program.operands import is_padded, made_in_matmuls
 from jaxmem.program.readers import (
     SMALL,
@@ -39,67 +39,10 @@ _REDUCTIONS = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kernel:
-    """One kernel.
-
-    Attributes:
-        operations: numbers of the operations it computes, the last of which completes it.
-        results: values that it writes.
-        sources: values in memory that it reads, inputs of the program among them.
-        reads: those of all values in memory that its derivative reads, its results among them.
-        flops: of its matmuls and convolutions, whose operands have ``dtype``, multiplied with
-            ``precision``.
-        moved: bytes read and written.
-        fused: whether it is made of operations that XLA fuses, none of them dear.
-        inside: bytes that its derivative takes beside sources, results and cotangents.
-        workspace: those that it takes itself beside sources and results.
-        widened: whether it is computed in float32, from copies, and its result rounded.
-        residuals: the one of its results that only its own derivative reads (a scan's), or None.
-        shifted: the sources that it reads from other places than it writes to (a slice's, say).
-        sent: bytes that a device is sent by others, where that is all it does: it is none of the
-            program's operations, but comes before the last of ``operations``, which reads its
-            result. That is no value with a name, and counts as its ``residuals``.
-        summed: bytes that a device sends and is sent where the results of several are summed.
-        ring: among which devices either is.
-        rows: the sources that it reduces in one kernel with what is computed of them: their
-            cotangents are not written over them.
-        normalised: the sources whose rows it normalises: its derivative sums up rows of its
-            cotangent in the kernel that writes theirs, over nothing that it reads.
-    """
-
-    operations: tuple[int, ...]
-    results: tuple[int, ...]
-    sources: tuple[int, ...]
-    reads: tuple[int, ...]
-    flops: int
-    moved: int
-    dtype: str
-    fused: bool
-    inside: int
-    workspace: int
-    widened: bool
-    residuals: int | None
-    shifted: frozenset[int] = frozenset()
-    precision: str = "default"
-    sent: int = 0
-    ring: Ring | None = None
-    summed: int = 0
-    rows: frozenset[int] = frozenset()
-    normalised: frozenset[int] = frozenset()
-
-    @property
-    def spared(self) -> tuple[int, ...]:
-        """The results that need not be made again where they were saved. A policy saves a value by
-        its name, which it gets when it is there: what made it has a derivative that reads it
-        without (that of `tanh`, say)."""
-        return tuple(v for v in self.results if v != self.residuals and v not in self.reads)
-
-
 def read_kernels(program) -> tuple[Kernel, ...]:
     """Groups the operations of a program as XLA's fusion would."""
     whole = program.together
-    stored = _stored(whole)
+    stored, dear = _stored(whole)
     maker = {}
     for index, operation in enumerate(program.operations):
         for value in operation.outputs:
@@ -133,6 +76,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         # What the derivatives read: a stored value itself, of others what they are made of.
         made_of: dict[int, frozenset[int]] = {}
         shifted: frozenset[int] = frozenset()
+        turned: frozenset[int] = frozenset()
         gathered_again = 0  # bytes that are read more often than they are there
         ordered = tuple(sorted(cluster))
 
@@ -153,6 +97,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 reads |= frozenset().union(*(made(member, value) for value in read))
             if member.name in _SHIFTS:
                 shifted |= under
+            if member.name == "transpose":
+                turned |= under
             if member.fused and program.gathers_again(member):
                 more = program.sizes[member.outputs[0]] - program.sizes[member.inputs[0]]
                 gathered_again += max(more, 0)
@@ -179,10 +125,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             if program.rules.writes_gathered and operation.name == "gather":
                 workspace += program.sizes[operation.inputs[0]]
         rows = norms.sources.get(index, frozenset())
-        normalised: frozenset[int] = frozenset()
-        if not program.in_loop:  # there XLA sums up rows apart (plans of scans over attention)
-            made_here = (v for number in ordered for v in program.operations[number].outputs)
-            normalised = norms.sources_of(made_here)
+        made_here = (v for number in ordered for v in program.operations[number].outputs)
+        normalised = norms.sources_of(made_here)
         if reduces and program.rules.merges_reductions:
             rows = frozenset(sources)
         if operation.widened:
@@ -205,12 +149,15 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 workspace,
                 operation.widened,
                 operation.residuals,
-                shifted,
                 operation.contraction.precision,
                 summed=_sent_for_sum(operation, sum(program.sizes[value] for value in results)),
                 ring=operation.exchange.summed,
-                rows=rows,
-                normalised=normalised,
+                over=Over(shifted, turned, rows, normalised),
+                dear=dear.issuperset(results),
+                in_turn=len(sources) == 2
+                and operation.name in CONTRACTIONS
+                and not operation.fused
+                and all(is_view(program.operations[number]) for number in ordered[:-1]),
             )
         )
     return tuple(kernels)
@@ -281,9 +228,10 @@ def _copy(program, value: int) -> int:
     return 2 * program.sizes[value] * program.types[value].startswith("bfloat16")
 
 
-def _stored(program) -> list[bool]:
+def _stored(program) -> tuple[list[bool], frozenset[int]]:
     """For each value whether it is in memory: inputs, outputs, what a dear operation reads or
-    makes, reductions, and what would take too much to compute in each of its readers."""
+    makes, reductions, and what would take too much to compute in each of its readers. And the
+    values that are there for no other reason than that they are dear to compute again."""
     sizes, count, rules = program.sizes, len(program.sizes), program.rules
     readers = [0] * count
     wanted = [False] * count
@@ -324,9 +272,12 @@ def _stored(program) -> list[bool]:
     for_each: list[frozenset[int]] = [frozenset()] * count  # what one element of it is made of
     length = [0] * count
     repeats = Repeats(program, reduces, in_matmuls)
+    dear: set[int] = set()
     for operation in program.operations:
         inputs = operation.inputs
         for value in repeats.kept(operation, stored):
+            if not stored[value]:
+                dear.add(value)
             stored[value] = True
         sources = frozenset().union(*({v} if stored[v] else under[v] for v in inputs))
         parts = [frozenset([v]) if stored[v] else for_each[v] for v in inputs]
@@ -354,9 +305,10 @@ def _stored(program) -> list[bool]:
                 )
             if write:
                 stored[value] = True
+                dear.discard(value)
             else:
                 under[value], for_each[value], length[value] = sources, element, chain
-    return stored
+    return stored, frozenset(dear)
 
 
 def _reduces(operation, sizes) -> bool:

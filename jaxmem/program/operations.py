@@ -7,7 +7,9 @@ import itertools
 from collections.abc import Mapping
 
 from jaxmem.program.costs import CONTRACTIONS
-from jaxmem.program.kernels import Kernel, read_kernels
+from jaxmem.program.cotangents import Way, active_of, ways_of
+from jaxmem.program.kernel import Kernel
+from jaxmem.program.kernels import read_kernels
 from jaxmem.targets import Rules
 from jaxmem.targets.links import Ring
 
@@ -105,7 +107,8 @@ class Program:
     devices sizes, types and costs are those of one, and ``whole_sizes`` and ``whole_types`` those
     of all devices together: kernels are told by them, so that they are the same ones wherever the
     function is traced. ``gradient_bytes`` are those of all gradients; None: those of the inputs.
-    ``in_loop``: it is the body of a loop, of which XLA sees the derivative without it."""
+    ``in_loop``: it is the body of a loop, of which XLA sees the derivative without it. ``saves``
+    are the values that the policy of a user's own region saves, whose body it is."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
@@ -119,6 +122,7 @@ class Program:
     whole_types: tuple[str, ...] = ()
     gradient_bytes: int | None = None
     in_loop: bool = False
+    saves: frozenset[int] = frozenset()
 
     @functools.cached_property
     def input_bytes(self) -> int:
@@ -205,42 +209,12 @@ class Program:
     def active(self) -> list[bool]:
         """For each value whether it has a cotangent: it is of a floating type and depends on a
         differentiated input."""
-        count = len(self.sizes)
-        if self.types:
-            real = [kind.startswith(("float", "bfloat", "complex")) for kind in self.types]
-        else:
-            real = [True] * count
-        wanted = self.differentiated
-        active = [
-            real[value] and value < self.input_count and (wanted is None or value in wanted)
-            for value in range(count)
-        ]
-        for operation in self.operations:
-            for value, gathered, _ in operation.exchange.gathers:
-                active[gathered] = active[value]
-            if operation.name != "stop_gradient" and any(active[v] for v in operation.inputs):
-                for value in operation.outputs:
-                    active[value] = real[value] and value != operation.residuals
-        return active
+        return active_of(self)
 
     @functools.cached_property
-    def moving(self) -> tuple[frozenset[int], ...]:
-        """For each kernel the sources that have a cotangent of it: not those that it reads behind a
-        `jax.lax.stop_gradient` alone."""
-        found = []
-        for kernel in self.kernels:
-            sources = {value for value in kernel.sources if self.active[value]}
-            if not kernel.sent:
-                members = (self.operations[number] for number in kernel.operations)
-                sources &= {
-                    member.read_as(value)
-                    for member in members
-                    if member.name != "stop_gradient"
-                    if any(self.active[result] for result in member.outputs)
-                    for value in member.inputs
-                }
-            found.append(frozenset(sources))
-        return tuple(found)
+    def ways(self) -> tuple[tuple[Way, ...], ...]:
+        """How the derivative of each kernel gives its sources cotangents."""
+        return ways_of(self)
 
     def gathers_again(self, operation: Operation) -> bool:
         """Whether it gathers more than there is: elements that it takes several times."""
@@ -283,6 +257,17 @@ class Program:
         ]
 
     @functools.cached_property
+    def regions(self) -> frozenset[int]:
+        """Numbers of the kernels that are regions of the user's own."""
+        numbers = range(len(self.kernels))
+        return frozenset(n for n in numbers if self.operation_of(n).is_region)
+
+    @functools.cached_property
+    def has_regions(self) -> bool:
+        """Whether there are any, however deep."""
+        return any(one.is_region or (one.body and one.body.has_regions) for one in self.operations)
+
+    @functools.cached_property
     def loops(self) -> list[int]:
         """Numbers of the kernels that have a program inside which is planned, in order."""
         return sorted(self.scans + self.maps)
@@ -322,6 +307,11 @@ class Program:
     @functools.cached_property
     def by_rules(self) -> dict[Rules, "Program"]:
         """The program as compilers make it, by their rules, where that was asked for."""
+        return {}
+
+    @functools.cached_property
+    def found(self) -> dict[str, int]:
+        """What planners have found out about it, once."""
         return {}
 
     @functools.cached_property

@@ -15,6 +15,7 @@ from jaxmem.jaxprs.joint import joint as joint_of
 from jaxmem.jaxprs.mapped import inside_of, is_local
 from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of, mapped_body
 from jaxmem.jaxprs.operands import moving
+from jaxmem.jaxprs.regions import policy_saves
 from jaxmem.jaxprs.residuals import Kept, region_residuals, scan_residuals
 from jaxmem.jaxprs.spreading import Spread
 from jaxmem.program.constants import constant_operands, constant_values
@@ -26,7 +27,7 @@ from jaxmem.program.costs import (
     is_fused,
     is_known,
     is_of_vectors,
-    is_product,
+    name_of,
     precision_of,
     slides,
 )
@@ -78,7 +79,7 @@ def read_program(
             whole_types.append("residuals[]")
         operations.append(
             Operation(
-                "mul" if is_product(step.equation) else step.primitive,
+                name_of(step.equation),
                 tuple(step.uses),
                 outputs,
                 _flops(step, interior.body, spread),
@@ -157,12 +158,13 @@ def _interior_of(
         called = called_jaxpr(step.equation)
         inside = spread.inside(called, step.inputs)
         body = read_program(called, _differentiated(called, constant), inside)
+        body = dataclasses.replace(body, saves=frozenset(_saved(step, called)))
         # Where nothing is differentiated any more it runs here, forward and backward pass.
         workspace = _workspace(step, spread) if all(constant) else 0
         kept = _kept_of_region(step, constant)
         saved = _bytes_alike(kept, body)
         whole = sum(size_of(one.aval) for one in kept)
-        return _Interior(body, saved or None, whole, max(_inside(body) - saved, 0), workspace)
+        return _Interior(body, saved or None, whole, workspace=workspace)
     opaque = step.primitive in _OPAQUE and not is_fused(step.equation)
     if not opaque and is_known(step):
         return _Interior()
@@ -200,6 +202,15 @@ def _kept_of_region(step: Step, constant: list[bool]) -> list[Kept]:
         return region_residuals(step, constant)
     except Exception:
         return []
+
+
+def _saved(step: Step, called: FlatJaxpr) -> Iterator[int]:
+    """The values of a region that its policy saves, or sends to host memory."""
+    for inner in called.steps:
+        if policy_saves(step.equation, inner.equation):
+            yield from inner.outputs
+            if inner.primitive == "name":  # what is named is as good as saved
+                yield from inner.uses
 
 
 def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Spread) -> _Interior:

@@ -41,9 +41,11 @@ class RowNorms:
     sources: Mapping[int, frozenset[int]]
     made: Mapping[int, Normalised]
 
-    def sources_of(self, values: Iterable[int]) -> frozenset[int]:
-        """The values in memory whose rows are normalised for any of some values."""
-        return frozenset().union(*(self.made[v].sources for v in values if v in self.made))
+    def sources_of(self, values: Iterable[int]) -> frozenset[tuple[int, int]]:
+        """The values in memory whose rows are normalised for any of some values, each with the row
+        that is taken for it."""
+        norms = [self.made[value] for value in values if value in self.made]
+        return frozenset((source, norm.row) for norm in norms for source in norm.sources)
 
     def written_for(self, operation: Any, sizes: Sequence[int]) -> int:
         """Bytes of the array that is in memory because an operation takes elements of it, or

@@ -24,6 +24,7 @@ from jaxmem.rematerialization.plan import (
     Predicted as Predicted,
     Written as Written,
 )
+from jaxmem.rematerialization.plan_compiler import waits as waits
 from jaxmem.rematerialization.plan_text import checked as checked
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
 from jaxmem.rematerialization.search import (

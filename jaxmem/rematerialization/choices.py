@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence, Set
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.words import counted
-from jaxmem.planning import Layout, Loop, Rates, Region, simulate_block
+from jaxmem.planning import Layout, Loop, Rates, Region, saved_by, simulate_block
 from jaxmem.planning.simulate import simulate
 from jaxmem.program import Program
 
@@ -120,7 +120,7 @@ def choices_of(program: Program, rates: Rates, layout: Layout):
 
 
 def _within(program: Program, rates: Rates, regions: Sequence[Region], runs, times: str):
-    saved = {value for region in regions for value in _saved(region)}
+    saved = saved_by(regions)
     wrapped = {k for region in regions for k in range(region.start, region.stop)}
     yield from _values(program, rates, saved, wrapped, runs, times, frozenset())
 
@@ -161,9 +161,3 @@ def _values(program, rates: Rates, saved, wrapped, runs, times: str, offloaded: 
                 action,
                 0 if value in saved else max(runs.get(number, 1) - 1, 0),
             )
-
-
-def _saved(region: Region):
-    yield from region.saved
-    for inner in region.regions:
-        yield from _saved(inner)

@@ -12,7 +12,7 @@ import jax
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.loops import checkpointed_scan, split_scan
-from jaxmem.planning import Loop, Region, Segment, recomputed
+from jaxmem.planning import Loop, Region, Segment, recomputed, saved_by
 from jaxmem.program import Kernel, Program, compiled_by, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
 from jaxmem.rematerialization.segments import run_segments
@@ -118,7 +118,7 @@ class _Emission:
     parts: bool = True  # whether barriers part loops from what comes after them
 
     def __post_init__(self):
-        self.saved = _saved(self.regions)
+        self.saved = saved_by(self.regions)
         self.stacks_rows = self.in_loop and _stacks_rows(self.flat)
         # Names that no other emission has: a policy around this one must not know them.
         self.prefix = f"jaxmem:{next(_EMISSIONS)}"
@@ -385,7 +385,3 @@ def _costs(program: Program, value: int, region: Region, again: Set[int]) -> boo
 def _values(results: Sequence[Any]) -> frozenset[int]:
     """Those of some results that are no literals."""
     return frozenset(x for x in results if isinstance(x, int))
-
-
-def _saved(regions: Sequence[Region]) -> frozenset[int]:
-    return frozenset().union(*(_saved(region.regions) | set(region.saved) for region in regions))

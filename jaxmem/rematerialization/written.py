@@ -89,18 +89,6 @@ def _again(
             inside = _again(jaxprs.loop_of(step.equation).body, body, rate)
             yield from (operation.length * each for each in inside)
             continue
-        called = jaxprs.called_jaxpr(step.equation)
-        runs = simulate_block(body, 0, len(body.kernels), _saved(step, called)).runs
+        runs = simulate_block(body, 0, len(body.kernels), body.saves).runs
         each = of_each(body, rate)
         yield from (times * each[number] for number, times in runs.items())
-
-
-def _saved(step: jaxprs.Step, called: jaxprs.FlatJaxpr) -> set[int]:
-    """The values of a region that its policy saves, or sends to host memory."""
-    saved: set[int] = set()
-    for inner in called.steps:
-        if jaxprs.policy_saves(step.equation, inner.equation):
-            saved.update(inner.outputs)
-            if inner.primitive == "name":  # what is named is as good as saved
-                saved.update(inner.uses)
-    return saved

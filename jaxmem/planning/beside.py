@@ -1,0 +1,164 @@
+"""What XLA computes beside a derivative, and not before it.
+
+In a recomputation, what is made element by element need not be there before the derivative of its
+own kernel where nothing reads it on the way there: both read the same arrays, XLA computes both in
+one kernel, and writes both over what they read. Between two matmuls (``act = gelu(h)``), the
+cotangent of ``act`` is made first, then ``act`` and the cotangent of ``h`` from ``h`` and it, and
+only then the gradient that reads ``act``: two arrays of that size are alive at once, and not three.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxmem.planning.events import Event
+from jaxmem.program import Program
+
+# Times smaller than the largest array of a program: next to nothing beside it. Chosen.
+_SMALL = 64
+
+
+def beside(
+    program: Program, events: Sequence[Event], sizes: list[int], start: int, at: int
+) -> tuple[Sequence[Event], list[int]] | None:
+    """Events, of which those from ``start`` on recompute, as XLA runs them, and the sizes of
+    instances: those that are never in memory have none. None: as they are, or in an order that
+    takes as much at the event ``at``, where most is alive."""
+    large = max(sizes, default=0) // _SMALL
+    derivatives = _derivatives(events, start)
+    if any(
+        number < at <= derivatives[number]
+        and program.kernels[events[number].kernel].fused
+        and sum(sizes[one] for one in events[number].makes) > large
+        for number in derivatives
+    ):
+        found = _Beside(program, _parted(program, events, start), sizes, start, large)
+        return found.moved() if found.late else None
+    return None
+
+
+def _derivatives(events: Sequence[Event], start: int) -> dict[int, int]:
+    """For each event from ``start`` on that recomputes, the next one in which cotangents of what it
+    is made of are computed."""
+    found: dict[int, int] = {}
+    following: dict[int, int] = {}  # by kernels
+    for number in reversed(range(start, len(events))):
+        event = events[number]
+        if event.backward:
+            into = [following[one] for one in event.completed if one in following]
+            following[event.kernel] = min(into, default=number)
+        elif event.kernel in following:
+            found[number] = following[event.kernel]
+    return found
+
+
+def _parted(program: Program, events: Sequence[Event], start: int) -> list[Event]:
+    """Events with the two gradients of a contraction apart: each reads the other's operand."""
+    found: list[Event] = []
+    for number, event in enumerate(events):
+        kernel = program.kernels[event.kernel]
+        two = number >= start and event.backward and kernel.in_turn and len(event.makes) == 2
+        if two and len(event.uses) > 2:
+            (one, other, *cotangent), (first, second) = event.uses, event.makes
+            found.append(dataclasses.replace(event, uses=[other, *cotangent], makes=[first]))
+            found.append(dataclasses.replace(event, uses=[one, *cotangent], makes=[second]))
+        else:
+            found.append(event)
+    return found
+
+
+class _Beside:
+    """``late`` are the numbers of events that are computed with a derivative, and its own."""
+
+    def __init__(
+        self, program: Program, events: Sequence[Event], sizes: list[int], start: int, large: int
+    ):
+        self.program, self.events, self.sizes, self.large = program, events, sizes, large
+        self.readers: dict[int, list[int]] = {}
+        for number, event in enumerate(events):
+            for instance in event.uses:
+                self.readers.setdefault(instance, []).append(number)
+        self.makers = {one: event.run for event in events for one in event.makes}
+        self.late: dict[int, int] = {}
+        for number, into in _derivatives(events, start).items():  # the last one first
+            made = sum(self.sizes[instance] for instance in events[number].makes)
+            if made > large and self._may_move(number, into):
+                self.late[number] = into
+
+    def _may_move(self, number: int, into: int) -> bool:
+        """Whether it holds nothing for longer to make what an event makes with a derivative, which
+        needs nothing that is made of that."""
+        event = self.events[number]
+        if self.events[into].apart or not self.program.kernels[event.kernel].fused:
+            return False
+        read = [instance for instance in event.uses if self.sizes[instance] > self.large]
+        if any(self.readers[instance][-1] < into for instance in read):
+            return False
+        if not any(instance in self.events[into].uses for instance in read):
+            return False  # they are no kernel of the same arrays
+        own = set(event.makes)
+        pending, seen = list(event.makes), set[int]()
+        while pending:
+            instance = pending.pop()
+            for reader in self.readers.get(instance, ()):
+                at = self.late.get(reader, reader)
+                if at == into and instance not in own:
+                    return False
+                if at < into and at not in seen:
+                    seen.add(at)
+                    pending += self.events[at].makes
+                    pending += self.events[reader].makes
+        return True
+
+    def moved(self) -> tuple[list[Event], list[int]] | None:
+        """All events in their order, but for what waits for what was moved, and the sizes."""
+        sizes = self.sizes.copy()
+        moved: dict[int, list[Event]] = {}
+        for number, into in self.late.items():
+            moved.setdefault(into, []).append(self.events[number])
+        unmade = {instance for event in self.events for instance in event.makes}
+        late = {instance for number in self.late for instance in self.events[number].makes}
+        found: list[Event] = []
+        waiting: list[Event] = []
+        for number, event in enumerate(self.events):
+            if number in self.late or (self._passes(event) and not late.isdisjoint(event.uses)):
+                continue  # what passes on is read where it arrives
+            if number in moved:
+                event = self._with(number, moved[number], sizes)
+            waiting.append(event)
+            while ready := next((one for one in waiting if unmade.isdisjoint(one.uses)), None):
+                waiting.remove(ready)
+                found.append(ready)
+                unmade.difference_update(ready.makes)
+        return None if waiting else (found, sizes)
+
+    def _with(self, number: int, moved: Sequence[Event], sizes: list[int]) -> Event:
+        """A derivative with what is made beside it: what nobody else reads is never in memory."""
+        event = self.events[number]
+        own = {one for each in moved for one in each.makes}
+        uses = {one for each in moved for one in each.uses}.union(event.uses) - own
+        inside = event.inside
+        for each in moved:
+            for one in each.makes:
+                if all(
+                    at == number or self.late.get(at) == number or self._passes(self.events[at])
+                    for at in self.readers.get(one, ())
+                ):
+                    sizes[one] = 0
+                elif not any(self._over(one, read, each) for read in each.uses):
+                    inside += sizes[one]
+        makes = [*event.makes, *sorted(own)]
+        turned = [*event.turned, *(one for each in moved for one in each.turned)]
+        return dataclasses.replace(
+            event, uses=sorted(uses), makes=makes, inside=inside, turned=turned
+        )
+
+    def _over(self, made: int, read: int, event: Event) -> bool:
+        """Whether XLA writes one of two results over what it is made of: what has as many bytes,
+        in the same order, and comes from behind no barrier."""
+        alike = self.sizes[made] == self.sizes[read] and read not in event.turned
+        return alike and self.makers.get(read) == event.run
+
+    @staticmethod
+    def _passes(event: Event) -> bool:
+        """Whether it is a derivative that the one that reads its cotangents computes."""
+        return event.backward and not event.makes

@@ -1,0 +1,127 @@
+"""Kernels that run one after the other, and what is alive meanwhile."""
+
+import bisect
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxmem.program import Kernel
+
+
+@dataclasses.dataclass(slots=True)
+class Event:
+    """A kernel that runs, in the forward pass or its derivative: the instances of values that it
+    reads and makes."""
+
+    kernel: int
+    uses: list[int]
+    makes: list[int]
+    backward: bool
+    inside: int = 0  # bytes beside what it uses and makes
+    apart: bool = False  # whether it writes over nothing that it uses
+    completed: Sequence[int] = ()  # kernels whose derivatives make the rest of its cotangents
+    turned: Sequence[int] = ()  # what it uses in another order than it writes
+    run: int = 0  # which run of a region it is in: barriers part one from another
+
+
+def alive(
+    kernels: Sequence[Kernel],
+    events: Sequence[Event],
+    sizes: list[int],
+    kept: set[int],
+    live: Sequence[int],
+    results: Mapping[int, int],
+    in_turn: bool,
+) -> tuple[list[int], int, int]:
+    """The bytes that are alive at each of some events in their order, the most of them, and the
+    number of the event where that is: ``live`` from the beginning, ``kept`` to the end. ``results``
+    have memory of their own, so many bytes each. ``in_turn``: the two gradients of a contraction
+    are made so that less is alive."""
+    last: dict[int, int] = {}
+    for index, event in enumerate(events):
+        for instance in (*event.makes, *event.uses):
+            last[instance] = index
+    if results:
+        sizes = _lend(events, sizes, results, last)
+    ends: list[list[int]] = [[] for _ in events]
+    for instance, index in last.items():
+        if instance not in kept:
+            ends[index].append(instance)
+    seen, total = set(live), []
+    now = peak = sum(sizes[instance] for instance in live)
+    at = 0
+    for index, event in enumerate(events):
+        before = now
+        for instance in (*event.makes, *event.uses):
+            if instance not in seen:
+                seen.add(instance)
+                now += sizes[instance]
+        freed = sum(sizes[instance] for instance in ends[index])
+        kernel = kernels[event.kernel]
+        if kernel.fused:
+            live_now = max(before, now - _over(event, sizes, ends[index]))
+        elif event.backward and kernel.in_turn and in_turn and len(event.makes) == 2:
+            live_now = before + _in_turn(event, sizes, ends[index])
+        else:
+            live_now = now
+        live_now += event.inside
+        total.append(live_now)
+        if live_now > peak:
+            peak, at = live_now, index
+        now -= freed
+    return total, peak, at
+
+
+def _in_turn(event: Event, sizes: list[int], ends: Sequence[int]) -> int:
+    """The most bytes more while the two gradients of a contraction are made, each of which reads
+    the other's operand, in the order that takes less."""
+    left, right = (sizes[one] if one in ends else 0 for one in event.uses[:2])  # that die
+    of_left, of_right = (sizes[one] for one in event.makes)
+    right_first = max(of_right, of_right - left + of_left)
+    return min(right_first, max(of_left, of_left - right + of_right))
+
+
+def _over(event: Event, sizes: list[int], ends: Sequence[int]) -> int:
+    """Bytes that an elementwise kernel writes over what dies there: each result over an operand of
+    as many bytes, in the same order."""
+    if event.apart:
+        return 0
+    if len(event.makes) == 1:
+        size = sizes[event.makes[0]]
+        return size if any(sizes[one] == size and one not in event.turned for one in ends) else 0
+    made = collections.Counter(sizes[one] for one in event.makes)
+    dies = collections.Counter(sizes[one] for one in ends if one not in event.turned)
+    return sum(size * min(count, dies[size]) for size, count in made.items())
+
+
+def _lend(
+    events: Sequence[Event],
+    sizes: list[int],
+    results: Mapping[int, int],
+    last: Mapping[int, int],
+) -> list[int]:
+    """Puts values into the memory of results that are yet to come, as XLA does, the largest
+    first, one at a time in each: the sizes that are left."""
+    sizes = sizes.copy()
+    first: dict[int, int] = {}
+    for index, event in enumerate(events):
+        for instance in event.makes:
+            first.setdefault(instance, index)
+    room = sorted((size, instance) for instance, size in results.items() if instance in first)
+    largest = room[-1][0] if room else 0
+    values = [
+        (sizes[instance], instance)
+        for instance in first
+        if 0 < sizes[instance] <= largest and instance not in results
+    ]
+    taken: list[list[tuple[int, int]]] = [[] for _ in room]
+    for size, instance in sorted(values, reverse=True):
+        start, end = first[instance], last[instance]
+        for at in range(bisect.bisect_left(room, (size, -1)), len(room)):
+            after = bisect.bisect_left(taken[at], (start, end))
+            until = taken[at][after][0] if after < len(taken[at]) else first[room[at][1]]
+            if end < until and (not after or taken[at][after - 1][1] < start):
+                taken[at].insert(after, (start, end))
+                sizes[instance] = 0
+                break
+    return sizes

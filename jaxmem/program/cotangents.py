@@ -1,0 +1,129 @@
+"""Which values of a program have cotangents, and where they are made."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxmem.program.readers import shape_of
+
+# Times smaller than what it is made of: the result of a reduction. Chosen: half and twice change
+# no plan (benchmarks/planner/sensitivity.py).
+_REDUCED = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """How a kernel's derivative gives one of its sources a cotangent.
+
+    Attributes:
+        value: the source.
+        reduces: whether the kernel reduces it: the cotangent is spread out where it is read.
+        rows: those that are taken for it where the kernel normalises its rows.
+        last: the first reduction of its rows (or columns), if the kernel reads that too: its
+            derivative is computed last.
+        passes: whether it is never in memory: it is computed element by element, and in memory
+            because it is dear, and so is all that reads it. The derivatives of both are one kernel.
+    """
+
+    value: int
+    reduces: bool
+    rows: tuple[int, ...]
+    last: int | None
+    passes: bool
+
+
+def active_of(program: Any) -> list[bool]:
+    """For each value of a program (`Program`) whether it has a cotangent: it is of a floating type
+    and depends on a differentiated input."""
+    count = len(program.sizes)
+    if program.types:
+        real = [kind.startswith(("float", "bfloat", "complex")) for kind in program.types]
+    else:
+        real = [True] * count
+    wanted = program.differentiated
+    active = [
+        real[value] and value < program.input_count and (wanted is None or value in wanted)
+        for value in range(count)
+    ]
+    for operation in program.operations:
+        for value, gathered, _ in operation.exchange.gathers:
+            active[gathered] = active[value]
+        if operation.name != "stop_gradient" and any(active[v] for v in operation.inputs):
+            for value in operation.outputs:
+                active[value] = real[value] and value != operation.residuals
+    return active
+
+
+def ways_of(program: Any) -> tuple[tuple[Way, ...], ...]:
+    """How each kernel of a program (`Program`) gives its sources the cotangents that it does not
+    leave to other kernels."""
+    moving = [_moving(program, kernel) for kernel in program.kernels]
+    passed = _passed(program, moving)
+    return tuple(_ways(program, moving, passed, number) for number in range(len(moving)))
+
+
+def _ways(
+    program: Any,
+    moving: Sequence[frozenset[int]],
+    passed: Mapping[int, frozenset[int]],
+    number: int,
+) -> tuple[Way, ...]:
+    kernel, sizes = program.kernels[number], program.sizes
+    written = sum(sizes[value] for value in kernel.results)
+    last = _completed(program, moving, number)
+    later = {one for value in kernel.sources for one in passed.get(value, ())}
+    return tuple(
+        Way(
+            value,
+            kernel.fused and sizes[value] > _REDUCED * written,
+            tuple(row for array, row in kernel.over.normalised if array == value),
+            last.get(value),
+            value in passed,
+        )
+        for value in kernel.sources
+        if value in moving[number] and value not in later
+    )
+
+
+def _moving(program: Any, kernel: Any) -> frozenset[int]:
+    """The sources that have a cotangent of a kernel: not those that it reads behind a
+    `jax.lax.stop_gradient` alone."""
+    sources = frozenset(value for value in kernel.sources if program.active[value])
+    if kernel.sent:
+        return sources
+    reached = {value for value in kernel.results if program.active[value]}
+    for number in reversed(kernel.operations):
+        member = program.operations[number]
+        if member.name != "stop_gradient" and not reached.isdisjoint(member.outputs):
+            reached.update(map(member.read_as, member.inputs))
+    return sources & reached
+
+
+def _passed(program: Any, moving: Sequence[frozenset[int]]) -> dict[int, frozenset[int]]:
+    """The values whose cotangents pass, and the sources of their kernels that have one."""
+    found = {
+        kernel.results[0]: moving[number]
+        for number, kernel in enumerate(program.kernels)
+        if kernel.dear and not kernel.results[1:] and kernel.results[0] not in program.outputs
+    }
+    for kernel in program.kernels if found else ():
+        for value in kernel.sources:
+            if value in found and not (
+                kernel.fused and shape_of(program, kernel.results[0]) == shape_of(program, value)
+            ):
+                del found[value]
+    return found
+
+
+def _completed(program: Any, moving: Sequence[frozenset[int]], number: int) -> dict[int, int]:
+    """The sources of a kernel that a reduction among its sources is of too, and the first one."""
+    kernels, own = program.kernels, moving[number]
+    found: dict[int, int] = {}
+    if not kernels[number].fused:
+        return found
+    for one in sorted({program.made[value] - 1 for value in own if program.made[value]}):
+        written = sum(program.sizes[value] for value in kernels[one].results)
+        for value in moving[one] & own if kernels[one].fused else ():
+            if program.sizes[value] > _REDUCED * written:
+                found.setdefault(value, one)
+    return found

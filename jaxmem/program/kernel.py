@@ -1,0 +1,86 @@
+"""One kernel that XLA makes of a program: what it computes, reads and writes."""
+
+import dataclasses
+
+from jaxmem.targets.links import Ring
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Over:
+    """The sources of a kernel that its derivative, or itself, does not write over as it might.
+
+    Attributes:
+        shifted: those that it reads from other places than it writes to (a slice's, say).
+        turned: those that it reads in another order of their axes than it writes: nothing is
+            written over them.
+        rows: those that it reduces in one kernel with what is computed of them: their cotangents
+            are not written over them.
+        normalised: those whose rows it normalises, each with the row that is taken for it: its
+            derivative sums up rows of its cotangent in the kernel that writes theirs, over nothing
+            that it reads.
+    """
+
+    shifted: frozenset[int] = frozenset()
+    turned: frozenset[int] = frozenset()
+    rows: frozenset[int] = frozenset()
+    normalised: frozenset[tuple[int, int]] = frozenset()
+
+
+_NOTHING = Over()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel.
+
+    Attributes:
+        operations: numbers of the operations it computes, the last of which completes it.
+        results: values that it writes.
+        sources: values in memory that it reads, inputs of the program among them.
+        reads: those of all values in memory that its derivative reads, its results among them.
+        flops: of its matmuls and convolutions, whose operands have ``dtype``, multiplied with
+            ``precision``.
+        moved: bytes read and written.
+        fused: whether it is made of operations that XLA fuses, none of them dear.
+        inside: bytes that its derivative takes beside sources, results and cotangents.
+        workspace: those that it takes itself beside sources and results.
+        widened: whether it is computed in float32, from copies, and its result rounded.
+        residuals: the one of its results that only its own derivative reads (a scan's), or None.
+        sent: bytes that a device is sent by others, where that is all it does: it is none of the
+            program's operations, but comes before the last of ``operations``, which reads its
+            result. That is no value with a name, and counts as its ``residuals``.
+        summed: bytes that a device sends and is sent where the results of several are summed.
+        ring: among which devices either is.
+        over: what it, or its derivative, does not write over.
+        dear: whether it is a kernel for no other reason than that its result is dear to compute
+            again: cotangents pass through it.
+        in_turn: whether it multiplies two values in memory as they are, and the one gradient may be
+            made before the other.
+    """
+
+    operations: tuple[int, ...]
+    results: tuple[int, ...]
+    sources: tuple[int, ...]
+    reads: tuple[int, ...]
+    flops: int
+    moved: int
+    dtype: str
+    fused: bool
+    inside: int
+    workspace: int
+    widened: bool
+    residuals: int | None
+    precision: str = "default"
+    sent: int = 0
+    ring: Ring | None = None
+    summed: int = 0
+    over: Over = _NOTHING
+    dear: bool = False
+    in_turn: bool = False
+
+    @property
+    def spared(self) -> tuple[int, ...]:
+        """The results that need not be made again where they were saved. A policy saves a value by
+        its name, which it gets when it is there: what made it has a derivative that reads it
+        without (that of `tanh`, say)."""
+        return tuple(v for v in self.results if v != self.residuals and v not in self.reads)
