@@ -644,7 +644,7 @@ def test_sums_of_segments_are_in_float32():
     def degree(w, x):
         return (jax.ops.segment_sum(x @ w, jnp.zeros(len(x), int), 1) @ w)[0, 0]
 
-    w, x = jnp.ones((1, 1), jnp.float32), jnp.ones((1000, 1), jnp.float32)
+    w, x = jnp.eye(2, dtype=jnp.float32), jnp.ones((1000, 2), jnp.float32)
     for cast in (degree, jaxmem.autocast(degree, "bf16")):
         assert jax.jit(cast)(w, x) == 1000
     rules = {"scatter-add": "follow"}
@@ -747,3 +747,64 @@ def test_an_unmodified_flax_model_with_batch_norm():
         if name == "max" and outs
     ]
     assert jnp.bfloat16 in rectified
+
+
+ANGLES = {
+    "of one element": lambda position, rates: position[:, None] @ rates[None],
+    "in batches": lambda position, rates: (rates[None, :, None] @ position[None, None])[0].T,
+    "by einsum": lambda position, rates: jnp.einsum("ti,if->tf", position[:, None], rates[None]),
+}
+
+
+@pytest.mark.parametrize("angles", ANGLES.values(), ids=ANGLES)
+def test_a_matmul_that_sums_one_product_is_a_product(angles):
+    """The angles of rotary embeddings are often written so: in bfloat16 positions would be rounded
+    to multiples of 8."""
+
+    def embedding(position):
+        return jnp.cos(angles(position, 10000.0 ** (-jnp.arange(4, dtype=jnp.float32) / 4)))
+
+    positions = jnp.arange(2000, dtype=jnp.float32)
+    assert (jaxmem.autocast(embedding, "bf16")(positions) == embedding(positions)).all()
+
+
+def test_what_asks_for_exact_products_has_them():
+    w, x = arrays((16, 16), (8, 16))
+
+    def exact(x):
+        return jax.lax.dot(x, w, precision=jax.lax.Precision.HIGHEST)
+
+    cast = jaxmem.autocast(exact, "bf16")
+    assert (cast(x) == exact(x)).all()
+    with jax.default_matmul_precision("highest"):  # that is asked of all, which autocast changes
+        assert (jaxmem.autocast(lambda x: x @ w, "bf16")(x) != x @ w).any()
+
+
+def test_real_by_complex_matmuls_stay_as_they_are():
+    w, x = arrays((4, 4), (3, 4))
+
+    def spectrum(x):
+        return jnp.abs(x @ (w + 1j * w.T)).sum()
+
+    cast = jaxmem.autocast(spectrum, "bf16")
+    assert cast(x) == spectrum(x)
+    np.testing.assert_array_equal(jax.grad(cast)(x), jax.grad(spectrum)(x))
+
+
+@pytest.mark.parametrize("turns", [8, 1000])
+def test_small_steps_of_a_long_loop_are_not_lost(turns):
+    """A neural ODE that starts from a matmul's result: its steps are less than bfloat16 tells
+    apart. A loop over a few layers keeps the dtype that it starts in."""
+    w, x = arrays((16, 16), (8, 16))
+
+    def solved(w, x):
+        def turn(h, _):
+            return h + jnp.tanh(h @ w) / turns, None
+
+        return jax.lax.scan(turn, x @ w, None, turns)[0]
+
+    found = jaxmem.autocast(solved, "bf16")
+    (loop,) = [e for e in jax.make_jaxpr(found)(w, x).eqns if e.primitive.name == "scan"]
+    carried = loop.outvars[0].aval.dtype
+    assert carried == (jnp.float32 if turns > 256 else jnp.bfloat16)
+    np.testing.assert_allclose(found(w, x), solved(w, x), atol=0.1)

@@ -28,7 +28,9 @@ def autocast(
 
     ============  ==================================================================================
     ``compute``   matmuls and convolutions: operands and result in the ``compute`` dtype, each
-                  operand cast where it is used, products summed in float32 inside the operation
+                  operand cast where it is used, products summed in float32 inside the operation.
+                  Not what sums nothing (an outer product), which is a product like any other, nor
+                  what asks for `jax.lax.Precision.HIGHEST`, which is float32
     ``float32``   exp, log, pow, squares, roots, sums (of segments too), products and cumulative
                   sums, and with them softmax, norms, variances and losses
     ``follow``    the rest of arithmetic, comparisons, selections and layout: the widest of its
@@ -49,7 +51,8 @@ def autocast(
     low-precision copy of it lives in between. The bodies of scan, while, cond, `jax.checkpoint` and
     of functions with custom derivatives are cast too; those of `jax.shard_map` and of Pallas
     kernels are not. A loop's carry keeps the dtype it starts in unless the body widens it, but a
-    sum is float32: a carry that each round only adds to, scales, moves or selects from. Works on a
+    sum is float32: a carry that each round only adds to, scales, moves or selects from. So is what
+    a loop carries for 256 rounds or more, or for nobody knows how many (`while_loop`). Works on a
     gradient function as on what it is the gradient of, and under `jit`, `grad`, `vmap` and `scan`.
 
     Args:

@@ -11,6 +11,7 @@ from jaxmem.levers.precision.calls import CALLS
 from jaxmem.levers.precision.dtypes import among, cast_to, dtype_of, is_floating, is_scalar_shape
 from jaxmem.levers.precision.flags import Flags
 from jaxmem.levers.precision.rules import SEPARATE
+from jaxmem.program import precision_of
 
 
 class Caster:
@@ -57,14 +58,16 @@ class Caster:
         if name == "convert_element_type" and step.equation.params["new_dtype"] != np.float32:
             return "any"
         rule = self.rules.get(name, "traced")
-        if rule == "compute" and _sums_nothing(step):
-            return "follow"
-        return rule
+        if rule != "compute":
+            return rule
+        if _is_exact(step):
+            return "float32"
+        return "follow" if _sums_nothing(step) else rule
 
     def _operation(self, step, operands, flags, wide: bool, exact: dict[int, Any]) -> list[Any]:
         rule = self._rule(step)
         traced = [dtype_of(variable.aval) for variable in step.equation.invars]
-        floats = {dtype for dtype in traced if is_floating(dtype)}
+        floats = {dtype for dtype in traced if jax.numpy.issubdtype(dtype, np.inexact)}
         if rule == "any":
             return jaxprs.evaluate(step, operands)
         if floats != {np.dtype(np.float32)}:
@@ -150,6 +153,15 @@ class Caster:
 
 def _sums_nothing(step: jaxprs.Step) -> bool:
     """Whether a matmul is a product of each with each, such as the angles of rotary embeddings: no
-    faster in the shorter dtype, in which positions above 256 are no more told apart."""
-    dimensions = step.equation.params.get("dimension_numbers")
-    return step.primitive == "dot_general" and not dimensions[0][0]
+    faster in the shorter dtype, in which positions above 256 are no more told apart. One that sums
+    along an axis of one element is one too."""
+    if step.primitive != "dot_general":
+        return False
+    ((axes, _), _), left = step.equation.params["dimension_numbers"], step.equation.invars[0].aval
+    return all(left.shape[axis] == 1 for axis in axes)
+
+
+def _is_exact(step: jaxprs.Step) -> bool:
+    """Whether its author asks for exact products, here and not everywhere."""
+    everywhere = jax.config.jax_default_matmul_precision in ("highest", "float32")
+    return not everywhere and precision_of(step.equation.params) == "highest"

@@ -17,13 +17,20 @@ def body_shapes(body: Callable, carry: list[Any], slices: Sequence[Any]) -> list
     return jax.eval_shape(lambda *args: body(*args)[0], carry, slices)
 
 
+# Rounds after which what is added to a carry in 16 bits may all have been lost: bfloat16 tells 256
+# numbers apart between one power of two and the next. No network has as many layers.
+_LONG = 256
+
+
 def _with_wide_sums(loop: jaxprs.Loop, first: list[Any]) -> list[Any]:
-    """A loop's first carry, its sums in float32 where the program has them so."""
+    """A loop's first carry, its sums in float32 where the program has them so; of a long loop, or
+    of one whose rounds are not known, all that it carries."""
     consts = loop.body_consts.stop - loop.body_consts.start
     traced = [dtype_of(aval) for aval in loop.body.avals[consts : consts + len(first)]]
     if all(dtype_of(x) == dtype for x, dtype in zip(first, traced, strict=True)):
         return first
-    sums = summed_carries(loop, len(first))
+    long = loop.condition is not None or loop.options["length"] >= _LONG
+    sums = [True] * len(first) if long else summed_carries(loop, len(first))
     return [
         cast_to(x, dtype) if is_sum and dtype == np.float32 else x
         for x, dtype, is_sum in zip(first, traced, sums, strict=True)
