@@ -767,3 +767,29 @@ def test_a_function_without_aux(returned, said):
         f"jaxmem.plan(..., has_aux=True) takes a function that returns (loss, aux), and {said} "
         "Return a pair, or leave has_aux out."
     )
+
+
+def test_numbers_of_compilations_and_points_are_checked():
+    for count in (-1, 1.5, True):
+        with pytest.raises(jaxmem.JaxmemError, match=rf"0 or more; got {re.escape(repr(count))}\."):
+            jaxmem.plan(tanh_chain, *SHAPES, compilations=count)
+    with pytest.raises(jaxmem.JaxmemError, match=r"takes points=, an int of 2 or more; got 0\."):
+        jaxmem.pareto(tanh_chain, *SHAPES, points=0)
+    found = jaxmem.plan(tanh_chain, *SHAPES)
+    with pytest.raises(jaxmem.JaxmemError, match=r"as_policy takes compilations=, an int of 0 or"):
+        found.as_policy(compilations=-1)
+
+
+def test_integers_have_no_derivatives():
+    def loss(tokens, table):
+        return jnp.sum(table[tokens] ** 2)
+
+    args = jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((10, 4), jnp.float32)
+    with pytest.raises(jaxmem.PlanError, match=r"names arguments that have no derivatives \(int32"):
+        jaxmem.plan(loss, *args)
+    assert jaxmem.plan(loss, *args, argnums=1).fingerprint
+
+
+def test_a_plan_says_what_its_compiled_bytes_need():
+    plan = jaxmem.plan(tanh_chain, *SHAPES, budget=14 * ACTIVATION, target="h200", compilations=1)
+    assert plan.compiler_options and " for h200 with plan.compiler_options: " in str(plan)

@@ -12,8 +12,8 @@ from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.table import Candidate, Fitting
 from jaxmem.fitting.verdicts import GAIN, Verdicts, key_of
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.checks import is_count
-from jaxmem.ground.errors import CompileError, JaxmemError
+from jaxmem.ground.checks import check_count
+from jaxmem.ground.errors import CompileError
 from jaxmem.ground.progress import tell
 from jaxmem.rematerialization import NEARLY, Begun, Outcome, Plan, Search as CompiledSearch, waits
 from jaxmem.reports import Compiling, MemoryReport, begin
@@ -54,10 +54,7 @@ class Search:
             BudgetError: nothing that was compiled fits.
             CompileError: XLA generates no code for what fits.
         """
-        if not is_count(compilations):
-            raise JaxmemError(
-                f"jaxmem.fit takes compilations=, an int of 1 or more; got {compilations!r}."
-            )
+        check_count("jaxmem.fit", "compilations", compilations)
         self.compiled = CompiledSearch(self.problem.budget, compilations, _OVER)
         refused: CompileError | None = None
         while True:

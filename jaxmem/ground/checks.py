@@ -90,6 +90,12 @@ def is_count(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def check_count(name: str, argument: str, value: Any, least: int = 1) -> None:
+    """Raises `JaxmemError` if the argument of ``name`` is no int of so many or more."""
+    if not is_count(value, least):
+        raise JaxmemError(f"{name} takes {argument}=, an int of {least} or more; got {value!r}.")
+
+
 def check_optimizer(optimizer: Any, name: str) -> optax.GradientTransformationExtraArgs:
     """The argument of ``name`` as an optax transformation whose update takes further arguments.
     Those that are in its signature are given to it, whatever its type says (`optax.MultiSteps` is

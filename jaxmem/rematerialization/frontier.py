@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxmem.ground.bytes import format_bytes, parse_budget
-from jaxmem.ground.checks import check_call
+from jaxmem.ground.checks import check_call, check_count
 from jaxmem.ground.words import counted
 from jaxmem.planning import Layout, one_liners
 from jaxmem.rematerialization.constraints import Constraints
@@ -217,6 +217,7 @@ def pareto(
     """
     check_function(fun, "jaxmem.pareto")
     check_call(fun, args, kwargs, "jaxmem.pareto")
+    check_count("jaxmem.pareto", "points", points, 2)
     constraints = Constraints.parse(None, reserved, target, planner, regions=regions)
     traced = TracedFunction(fun, args, kwargs, argnums, open_regions=regions == "open")
     traced.check_loss("jaxmem.pareto", scalar=False)

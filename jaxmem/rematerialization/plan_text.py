@@ -69,7 +69,8 @@ def plan_parts(plan: Any) -> Iterator[Part]:
         if plan.compiled.flops is not None and plan.compiled.moved is not None:
             work = f": {plan.compiled.flops / 1e9:.4g} GFLOP, moves "
             work += format_bytes(plan.compiled.moved)
-        yield f"  compiled  {format_bytes(plan.compiled.bytes)} for {plan.target}{work}"
+        by = " with plan.compiler_options" if plan.compiler_options else ""
+        yield f"  compiled  {format_bytes(plan.compiled.bytes)} for {plan.target}{by}{work}"
     if plan.compiled and plan.compiled.options:
         options = ", ".join(f"{name}={value}" for name, value in plan.compiled.options)
         yield f"  with {options}, as XLA refuses it without; plan.compiler_options has it"

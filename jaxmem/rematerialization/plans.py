@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem.ground.checks import check_call
+from jaxmem.ground.checks import check_call, check_count
 from jaxmem.ground.errors import BudgetError
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
@@ -81,6 +81,7 @@ def plan(
     """
     check_function(fun, "jaxmem.plan")
     check_call(fun, args, kwargs, "jaxmem.plan")
+    check_count("jaxmem.plan", "compilations", compilations, 0)
     constraints = Constraints.parse(budget, reserved, target, planner, offload, regions)
     traced = TracedFunction(fun, args, kwargs, argnums, has_aux, regions == "open")
     traced.check_loss("jaxmem.plan", scalar=target is not None and compilations > 0)

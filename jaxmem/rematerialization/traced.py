@@ -116,8 +116,15 @@ class TracedFunction:
         )
 
     def check_loss(self, name: str, scalar: bool) -> None:
-        """Raises `PlanError` if nothing that the function returns can be differentiated, or if it
-        is to be a loss and is no floating-point scalar."""
+        """Raises `PlanError` if nothing that the function takes or returns can be differentiated,
+        or if it is to be a loss and is no floating-point scalar."""
+        given = [self.flat.avals[at].dtype for at in sorted(self._differentiated)]
+        if given and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in given):
+            found = ", ".join(map(str, given[:4]))
+            raise PlanError(
+                f"{name} plans what a backward pass keeps, and argnums= names arguments that have "
+                f"no derivatives ({found}). Name those that gradients are taken by."
+            )
         outputs = jax.tree.unflatten(self.flat.out_tree, map(self.flat.aval, self.flat.outputs))
         outputs = self.value(outputs)
         if self.has_aux:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import check_call
+from jaxmem.ground.checks import check_call, check_count
 from jaxmem.ground.errors import PlanError
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.policy import NamedPolicy
@@ -43,6 +43,7 @@ def policy_of(
     fun, args, kwargs, how = call
     check_function(fun, "Plan.as_policy")
     check_call(fun, args, kwargs, "Plan.as_policy")
+    check_count("Plan.as_policy", "compilations", limits["compilations"], 0)
     traced = TracedFunction(fun, args, kwargs, how["argnums"], how["has_aux"])
     if plan.keeps_regions:
         whole = TracedFunction(fun, args, kwargs, how["argnums"], how["has_aux"], False)
