@@ -54,8 +54,8 @@ class Kernel:
         over: what it, or its derivative, does not write over.
         dear: whether it is a kernel for no other reason than that its result is dear to compute
             again: cotangents pass through it.
-        in_turn: whether it multiplies two values in memory as they are, and the one gradient may be
-            made before the other.
+        in_turn: whether it is a matmul of two values in memory as they are, of whose gradients the
+            one may be made before the other. (Those of convolutions are made side by side: a U-Net.)
     """
 
     operations: tuple[int, ...]

@@ -155,7 +155,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 over=Over(shifted, turned, rows, normalised),
                 dear=dear.issuperset(results),
                 in_turn=len(sources) == 2
-                and operation.name in CONTRACTIONS
+                and operation.name == "dot_general"
                 and not operation.fused
                 and all(is_view(program.operations[number]) for number in ordered[:-1]),
             )
