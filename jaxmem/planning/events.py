@@ -48,10 +48,13 @@ def alive(
         if instance not in kept:
             ends[index].append(instance)
     seen, total = set(live), []
+    runs: dict[int, int] = {}  # in which what is recomputed was made
     now = peak = sum(sizes[instance] for instance in live)
     at = 0
     for index, event in enumerate(events):
         before = now
+        if not event.backward:
+            runs.update(dict.fromkeys(event.makes, event.run))
         for instance in (*event.makes, *event.uses):
             if instance not in seen:
                 seen.add(instance)
@@ -59,7 +62,8 @@ def alive(
         freed = sum(sizes[instance] for instance in ends[index])
         kernel = kernels[event.kernel]
         if kernel.fused:
-            live_now = max(before, now - _over(event, sizes, ends[index]))
+            dies = [one for one in ends[index] if runs.get(one, event.run) == event.run]
+            live_now = max(before, now - _over(event, sizes, dies))
         elif event.backward and kernel.in_turn and in_turn and len(event.makes) == 2:
             live_now = before + _in_turn(event, sizes, ends[index])
         else:
@@ -81,17 +85,17 @@ def _in_turn(event: Event, sizes: list[int], ends: Sequence[int]) -> int:
     return min(right_first, max(of_left, of_left - right + of_right))
 
 
-def _over(event: Event, sizes: list[int], ends: Sequence[int]) -> int:
-    """Bytes that an elementwise kernel writes over what dies there: each result over an operand of
-    as many bytes, in the same order."""
+def _over(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
+    """Bytes that an elementwise kernel writes over what dies there, and comes from behind no
+    barrier: each result over an operand of as many bytes, in the same order."""
     if event.apart:
         return 0
     if len(event.makes) == 1:
         size = sizes[event.makes[0]]
-        return size if any(sizes[one] == size and one not in event.turned for one in ends) else 0
+        return size if any(sizes[one] == size and one not in event.turned for one in dies) else 0
     made = collections.Counter(sizes[one] for one in event.makes)
-    dies = collections.Counter(sizes[one] for one in ends if one not in event.turned)
-    return sum(size * min(count, dies[size]) for size, count in made.items())
+    there = collections.Counter(sizes[one] for one in dies if one not in event.turned)
+    return sum(size * min(count, there[size]) for size, count in made.items())
 
 
 def _lend(

@@ -162,7 +162,7 @@ class _Layout:
         self.kernels = program.kernels
         self.events: list[Event] = []
         self.ran: Sequence[Event] = ()  # as XLA runs them
-        self.run = 0
+        self.run = self.runs = 0  # the run of a region that events are of, and how many there are
         self.first = 0  # the number of the first event after the forward pass
         self.passes: list[tuple[Region, list[Event]]] = []
         self.sizes: list[int] = []
@@ -227,11 +227,12 @@ class _Layout:
                 self.derive(piece, live, cotangents)
             else:
                 pieces = _pieces(piece.regions, piece.start, piece.stop)
-                start = len(self.events)
-                self.run += 1
+                start, outer = len(self.events), self.run
+                self.run = self.runs = self.runs + 1
                 inner = self.forward(pieces, live.copy(), *given)
                 self.passes.append((piece, self.events[start:]))
                 self.backward(inner, cotangents)
+                self.run = outer
 
     def derive(self, number: int, reads: list[int], cotangents: dict[int, list[int]]) -> None:
         kernel = self.kernels[number]
@@ -291,7 +292,9 @@ class _Layout:
         if kernel.over.turned:
             pairs = zip(kernel.reads, reads, strict=True)
             turned = [instance for value, instance in pairs if value in kernel.over.turned]
-        self.events.append(Event(number, uses, fresh, True, inside, in_rows, completed, turned))
+        self.events.append(
+            Event(number, uses, fresh, True, inside, in_rows, completed, turned, self.run)
+        )
 
     def read_whole(self) -> set[int]:
         """The instances that XLA does not read by the element, in a kernel that it fuses."""

@@ -55,7 +55,7 @@ class Kernel:
         dear: whether it is a kernel for no other reason than that its result is dear to compute
             again: cotangents pass through it.
         in_turn: whether it is a matmul of two values in memory as they are, of whose gradients the
-            one may be made before the other. (Those of convolutions are made side by side: a U-Net.)
+            one may be made first. (Those of convolutions are made side by side: a U-Net.)
     """
 
     operations: tuple[int, ...]
