@@ -104,6 +104,7 @@ def simulate_block(
         if last_used[value] > stop and made_by[value] and program.active[value]
     }
     live = [*given.values(), *(i for instances in cotangents.values() for i in instances)]
+    layout.run = layout.runs = int(recomputes)
     tape = layout.forward(_pieces(regions, start, stop), made, given)
     layout.first = 0 if recomputes else len(layout.events)
     layout.backward(tape, cotangents)
