@@ -79,7 +79,7 @@ def test_a_function_between_matmuls_is_made_with_its_derivative(name, in_a_loop)
     layer, *args = network(NETWORKS[name])
     fun = functools.partial(loss, jax.checkpoint(layer), in_a_loop)
     plan = jaxmem.plan(fun, *args, budget="60GiB", target="h100", regions="keep", compilations=1)
-    assert abs(off(plan)) < 0.05
+    assert abs(off(plan)) < 0.06
 
 
 ATTENTION = {
