@@ -40,7 +40,7 @@ figures: $(VENV)/.ready  ## fills the figures of README and docs in from benchma
 
 # Tests that take about a minute together and need the wheel, its dependencies and pytest alone: not
 # the repository, matplotlib, hypothesis or the packages of the examples. All but one of planning,
-# which times it.
+# which counts calls of a large program.
 QUICK := accumulation bytes chain dots loss_scale offloading planning precision
 
 wheel: $(VENV)/.ready  ## builds a wheel, installs it into an empty environment, runs the quick tests there

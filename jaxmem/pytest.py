@@ -11,7 +11,7 @@ from typing import Any
 
 import filelock
 
-from jaxmem.ground.bytes import device_budget, format_beside, format_bytes
+from jaxmem.ground.bytes import device_budget, format_against, format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports import MemoryReport, diff, memory, summary
 from jaxmem.reports.drawn.report_text import report_parts
@@ -89,7 +89,7 @@ def _compare(report: MemoryReport, path: pathlib.Path, name: str, tolerance: flo
     if report.device <= before * (1 + tolerance):
         return
     found = diff(known[name], report)
-    grew = f"{format_bytes(before)} -> {format_beside(report.device, before)}"
+    grew = f"{format_bytes(before)} -> {format_against(report.device, before)}"
     share = (report.device - before) / max(before, 1)
     raise AssertionError(
         f"grew by {share:.1%}: {grew} (allowed: {tolerance:.1%})\n{found}\n"

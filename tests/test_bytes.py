@@ -3,7 +3,7 @@ import pytest
 
 import jaxmem
 from jaxmem import BudgetError, JaxmemWarning, Largest, format_bytes
-from jaxmem.ground.bytes import device_budget, format_beside, parse_budget
+from jaxmem.ground.bytes import device_budget, format_against, parse_budget
 from jaxmem.reports.drawn.verdict import short_verdict, verdict
 
 MIB = 2**20
@@ -98,7 +98,7 @@ def test_bytes_print_in_binary_units(count, text):
     ],
 )
 def test_more_bytes_than_allowed_never_read_like_those_allowed(count, allowed, text):
-    assert format_beside(count, allowed) == text
+    assert format_against(count, allowed) == text
 
 
 def a_byte_too_large(device, budget):

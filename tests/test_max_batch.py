@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import jaxmem
 from jaxmem import cli
 from jaxmem.fitting import capacity
-from jaxmem.ground.bytes import format_beside
+from jaxmem.ground.bytes import format_against
 
 MIB = 2**20
 STEP = jaxmem.train_step(
@@ -43,7 +43,7 @@ def test_the_answer_fits_and_the_next_one_does_not(caplog):
     text = str(answer)
     assert text.startswith(f"largest batch: {answer.size} (a multiple of 8) on h200: NVIDIA H200")
     assert answer.reason.startswith(f"{answer.too_large}, the next ")
-    takes = format_beside(answer.compiled[answer.too_large], 64 * MIB)
+    takes = format_against(answer.compiled[answer.too_large], 64 * MIB)
     assert answer.reason.endswith(f" takes {takes}, more than the budget of 64.00 MiB.")
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(answer.compiled)

@@ -520,3 +520,21 @@ def test_what_a_loss_changes_in_its_batch_nobody_else_reads(loss, weight):
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-12)
     np.testing.assert_allclose(found[1], wanted[1], rtol=1e-12, atol=1e-15)
     assert sorted(batch) == ["mask", "x"] and batch["x"].shape == (6, 4, 8)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("total", [jnp.mean, jnp.sum])
+def test_our_own_cross_entropy_keeps_rows_apart(total):
+    """In blocks of rows, which are others for a slice. It is known by its file, which had moved."""
+
+    def loss(params, batch):
+        hidden = jnp.tanh(batch["x"] @ params["w"])
+        losses = jaxmem.ops.softmax_cross_entropy(hidden, params["u"], batch["y"], block=(2, 64))
+        return total(losses)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"w": jax.random.normal(keys[0], (8, 16)), "u": jax.random.normal(keys[1], (16, 256))}
+    batch = {"x": jax.random.normal(keys[2], (8, 8)), "y": jnp.arange(8)}
+    found = jaxmem.microbatch(loss, 4)(params, batch)
+    expected = jax.value_and_grad(loss)(params, batch)
+    chex.assert_trees_all_close(found[:2], expected, rtol=1e-5)

@@ -210,7 +210,7 @@ def constants() -> list[Constant]:
         *of("program.repeats", "_DEAR", "_DEAR_BEFORE_MATMULS", "_WORTH"),
         *of("program.derivatives.picking", "_ROW"),
         *of("planning.blocks", "_BLOCKS", programs=(LONG,)),
-        *of("planning.beside", "_SMALL"),
+        *of("planning.derivative_fusion", "_SMALL"),
         *of("planning.events", "_LENT"),
         *of("planning.blocks", "_TINY"),
         *of("planning.blocks", "_SHARES", most=1.0),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.ground.bar import Bar
-from jaxmem.ground.bytes import device_budget, format_beside, format_bytes
+from jaxmem.ground.bytes import device_budget, format_against, format_bytes
 from jaxmem.ground.checks import check_callable, is_count
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.progress import counting, tell
@@ -66,7 +66,7 @@ class Largest:
             argument_bytes = format_bytes(self.report.argument)
             return (
                 f"Nothing fits: a {self.what} of {self.multiple} takes "
-                f"{format_beside(self.report.device, self.budget)}, more than {allowed}, of which "
+                f"{format_against(self.report.device, self.budget)}, more than {allowed}, of which "
                 f"{argument_bytes} are arguments{_holders(self.report)}. jaxmem.fit searches what "
                 "makes it fit."
             )
@@ -75,12 +75,12 @@ class Largest:
         if self.too_large is None:
             return f"No larger {self.what} was compiled; there may be one within {allowed}."
         next_one = "the next multiple" if self.exact else "the next one compiled"
-        takes = format_beside(self.compiled[self.too_large], self.budget)
+        takes = format_against(self.compiled[self.too_large], self.budget)
         return f"{self.too_large}, {next_one}, takes {takes}, more than {allowed}."
 
     def __str__(self):
         share = self.report.device / self.budget
-        takes = {size: format_beside(count, self.budget) for size, count in self.compiled.items()}
+        takes = {size: format_against(count, self.budget) for size, count in self.compiled.items()}
         width = max(14, *(len(text) + 2 for text in takes.values()))
         lines = [
             f"largest {self.what}: {self.size} (a multiple of {self.multiple}) on "
@@ -90,7 +90,7 @@ class Largest:
         for size, count in self.compiled.items():
             lines.append(f"{size:>10}{takes[size]:>{width}}{count / self.budget:>12.1%}")
         lines.append(self.reason)
-        if self.size and share < 0.9 and self.exact:
+        if self.size and share < 0.9 and self.exact:  # chosen: most end above that
             lines.append("XLA's bytes jump between the two: it lays out the larger one otherwise.")
         return "\n".join(lines)
 
@@ -271,7 +271,7 @@ class _Search:
         bar.finish()
         tell(
             f"jaxmem: compiled {self.what} {number} for {self.target.name}, {len(self.reports)} of "
-            f"at most {most}: {format_beside(report.device, self.budget)}, {verdict}"
+            f"at most {most}: {format_against(report.device, self.budget)}, {verdict}"
         )
 
     def next(self) -> int | None:

@@ -14,7 +14,7 @@ from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.search import Search
 from jaxmem.fitting.table import Fitting, time_error
 from jaxmem.fitting.verdicts import permissions
-from jaxmem.ground.bytes import format_beside, format_bytes
+from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.checks import is_count
 from jaxmem.ground.errors import BudgetError, CompileError, JaxmemError
 from jaxmem.ground.progress import tell
@@ -92,7 +92,7 @@ class DevicesNeeded(Printed):
             [
                 (
                     str(one.devices),
-                    format_beside(one.bytes, self.fitting.budget)
+                    format_against(one.bytes, self.fitting.budget)
                     + ("" if one.compiled else " projected"),
                     "" if one.seconds is None else f"{one.seconds * 1e3:.4g}",
                     one.said,
@@ -220,7 +220,7 @@ def _too_small(tried: list[Tried], problem: Problem) -> BudgetError:
     lines = [
         f"The step fits the budget of {format_bytes(problem.budget)} on no number of devices of "
         f"{problem.target.name} that divides the batch and was tried ({counts}). The fewest bytes "
-        f"of each device were {format_beside(least.bytes, problem.budget)} ({least.bytes} bytes "
+        f"of each device were {format_against(least.bytes, problem.budget)} ({least.bytes} bytes "
         f"{word}), on {counted(least.devices, 'device')}.",
         *permissions(problem),
         "Or raise the budget or most=, or take a batch that more devices divide.",

@@ -238,8 +238,8 @@ class Search:
 
     def ratio(self, levers: Levers) -> float:
         """Compiled bytes over projected ones, as they are expected of some levers."""
-        # What was not compiled borrows the last one, rounded up: fewer plans are made so. The only
-        # one to be compiled has no other to learn from.
+        # What was not compiled borrows the last one, rounded up to 2 %: fewer plans are made so.
+        # The only one to be compiled has no other to learn from.
         ratios = self.compiled.ratios
         alike = [ratio for place, ratio in ratios.items() if place.stage == levers.stage]
         last = _FIRST_ERROR if self.compiled.compilations == 1 else 1.0

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from jaxmem.fitting.levers import AS_IT_IS, Levers
-from jaxmem.ground.bytes import format_beside, format_bytes
+from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.rematerialization import Plan, Written, checked
 from jaxmem.reports import MemoryReport
 from jaxmem.reports.drawn.grouping import grouped
@@ -17,7 +17,7 @@ from jaxmem.reports.drawn.verdict import short_verdict
 from jaxmem.targets import LocalDevice, Target
 
 _NUMBER = re.compile(r"[\d.]+")
-_NAMED = 3  # steps in a sentence
+_NAMED = 3  # steps in a sentence, which has no room for more
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Fitting(Printed):
             one = alike[0]
             name, least = one.name, "" if one.plan else "at least "
             projected = "" if one.projected is None else f"{least}{format_bytes(one.projected)}"
-            compiled = "" if one.compiled is None else format_beside(one.compiled, self.budget)
+            compiled = "" if one.compiled is None else format_against(one.compiled, self.budget)
             if len(alike) > 1:
                 name = f"{name} (and {len(alike) - 1} more)"
             rows.append(

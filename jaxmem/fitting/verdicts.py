@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxmem.fitting.levers import allowed
 from jaxmem.fitting.table import Candidate, Fitting, holders
-from jaxmem.ground.bytes import format_beside, format_bytes
+from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Verdicts:
         if fitting.report is not None:
             key = min(search.reports, key=lambda key: search.reports[key].device)
             lowest = fitting.report.device
-            takes = format_beside(lowest, self.problem.budget)
+            takes = format_against(lowest, self.problem.budget)
             lines.append(
                 f"The lowest compiled is {takes} ({lowest} bytes: "
                 f"{search.found[key].levers}; recompute {search.found[key].remat}), held by "

@@ -89,7 +89,7 @@ def device_budget(budget: int | str, usable: int | None = None, name: str = "") 
         )
     if usable and allowed > usable:
         warnings.warn(
-            f"The budget {budget!r} is {format_beside(allowed, usable)}, and {name} has "
+            f"The budget {budget!r} is {format_against(allowed, usable)}, and {name} has "
             f"{format_bytes(usable)} that a step can use: {format_bytes(usable)} count.",
             JaxmemWarning,
             stacklevel=3,
@@ -117,13 +117,13 @@ def format_bytes(count: int) -> str:
     return f"{sign}{value:.2f} {unit}"
 
 
-def format_beside(count: int, allowed: int) -> str:
+def format_against(count: int, allowed: int) -> str:
     """Text of a number of bytes beside that of those allowed: where both would read alike and there
     are more, by how many.
 
-    >>> format_beside(80 * 2**20 + 120, 80 * 2**20)
+    >>> format_against(80 * 2**20 + 120, 80 * 2**20)
     '80.00 MiB + 120 B'
-    >>> format_beside(81 * 2**20, 80 * 2**20)
+    >>> format_against(81 * 2**20, 80 * 2**20)
     '81.00 MiB'
     """
     text = format_bytes(count)

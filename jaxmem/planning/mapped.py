@@ -21,7 +21,7 @@ class MappedOption(LoopOption):
     def with_room(self, room: int) -> LoopOption | None:
         """The plan for the lowest price that takes at most so many bytes."""
         assert self.plans is not None
-        return self.plans.within(int(room))
+        return self.plans.cheapest_option(int(room))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MappedPlans:
     planner: Planner | None
     more: int
 
-    def within(self, room: int) -> LoopOption | None:
+    def cheapest_option(self, room: int) -> LoopOption | None:
         """The plan for the lowest price that takes at most so many bytes."""
         found = self.planner and self.planner.cheapest_within(room - self.more)
         return self.option(found) if found else None

@@ -22,11 +22,13 @@ from jaxmem.program import Program
 
 _Name = TypeVar("_Name")
 
-MOST = 20  # names whose sets are all counted: a million sets, some seconds
+MOST = 20  # names whose sets are all counted: a million sets, some seconds. Chosen
 # Of the time of a loop: how much of it copies to and from the host may run beside, as in `loops`.
 _OVERLAP = 0.5
-_GOALS = 64  # budgets at which a front with host memory is known
-_EQUAL = 1e-9  # seconds; sets this near in price are one, and the fewer bytes decide
+_GOALS = 64  # budgets at which a front with host memory is known. Chosen
+# Seconds: sets this near in price are one, and the fewer bytes decide. Chosen, a thousandth of the
+# time that a kernel takes to start.
+_EQUAL = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

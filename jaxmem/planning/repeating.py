@@ -124,7 +124,7 @@ def _longest(signature: np.ndarray, price: np.ndarray, least: float) -> tuple[in
         for start, stop in zip(starts[long], stops[long], strict=True):
             times = (stop - start) // period + 1
             covered = price[start + times * period] - price[start]
-            # A shorter period that covers as much is the block.
+            # A shorter period that covers as much (to 2 %, chosen) is the block.
             if covered > 1.02 * best and covered >= least * times:
                 best, found = covered, (int(start), period, int(times))
     return found

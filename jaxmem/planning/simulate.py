@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Container, Mapping, Sequence, Set
 
-from jaxmem.planning.beside import beside
+from jaxmem.planning.derivative_fusion import fused
 from jaxmem.planning.events import Event, alive
 from jaxmem.planning.regions import Region, saved_by
 from jaxmem.program import Program
@@ -108,7 +108,7 @@ def simulate_block(
     tape = layout.forward(_pieces(regions, start, stop), made, given)
     layout.first = 0 if recomputes else len(layout.events)
     layout.backward(tape, cotangents)
-    if looped and program.rules.beside_derivatives:
+    if looped and program.rules.fuses_derivatives:
         whole, parted = layout.read_whole(), saved_by(regions)  # by barriers
         for value, instance in given.items():
             if value not in parted and instance not in whole:
@@ -326,14 +326,14 @@ class _Layout:
         self.events = events
         runs = collections.Counter(event.kernel for event in events if not event.backward)
         live = [instance for instance in live if instance in needed]
-        merges = self.program.rules.beside_derivatives
-        around = kept, live, results or {}, merges
+        merges = self.program.rules.fuses_derivatives
+        ends = kept, live, results or {}, merges
         self.ran = events
-        self.alive, peak, at = alive(self.kernels, events, self.sizes, *around)
-        order = beside(self.program, events, self.sizes, first, at) if merges else None
+        self.alive, peak, at = alive(self.kernels, events, self.sizes, *ends)
+        order = fused(self.program, events, self.sizes, first, at) if merges else None
         if order:
             self.ran, sizes = order
-            self.alive, peak, at = alive(self.kernels, self.ran, sizes, *around)
+            self.alive, peak, at = alive(self.kernels, self.ran, sizes, *ends)
         return Cost(peak, self.ran[at].kernel if events else 0, runs)
 
 

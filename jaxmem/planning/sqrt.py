@@ -44,7 +44,7 @@ class Sqrt:
             layout = self.variant.layout(self.chain.regions(ends))
             if layout.peak <= budget:
                 return layout
-            limit *= 0.99 * budget / layout.peak
+            limit *= 0.99 * budget / layout.peak  # chosen: a little less than would do
         least = self.smallest()  # the chain's bytes are not the layout's: it may fit all the same
         return least if least.peak <= budget else None
 

@@ -9,7 +9,7 @@ from jaxmem.jaxprs.joint import merged
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.program.costs import flops, is_of_vectors
 
-_INPUT = -1
+_INPUT = -1  # in the place of the node that makes a value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class Repeats:
         fuses = self.program.rules.fuses_elements
         if fuses and self._before_matmuls[result] and not self.is_normalised[result]:
             moves = _DEAR_BEFORE_MATMULS
-        dear = self._cycles_beside(result, moves)
+        dear = self._hidden_cycles(result, moves)
         cycles: dict[int, int] = {}
         shortcuts = []
         for value in fresh:
@@ -82,7 +82,7 @@ class Repeats:
                 yield value  # each of its elements would be computed for several
                 continue
             cycles |= self.made_of[value]
-            worth = self._takes(value) > self._cycles_beside(value, _WORTH)
+            worth = self._takes(value) > self._hidden_cycles(value, _WORTH)
             shortcut = value if worth and self._may_be_kept(value) else self.shortcut[value]
             if shortcut is not None:
                 shortcuts.append(shortcut)
@@ -118,7 +118,7 @@ class Repeats:
             names = [name for name in names if name not in _IN_BFLOAT16]
         return sum(self._dear.get(name, 0) for name in names)
 
-    def _cycles_beside(self, value: int, moves: int) -> float:
+    def _hidden_cycles(self, value: int, moves: int) -> float:
         """Cycles of an element in the time that it takes to start a kernel that moves so many such
         arrays."""
         itemsize, size = _BYTES.get(dtype_of(self.program, value), 4), self.program.sizes[value]

@@ -115,11 +115,11 @@ def _where(program: Program, kernel: int) -> str:
 
 
 def choices_of(program: Program, rates: Rates, layout: Layout):
-    yield from _within(program, rates, layout.regions, layout.runs, "")
+    yield from _region_choices(program, rates, layout.regions, layout.runs, "")
     yield from _loop_choices(program, rates, layout.loops, "")
 
 
-def _within(program: Program, rates: Rates, regions: Sequence[Region], runs, times: str):
+def _region_choices(program: Program, rates: Rates, regions: Sequence[Region], runs, times: str):
     saved = saved_by(regions)
     wrapped = {k for region in regions for k in range(region.start, region.stop)}
     yield from _values(program, rates, saved, wrapped, runs, times, frozenset())
@@ -129,7 +129,7 @@ def _loop_choices(program: Program, rates: Rates, loops: Sequence[Loop], prefix:
     for loop, count, _ in _pieces(program, loops):
         body = program.body_of(loop.kernel)
         if loop.kernel in program.maps:
-            yield from _within(body, rates, loop.regions, simulate(body, loop.regions).runs, prefix)
+            yield from _region_choices(body, rates, loop.regions, simulate(body, loop.regions).runs, prefix)
             yield from _loop_choices(body, rates, loop.loops, prefix)
             continue
         saved = {*loop.saved, *loop.offloaded}

@@ -122,7 +122,7 @@ class CompiledPlans(PlanCompiler):
                 # Another plan may well compile to less of what is projected than this one.
                 goal = max(corrected, fits * _MORE)
             if not fits < goal < fails:
-                goal = (fits + fails) / 2 if fits else 0.97 * fails
+                goal = (fits + fails) / 2 if fits else 0.97 * fails  # chosen: a plan or two lower
 
     def corrected(self, layout: Layout, budget: int) -> float:
         """Projected bytes of which the budget is expected to be compiled, after a layout was. What

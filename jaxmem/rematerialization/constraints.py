@@ -3,7 +3,7 @@
 import copy
 
 from jaxmem.ground.budget import Budget
-from jaxmem.ground.bytes import format_beside, format_bytes
+from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
 from jaxmem.ground.garbage import uncollected
 from jaxmem.planning import (
@@ -149,7 +149,7 @@ class Constraints:
         if not found:
             return ""
         name = min(found, key=lambda name: found[name].peak)
-        takes = format_beside(total(found[name].peak), self.budget or 0)
+        takes = format_against(total(found[name].peak), self.budget or 0)
         return f" {name} takes {takes} (projected)."
 
     def too_small(self, program: Program, least: Layout, total: int, word: str) -> BudgetError:
@@ -157,7 +157,7 @@ class Constraints:
         return BudgetError(
             f"No {self.name} plan fits the budget of {format_bytes(self.budget or 0)} with "
             f"{format_bytes(self.reserved)} of it reserved; the lowest one that does is "
-            f"{format_beside(total, self.budget or 0)} ({total} bytes {word}, "
+            f"{format_against(total, self.budget or 0)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
             f"{lowest(self.as_run(program), least)}.{self._one_liner(program)} Raise the budget, "
             "shrink the batch, or accumulate gradients over microbatches.",

@@ -7,7 +7,7 @@ import jax
 
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
-from jaxmem.ground.bytes import format_beside, format_bytes
+from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.checks import name_of
 from jaxmem.ground.errors import BudgetError
 from jaxmem.ground.words import counted
@@ -110,7 +110,7 @@ def _chosen(program: Program, rates: Rates, budget: int | None, name: str) -> Lo
         raise BudgetError(
             f"No schedule of this scan ({counted(operation.length, 'iteration')} of {name}) fits "
             f"the budget of {format_bytes(budget)}; the lowest one that does is "
-            f"{format_beside(lowest, budget)} ({lowest} bytes projected), with one state kept. "
+            f"{format_against(lowest, budget)} ({lowest} bytes projected), with one state kept. "
             "Raise the budget, or make an iteration or its state smaller.",
             lowest,
         )
@@ -229,7 +229,7 @@ def _states(
         lowest = inside + 2 * state
         raise BudgetError(
             f"This while loop of {name} cannot be differentiated within {format_bytes(budget)}; "
-            f"the lowest budget that does is {format_beside(lowest, budget)} ({lowest} bytes "
+            f"the lowest budget that does is {format_against(lowest, budget)} ({lowest} bytes "
             "projected), with one state kept. Raise the budget, or make a step or its state "
             "smaller.",
             lowest,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_POINTS = 400  # at most
+_POINTS = 400  # at most; chosen: a page is no wider
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -31,11 +31,11 @@ class Rules:
             memory, element by element, is computed inside it and never in memory.
         fuses_elements: whether the same is so of matmuls alone, and of chains of operations that
             read one value and make no less (`jaxmem.program.operands`).
-        beside_derivatives: whether what is recomputed element by element is made by the kernel of
-            its derivative, over what that reads (`jaxmem.planning.beside`), what a loop has stacked
-            is read there, and of the two gradients of a matmul that one is made first which leaves
-            less. Measured for MLPs and attention on an H100 and an A100, where it is so, and on a
-            T4 and a v5e, where it is not.
+        fuses_derivatives: whether what is recomputed element by element is made by the kernel of
+            its derivative, over what that reads (`jaxmem.planning.derivative_fusion`), what a loop
+            has stacked is read there, and of the two gradients of a matmul that one is made first
+            which leaves less. Measured for MLPs and attention on an H100 and an A100, where it is
+            so, and on a T4 and a v5e, where it is not.
         writes_concatenations: whether these are in memory all the same.
         writes_gathered: whether what a gather takes elements of is in memory while it does, as
             logits in float32 are of which a loss takes those of the labels.
@@ -60,7 +60,7 @@ class Rules:
 
     fuses_operands: bool = False
     fuses_elements: bool = False
-    beside_derivatives: bool = False
+    fuses_derivatives: bool = False
     writes_concatenations: bool = False
     writes_gathered: bool = False
     fuses_gathers: bool = False

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxmem import jaxprs
-from jaxmem.ground.bytes import format_beside, format_bytes
+from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports import MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target, resolve
@@ -52,7 +52,7 @@ def _compiled(report: MemoryReport | None, budget: int) -> str:
     if report is None:
         return "not known: it could not be compiled again"
     host = f", {format_bytes(report.host)} on the host" if report.host else ""
-    size = format_beside(report.device, budget) if budget else format_bytes(report.device)
+    size = format_against(report.device, budget) if budget else format_bytes(report.device)
     return f"{size} for {report.target.name}{host}"
 
 

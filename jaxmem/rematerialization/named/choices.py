@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
-from jaxmem.ground.bytes import format_beside, format_bytes
+from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
 from jaxmem.ground.words import counted
 from jaxmem.planning import MOST, NamedChoice, Names, of_each, worth_most
@@ -91,7 +91,7 @@ class NamedChoices:
         return BudgetError(
             f"No policy over {counted(len(self.order), 'name')} fits the budget of "
             f"{format_bytes(budget)} with {reserved} of it reserved; the lowest one that does is "
-            f"{format_beside(total, budget)} ({total} bytes {word}), which saves {saved}. Raise "
+            f"{format_against(total, budget)} ({total} bytes {word}), which saves {saved}. Raise "
             "the budget, shrink the batch, or let jaxmem.remat place regions of its own.",
             total,
         )

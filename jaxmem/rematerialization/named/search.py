@@ -15,13 +15,17 @@ from jaxmem.rematerialization.search import Search
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import Target
 
-_BELOW = 0.96  # of the budget: what is compiled beside a choice, for where that does not fit
+# Of the budget: what is compiled beside a choice, for where that does not fit. Chosen, as the
+# alternative of plans.
+_BELOW = 0.96
 # Times the budget: what is expected there may fit yet, while little is known and later. Chosen: of
 # all sets of six names over six layers, each compiled, the best is found at six budgets.
 _ABOVE = (1.08, 1.08, 1.08, 1.03)
 _NEAR = 0.2  # of the bytes: projections so near to each other may be off alike. Chosen
-_WORTH = 0.01  # of a step's price: what one more compilation should be able to save
-_LESS = 1e-3  # of the price: by so much a policy of JAX's has to recompute less to be better
+_WORTH = 0.01  # of a step's price: what one more compilation should be able to save. Chosen
+# Of the price: by so much a policy of JAX's has to recompute less to be better. Chosen: prices of
+# equal sets differ by less.
+_LESS = 1e-3
 
 
 def named_policy(traced: TracedFunction, limits: Limits, fixed: Mapping[str, str]) -> NamedPolicy:

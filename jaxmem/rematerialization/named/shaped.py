@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
-from jaxmem.ground.bytes import format_beside, format_bytes
+from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
 from jaxmem.planning import Names, Place, worth_most
 from jaxmem.program import Kernel, Program, type_of
@@ -179,7 +179,7 @@ def _saved(place: Place, number: int, kind: Kind, line: str) -> Saved:
 def _too_small(budget: Budget, lowest: int) -> BudgetError:
     return BudgetError(
         f"No policy for these regions fits the budget of {format_bytes(budget.allowed or 0)}; the "
-        f"lowest one that does is {format_beside(lowest, budget.allowed or 0)} ({lowest} bytes "
+        f"lowest one that does is {format_against(lowest, budget.allowed or 0)} ({lowest} bytes "
         "projected). Raise the budget, or let jaxmem.remat place and nest regions.",
         lowest,
     )

@@ -1,6 +1,6 @@
 """The answer that stands first, on pages and in terminals: whether a step fits."""
 
-from jaxmem.ground.bytes import format_beside, format_bytes
+from jaxmem.ground.bytes import format_against, format_bytes
 
 
 def fits(device: int, budget: int | None, usable: int) -> bool | None:
@@ -30,7 +30,7 @@ def short_verdict(size: int, budget: int | None) -> str:
     if budget is None:
         return f"takes {format_bytes(size)}"
     fit = "fits" if size <= budget else "does not fit"
-    return f"{fit}: {format_beside(size, budget)} of {format_bytes(budget)}"
+    return f"{fit}: {format_against(size, budget)} of {format_bytes(budget)}"
 
 
 def share(part: float) -> str:

@@ -84,7 +84,7 @@ class CudaTarget(Target):
             RULES,
             widens=not ampere,
             fuses_elements=ampere,
-            beside_derivatives=ampere,
+            fuses_derivatives=ampere,
             blocks_of_rows=ampere,
             merges_reductions=not ampere,
             cycles=Cycles(

@@ -26,6 +26,7 @@ from jaxmem.levers.batch.independence.kinds import (
 from jaxmem.levers.batch.independence.layout import agreed
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.registry import inside
+from jaxmem.ops import losses
 
 if TYPE_CHECKING:
     from jaxmem.levers.batch.independence.walk import Walk
@@ -144,7 +145,7 @@ def _unlike(found: Kind, expected: Kind) -> str | None:
 def _trusted(operation: Operation) -> bool:
     """Whether it is our own loss, which keeps rows apart, in blocks that no walk sees through."""
     called = jaxprs.custom_function(operation.steps[0].equation)
-    return called.startswith("_statistics at ") and "jaxmem/ops/cross_entropy.py:" in called
+    return called.startswith(f"_statistics at {losses.__file__}:")
 
 
 def _by_rows(operation: Operation) -> list[Kind]:

@@ -1,4 +1,4 @@
-"""What XLA computes beside a derivative, and not before it.
+"""What XLA computes in the kernel of a derivative, and not before it.
 
 In a recomputation, what is made element by element need not be there before the derivative of its
 own kernel where nothing reads it on the way there: both read the same arrays, XLA computes both in
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from jaxmem.planning.events import Event
 from jaxmem.program import Program
 
-# Times smaller than the largest array of a program: next to nothing beside it. Chosen.
+# Times smaller than the largest array of a program: next to nothing. Chosen.
 _SMALL = 64
 
 
-def beside(
+def fused(
     program: Program, events: Sequence[Event], sizes: list[int], start: int, at: int
 ) -> tuple[Sequence[Event], list[int]] | None:
     """Events, of which those from ``start`` on recompute, as XLA runs them, and the sizes of
@@ -31,7 +31,7 @@ def beside(
         and sum(sizes[one] for one in events[number].makes) > large
         for number in derivatives
     ):
-        found = _Beside(program, _parted(program, events, start), sizes, start, large)
+        found = _Fusion(program, _parted(program, events, start), sizes, start, large)
         return found.moved() if found.late else None
     return None
 
@@ -66,7 +66,7 @@ def _parted(program: Program, events: Sequence[Event], start: int) -> list[Event
     return found
 
 
-class _Beside:
+class _Fusion:
     """``late`` are the numbers of events that are computed with a derivative, and its own."""
 
     def __init__(
@@ -132,7 +132,7 @@ class _Beside:
         return None if waiting else (found, sizes)
 
     def _with(self, number: int, moved: Sequence[Event], sizes: list[int]) -> Event:
-        """A derivative with what is made beside it: what nobody else reads is never in memory."""
+        """A derivative with what its kernel makes too; what nobody else reads is in no memory."""
         event = self.events[number]
         own = {one for each in moved for one in each.makes}
         uses = {one for each in moved for one in each.uses}.union(event.uses) - own
