@@ -129,7 +129,8 @@ def _loop_choices(program: Program, rates: Rates, loops: Sequence[Loop], prefix:
     for loop, count, _ in _pieces(program, loops):
         body = program.body_of(loop.kernel)
         if loop.kernel in program.maps:
-            yield from _region_choices(body, rates, loop.regions, simulate(body, loop.regions).runs, prefix)
+            runs = simulate(body, loop.regions).runs
+            yield from _region_choices(body, rates, loop.regions, runs, prefix)
             yield from _loop_choices(body, rates, loop.loops, prefix)
             continue
         saved = {*loop.saved, *loop.offloaded}
