@@ -129,8 +129,8 @@ def _loop_choices(program: Program, rates: Rates, loops: Sequence[Loop], prefix:
     for loop, count, _ in _pieces(program, loops):
         body = program.body_of(loop.kernel)
         if loop.kernel in program.maps:
-            runs = simulate(body, loop.regions).runs
-            yield from _region_choices(body, rates, loop.regions, runs, prefix)
+            mapped = simulate(body, loop.regions).runs
+            yield from _region_choices(body, rates, loop.regions, mapped, prefix)
             yield from _loop_choices(body, rates, loop.loops, prefix)
             continue
         saved = {*loop.saved, *loop.offloaded}
