@@ -19,8 +19,9 @@ from jaxmem.targets import Target
 # alternative of plans.
 _BELOW = 0.96
 # Times the budget: what is expected there may fit yet, while little is known and later. Chosen: of
-# all sets of six names over six layers, each compiled, the best is found at six budgets.
-_ABOVE = (1.08, 1.08, 1.08, 1.03)
+# all sets of six names over six layers, each compiled, the best is found at six budgets. (Their
+# projections are 1 % too low in a scan and 9 % too high out of one, with deviations of 4 and 7 %.)
+_ABOVE = (1.15, 1.12, 1.1, 1.06)
 _NEAR = 0.2  # of the bytes: projections so near to each other may be off alike. Chosen
 _WORTH = 0.01  # of a step's price: what one more compilation should be able to save. Chosen
 # Of the price: by so much a policy of JAX's has to recompute less to be better. Chosen: prices of
