@@ -15,7 +15,7 @@ from jaxmem.fitting.search import Search
 from jaxmem.fitting.table import Fitting, time_error
 from jaxmem.fitting.verdicts import permissions
 from jaxmem.ground.bytes import format_against, format_bytes
-from jaxmem.ground.checks import is_count
+from jaxmem.ground.checks import check_count
 from jaxmem.ground.errors import BudgetError, CompileError, JaxmemError
 from jaxmem.ground.progress import tell
 from jaxmem.ground.words import counted
@@ -159,8 +159,7 @@ def devices_needed(
             f"jaxmem.devices_needed has no option {name}=; it takes most=, compilations= and those "
             f"of jaxmem.fit: {', '.join(f'{one}=' for one in sorted(_OPTIONS))}."
         )
-    if not is_count(most):
-        raise JaxmemError(f"jaxmem.devices_needed takes most=, an int of 1 or more; got {most!r}.")
+    check_count("jaxmem.devices_needed", "most", most)
     tried: list[Tried] = []
     with jaxprs.mesh_in_force(None):  # steps are traced on meshes of their own
         for count in _counts(batch, most, resolve(target)):

@@ -6,7 +6,8 @@ states of some iterations are kept, and those between are run again.
 """
 
 import dataclasses
-from collections.abc import Set
+import functools
+from collections.abc import Callable, Set
 
 import numpy as np
 
@@ -144,17 +145,28 @@ class _Iteration:
             sum(self.prices[k] * n for k, n in runs) + sum(one.price for one in more),
         )
 
+    def alone(self, saved: Set[int], regions: tuple[Region, ...] = ()) -> Callable[[], int]:
+        """What a body takes where no loop parts its derivative from it; asked for where a schedule
+        has blocks of one turn."""
+
+        @functools.cache
+        def peak() -> int:
+            body = self.body
+            return simulate_block(body, 0, len(body.kernels), saved, regions, looped=False).peak
+
+        return peak
+
     def whole(self) -> Body:
         """All that its derivative reads is saved."""
         length, body = self.operation.length, self.body
         cost = simulate_block(body, 0, len(body.kernels), None)
-        alone = simulate_block(body, 0, len(body.kernels), frozenset(), looped=False)
         # JAX may stack less of a loop where it is in this one than where it is alone.
         others = max(self.plain.residuals // max(length, 1) - self.stacked, 0)
         each = others + self.operation.results + self.in_place
         return Body(
             Loop(self.kernel, whole=True, loops=self.loops), (), length, self.state, each,
-            cost.peak, alone.peak, (cost.at,), self.costs([], self.inner), self.forward,
+            cost.peak, self.alone(frozenset()), (cost.at,), self.costs([], self.inner),
+            self.forward,
         )  # fmt: skip
 
     def saving(self) -> list[Body]:
@@ -173,8 +185,7 @@ class _Iteration:
     def under(self, saved: Set[int], regions: tuple[Region, ...] = ()) -> Body:
         """One region round everything, with others inside of it."""
         body, operation = self.body, self.operation
-        every = body, 0, len(body.kernels), saved, regions
-        cost, alone = simulate_block(*every), simulate_block(*every, looped=False)
+        cost = simulate_block(body, 0, len(body.kernels), saved, regions)
         carried = tuple(sorted(cost.read.intersection(operation.carry)))
         read = tuple(sorted(cost.read.intersection(saved)))
         return Body(
@@ -184,7 +195,7 @@ class _Iteration:
             self.state,
             sum(body.sizes[value] for value in (*carried, *read)),
             cost.peak,
-            alone.peak,
+            self.alone(saved, regions),
             place_of(regions, cost.at),
             self.costs(cost.runs.items(), self.inner),
             self.forward,
@@ -221,7 +232,7 @@ def _offloaded(one: Body, values: tuple[int, ...], body: Program, rates: Rates) 
         loop=dataclasses.replace(one.loop, saved=saved, offloaded=values),
         step=one.step - moved,
         inside=one.inside + 2 * moved,
-        alone=one.alone + 2 * moved,
+        alone=lambda: one.alone() + 2 * moved,
         again=(flops, bytes_moved, seconds + exposed, price + DEAR * exposed),
         host=moved,
     )

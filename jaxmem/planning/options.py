@@ -51,10 +51,10 @@ class LoopOption:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Body:
     """A way to run the iterations of a scan: what one of them keeps (``step`` bytes, ``carried``
-    among it: what it needs of the carry, which has ``state`` bytes) and has inside (``alone``: what
-    it keeps and has inside where its derivative follows at once, in no loop of its own), what its
-    derivative runs again, and what the iteration itself costs; ``host`` bytes of what it keeps wait
-    in host memory, in no other count."""
+    among it: what it needs of the carry, which has ``state`` bytes) and has inside (``alone``
+    says what it keeps and has inside where its derivative follows at once, in no loop of its own),
+    what its derivative runs again, and what the iteration itself costs; ``host`` bytes of what it
+    keeps wait in host memory, in no other count."""
 
     loop: Loop
     carried: tuple[int, ...]
@@ -62,7 +62,7 @@ class Body:
     state: int
     step: int
     inside: int
-    alone: int
+    alone: Callable[[], int]
     place: tuple[int, ...]
     again: tuple[float, float, float, float]  # FLOPs, bytes moved, seconds, price
     forward: tuple[float, float, float, float]
@@ -83,7 +83,7 @@ class Body:
             # rest of the program runs. Of one step they are what its derivative has inside.
             residuals += schedule.tail * self.step
             if schedule.single and not schedule.host:
-                inside = self.alone + self.state - self.step
+                inside = self.alone() + self.state - self.step
             else:
                 inside += max(schedule.block - schedule.tail, 0) * self.step
             inside = max(inside, 0)
@@ -99,7 +99,7 @@ class Body:
     def scheduled(self, room: int) -> LoopOption | None:
         """By a schedule whose residuals, and what is inside, take at most so many bytes."""
         left = room - self.inside - self.state
-        alone = room - self.alone - self.state
+        alone = room - self.alone() - self.state
         states = min(alone // max(self.state, 1), self.length)
         found = []
         schedule = cheapest(self.length, self.state, self.step, left)

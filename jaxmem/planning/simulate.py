@@ -217,7 +217,7 @@ class _Layout:
                 fresh.append(made[value])
         if fresh:
             uses = [made[value] for value in kernel.sources]
-            turned = [made[value] for value in kernel.over.turned]
+            turned = [made[value] for value in kernel.aliasing.turned]
             self.events.append(
                 Event(number, uses, fresh, False, kernel.workspace, turned=turned, run=self.run)
             )
@@ -268,17 +268,17 @@ class _Layout:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
                 self.spread.add(value)
-                if value in kernel.over.shifted:
+                if value in kernel.aliasing.shifted:
                     self.shifted.add(value)
-                if value in kernel.over.rows:
+                if value in kernel.aliasing.rows:
                     self.rows.add(value)
             else:
                 self.own.add(value)
-                if value in kernel.over.turned:
+                if value in kernel.aliasing.turned:
                     self.turned.add(value)
                 in_rows |= in_one
                 fresh.append(self.instance(value, free=value < count and not self.gradients))
-                incoming = [*incoming, *self.waiting.pop((number, value), ())]
+                incoming += self.waiting.pop((number, value), ())
                 if value < count:  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).append(fresh[-1])
@@ -290,11 +290,21 @@ class _Layout:
             inside += _inside(self.program, number)
         uses = [*reads, *incoming]
         turned: Sequence[int] = ()
-        if kernel.over.turned:
+        if kernel.aliasing.turned:
             pairs = zip(kernel.reads, reads, strict=True)
-            turned = [instance for value, instance in pairs if value in kernel.over.turned]
+            turned = [instance for value, instance in pairs if value in kernel.aliasing.turned]
         self.events.append(
-            Event(number, uses, fresh, True, inside, in_rows, completed, turned, self.run)
+            Event(
+                number,
+                uses,
+                fresh,
+                True,
+                inside,
+                apart=in_rows,
+                completed=completed,
+                turned=turned,
+                run=self.run,
+            )
         )
 
     def read_whole(self) -> set[int]:

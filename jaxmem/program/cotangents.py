@@ -76,7 +76,7 @@ def _ways(
         Way(
             value,
             kernel.fused and sizes[value] > _REDUCED * written,
-            tuple(row for array, row in kernel.over.normalised if array == value),
+            tuple(row for array, row in kernel.aliasing.normalised if array == value),
             last.get(value),
             value in passed,
         )

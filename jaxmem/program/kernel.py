@@ -6,7 +6,7 @@ from jaxmem.targets.links import Ring
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Over:
+class Aliasing:
     """The sources of a kernel that its derivative, or itself, does not write over as it might.
 
     Attributes:
@@ -26,7 +26,7 @@ class Over:
     normalised: frozenset[tuple[int, int]] = frozenset()
 
 
-_NOTHING = Over()
+_ALL = Aliasing()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Kernel:
             result. That is no value with a name, and counts as its ``residuals``.
         summed: bytes that a device sends and is sent where the results of several are summed.
         ring: among which devices either is.
-        over: what it, or its derivative, does not write over.
+        aliasing: what it, or its derivative, does not write over.
         dear: whether it is a kernel for no other reason than that its result is dear to compute
             again: cotangents pass through it.
         in_turn: whether it is a matmul of two values in memory as they are, of whose gradients the
@@ -74,7 +74,7 @@ class Kernel:
     sent: int = 0
     ring: Ring | None = None
     summed: int = 0
-    over: Over = _NOTHING
+    aliasing: Aliasing = _ALL
     dear: bool = False
     in_turn: bool = False
 

@@ -9,7 +9,7 @@ none to make again.
 import functools
 
 from jaxmem.program.costs import CONTRACTIONS
-from jaxmem.program.kernel import Kernel, Over
+from jaxmem.program.kernel import Aliasing, Kernel
 from jaxmem.program.operands import is_padded, made_in_matmuls
 from jaxmem.program.readers import (
     SMALL,
@@ -152,7 +152,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 operation.contraction.precision,
                 summed=_sent_for_sum(operation, sum(program.sizes[value] for value in results)),
                 ring=operation.exchange.summed,
-                over=Over(shifted, turned, rows, normalised),
+                aliasing=Aliasing(shifted, turned, rows, normalised),
                 dear=dear.issuperset(results),
                 in_turn=len(sources) == 2
                 and operation.name == "dot_general"
