@@ -808,3 +808,34 @@ def test_small_steps_of_a_long_loop_are_not_lost(turns):
     carried = loop.outvars[0].aval.dtype
     assert carried == (jnp.float32 if turns > 256 else jnp.bfloat16)
     np.testing.assert_allclose(found(w, x), solved(w, x), atol=0.1)
+
+
+def test_small_steps_of_loops_in_loops_are_not_lost():
+    """A thousand steps as 32 times 32, with a region round each 32: that saves memory."""
+    w, x = arrays((16, 16), (8, 16))
+
+    @jax.checkpoint
+    def turns(h):
+        return jax.lax.scan(lambda h, _: (h + jnp.tanh(h @ w) / 1024, None), h, None, 32)[0]
+
+    def solved(x):
+        return jax.lax.scan(lambda h, _: (turns(h), None), x @ w, None, 32)[0]
+
+    np.testing.assert_allclose(jaxmem.autocast(solved, "bf16")(x), solved(x), atol=0.1)
+
+
+def test_convolutions_and_ragged_matmuls_of_one_product_are_products():
+    image, kernel = arrays((2, 5, 5, 1), (1, 1, 1, 3))
+    rows, weights = arrays((6, 1), (2, 1, 4))
+    sizes = jnp.array([2, 4])
+
+    def scaled(image, kernel):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", None, None, dimensions)
+
+    def grouped(rows, weights):
+        return jax.lax.ragged_dot(rows, weights, sizes)
+
+    for fun, args in ((scaled, (image, kernel)), (grouped, (rows, weights))):
+        found = jaxmem.autocast(fun, "bf16")(*args)
+        np.testing.assert_allclose(found, fun(*args), rtol=1e-6)

@@ -788,6 +788,10 @@ def test_integers_have_no_derivatives():
     with pytest.raises(jaxmem.PlanError, match=r"names arguments that have no derivatives \(int32"):
         jaxmem.plan(loss, *args)
     assert jaxmem.plan(loss, *args, argnums=1).fingerprint
+    with pytest.raises(jaxmem.PlanError, match=r"no derivatives \(they hold no arrays\)\. Name"):
+        jaxmem.plan(lambda nothing: jnp.zeros(()), {}, target="h200")
+    with pytest.raises(jaxmem.JaxmemError, match=r"argnums= are the numbers .*; got 1\.0\."):
+        jaxmem.plan(loss, *args, argnums=1.0)
 
 
 def test_a_plan_says_what_its_compiled_bytes_need():

@@ -119,8 +119,8 @@ class TracedFunction:
         """Raises `PlanError` if nothing that the function takes or returns can be differentiated,
         or if it is to be a loss and is no floating-point scalar."""
         given = [self.flat.avals[at].dtype for at in sorted(self._differentiated)]
-        if given and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in given):
-            found = ", ".join(map(str, given[:4]))
+        if not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in given):
+            found = ", ".join(map(str, given[:4])) or "they hold no arrays"
             raise PlanError(
                 f"{name} plans what a backward pass keeps, and argnums= names arguments that have "
                 f"no derivatives ({found}). Name those that gradients are taken by."
@@ -215,7 +215,7 @@ def _differentiated(argnums: int | Sequence[int], args: tuple) -> set[int]:
     Raises:
         JaxmemError: there is no such argument, or none is named.
     """
-    chosen = [argnums] if isinstance(argnums, int | np.integer) else list(argnums)
+    chosen = list(argnums) if isinstance(argnums, Sequence) else [argnums]
     count = max(len(args), 1)  # of a call by keywords alone the first is asked for, and not there
     for number in chosen:
         if not isinstance(number, int | np.integer) or not -count <= number < count:

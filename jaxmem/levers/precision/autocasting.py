@@ -52,7 +52,9 @@ def autocast(
     of functions with custom derivatives are cast too; those of `jax.shard_map` and of Pallas
     kernels are not. A loop's carry keeps the dtype it starts in unless the body widens it, but a
     sum is float32: a carry that each round only adds to, scales, moves or selects from. So is what
-    a loop carries for 256 rounds or more, or for nobody knows how many (`while_loop`). Works on a
+    a loop carries for 256 rounds or more, those of loops inside counted, or for nobody knows how
+    many (`while_loop`). What all matmuls are asked for by `jax.default_matmul_precision` is no wish
+    of one: `Precision.HIGHEST` is heard where that is not "highest" already. Works on a
     gradient function as on what it is the gradient of, and under `jit`, `grad`, `vmap` and `scan`.
 
     Args:

@@ -152,13 +152,19 @@ class Caster:
 
 
 def _sums_nothing(step: jaxprs.Step) -> bool:
-    """Whether a matmul is a product of each with each, such as the angles of rotary embeddings: no
-    faster in the shorter dtype, in which positions above 256 are no more told apart. One that sums
-    along an axis of one element is one too."""
-    if step.primitive != "dot_general":
-        return False
-    ((axes, _), _), left = step.equation.params["dimension_numbers"], step.equation.invars[0].aval
-    return all(left.shape[axis] == 1 for axis in axes)
+    """Whether a matmul or a convolution is a product of each with each, such as the angles of
+    rotary embeddings: no faster in the shorter dtype, in which positions above 256 are no more told
+    apart. One that sums along an axis of one element is one too."""
+    parameters = step.equation.params
+    left, right = (variable.aval.shape for variable in step.equation.invars[:2])
+    if step.primitive == "conv_general_dilated":
+        _, *summed = parameters["dimension_numbers"].rhs_spec
+        return all(right[axis] == 1 for axis in summed)
+    numbers = parameters.get("dimension_numbers")
+    if step.primitive == "ragged_dot_general":
+        numbers = parameters["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    (axes, _), _ = numbers
+    return all(left[axis] == 1 for axis in axes)
 
 
 def _is_exact(step: jaxprs.Step) -> bool:

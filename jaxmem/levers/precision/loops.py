@@ -1,6 +1,7 @@
 """Loops, branches and regions under autocast."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,26 @@ def body_shapes(body: Callable, carry: list[Any], slices: Sequence[Any]) -> list
 _LONG = 256
 
 
+def _rounds(loop: jaxprs.Loop) -> float:
+    """How often a loop's carry may be added to, in loops inside of it too; of a `while` nobody
+    knows."""
+    return math.inf if loop.condition is not None else loop.options["length"] * _inside(loop.body)
+
+
+def _inside(flat: jaxprs.FlatJaxpr) -> float:
+    """The rounds of the longest loop in a program, or 1."""
+    most = 1.0
+    for step in flat.steps:
+        if step.primitive in ("scan", "while"):
+            most = max(most, _rounds(jaxprs.loop_of(step.equation)))
+        elif step.primitive == "cond":
+            branches = jaxprs.branches_of(step.equation) or []
+            most = max([most, *map(_inside, branches)])
+        elif step.primitive in ("checkpoint", "remat2"):
+            most = max(most, _inside(jaxprs.called_jaxpr(step.equation)))
+    return most
+
+
 def _with_wide_sums(loop: jaxprs.Loop, first: list[Any]) -> list[Any]:
     """A loop's first carry, its sums in float32 where the program has them so; of a long loop, or
     of one whose rounds are not known, all that it carries."""
@@ -29,7 +50,7 @@ def _with_wide_sums(loop: jaxprs.Loop, first: list[Any]) -> list[Any]:
     traced = [dtype_of(aval) for aval in loop.body.avals[consts : consts + len(first)]]
     if all(dtype_of(x) == dtype for x, dtype in zip(first, traced, strict=True)):
         return first
-    long = loop.condition is not None or loop.options["length"] >= _LONG
+    long = _rounds(loop) >= _LONG
     sums = [True] * len(first) if long else summed_carries(loop, len(first))
     return [
         cast_to(x, dtype) if is_sum and dtype == np.float32 else x
