@@ -29,7 +29,7 @@ def loss_fn(params, batch):
     return jnp.mean((x - batch["y"]) ** 2)
 
 
-def problem():
+def workload():
     return loss_fn, optax.adam(1e-3), *SHAPES
 
 
@@ -40,7 +40,7 @@ def frontier():
 
 @pytest.fixture(scope="module")
 def fitted():
-    return jaxmem.fit(*problem(), budget="25MiB", target="rtx-3090", compilations=3).fitting
+    return jaxmem.fit(*workload(), budget="25MiB", target="rtx-3090", compilations=3).fitting
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_what_was_compiled_is_drawn_as_compiled(path, fitted, compiled_plan):
 @needs_browser
 def test_a_step_as_it_is_that_was_compiled_is_drawn_so_beside_others(path):
     """And what takes ten times the time leaves room for what takes little more."""
-    fitting = jaxmem.fit(*problem(), target="rtx-3090", compilations=1).fitting
+    fitting = jaxmem.fit(*workload(), target="rtx-3090", compilations=1).fitting
     assert fitting.chosen == fitting.as_it_is
     times = {"seconds": 11 * fitting.chosen.seconds, "projected": 20 * 2**20}
     slow = dataclasses.replace(fitting.chosen, compiled=None, report=None, **times)
@@ -253,7 +253,7 @@ def test_a_step_as_it_is_that_was_compiled_is_drawn_so_beside_others(path):
 
 @needs_browser
 def test_a_fit_tells_compiled_from_projected(path, fitted):
-    fitted.to_html(path, name="train:problem")
+    fitted.to_html(path, name="train:workload")
     with opened(path) as page:
         liners = page.locator("#frontier .point.one-liner")
         assert liners.count() == len(fitted.one_liners) > 2
@@ -286,7 +286,14 @@ def test_every_text_can_be_read(path, frontier, scheme, width):
 def test_explore_writes_a_page_and_gates(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(pathlib.Path(__file__).parent)
     page = tmp_path / "page.html"
-    common = ["explore", "test_choice_pages:problem", "--target", "rtx-3090", "--compilations", "2"]
+    common = [
+        "explore",
+        "test_choice_pages:workload",
+        "--target",
+        "rtx-3090",
+        "--compilations",
+        "2",
+    ]
     common += ["--keep", "batch"]
     assert cli.main([*common, "--budget", "25MiB", "-o", str(page)]) == 0
     printed = capsys.readouterr()

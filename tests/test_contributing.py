@@ -1,5 +1,6 @@
 """CONTRIBUTING.md: its examples run, and its tables are those of the code."""
 
+import ast
 import pathlib
 import re
 
@@ -129,10 +130,26 @@ def tables() -> list[list[list[str]]]:
 
 
 def test_the_tables_of_private_names_are_those_of_the_module():
-    _, names, attributes = tables()
+    _, names, attributes, _ = tables()
     told = {name.strip("`"): (module.strip("`"), needs) for name, module, needs in names}
     assert told == internals.NAMES
     assert {name.strip("`"): needs for name, needs in attributes} == internals.ATTRIBUTES
+
+
+def test_the_table_of_the_workers_names_is_theirs():
+    used = set()
+    for path in (ROOT / "jaxmem" / "targets").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxlib."):
+                used |= {f"{node.module}.{name.name}" for name in node.names}
+            of = getattr(node, "value", None)
+            if isinstance(node, ast.Attribute) and getattr(of, "id", "") == "xla_client":
+                used.add(f"xla_client.{node.attr}")
+    told = set()
+    for names, _ in tables()[-1]:
+        first, *others = re.findall("`(.*?)`", names)
+        told |= {first, *(f"{first.rpartition('.')[0]}.{name}" for name in others)}
+    assert told == used
 
 
 def test_every_wing_is_told_of():

@@ -26,13 +26,13 @@ def shapes(rows=512):
     return layers, jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
 
 
-def problem():
+def workload():
     return loss_fn, ADAM, *shapes(), {"budget": "60MiB", "target": "h100", "keep": "placement"}
 
 
 def test_the_fewest_devices_that_fit_and_no_fewer():
     """32 MiB of parameters, with gradients and moments 128."""
-    needed = jaxmem.devices_needed(*problem()[:4], **problem()[4])
+    needed = jaxmem.devices_needed(*workload()[:4], **workload()[4])
     assert int(needed) == needed.count == 4 and [one.devices for one in needed.tried] == [1, 2, 4]
     assert needed.step.sharding.mesh.shape == {"data": 4}
     assert needed.tried[-1].bytes == needed.fitting.chosen.compiled <= 60 * 2**20
@@ -41,7 +41,7 @@ def test_the_fewest_devices_that_fit_and_no_fewer():
     text = " ".join(str(needed).split())
     assert text.startswith("4 devices are needed, of NVIDIA H100 80GB HBM3, with 60.00 MiB")
     with pytest.raises(jaxmem.BudgetError, match=r"fits the budget of 60.00 MiB on no number of"):
-        jaxmem.devices_needed(*problem()[:4], **problem()[4], most=2)
+        jaxmem.devices_needed(*workload()[:4], **workload()[4], most=2)
 
 
 def test_only_counts_that_divide_the_batch_are_tried():
@@ -54,12 +54,12 @@ def test_only_counts_that_divide_the_batch_are_tried():
 
 def test_what_is_no_question_is_told():
     with pytest.raises(jaxmem.JaxmemError, match="searches the number of devices and takes no me"):
-        jaxmem.devices_needed(*problem()[:4], mesh=jax.sharding.AbstractMesh((2,), ("data",)))
+        jaxmem.devices_needed(*workload()[:4], mesh=jax.sharding.AbstractMesh((2,), ("data",)))
     with pytest.raises(jaxmem.JaxmemError, match="takes most=, an int of 1 or more; got 0"):
-        jaxmem.devices_needed(*problem()[:4], most=0)
+        jaxmem.devices_needed(*workload()[:4], most=0)
     said = r"jaxmem.devices_needed has no option bogus=; it takes most=, .*: allow=, budget=, keep="
     with pytest.raises(jaxmem.JaxmemError, match=said):
-        jaxmem.devices_needed(*problem()[:4], bogus=1)
+        jaxmem.devices_needed(*workload()[:4], bogus=1)
 
 
 def test_what_else_could_be_allowed_can_be():
@@ -76,13 +76,13 @@ def test_what_else_could_be_allowed_can_be():
 
 
 def test_one_device_is_told_as_one(caplog):
-    needed = jaxmem.devices_needed(*problem()[:4], target="h100", budget="1GiB")
+    needed = jaxmem.devices_needed(*workload()[:4], target="h100", budget="1GiB")
     assert "jaxmem: fit on 1 device" in [record.getMessage() for record in caplog.records]
     assert str(needed).startswith("1 device is needed, of NVIDIA H100")
 
 
 def test_a_byte_more_than_the_budget_shows_in_the_table():
-    needed = jaxmem.devices_needed(*problem()[:4], target="h100", budget="1GiB")
+    needed = jaxmem.devices_needed(*workload()[:4], target="h100", budget="1GiB")
     tried = devices.Tried(1, 2**30 + 1, False, "too large")
     table = str(dataclasses.replace(needed, tried=(tried, *needed.tried)))
     assert "1.00 GiB + 1 B projected" in table
@@ -93,8 +93,8 @@ def test_numbers_in_a_batch_are_no_arrays_to_divide():
 
 
 def test_the_command_line(capsys):
-    assert cli.main(["devices", f"{__name__}:problem", "--json"]) == 0
+    assert cli.main(["devices", f"{__name__}:workload", "--json"]) == 0
     about = json.loads(capsys.readouterr().out)
     assert about["count"] == 4 and about["tried"][-1]["compiled"]
-    assert cli.main(["devices", f"{__name__}:problem", "--most", "1"]) == 3
+    assert cli.main(["devices", f"{__name__}:workload", "--most", "1"]) == 3
     assert "on no number of devices" in capsys.readouterr().err

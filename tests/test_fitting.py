@@ -268,24 +268,24 @@ def normalised_loss(params, batch):
     ],
 )
 def test_a_loss_that_is_no_mean_over_examples_is_not_cut(loss, why):
-    problem = jaxmem.fitting.Problem(loss, ADAM, PARAMS, BATCH, budget="1GiB", target="h200")
-    assert {levers.microbatches for levers in problem.options} == {1}
-    assert problem.refused["statistics"].startswith(why)
-    assert problem.refused["statistics"].endswith("; allow=('statistics',)")
-    problem = jaxmem.fitting.Problem(
+    workload = jaxmem.fitting.Workload(loss, ADAM, PARAMS, BATCH, budget="1GiB", target="h200")
+    assert {levers.microbatches for levers in workload.options} == {1}
+    assert workload.refused["statistics"].startswith(why)
+    assert workload.refused["statistics"].endswith("; allow=('statistics',)")
+    workload = jaxmem.fitting.Workload(
         loss, ADAM, PARAMS, BATCH, budget="1GiB", target="h200", allow="statistics"
     )
-    assert 64 in {levers.microbatches for levers in problem.options}
+    assert 64 in {levers.microbatches for levers in workload.options}
 
 
 def test_a_sum_over_examples_is_cut_as_one():
-    problem = jaxmem.fitting.Problem(
+    workload = jaxmem.fitting.Workload(
         lambda params, batch: jnp.sum((batch["x"] @ params["layers"][0]) ** 2),
         *(ADAM, PARAMS, BATCH),
         budget="1GiB",
         target="h200",
     )
-    assert 64 in {one.microbatches for one in problem.options}
+    assert 64 in {one.microbatches for one in workload.options}
 
 
 def test_metrics_of_a_step_that_is_cut_are_proved_too():
@@ -293,12 +293,12 @@ def test_metrics_of_a_step_that_is_cut_are_proved_too():
         x = batch["x"] @ params["layers"][0]
         return jnp.mean(x**2), {"largest": x.max()}
 
-    problem = jaxmem.fitting.Problem(loss_fn, ADAM, PARAMS, BATCH, budget="1GiB", target="h200")
-    levers = next(one for one in problem.options if one.microbatches == 2)
+    workload = jaxmem.fitting.Workload(loss_fn, ADAM, PARAMS, BATCH, budget="1GiB", target="h200")
+    levers = next(one for one in workload.options if one.microbatches == 2)
     with pytest.warns(
         jaxmem.JaxmemWarning, match=r"metrics\['largest'\], float32\[\], is averaged"
     ):
-        problem.step(levers).trace(problem.state(levers), problem.batch)
+        workload.step(levers).trace(workload.state(levers), workload.batch)
 
 
 def test_a_model_state_is_seen_and_its_batch_is_not_cut():
@@ -346,10 +346,10 @@ def test_the_answer_on_a_mesh_says_what_is_set(capsys):
 
 
 def test_the_table_tells_bounds_from_projections_and_what_is_expected():
-    problem = jaxmem.fitting.Problem(
+    workload = jaxmem.fitting.Workload(
         *(loss_fn, ADAM, PARAMS, BATCH), target="h200", budget="45MiB", keep="placement"
     )
-    search = jaxmem.fitting.Search(problem)
+    search = jaxmem.fitting.Search(workload)
     search.projected()
     search.compiled.ratios[jaxmem.fitting.Levers()] = 1.037
     fitting = search.fitting()
@@ -386,14 +386,14 @@ def test_a_byte_more_than_the_budget_shows_in_the_table():
 
 def test_stage_3_counts_the_parameters_that_xla_gathers():
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
-    problem = jaxmem.fitting.Problem(loss_fn, ADAM, PARAMS, BATCH, target="h100", mesh=mesh)
+    workload = jaxmem.fitting.Workload(loss_fn, ADAM, PARAMS, BATCH, target="h100", mesh=mesh)
     levers = jaxmem.fitting.Levers(stage=3)
-    plain = jaxmem.fitting.Search(problem).costs.plain(levers)
+    plain = jaxmem.fitting.Search(workload).costs.plain(levers)
     report = jaxmem.memory(
-        problem.step(levers, plain), problem.state(levers), problem.batch, target=problem.target
+        workload.step(levers, plain), workload.state(levers), workload.batch, target=workload.target
     )
     assert report.collectives.count["all-gather"] >= 1
-    projected = jaxmem.fitting.Search(problem).costs.priced(levers, plain).projected
+    projected = jaxmem.fitting.Search(workload).costs.priced(levers, plain).projected
     assert 0.8 * projected < report.device < 1.12 * projected, report.device / projected
 
 
@@ -505,13 +505,13 @@ def test_more_than_the_gpu_has_is_never_said_to_fit(capsys):
     usable = jaxmem.target("rtx-3090").usable_bytes
     layers = [jax.ShapeDtypeStruct((8192, 8192), jnp.float32)] * 8  # of 256 MiB
     x = jax.ShapeDtypeStruct((8192 * 11, 8192), jnp.float32)  # of 2.75 GiB
-    problem = functools.partial(
-        jaxmem.fitting.Problem, loss_fn, ADAM, {"layers": layers}, {"x": x, "y": x}
+    workload = functools.partial(
+        jaxmem.fitting.Workload, loss_fn, ADAM, {"layers": layers}, {"x": x, "y": x}
     )
     for budget in ("24GiB", "120%", "80GiB"):
         said = f"The budget '{budget}' is .* GiB, and rtx-3090 has 23.19 GiB that a step can use"
         with pytest.warns(jaxmem.JaxmemWarning, match=said):
-            assert problem(budget=budget, target="rtx-3090").budget == usable
+            assert workload(budget=budget, target="rtx-3090").budget == usable
         with pytest.warns(jaxmem.JaxmemWarning, match=said):
             plan = jaxmem.plan(
                 loss_fn, PARAMS, BATCH, budget=budget, target="rtx-3090", compilations=0
@@ -653,11 +653,11 @@ def test_a_sharded_step_is_advised_for_its_mesh():
 
 
 def test_remedies_name_what_was_not_asked_for_yet():
-    problem = jaxmem.fitting.Problem(
+    workload = jaxmem.fitting.Workload(
         loss_fn, ADAM, PARAMS, BATCH, target="rtx-2080-ti", allow="precision", keep="residuals"
     )
-    assert "has no bfloat16 arithmetic" in problem.refused["precision"]
-    text = Verdicts(jaxmem.fitting.Search(problem)).remedies()
+    assert "has no bfloat16 arithmetic" in workload.refused["precision"]
+    text = Verdicts(jaxmem.fitting.Search(workload)).remedies()
     assert "allow='moments'" in text and "allow='precision'" not in text
     assert "What is kept and need not be: 'residuals'." in text
 

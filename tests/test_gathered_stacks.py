@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jaxmem
-from jaxmem.fitting import Levers, Problem, Search
+from jaxmem.fitting import Levers, Search, Workload
 
 LAYERS, WIDTH, HIDDEN = 16, 2048, 16384
 
@@ -29,10 +29,10 @@ def test_weights_are_gathered_along_any_axis_without_a_copy_of_their_stack():
     params["down"] = jax.ShapeDtypeStruct((LAYERS, HIDDEN, WIDTH), jnp.float32)
     x = jax.ShapeDtypeStruct((8, 1024, WIDTH), jnp.bfloat16)
     mesh = AbstractMesh((8,), ("data",))
-    problem = Problem(loss_fn, optax.sgd(1e-3), params, x, target="h100", mesh=mesh)
-    costs, levers = Search(problem).costs, Levers(stage=3)
+    workload = Workload(loss_fn, optax.sgd(1e-3), params, x, target="h100", mesh=mesh)
+    costs, levers = Search(workload).costs, Levers(stage=3)
     least = costs.plan(levers, costs.plan(levers, 1))
-    step, state = problem.step(levers, least), problem.state(levers)
-    report = jaxmem.memory(step, state, problem.batch, target=problem.target)
+    step, state = workload.step(levers, least), workload.state(levers)
+    report = jaxmem.memory(step, state, workload.batch, target=workload.target)
     assert report.device == pytest.approx(costs.priced(levers, least).projected, rel=0.12)
     assert f"f32[{HIDDEN // 8},{LAYERS},{WIDTH}]" not in str(report)

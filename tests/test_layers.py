@@ -355,7 +355,7 @@ def test_device_bytes_do_not_grow_with_depth(inputs):
     assert many.device < 6 * LAYER
     host = 36 * (3 * LAYER + (256 * 512 * 2 if inputs == "offload" else 0))
     assert many.host == pytest.approx(host, rel=1e-3)
-    assert many.host_alias == pytest.approx(36 * 3 * LAYER, rel=1e-3)
+    assert many.on_host.alias == pytest.approx(36 * 3 * LAYER, rel=1e-3)
 
 
 def test_the_next_layer_comes_while_one_computes():
@@ -370,7 +370,7 @@ def test_a_stack_may_be_sharded():
     )
     alone = compiled(4, inputs="offload")
     assert report.host == pytest.approx(alone.host / 8, rel=1e-3)
-    assert report.host_alias == pytest.approx(alone.host_alias / 8, rel=1e-3)
+    assert report.on_host.alias == pytest.approx(alone.on_host.alias / 8, rel=1e-3)
     assert report.device < alone.device / 2
     assert report.collectives.count["all-gather"] >= 8
     assert report.collectives.bytes["reduce-scatter"] > 0

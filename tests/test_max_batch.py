@@ -46,9 +46,10 @@ def test_the_answer_fits_and_the_next_one_does_not(caplog):
     takes = format_against(answer.compiled[answer.too_large], 64 * MIB)
     assert answer.reason.endswith(f" takes {takes}, more than the budget of 64.00 MiB.")
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == len(answer.compiled)
-    assert lines[0].startswith("jaxmem: compiled batch 8 for h200, 1 of at most 6: ")
-    assert lines[0].endswith(", fits")
+    assert len(lines) == 2 * len(answer.compiled)
+    assert lines[0] == "jaxmem: compiling 1 of at most 6: batch 8 for h200"
+    assert lines[1].startswith("jaxmem: compiled 1 of at most 6: batch 8 for h200: ")
+    assert ", fits" in lines[1]
 
 
 def test_nothing_fits_is_an_answer():
@@ -191,7 +192,7 @@ def test_the_states_that_a_loop_keeps(caplog):
     answer = jaxmem.largest(make, budget="48MiB", target="h200", compilations=5)
     assert 30 <= int(answer) <= 46 and answer.report.device <= 48 * MIB
     assert str(answer).startswith(f"largest number: {answer.size} (a multiple of 1) on h200")
-    assert "compiled number 1 for h200, 1 of at most 5" in caplog.text
+    assert "compiled 1 of at most 5: number 1 for h200: " in caplog.text
     few = jaxmem.largest(make, budget="48MiB", target="h200", most=2)
     assert int(few) == 2 and few.reason == "It is the largest number that was to be tried."
 

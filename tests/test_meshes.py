@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import jaxmem
 from jaxmem import cli
-from jaxmem.fitting import Levers, Problem, Search
+from jaxmem.fitting import Levers, Search, Workload
 from jaxmem.fitting.meshes import Meshes, told
 
 P = PartitionSpec
@@ -43,14 +43,14 @@ def cut(path, leaf):
 SPLIT = {"model": cut}
 
 
-def problem(count=64, batch=512, target="h100", **options):
-    return Problem(
+def workload(count=64, batch=512, target="h100", **options):
+    return Workload(
         loss_fn, ADAM, PARAMS, rows(batch), target=target, devices=count, budget="1GiB", **options
     )
 
 
 def shapes(*args, **options):
-    return [told(shape) for shape in problem(*args, **options).meshes.shapes]
+    return [told(shape) for shape in workload(*args, **options).meshes.shapes]
 
 
 def test_pieces_lie_within_nodes_or_take_whole_ones():
@@ -63,10 +63,10 @@ def test_pieces_lie_within_nodes_or_take_whole_ones():
 
 def test_only_shapes_that_divide_batch_and_parameters():
     assert shapes(16, batch=8, split=SPLIT)[0] == "8 data x 2 model"
-    found = problem(16, batch=8, split=SPLIT).refused["mesh"]
+    found = workload(16, batch=8, split=SPLIT).refused["mesh"]
     said = "2 shapes that do not divide the step, such as 16 data: batch has shape [8, 1024]"
     assert said in found
-    found = problem(24, batch=48).refused["mesh"]
+    found = workload(24, batch=48).refused["mesh"]
     assert found.startswith("a shape that does not divide the step, 24 data: ['down'][0] of shape")
 
 
@@ -82,7 +82,7 @@ def test_only_shapes_that_divide_batch_and_parameters():
     ],
 )
 def test_numbers_that_divide_no_parameter_have_copies_within_nodes(count, batch, expected):
-    given = problem(count, batch=batch)
+    given = workload(count, batch=batch)
     assert [told(shape) for shape in given.meshes.shapes] == expected
     stages = {levers.stage for levers in given.options}
     assert stages == ({1, 2, 3} if "data" in expected[0] else {1})
@@ -107,7 +107,7 @@ def test_a_step_on_twelve_devices_is_compiled_for_them():
 @pytest.mark.parametrize("count", [64, 7])
 def test_where_nothing_divides_the_advice_can_be_taken(count):
     with pytest.raises(jaxmem.JaxmemError) as caught:
-        problem(count, batch=8)
+        workload(count, batch=8)
     said = str(caught.value)
     start = f"No mesh of {count} devices divides the step. {count} data: batch has shape [8, 1024]"
     assert said.startswith(start)
@@ -116,7 +116,7 @@ def test_where_nothing_divides_the_advice_can_be_taken(count):
 
 def test_where_a_parameter_keeps_the_others_from_being_spread_the_table_says_so():
     params = {"w": jax.ShapeDtypeStruct((1001, 1023), jnp.float32)}
-    given = Problem(odd_loss, ADAM, params, rows(64), target="h100", devices=8)
+    given = Workload(odd_loss, ADAM, params, rows(64), target="h100", devices=8)
     assert [told(shape) for shape in given.meshes.shapes] == ["8 replica"]
     said = given.refused["mesh"]
     assert "8 data: ['w'] of shape [1001, 1023] cannot be spread over 8 devices (data): no" in said
@@ -135,11 +135,11 @@ def test_of_a_mesh_that_is_given_the_advice_can_be_taken_too():
         with pytest.raises(
             jaxmem.JaxmemError, match=r"Make it a multiple, or take another mesh\.$"
         ):
-            Problem(loss, ADAM, given, rows(batch), target="h100", mesh=mesh)
+            Workload(loss, ADAM, given, rows(batch), target="h100", mesh=mesh)
     factored = optax.adafactor(1e-3)  # a row of 20,001 sums of squares
     params = {"w": jax.ShapeDtypeStruct((20_001, 1024), jnp.float32)}
     with pytest.raises(jaxmem.JaxmemError) as caught:
-        Problem(odd_loss, factored, params, rows(64), target="h100", devices=8)
+        Workload(odd_loss, factored, params, rows(64), target="h100", devices=8)
     said = str(caught.value)
     assert "of shape [20001] cannot be spread over 8 devices (data): no axis is a multi" in said
     assert said.endswith("Make it a multiple, or take another number of devices.")
@@ -148,13 +148,13 @@ def test_of_a_mesh_that_is_given_the_advice_can_be_taken_too():
 def test_a_mesh_and_a_number_are_one_too_many():
     mesh = AbstractMesh((8,), ("data",))
     with pytest.raises(jaxmem.JaxmemError, match=r"takes mesh= or devices=: a mesh that is known"):
-        problem(8, mesh=mesh)
+        workload(8, mesh=mesh)
     with pytest.raises(jaxmem.JaxmemError, match="an int of 1 or more or a list of jax.devices"):
-        problem("8")
+        workload("8")
     with pytest.raises(jaxmem.JaxmemError, match="an int of 1 or more or a list of jax.devices"):
-        problem(0)
+        workload(0)
     with pytest.raises(jaxmem.JaxmemError, match="cuts arrays along axes of a mesh: pass mesh="):
-        Problem(loss_fn, ADAM, PARAMS, rows(8), target="h100", split=SPLIT)
+        Workload(loss_fn, ADAM, PARAMS, rows(8), target="h100", split=SPLIT)
 
 
 def test_what_a_model_cuts_is_checked():
@@ -179,9 +179,9 @@ def test_names_of_axes_of_fits_own_are_reserved(name):
     said = f"names an axis '{name}', which is a name of an axis of jaxmem.fit's own: with devices="
     for count in (1, 8):
         with pytest.raises(jaxmem.JaxmemError, match=said):
-            problem(count, split={name: cut})
+            workload(count, split={name: cut})
     mesh = AbstractMesh((4, 2), (name, "rest"))
-    given = Problem(loss_fn, ADAM, PARAMS, rows(64), target="h100", mesh=mesh, split={name: cut})
+    given = Workload(loss_fn, ADAM, PARAMS, rows(64), target="h100", mesh=mesh, split={name: cut})
     assert given.sharding(3).axis == "rest" and given.sharding(3).model == (name,)
 
 
@@ -189,7 +189,7 @@ def test_names_of_axes_of_fits_own_are_reserved(name):
 def test_names_of_axes_are_text(name):
     said = "split= takes names of axes of the mesh, as text; got .* as one."
     for call in (
-        lambda: problem(8, split={name: cut}),
+        lambda: workload(8, split={name: cut}),
         lambda: jaxmem.shard(TWO, split={name: cut}),
     ):
         with pytest.raises(jaxmem.JaxmemError, match=said):
@@ -213,7 +213,7 @@ def test_a_mesh_of_the_models_axes_alone():
     sharding = jaxmem.shard(mesh, (), split=SPLIT)
     assert sharding.specs(PARAMS)["up"][0] == P(None, "model")
     assert str(sharding) == "ZeRO stage 3 over 1 device, the model's own axes 8 (model)"
-    given = Problem(loss_fn, ADAM, PARAMS, rows(64), target="h100", mesh=mesh, split=SPLIT)
+    given = Workload(loss_fn, ADAM, PARAMS, rows(64), target="h100", mesh=mesh, split=SPLIT)
     assert {levers.stage for levers in given.options} == {1}
 
 
@@ -265,8 +265,8 @@ def test_what_a_split_function_returns_is_checked(returned, size):
     for call in (
         lambda: jaxmem.shard(mesh, stage=3, split=split).place_params(PARAMS),
         lambda: jaxmem.shard(mesh, stage=3, split=split).specs(PARAMS),
-        lambda: problem(8, split=split),
-        lambda: Problem(loss_fn, ADAM, PARAMS, rows(64), target="h100", mesh=mesh, split=split),
+        lambda: workload(8, split=split),
+        lambda: Workload(loss_fn, ADAM, PARAMS, rows(64), target="h100", mesh=mesh, split=split),
     ):
         with pytest.raises(jaxmem.JaxmemError, match=said) as caught:
             call()
@@ -280,7 +280,7 @@ def test_what_a_split_function_returns_is_checked(returned, size):
     with pytest.raises(
         jaxmem.JaxmemError, match=r"for batch of shape \[64, 1024\]: it is to return"
     ):
-        problem(8, batch=64, split=of_batch)
+        workload(8, batch=64, split=of_batch)
 
 
 def test_axes_may_be_counted_from_the_end_and_be_of_numpy():
@@ -301,7 +301,7 @@ def test_what_a_users_function_raises_says_which_and_for_what():
             "['down'][0], an ",
         ),
         (lambda: jaxmem.shard(TWO, split={"model": fails}).place_batch(rows(8)), "batch, an array"),
-        (lambda: problem(8, split={"model": fails}), "batch, an array float32[512, 1024]."),
+        (lambda: workload(8, split={"model": fails}), "batch, an array float32[512, 1024]."),
     ):
         with pytest.raises(KeyError) as caught:
             call()
@@ -341,7 +341,7 @@ def test_an_axis_of_the_batch_alone_spreads_parameters_too():
 
 def seconds(target, shape, **levers):
     """Predicted of the step as it is, with its shape and stage."""
-    search = Search(problem(math.prod(shape), target=target, split=SPLIT))
+    search = Search(workload(math.prod(shape), target=target, split=SPLIT))
     names = ("replica", "data", "model")
     chosen = Levers(mesh=tuple(zip(names, shape, strict=True)), **levers)
     return search.costs.priced(chosen, search.costs.plain(chosen)).seconds
@@ -375,7 +375,7 @@ def test_what_tensor_parallelism_sums_is_sent_within_a_node():
 
 
 def test_the_bound_is_no_more_than_any_plan_takes():
-    search = Search(problem(split=SPLIT))
+    search = Search(workload(split=SPLIT))
     for levers in search.options:
         if levers.microbatches in (1, 4) and not levers.host and levers.stage != 2:
             plain = search.costs.priced(levers, search.costs.plain(levers))

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 from jaxmem import jaxprs
+from jaxmem.ground.budget import Budget
 from jaxmem.planning import (
     MOST,
     Names,
@@ -150,10 +151,10 @@ def test_the_choice_is_the_best_of_all_there_are(kind, host):
     low, high = (of(one.bytes for one in every) for of in (min, max))
     for budget in np.linspace(low, high, 17):
         best = min(one.price for one in every if one.bytes <= budget)
-        chosen = found.cheapest_within(budget)
+        chosen = found.cheapest_for(budget)
         assert chosen.bytes <= budget
         assert chosen.price == pytest.approx(best, rel=1e-6)
-    assert found.cheapest_within(low - 1) is None
+    assert found.cheapest_for(low - 1) is None
     assert found.smallest().bytes == low
     front = found.front
     assert [one.price for one in front] == sorted(one.price for one in front)
@@ -340,7 +341,7 @@ def test_what_a_built_in_keeps_is_a_choice_where_all_of_it_has_names():
     args = [jax.ShapeDtypeStruct(s, "float32") for s in [(256, 256), (8192, 256)]]
     traced = TracedFunction(loss, args, {}, 0)
     target = jaxmem.target(TARGET)
-    search = NamedSearch(NamedChoices(traced, Limits(64 * MIB, 0, target), {}), target)
+    search = NamedSearch(NamedChoices(traced, Limits(Budget(64 * MIB), target), {}), target)
     assert search._like("dots_saveable").saved == {0, 1}
     assert search._like("everything_saveable") is None, "the first layer has no name"
     plan = jaxmem.plan(loss, *args, budget="64MiB", target=TARGET, compilations=0)

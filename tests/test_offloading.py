@@ -169,7 +169,7 @@ def test_a_restored_state_is_measured_where_it_is():
     odd = jax.make_array_from_single_device_arrays(trace.shape, trace.sharding, [trace])
     state = (state[0]._replace(trace=odd), *state[1:])
     report = jaxmem.memory(optimizer.update, trace, state, target="h200")
-    assert report.host_argument >= 64 * 64 * 8
+    assert report.on_host.argument >= 64 * 64 * 8
 
 
 def test_the_state_of_another_optimizer_is_refused():

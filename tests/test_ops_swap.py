@@ -12,13 +12,13 @@ import jaxmem
 pytestmark = pytest.mark.slow
 
 
-def assert_equal_gradients(fun, given, capfd, found, least="1KiB", rtol=1e-9, atol=1e-11):
+def assert_equal_gradients(fun, given, caplog, found, least="1KiB", rtol=1e-9, atol=1e-11):
     """And so many of each were found."""
     every = range(len(given))
     expected = jax.jit(jax.value_and_grad(fun, every))(*given)
-    capfd.readouterr()
+    caplog.clear()
     results = jax.jit(jax.value_and_grad(jaxmem.ops.swap(fun, least=least), every))(*given)
-    said = capfd.readouterr().err
+    said = caplog.text
     for name in "attention", "softmax_cross_entropy":
         assert said.count(f"jaxmem.ops.swap: {name} instead of ") == found.count(name), said
     for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
@@ -48,7 +48,7 @@ def by_log_softmax(logits):
     return -chosen.mean()
 
 
-def test_two_labels_of_a_row_are_left_alone(arrays, capfd):
+def test_two_labels_of_a_row_are_left_alone(arrays, caplog):
     hidden, weights, _ = arrays
 
     def loss(weights):
@@ -56,7 +56,7 @@ def test_two_labels_of_a_row_are_left_alone(arrays, capfd):
         chosen = jnp.take_along_axis(logits, jnp.stack([LABELS, LABELS // 2], -1), -1)
         return (jax.nn.logsumexp(logits, -1) - chosen.mean(-1)).mean()
 
-    assert_equal_gradients(loss, [weights], capfd, [])
+    assert_equal_gradients(loss, [weights], caplog, [])
 
 
 @pytest.fixture
@@ -70,19 +70,19 @@ def arrays(key):
 
 
 @pytest.mark.parametrize("loss", [by_optax, by_one_hot, by_take, by_log_softmax])
-def test_losses_as_they_are_written(arrays, loss, capfd):
+def test_losses_as_they_are_written(arrays, loss, caplog):
     hidden, weights, _ = arrays
 
     def with_bias(hidden, weights, bias):
         return loss(hidden @ weights + bias[None, None])
 
-    assert_equal_gradients(with_bias, arrays, capfd, ["softmax_cross_entropy"])
+    assert_equal_gradients(with_bias, arrays, caplog, ["softmax_cross_entropy"])
 
     def tied_and_capped(hidden, table):
         return loss(3.0 * jnp.tanh((hidden @ table.T) / 3.0))
 
     given = hidden, weights.T
-    said = assert_equal_gradients(tied_and_capped, given, capfd, ["softmax_cross_entropy"])
+    said = assert_equal_gradients(tied_and_capped, given, caplog, ["softmax_cross_entropy"])
     assert "instead of logits float64[2, 4, 40], 2.50 KiB, of test_ops_swap.py:" in said
 
 
@@ -96,11 +96,11 @@ def test_losses_as_they_are_written(arrays, loss, capfd):
         (lambda logits: jnp.tanh(0 * logits), 0),
     ],
 )
-def test_logits_are_capped_as_the_function_caps_them(arrays, scale, found, capfd):
+def test_logits_are_capped_as_the_function_caps_them(arrays, scale, found, caplog):
     def loss(hidden, weights):
         return by_optax(scale(hidden @ weights))
 
-    assert_equal_gradients(loss, arrays[:2], capfd, ["softmax_cross_entropy"] * found)
+    assert_equal_gradients(loss, arrays[:2], caplog, ["softmax_cross_entropy"] * found)
 
 
 def test_labels_out_of_range_are_as_they_were(arrays):
@@ -116,7 +116,7 @@ def test_labels_out_of_range_are_as_they_were(arrays):
 
 
 @pytest.mark.parametrize("mode", ["clip", "fill", "one hot"])
-def test_masked_labels_out_of_range(arrays, mode, capfd):
+def test_masked_labels_out_of_range(arrays, mode, caplog):
     """As ignored ones are, -100 among them: nothing of theirs may be in the sum or its gradient."""
     labels = LABELS.at[0, 0].set(-100).at[1, 1].set(40)
     known = (labels >= 0) & (labels < 40)
@@ -129,22 +129,22 @@ def test_masked_labels_out_of_range(arrays, mode, capfd):
             chosen = jnp.take_along_axis(shares, labels[..., None], -1, mode=mode)[..., 0]
         return -jnp.sum(jnp.where(known, chosen, 0)) + jnp.sum(jnp.nan_to_num(chosen[0, 0]))
 
-    assert_equal_gradients(loss, arrays[:2], capfd, ["softmax_cross_entropy"])
+    assert_equal_gradients(loss, arrays[:2], caplog, ["softmax_cross_entropy"])
 
 
-def test_what_else_is_read_stays(arrays, capfd):
+def test_what_else_is_read_stays(arrays, caplog):
     hidden, weights, _ = arrays
 
     def accuracy_too(hidden, weights):
         logits = hidden @ weights
         return by_optax(logits) + 0.0 * (logits.argmax(-1) == LABELS).mean()
 
-    said = assert_equal_gradients(accuracy_too, (hidden, weights), capfd, [])
+    said = assert_equal_gradients(accuracy_too, (hidden, weights), caplog, [])
     assert "no attention and no cross-entropy of at least 1.00 KiB found in" in said
     assert "accuracy_too" in said
     # Nor what is small:
     small = lambda h, w: by_optax(h @ w)  # noqa: E731
-    assert_equal_gradients(small, (hidden, weights), capfd, [], least="64MiB")
+    assert_equal_gradients(small, (hidden, weights), caplog, [], least="64MiB")
 
 
 def heads(length=16, key_heads=4):
@@ -175,11 +175,11 @@ def by_hand(query, key, value):
 
 
 @pytest.mark.parametrize("attend", [by_flax, by_flax_causal, by_hand])
-def test_attention_as_it_is_written(attend, capfd):
+def test_attention_as_it_is_written(attend, caplog):
     def loss(query, key, value):
         return jnp.sin(attend(query, key, value)).sum()
 
-    assert_equal_gradients(loss, heads(), capfd, ["attention"])
+    assert_equal_gradients(loss, heads(), caplog, ["attention"])
 
 
 ROOT_OUTSIDE = jnp.sqrt(8.0)
@@ -199,7 +199,7 @@ SCALES = {
 
 @pytest.mark.parametrize("masked", [None, -jnp.inf, -1e30])
 @pytest.mark.parametrize("scale", SCALES)
-def test_scores_are_scaled_as_the_function_scales_them(scale, masked, capfd):
+def test_scores_are_scaled_as_the_function_scales_them(scale, masked, caplog):
     def loss(query, key, value):
         scores = SCALES[scale](jnp.einsum("bqhd,bkhd->bhqk", query, key))
         if masked is not None:
@@ -207,20 +207,20 @@ def test_scores_are_scaled_as_the_function_scales_them(scale, masked, capfd):
             scores = jnp.where(causal, scores, masked)
         return jnp.sin(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)).sum()
 
-    assert_equal_gradients(loss, heads(), capfd, ["attention"])
+    assert_equal_gradients(loss, heads(), caplog, ["attention"])
 
 
 @pytest.mark.parametrize("shape", [(), (1, 1, 1, 1), (1, 4, 1, 1)])
-def test_a_learned_scale_has_its_gradient(shape, capfd):
+def test_a_learned_scale_has_its_gradient(shape, caplog):
     def loss(query, key, value, scale):
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / scale
         return jnp.sin(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)).sum()
 
-    assert_equal_gradients(loss, [*heads(), jnp.full(shape, 2.0)], capfd, ["attention"])
+    assert_equal_gradients(loss, [*heads(), jnp.full(shape, 2.0)], caplog, ["attention"])
 
 
 @pytest.mark.parametrize("key_heads", [1, 4])
-def test_attention_of_jax_nn(key_heads, capfd):
+def test_attention_of_jax_nn(key_heads, caplog):
     bias = jax.random.normal(jax.random.key(2), (1, 4, 16, 16), "float32")
 
     def loss(query, key, value):
@@ -228,10 +228,10 @@ def test_attention_of_jax_nn(key_heads, capfd):
         return jnp.sin(out).sum()
 
     given = [x.astype("float32") for x in heads(key_heads=key_heads)]
-    assert_equal_gradients(loss, given, capfd, ["attention"], rtol=1e-4, atol=1e-5)
+    assert_equal_gradients(loss, given, caplog, ["attention"], rtol=1e-4, atol=1e-5)
 
 
-def test_in_scans_and_regions_and_under_a_plan(arrays, capfd):
+def test_in_scans_and_regions_and_under_a_plan(arrays, caplog):
     query, *_ = heads()
 
     def loss(scale, query, weights):
@@ -244,20 +244,20 @@ def test_in_scans_and_regions_and_under_a_plan(arrays, capfd):
 
     given = jnp.array([0.5, 0.7]), query, arrays[1]
     both = ["attention", "softmax_cross_entropy"]
-    assert_equal_gradients(loss, given, capfd, both)
-    assert_equal_gradients(jax.jit(loss), given, capfd, both)
+    assert_equal_gradients(loss, given, caplog, both)
+    assert_equal_gradients(jax.jit(loss), given, caplog, both)
     swapped = jaxmem.ops.swap(loss, least="1KiB")
     planned = jax.jit(jax.grad(jaxmem.remat(swapped), (0, 1, 2)))(*given)
     for one, other in zip(planned, jax.jit(jax.grad(loss, (0, 1, 2)))(*given), strict=True):
         np.testing.assert_allclose(one, other, 1e-9, atol=1e-11)
 
 
-def test_dropout_of_weights_and_returned_weights_stay(capfd):
+def test_dropout_of_weights_and_returned_weights_stay(caplog):
     def dropped(query, key, value):
         weights = nn.dot_product_attention_weights(query, key)
         return jnp.einsum("bhqk,bkhd->bqhd", weights, value).sum() + weights.max()
 
-    assert_equal_gradients(dropped, heads(), capfd, [])
+    assert_equal_gradients(dropped, heads(), caplog, [])
 
 
 def test_the_matrices_are_gone():

@@ -44,6 +44,7 @@ def test_the_map_is_dynamic(signed):
 @signs
 @quick
 @hypothesis.given(x=VALUES)
+@hypothesis.example(x=np.array([1000.0, 1, 1], np.float32))
 def test_the_error_is_at_most_half_a_step_of_the_block(signed, x):
     x = x if signed else np.abs(x)
     packed = quantize(jnp.asarray(x), signed=signed)
@@ -51,7 +52,8 @@ def test_the_error_is_at_most_half_a_step_of_the_block(signed, x):
     got = np.asarray(dequantize(packed, signed=signed))
     assert np.all(np.isfinite(got))
     scale = np.abs(x).max() if x.size <= 256 else _scales(x)
-    relative = np.abs(x) / np.where(scale > 0, scale, 1)
+    # A decade begins with its power of ten, which rounding may take for the end of the one before.
+    relative = np.abs(x) / np.where(scale > 0, scale, 1) * (1 + 1e-6)
     # Half the distance between two values of the map round each value; beyond the last, its gap.
     count = 2.0 ** np.clip(np.ceil(np.log10(np.maximum(relative, 1e-8))) + 6, 0, 6)
     count = count if signed else 2 * count

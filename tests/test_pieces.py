@@ -152,7 +152,7 @@ STACK = DEPTH * WIDTH**2 * 4
 def test_a_stack_on_the_host_takes_two_chunks(chunk, monkeypatch):
     monkeypatch.setattr(streaming, "CHUNK", chunk * 2**20)
     report = compiled(jaxmem.offload(optax.adam(1e-3)))
-    assert report.host == report.host_alias == 2 * STACK
+    assert report.host == report.on_host.alias == 2 * STACK
     gradient, inputs = STACK, DEPTH * 64 * WIDTH * 4
     assert report.temp < gradient + inputs + 2 * chunk * 2**20 + 2**20
     assert report.transfers.count >= 4

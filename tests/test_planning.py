@@ -55,7 +55,7 @@ def test_a_planner_ends_with_its_plan(planner):
     """It has tables of some 50 MB."""
     made = PLANNERS[planner](chain([10.0] * 8), RATES)
     ended = weakref.ref(made)
-    made.smallest(), made.cheapest_within(45)
+    made.smallest(), made.cheapest_for(45)
     del made
     gc.collect()
     assert ended() is None
@@ -194,7 +194,7 @@ def test_dp_is_no_worse_than_any_row_of_regions(seed):
         regions = tuple(Region(*pair) for pair in itertools.pairwise((0, *row)))
         runs = simulate(program, regions)
         spent = sum((n - 1) * RATES.price(program.kernels[k]) for k, n in runs.runs.items())
-        within = planner.cheapest_within(int(runs.peak * 1.05))  # slots round up
+        within = planner.cheapest_for(int(runs.peak * 1.05))  # slots round up
         assert within is not None
         assert within.price <= spent + 1e-12
         assert within.peak <= int(runs.peak * 1.05)
@@ -213,7 +213,7 @@ def test_dp_saves_what_is_dear_for_its_bytes():
     flops = [10**12, 10**9] * 8
     program = chain([10**8] * 16, flops)
     planner = DP(program, RATES)
-    layout = planner.cheapest_within(int(0.62 * planner.plain.peak))
+    layout = planner.cheapest_for(int(0.62 * planner.plain.peak))
     again = [number for number, times in layout.runs.items() if times > 1]
     assert again
     assert all(flops[number] == 10**9 for number in again if number)
@@ -257,7 +257,7 @@ def test_a_schedule_has_the_room_that_is_left():
     prices = []
     for percent in range(90, 5, -5):
         budget = plain * percent // 100
-        layout = planner.cheapest_within(budget)
+        layout = planner.cheapest_for(budget)
         assert layout.peak <= budget
         prices.append(layout.price)
     assert prices == sorted(prices)
@@ -304,7 +304,7 @@ def test_budgets_between_two_places_of_a_menu_are_used():
     planner = DP(loop_program(length=32), RATES)
     plain = planner.plain.peak
     for percent in range(45, 95, 7):
-        layout = planner.cheapest_within(plain * percent // 100)
+        layout = planner.cheapest_for(plain * percent // 100)
         assert 0.96 < layout.peak / (plain * percent // 100) <= 1
 
 
@@ -333,8 +333,8 @@ def test_of_several_scans_an_entry_that_takes_no_byte_less_is_left_out():
 
 def test_a_budget_chooses_from_the_menu():
     planner = DP(loop_program(), RATES)
-    assert planner.cheapest_within(planner.plain.peak).loops == ()
-    half = planner.cheapest_within(planner.plain.peak // 2)
+    assert planner.cheapest_for(planner.plain.peak).loops == ()
+    half = planner.cheapest_for(planner.plain.peak // 2)
     assert half.loops and half.peak <= planner.plain.peak // 2
     assert planner.smallest().loops[0].schedule
     assert isinstance(half.loops[0], Loop)
@@ -370,7 +370,7 @@ def test_planning_time_grows_near_linearly():
         sys.setprofile(count_call)
         try:
             planner = DP(program, RATES)
-            layout = planner.cheapest_within(planner.plain.peak // 4)
+            layout = planner.cheapest_for(planner.plain.peak // 4)
         finally:
             sys.setprofile(before)
         assert layout.peak <= planner.plain.peak // 4

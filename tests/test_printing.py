@@ -116,7 +116,7 @@ def test_a_last_column_wraps_or_goes_below():
     assert list(wide.lines(40))[1:] == [
         "x" * 20 + "  12",
         "    several words that do not fit beside",
-        "      the rest of their row",
+        "    the rest of their row",
     ]
     cut = dataclasses.replace(table, wraps=False)
     assert list(cut.lines(30))[1] == "x     12  …e rest of their row"

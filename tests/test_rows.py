@@ -164,7 +164,7 @@ def test_no_plan_loses_to_a_one_liner():
     for saved in policies(variant.program).values():
         for count in (LAYERS, LAYERS // 2):
             theirs = variant.layout(row(variant.program, spans[:count], saved))
-            ours = planner().cheapest_within(theirs.peak)
+            ours = planner().cheapest_for(theirs.peak)
             assert ours.price <= theirs.price and ours.peak <= theirs.peak
 
 
@@ -255,7 +255,7 @@ def test_rows_are_compiled_where_they_cost_less_than_what_fits():
     total = program()[1].budget_for(program()[0]).total
     cheapest = min(planner().rows(), key=lambda layout: layout.price)
     budget = int(0.85 * total(cheapest.peak))
-    fits = planner().cheapest_within(program()[1].budget_for(program()[0], budget).left)
+    fits = planner().cheapest_for(program()[1].budget_for(program()[0], budget).left)
     assert fits.price > cheapest.price  # what would be taken without them
     plan = jaxmem.plan(fun, *arguments(), budget=budget, target="h200")
     assert plan.compiled_bytes <= budget and len(plan.regions) == LAYERS

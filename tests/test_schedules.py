@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import time
 
 import pytest
 
@@ -106,9 +105,7 @@ def test_more_bytes_never_take_more_evaluations():
             last = now
 
 
-def test_a_million_steps_take_no_time():
-    began = time.process_time()
+def test_a_million_steps_need_no_table_of_a_million():
     for room in (3, 10, 100, 10**4, 10**6):
         found = cheapest(10**6, 1, 1, room)
         assert found.bytes(1, 1) <= room and found.reachable.size < 10**6
-    assert time.process_time() - began < 1

@@ -192,7 +192,7 @@ def test_hybrid_sharding_copies_over_the_other_axis():
 
 def test_sharded_state_on_the_host():
     report = compiled(offloaded=True)
-    assert report.host_argument == report.host_alias == 8 * MATRIX // 8
+    assert report.on_host.argument == report.on_host.alias == 8 * MATRIX // 8
     assert report.argument == pytest.approx(8 * MATRIX / 8 + BATCH / 8, rel=0.03)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import jaxprs
-from jaxmem.fitting import Levers, Problem, Search
+from jaxmem.fitting import Levers, Search, Workload
 from jaxmem.program import read_program
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction
@@ -340,11 +340,11 @@ def test_fit_projects_what_a_device_has(form, stage):
         layers = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((6, *leaf.shape), leaf.dtype), one)
     x = jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)
     mesh = AbstractMesh((8,), ("data",))
-    problem = Problem(loss, optax.adam(1e-3), layers, x, target="h100", mesh=mesh)
-    costs, levers = Search(problem).costs, Levers(stage=stage)
+    workload = Workload(loss, optax.adam(1e-3), layers, x, target="h100", mesh=mesh)
+    costs, levers = Search(workload).costs, Levers(stage=stage)
     plain = costs.plain(levers)
-    step, state = problem.step(levers, plain), problem.state(levers)
-    report = jaxmem.memory(step, state, problem.batch, target=problem.target, timeline=False)
+    step, state = workload.step(levers, plain), workload.state(levers)
+    report = jaxmem.memory(step, state, workload.batch, target=workload.target, timeline=False)
     assert costs.priced(levers, plain).projected == pytest.approx(report.device, rel=0.12)
 
 

@@ -40,7 +40,7 @@ def main():
                 "device": jaxmem.format_bytes(report.device),
                 "device temp": jaxmem.format_bytes(report.temp),
                 "host": jaxmem.format_bytes(report.host),
-                "host aliased": jaxmem.format_bytes(report.host_alias),
+                "host aliased": jaxmem.format_bytes(report.on_host.alias),
             }
         )
     record("Optimizer state in host memory: compiled bytes of the whole step", rows)

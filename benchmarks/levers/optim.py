@@ -58,7 +58,7 @@ def row(name, report, each):
         "device temp": jaxmem.format_bytes(report.temp),
         "device": jaxmem.format_bytes(report.device),
         "host": jaxmem.format_bytes(report.host),
-        "host aliased": jaxmem.format_bytes(report.host_alias),
+        "host aliased": jaxmem.format_bytes(report.on_host.alias),
     }
 
 

@@ -64,7 +64,7 @@ def rows_of(name):
         def planned(goal: float, planner=planner):
             """The place where the plan for so many GiB peaks, its projected and compiled bytes;
             None: nothing is projected to fit."""
-            layout = planner.cheapest_within(int(goal * GIB) - around)
+            layout = planner.cheapest_for(int(goal * GIB) - around)
             if layout is None:
                 return None
             plan = allowed.write(program, layout, as_it_is)

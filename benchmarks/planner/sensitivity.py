@@ -8,20 +8,20 @@ with each constant as it is. "time" and "FLOPs" are what a plan adds to the step
 points; "least" are the least projected bytes, beside the plain ones; "planning" is CPU time. Each
 is the largest change over programs and budgets, and 0 below 0.05. A constant above 1 that is a
 margin has its distance from 1 halved and doubled, as has one just below 1; a tuple all of its
-entries. Rates and the fusion model (targets.shares, planning.simulate, program) are what plans are
+entries. Rates and the fusion model (targets.shares, program) are what plans are
 measured with: there a change is also one of the ruler, and FLOPs are the better witness. Programs:
 four layers of a GPT, unrolled and as a scan, a DenseNet, the example's U-Net, an MLP mixer and, for
 the bounds of long programs, 128 and 512 layers of tanh(x w), for schedules of loops two recurrences
 of 1,000 and 343 steps. Nothing is compiled.
 
-Of a search that compiles (rematerialization.compiled_plans) the compiler is a stand-in, whose bytes
-are the projected ones times a random ratio within 6 % for each place where plans peak, and within
-0.5 % for each plan: "time" is the mean of what the found plans add over four such compilers, with
-five compilations each; the least projected bytes are one more budget there, and "failed" counts
-searches that found none. `jaxmem.fit`'s search (fitting) has the same compilers, with 15 % for each
-place, as far as its first projections were off, six compilations, AdamW, and budgets of 0.35, 0.5
-and 0.75 of the plain step: "time" is that of the chosen steps there, beside the plain one's. The
-constants of the derivatives are not measured.
+Of a search that compiles (rematerialization, and the rows of blocks that it tries) the compiler is
+a stand-in, whose bytes are the projected ones times a random ratio within 6 % for each place where
+plans peak, and within 0.5 % for each plan: "time" is the mean of what the found plans add over four
+such compilers, with five compilations each; the least projected bytes are one more budget there,
+and "failed" counts searches that found none. `jaxmem.fit`'s search (fitting) has the same
+compilers, with 15 % for each place, as far as its first projections were off, six compilations,
+AdamW, and budgets of 0.35, 0.5 and 0.75 of the plain step: "time" is that of the chosen steps
+there, beside the plain one's. The constants of the derivatives are not measured.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ from benchmarks._record import record_parts
 from benchmarks.speed.planner_time import chain
 from jaxmem.fitting import search as fitting_search
 from jaxmem.fitting.costs import Costs
-from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.verdicts import key_of
+from jaxmem.fitting.workload import Workload
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.search import Begun, Outcome, Search as CompiledSearch
@@ -64,6 +64,7 @@ FIT = "fitting.search"
 FIT_SHARES, FIT_COMPILATIONS = (0.35, 0.5, 0.75), 6
 SHARES_OF_RATES = "targets.shares"
 SEARCHED = (SCAN, MIXER)
+BLOCKS = (UNROLLED, SCAN, MIXER)
 FEW = (UNROLLED, SCAN, DENSENET, UNET, MIXER)
 
 
@@ -149,6 +150,7 @@ class Constant:
     margin: bool = False
     most: float = float("inf")
     offload: bool = False
+    searched: bool = False  # whether a search with a compiler shows what it does
 
     @property
     def key(self) -> str:
@@ -180,7 +182,7 @@ class Constant:
 
     @property
     def setting(self) -> tuple:
-        return self.programs, self.planner, self.offload
+        return self.programs, self.planner, self.offload, self.searched
 
     @contextlib.contextmanager
     def set(self, value):
@@ -217,7 +219,7 @@ def constants() -> list[Constant]:
         *of("planning.dp", "_SLOTS"),
         *of("planning.dp", "_HEADROOM", margin=True),
         *of("planning.dp", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
-        *of("planning.dp", "_BEYOND", "_REACH", "_STRIDE"),
+        *of("planning.dp", "_BEYOND", "_REACH", "_STRIDE", "_BLOCKS_MORE"),
         *of("planning.dp", "_ROOM", most=0.99),
         *of("planning.dp", "_LOWER", "_WORTH", "_NEAR", margin=True),
         *of(
@@ -232,8 +234,17 @@ def constants() -> list[Constant]:
         *of("planning.dots", "_GROUPS", "_TINY", "_STATISTICS", planner="dots"),
         *of("planning.sqrt", "_CANDIDATES", programs=(LONGEST,), planner="sqrt"),
         *of("planning.sqrt", "_TRIES", planner="sqrt"),
-        *of(SEARCH, "_WORTH", programs=SEARCHED),
-        *of(SEARCH, "_MORE", "_ABOVE", "_SAME", "_MARGIN", programs=SEARCHED, margin=True),
+        *of("planning.repeating", "_ALIKE", "_INSIDE", programs=BLOCKS, searched=True, most=0.99),
+        *of("planning.repeating", "_PERIODS", programs=BLOCKS, searched=True),
+        *of("planning.repeating", "_PART", "_BETTER", programs=BLOCKS, searched=True, margin=True),
+        *of("planning.rows", "_COVERED", programs=BLOCKS, searched=True),
+        *of("rematerialization.search", "NEARLY", programs=BLOCKS, searched=True, margin=True),
+        *of(SEARCH, "_WORTH", "_APART", programs=SEARCHED, searched=True),
+        *of(
+            *(SEARCH, "_MORE", "_ABOVE", "_SAFE", "_SAME", "_MARGIN", "_ALTERNATIVE", "_LOWER"),
+            programs=SEARCHED, searched=True, margin=True,
+        ),
+        *of(FIT, "_LINE", programs=SEARCHED),
         *of(FIT, "_CLOSE", "_NEAR", "_ABOVE", "_OVER", programs=SEARCHED, margin=True),
         *of(FIT, "_FIRST_ERROR", "_ALTERNATIVE", programs=SEARCHED, margin=True),
         *of("fitting.verdicts", "GAIN", programs=SEARCHED),
@@ -258,7 +269,7 @@ def planned(name: str, planner: str, offload: bool, budgets: tuple[float, ...]) 
     constraints = Constraints.parse(None, 0, "h200", planner, offload)
     began = time.process_time()
     plans = constraints.planner(program)
-    found = [plans.cheapest_within(int(budget)) for budget in budgets]
+    found = [plans.cheapest_for(int(budget)) for budget in budgets]
     least = plans.smallest()
     middle = plans.smallest_at_one_forward()
     seconds = time.process_time() - began
@@ -302,7 +313,8 @@ class StandIn(CompiledPlans):
 
 
 def searched(name: str) -> Plans:
-    one, times, flops, failed = traced(name), [], [], 0
+    one = traced.__wrapped__(name)  # nothing of it is known yet
+    times, flops, failed = [], [], 0
     planner = Constraints.parse(None, 0, "h200", "dp").planner(one.program)
     began = time.process_time()
     for budget in (planner.smallest().peak, *budgets(name, "dp", False)[0]):
@@ -326,7 +338,7 @@ def searched(name: str) -> Plans:
 class FitStandIn(fitting_search.Search):
     """A search of `fit` whose compiler is random."""
 
-    def __init__(self, problem: Problem, costs: Costs, seed: int):
+    def __init__(self, problem: Workload, costs: Costs, seed: int):
         super().__init__(problem)
         self.costs, self.seed = costs, seed
 
@@ -351,14 +363,14 @@ class FitStandIn(fitting_search.Search):
 
 
 @functools.cache
-def problem(name: str) -> tuple[Problem, Costs]:
+def problem(name: str) -> tuple[Workload, Costs]:
     """With its plans, which none of the constants of the search changes."""
     loss, (params, *batch) = PROGRAMS[name]()
 
     def of_batch(params, batch):
         return loss(params, *batch)
 
-    found = Problem(of_batch, optax.adamw(1e-3), params, tuple(batch), target="h200")
+    found = Workload(of_batch, optax.adamw(1e-3), params, tuple(batch), target="h200")
     return found, Costs(found)
 
 
@@ -382,7 +394,7 @@ def plans_of(constant: Constant) -> list[Plans]:
             found.append(fitted(name))
             continue
         at, _ = budgets(name, constant.planner, constant.offload)
-        if constant.module == SEARCH:
+        if constant.searched:
             found.append(searched(name))
         else:
             found.append(planned(name, constant.planner, constant.offload, at))
@@ -390,8 +402,8 @@ def plans_of(constant: Constant) -> list[Plans]:
 
 
 @functools.cache
-def _as_it_is(module: str, programs, planner, offload) -> list[Plans]:
-    constant = Constant(module, "_WORTH", programs, planner, offload=offload)
+def _as_it_is(module: str, programs, planner, offload, searched) -> list[Plans]:
+    constant = Constant(module, "", programs, planner, offload=offload, searched=searched)
     plans_of(constant)  # the first time takes longer
     return plans_of(constant)
 
@@ -429,7 +441,7 @@ def worst(constant: Constant, before: list[Plans], after: list[Plans]) -> str:
 
 def rows_of(key: str):
     constant = next(one for one in constants() if one.key == key)
-    kind = FIT if constant.of_fit else SEARCH if constant.module == SEARCH else "planning.dp"
+    kind = FIT if constant.of_fit else "planning.dp"
     before = _as_it_is(kind, *constant.setting)
     row = {"constant": key, "value": written(constant.value)}
     for head, factor in (("half", 0.5), ("twice", 2)):

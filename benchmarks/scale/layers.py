@@ -59,7 +59,7 @@ def main():
                 "scheduler": "latency hiding" if options else "default",
                 "device": jaxmem.format_bytes(report.device),
                 "host": jaxmem.format_bytes(report.host),
-                "host aliased": jaxmem.format_bytes(report.host_alias),
+                "host aliased": jaxmem.format_bytes(report.on_host.alias),
                 "transfers with work beside them": f"{transfers.overlapped} of {transfers.count}",
                 "seconds to trace and compile": round(time.perf_counter() - began),
             }

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 import jaxmem
 from benchmarks._models import example
 from benchmarks._record import record
-from jaxmem.fitting import Levers, Problem, Search
+from jaxmem.fitting import Levers, Search, Workload
 
 LLAMA = example("llama")
 MODEL = LLAMA.Llama(layers=8, width=1024, heads=8, keys=8, hidden=4096, words=8192)
@@ -46,7 +46,7 @@ def programs():
 def rows(form: str, loss, params):
     tokens = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
     for name, mesh in MESHES.items():
-        problem = Problem(loss, optax.adamw(1e-4), params, tokens, target="h100", mesh=mesh)
+        problem = Workload(loss, optax.adamw(1e-4), params, tokens, target="h100", mesh=mesh)
         costs = Search(problem).costs
         for stage in (1, 2, 3):
             for slices in (1, 2):
@@ -59,7 +59,7 @@ def rows(form: str, loss, params):
                 yield found
 
 
-def compared(word: str, problem: Problem, costs, levers: Levers, plan) -> dict:
+def compared(word: str, problem: Workload, costs, levers: Levers, plan) -> dict:
     if isinstance(plan, int):
         lowest = f"none: the lowest {jaxmem.format_bytes(plan)}"
         return {f"{word}, projected": lowest, f"{word}, compiled": "", f"{word}, off": ""}

@@ -64,19 +64,19 @@ def main(chosen) -> None:
     if chosen.processes > 1:  # before the first use of a device
         jax.distributed.initialize(chosen.coordinator, chosen.processes, chosen.process)
     model, shape = SIZES[chosen.size], (chosen.batch, chosen.length)
-    problem = model.loss, optax.adamw(chosen.rate), model.params()
-    problem = (*problem, jax.ShapeDtypeStruct(shape, jnp.int32))
+    workload = model.loss, optax.adamw(chosen.rate), model.params()
+    workload = (*workload, jax.ShapeDtypeStruct(shape, jnp.int32))
     allowed = {"budget": chosen.budget, "allow": () if chosen.exact else "operations"}
 
     if chosen.plan and chosen.devices is None:
-        print(jaxmem.devices_needed(*problem, target=chosen.plan, **allowed))
+        print(jaxmem.devices_needed(*workload, target=chosen.plan, **allowed))
         return
     if chosen.plan:
-        print(jaxmem.fit(*problem, target=chosen.plan, devices=chosen.devices, **allowed).fitting)
+        print(jaxmem.fit(*workload, target=chosen.plan, devices=chosen.devices, **allowed).fitting)
         return
 
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    step = jaxmem.fit(*problem, target=chosen.target, mesh=mesh, **allowed)
+    step = jaxmem.fit(*workload, target=chosen.target, mesh=mesh, **allowed)
     state = step.init(step.sharding.init(model.init, jax.random.key(0)))
     checkpoints = Checkpoints(chosen, ["size"])  # on any number of devices, at any stage
     done, state = checkpoints.resume(state)

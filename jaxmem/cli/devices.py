@@ -2,7 +2,7 @@
 
 import json
 
-from jaxmem.cli.fitted import add_problem, arguments_of
+from jaxmem.cli.fitted import add_workload, arguments_of
 from jaxmem.cli.options import add_command
 from jaxmem.cli.output import show
 from jaxmem.fitting.devices import devices_needed
@@ -11,7 +11,7 @@ from jaxmem.fitting.devices import devices_needed
 def add_devices(commands) -> None:
     about = "find the fewest devices that a step fits on; exit code 3 if it fits on none"
     parser = add_command(commands, "devices", _devices, about)
-    add_problem(parser)
+    add_workload(parser)
     parser.add_argument("--most", type=int, default=1024, help="devices, at most (default: 1024)")
 
 

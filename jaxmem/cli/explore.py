@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from jaxmem.cli.fitted import add_problem, search_of
+from jaxmem.cli.fitted import add_workload, search_of
 from jaxmem.cli.options import add_command, check_folder
 from jaxmem.cli.output import progress, show, write_to
 from jaxmem.fitting.choice_page import frontier_of, page_of_fitting
@@ -16,7 +16,7 @@ def add_explore(commands) -> None:
         "does with the values of each module and line; exit code 3 if nothing fits"
     )
     parser = add_command(commands, "explore", _explore, about)
-    add_problem(parser)
+    add_workload(parser)
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the page")
 
 
@@ -29,7 +29,7 @@ def _explore(options) -> int:
     except BudgetError as error:  # the page shows what there is
         missed, fitting = error, search.fitting()
     with progress("planning the frontier"):
-        text = page_of_fitting(fitting, frontier_of(search, fitting), options.problem)
+        text = page_of_fitting(fitting, frontier_of(search, fitting), options.workload)
     write_to(options.output, lambda path: pathlib.Path(path).write_text(text, "utf-8"))
     if missed:
         raise missed

@@ -5,6 +5,7 @@ import json
 from jaxmem.cli.loading import STEP, load
 from jaxmem.cli.options import add_command, add_files, budget_of, check_files
 from jaxmem.cli.output import compared, progress, write_files
+from jaxmem.ground.budget import Budget
 from jaxmem.reports import measure
 from jaxmem.targets import target
 
@@ -32,6 +33,6 @@ def _profile(options) -> int:
         print(measured)
     device = measured.compiled.device
     peak = measured.peak or device
-    left = None if budget is None else budget - (peak - device)  # what is there for the step
+    left = Budget(budget, peak - device).left  # what is there for the step
     write_files(measured.compiled, options, left, name=options.step)
     return compared("the step", peak, budget)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.search import Search
 from jaxmem.fitting.table import milliseconds
 from jaxmem.fitting.verdicts import Verdicts
+from jaxmem.fitting.workload import Workload
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets import LocalDevice, Target
@@ -19,7 +19,7 @@ def advise(
     """What `fit` would do for a step, by projected bytes: nothing is compiled."""
     call = "jaxmem.fit(loss_fn, optimizer, params, batch, ...)"
     try:
-        problem = Problem(
+        workload = Workload(
             step.functional(),
             step.optimizer,
             state.params,
@@ -33,7 +33,7 @@ def advise(
             mesh=step.sharding.mesh if step.sharding else None,
             split=dict(step.sharding.split) or None if step.sharding else None,
         )
-        search = Search(problem)
+        search = Search(workload)
         found = search.projected()
     except JaxmemError as error:
         return f"{call} searches the levers that make it fit; here it says: {error}"

@@ -1,18 +1,18 @@
 """The largest number for which a step fits, by compilation alone: a batch, or any other."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.ground.bar import Bar
 from jaxmem.ground.bytes import device_budget, format_against, format_bytes
 from jaxmem.ground.checks import check_callable, is_count
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.progress import counting, tell
+from jaxmem.rematerialization import Begun, Outcome, Search
 from jaxmem.reports import MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target, family_of, resolve
 
@@ -240,16 +240,13 @@ def _found(made: Made, budget, target, multiple, most, compilations, what: str) 
             raise JaxmemError(f"{name}= takes an int of {least} or more; got {value!r}.")
     if most is not None and not is_count(most, multiple):
         raise JaxmemError(f"most= takes an int of {multiple} or more; got {most!r}.")
-    search = _Search(made, target, allowed, multiple, most, what)
-    with counting(compilations) as bar:
-        count: int | None = 1
-        while count and len(search.reports) < compilations:
-            search.compile(count, compilations, bar)
-            count = search.next()
-    return search.answer()
+    capacity = _Capacity(made, target, allowed, multiple, most, what)
+    search: Search[int] = Search(allowed, compilations)
+    search.run(capacity.rounds(), capacity.start)
+    return capacity.answer()
 
 
-class _Search:
+class _Capacity:
     """Numbers compiled so far, by how many multiples they are."""
 
     def __init__(self, made: Made, target, budget: int, multiple: int, most, what: str):
@@ -260,18 +257,29 @@ class _Search:
         self.grows = growth > 0
         self.fixed, self.growth = fixed // target.count, max(growth / target.count, 1e-9)
 
-    def compile(self, count: int, most: int, bar: Bar) -> None:
-        number = count * self.multiple
-        bar.begin()
-        bar.show(f"compiling {self.what} {number} for {self.target.name}")
-        step, args = self.made(number)
-        report = memory(step, *args, target=self.target)
-        self.reports[count] = report
+    def rounds(self) -> Iterator[Sequence[int]]:
+        """The smallest, then where the bytes known so far point to."""
+        count: int | None = 1
+        while count:
+            yield [count]
+            count = self.next()
+
+    def start(self, count: int) -> Begun:
+        """The step of a number, which is compiled when it is waited for."""
+        said = f"{self.what} {count * self.multiple} for {self.target.name}"
+        return Begun(said, functools.partial(self._compile, count, said), lambda: None)
+
+    def _compile(self, count: int, said: str) -> Outcome:
+        step, args = self.made(count * self.multiple)
+        report = self.reports[count] = memory(step, *args, target=self.target)
         verdict = "fits" if report.device <= self.budget else "does not fit"
-        bar.finish()
-        tell(
-            f"jaxmem: compiled {self.what} {number} for {self.target.name}, {len(self.reports)} of "
-            f"at most {most}: {format_against(report.device, self.budget)}, {verdict}"
+        of_arguments = round(self.fixed + self.growth * count)
+        return Outcome(
+            f": {said}: {format_against(report.device, self.budget)}, {verdict}",
+            -count,
+            of_arguments,
+            report.device,
+            self.what,
         )
 
     def next(self) -> int | None:

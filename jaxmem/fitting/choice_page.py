@@ -32,7 +32,7 @@ def frontier_of(search: "Search", fitting: "Fitting", count: int = 10) -> "Itera
     """Plans from no recomputation to the least memory, of the step as it is and with the levers of
     the chosen one; bytes are projected."""
     costs, chosen = search.costs, fitting.chosen
-    settings = [search.problem.as_is, *([chosen.levers] if chosen else [])]
+    settings = [search.workload.as_is, *([chosen.levers] if chosen else [])]
     for levers in dict.fromkeys(settings):
         plain = costs.priced(levers, costs.plain(levers))
         yield plain

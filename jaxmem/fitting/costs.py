@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import jax
 
 from jaxmem.fitting.levers import Levers
-from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.sizes import bytes_of, slice_of, whole
 from jaxmem.fitting.table import Candidate
+from jaxmem.fitting.workload import Workload
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
 from jaxmem.planning import Layout, Planner, one_liners, rows_to_compile, sums_seconds
@@ -29,10 +29,10 @@ _PROGRAMS, _PLANNERS = 16, 3
 
 
 class Costs:
-    """Plans of a problem's levers, each made once, with their bytes and seconds."""
+    """Plans of a workload's levers, each made once, with their bytes and seconds."""
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
+    def __init__(self, workload: Workload):
+        self.workload = workload
         self._plans: dict[tuple, Plan | int] = {}
         self._lowest: dict[tuple, int] = {}  # bytes of a plan of these levers, at least
         self._program = functools.lru_cache(_PROGRAMS)(self._read)
@@ -42,9 +42,9 @@ class Costs:
     def plan(self, levers: Levers, budget: int | None) -> Plan | int:
         """The plan within a budget of the whole step (None: without recomputation), or the lowest
         budget that has one."""
-        problem, limits = self.problem, self.budget(levers, budget)
+        workload, limits = self.workload, self.budget(levers, budget)
         left = limits.left if limits.left is None else max(limits.left, 1)
-        offload = problem.offload and budget is not None
+        offload = workload.offload and budget is not None
         loss = _of_loss(levers)
         key, lowest = (loss, left, offload), self._lowest.get((loss, offload), 0)
         if left is not None and left < lowest:
@@ -61,21 +61,21 @@ class Costs:
         return limits.total(found) if isinstance(found, int) else found
 
     def _constraints(self, offload: bool, left: int = 2**62) -> Constraints:
-        return Constraints(left, 0, self.problem.device, "dp", offload, self._keeps_regions)
+        return Constraints(Budget(left), self.workload.device, "dp", offload, self._keeps_regions)
 
     @property
     def _keeps_regions(self) -> bool:
-        return "regions" in self.problem.keep
+        return "regions" in self.workload.keep
 
     def _traced(self, loss: Levers) -> TracedFunction:
         """The loss of one slice of the batch."""
-        problem, step = self.problem.on(loss), self.problem.step(loss)
-        state = problem.state(loss)
-        args = (state.params, problem.batch, state.model_state, state.key)
+        workload, step = self.workload.on(loss), self.workload.step(loss)
+        state = workload.state(loss)
+        args = (state.params, workload.batch, state.model_state, state.key)
         cut = loss.microbatches
-        if step.slices_sharding(state, problem.batch) is not None:
+        if step.slices_sharding(state, workload.batch) is not None:
             # Each device takes slices of its own part, with nothing of the others.
-            args, cut = jax.tree.map(whole, args), cut * problem.devices
+            args, cut = jax.tree.map(whole, args), cut * workload.devices
         params, batch, *others = args
         batch = jax.tree.map(lambda leaf: slice_of(leaf, cut), batch)
         return TracedFunction(
@@ -84,7 +84,7 @@ class Costs:
             {},
             0,
             open_regions=not self._keeps_regions,
-            gradient_bytes=list(map(bytes_of, jax.tree.leaves(problem.gradients(loss)))),
+            gradient_bytes=list(map(bytes_of, jax.tree.leaves(workload.gradients(loss)))),
         )
 
     def _read(self, loss: Levers) -> Program:
@@ -93,7 +93,7 @@ class Costs:
     def written(self) -> Written | None:
         """What the loss costs with its own regions, everything else as it is: bytes of the whole
         step; None: it has none, or they stay."""
-        as_is = self.problem.as_is
+        as_is = self.workload.as_is
         if not self.plain(as_is).opened:
             return None
         found = written(self._traced(_of_loss(as_is)), self._constraints(False))
@@ -102,7 +102,7 @@ class Costs:
     def one_liners(self) -> Iterator[tuple[str, int, float]]:
         """The policies of `jax.checkpoint` on every block of the loss, everything else as it is:
         name, projected bytes and predicted seconds of the whole step."""
-        as_is = self.problem.as_is
+        as_is = self.workload.as_is
         limits, constraints = self.budget(as_is), self._constraints(False)
         program = self._program(_of_loss(as_is))
         total = constraints.budget_for(program).total
@@ -157,7 +157,7 @@ class Costs:
         limits, predicted = self.budget(levers), plan.predicted
         slices = levers.microbatches
         seconds = slices * (3 * predicted.seconds + predicted.recompute_seconds)
-        host = 2 * (self.problem.host_bytes(levers) + slices * predicted.host_bytes)
+        host = 2 * (self.workload.host_bytes(levers) + slices * predicted.host_bytes)
         projected = limits.total(plan.projected_bytes)
         return Candidate(levers, plan, projected, seconds + self.overhead(levers), host)
 
@@ -165,7 +165,7 @@ class Costs:
         """No plan of these levers takes less time: the whole batch at once takes the fewest
         launches and the least traffic of parameters."""
         changes = {"precision": levers.precision, "operations": levers.operations}
-        as_is = self.problem.as_is.replace(**changes)
+        as_is = self.workload.as_is.replace(**changes)
         if levers.stage == 3:
             as_is = as_is.replace(stage=3)
         seconds = self.plain(as_is).predicted.seconds
@@ -179,60 +179,60 @@ class Costs:
     def _gathering(self, levers: Levers, first: Levers) -> float:
         """Seconds in which all parameters are gathered once: as many bytes as on the first mesh,
         from those that have them on that of the levers."""
-        problem = self.problem.on(levers)
-        sharding = problem.sharding(3)
+        workload = self.workload.on(levers)
+        sharding = workload.sharding(3)
         assert sharding is not None
-        cut, count = problem.meshes.model(sharding), sharding.count
-        params = bytes_of(jax.tree.map(whole, problem.state(first).params))
+        cut, count = workload.meshes.model(sharding), sharding.count
+        params = bytes_of(jax.tree.map(whole, workload.state(first).params))
         sent = min(gathered_bytes(self._program(_of_loss(first))), params) // cut
-        return problem.device.sending_seconds(sent * (count - 1) / count, count, cut)
+        return workload.device.sending_seconds(sent * (count - 1) / count, count, cut)
 
     def _summing(self, levers: Levers, first: Levers) -> float:
         """Seconds in which results of matmuls are summed along axes that the model names: as many
         bytes as on the mesh where one of those axes has the fewest devices, times those."""
-        seconds, apart, problem = 0.0, 1, self.problem
+        seconds, apart, workload = 0.0, 1, self.workload
         for name, size in reversed(levers.mesh):
-            alone = problem.meshes.alone(name) if size > 1 else None
+            alone = workload.meshes.alone(name) if size > 1 else None
             if alone is not None:
                 program = self._program(_of_loss(first.replace(mesh=alone)))
                 sent = summed_bytes(program) * (size - 1) / (dict(alone)[name] - 1)
-                seconds += sums_seconds(problem.device, sent, size, apart)
+                seconds += sums_seconds(workload.device, sent, size, apart)
             apart *= size
         return seconds
 
     def _reading(self, levers: Levers) -> float:
         """Seconds, at most, in which a device reads the parameters that are cut along axes that the
         model names, and others have: twice where they are cast."""
-        problem = self.problem.on(levers)
-        sharding = problem.sharding(levers.stage or 1)
+        workload = self.workload.on(levers)
+        sharding = workload.sharding(levers.stage or 1)
         assert sharding is not None
-        params = bytes_of(jax.tree.map(whole, problem.state(levers).params))
-        others = params - params // problem.meshes.model(sharding)
-        device = problem.device
+        params = bytes_of(jax.tree.map(whole, workload.state(levers).params))
+        others = params - params // workload.meshes.model(sharding)
+        device = workload.device
         return 2 * others / (device.shares.memory * device.memory_bandwidth)
 
     def least_bytes(self, levers: Levers) -> int:
         """Bytes of the arguments: no plan of these levers takes fewer."""
-        problem = self.problem.on(levers)
-        state = problem.state(levers)
-        return bytes_of(state.opt_state) - problem.host_bytes(levers) + bytes_of(state.params)
+        workload = self.workload.on(levers)
+        state = workload.state(levers)
+        return bytes_of(state.opt_state) - workload.host_bytes(levers) + bytes_of(state.params)
 
     def overhead(self, levers: Levers) -> float:
         """Seconds of a step outside the loss and its gradient."""
-        problem = self.problem.on(levers)
-        params = bytes_of(problem.state(levers).params)
+        workload = self.workload.on(levers)
+        params = bytes_of(workload.state(levers).params)
         # 8-bit moments are expanded to be updated: they move as many bytes as whole ones.
-        moments = bytes_of(problem.state(levers.replace(moments=False)).opt_state)
+        moments = bytes_of(workload.state(levers.replace(moments=False)).opt_state)
         moved = 3 * params + 2 * moments  # parameters and gradients read, parameters written
-        added = sum(lever.seconds(problem, levers) for lever, _ in levers.used())
-        return moved / problem.device.memory_bandwidth + added
+        added = sum(lever.seconds(workload, levers) for lever, _ in levers.used())
+        return moved / workload.device.memory_bandwidth + added
 
     def budget(self, levers: Levers, allowed: int | None = None) -> Budget:
         """A budget of the whole step on each device, of which the optimizer's state and what the
         levers add are reserved; the loss, its arguments and gradients are planned."""
-        problem = self.problem.on(levers)
-        reserved = bytes_of(problem.state(levers).opt_state) + sum(
-            lever.reserved_bytes(problem, levers) for lever, _ in levers.used()
+        workload = self.workload.on(levers)
+        reserved = bytes_of(workload.state(levers).opt_state) + sum(
+            lever.reserved_bytes(workload, levers) for lever, _ in levers.used()
         )
         return Budget(allowed, reserved)
 

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 
 from jaxmem import jaxprs
-from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.search import Search
 from jaxmem.fitting.table import Fitting, time_error
 from jaxmem.fitting.verdicts import permissions
+from jaxmem.fitting.workload import Workload
 from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.checks import check_count
 from jaxmem.ground.errors import BudgetError, CompileError, JaxmemError
@@ -31,7 +31,7 @@ _HOPELESS = 1.5
 _KNOWN = {"mesh", "devices"}  # of jaxmem.fit's options, those that are searched
 _OPTIONS = {
     name
-    for name, one in inspect.signature(Problem).parameters.items()
+    for name, one in inspect.signature(Workload).parameters.items()
     if one.kind is one.KEYWORD_ONLY and name not in {*_KNOWN, "target"}
 }
 _NODE = 8  # counts above are multiples of it, as devices are rented; below, powers of two
@@ -163,18 +163,18 @@ def devices_needed(
     tried: list[Tried] = []
     with jaxprs.mesh_in_force(None):  # steps are traced on meshes of their own
         for count in _counts(batch, most, resolve(target)):
-            problem = Problem(
+            workload = Workload(
                 loss_fn, optimizer, params, batch, target=target, devices=count, **options
             )
-            search = Search(problem)
+            search = Search(workload)
             smallest = search.smallest()
             assert smallest is not None and smallest.projected is not None
             try:
-                hopeless = smallest.projected > _HOPELESS * problem.budget
+                hopeless = smallest.projected > _HOPELESS * workload.budget
                 size = smallest.projected
-                if not hopeless and size > problem.budget:
+                if not hopeless and size > workload.budget:
                     size = search.bytes_of(smallest)
-                if size > problem.budget:
+                if size > workload.budget:
                     said = f"too large: {smallest.name}; recompute {smallest.remat}"
                     tried.append(Tried(count, size, not hopeless, said))
                     continue
@@ -191,7 +191,7 @@ def devices_needed(
                 said = f"{chosen.name}; recompute {chosen.remat}"
                 tried.append(Tried(count, chosen.compiled or 0, True, said, chosen.seconds))
                 return DevicesNeeded(count, tuple(tried), step)
-    raise _too_small(tried, problem)
+    raise _too_small(tried, workload)
 
 
 def _counts(batch: Any, most: int, target: Target | LocalDevice) -> list[int]:
@@ -212,16 +212,16 @@ def _has(target: Target | LocalDevice, count: int) -> bool:
         return False
 
 
-def _too_small(tried: list[Tried], problem: Problem) -> BudgetError:
+def _too_small(tried: list[Tried], workload: Workload) -> BudgetError:
     least = min(tried, key=lambda one: one.bytes)
     word = "compiled" if least.compiled else "projected"
     counts = ", ".join(str(one.devices) for one in tried)
     lines = [
-        f"The step fits the budget of {format_bytes(problem.budget)} on no number of devices of "
-        f"{problem.target.name} that divides the batch and was tried ({counts}). The fewest bytes "
-        f"of each device were {format_against(least.bytes, problem.budget)} ({least.bytes} bytes "
+        f"The step fits the budget of {format_bytes(workload.budget)} on no number of devices of "
+        f"{workload.target.name} that divides the batch and was tried ({counts}). The fewest bytes "
+        f"of each device were {format_against(least.bytes, workload.budget)} ({least.bytes} bytes "
         f"{word}), on {counted(least.devices, 'device')}.",
-        *permissions(problem),
+        *permissions(workload),
         "Or raise the budget or most=, or take a batch that more devices divide.",
     ]
     return BudgetError(" ".join(lines), least.bytes)

@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxmem import jaxprs
 from jaxmem.fitting.meshes import Split
-from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.search import Search
+from jaxmem.fitting.workload import Workload
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision
 from jaxmem.targets import LocalDevice, Target
@@ -112,7 +112,7 @@ def fit(
     spread = mesh is not None or devices is not None
     # Steps are traced on meshes of their own.
     with jaxprs.mesh_in_force(None) if spread else contextlib.nullcontext():
-        problem = Problem(
+        workload = Workload(
             loss_fn,
             optimizer,
             params,
@@ -129,6 +129,6 @@ def fit(
             allow=allow,
             keep=keep,
         )
-        step = Search(problem).run(compilations)
+        step = Search(workload).run(compilations)
     print(step.fitting)
     return step

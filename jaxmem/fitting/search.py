@@ -3,14 +3,14 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxmem.fitting.costs import Costs
 from jaxmem.fitting.levers import LEVERS, Levers
-from jaxmem.fitting.problem import Problem
 from jaxmem.fitting.table import Candidate, Fitting
 from jaxmem.fitting.verdicts import GAIN, Verdicts, key_of
+from jaxmem.fitting.workload import Workload
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_count
 from jaxmem.ground.errors import CompileError
@@ -20,9 +20,8 @@ from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import family_of
 from jaxmem.training import TrainStep
 
-# Chosen. Beside a stand-in for the compiler half and twice of these change the predicted time of
-# the steps that are found by 2 % at most, and no search fails (benchmarks/planner/sensitivity.py);
-# the step that is returned was compiled and fits in any case.
+# Chosen: what half and twice of these change beside a stand-in for the compiler prints
+# benchmarks/planner/sensitivity.py; the step that is returned was compiled and fits in any case.
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between
 _LINE = 0.02  # of the best step's time, that another compilation is to save
@@ -38,14 +37,14 @@ _ALTERNATIVE = 1.04
 class Search:
     """The search of `fit`."""
 
-    def __init__(self, problem: Problem):
-        self.problem, self.costs = problem, Costs(problem)
-        self.options = list(problem.options)
+    def __init__(self, workload: Workload):
+        self.workload, self.costs = workload, Costs(workload)
+        self.options = list(workload.options)
         self.seen: dict[Levers, Candidate] = {}  # the last plan of each
         self.found: dict[tuple, Candidate] = {}  # by key: what was compiled
         self.reports: dict[tuple, MemoryReport] = {}
         self.made: dict[tuple, tuple[TrainStep, Compiling]] = {}  # traced and lowered
-        self.compiled: CompiledSearch[Candidate] = CompiledSearch(problem.budget, 0)
+        self.compiled: CompiledSearch[Candidate] = CompiledSearch(workload.budget, 0)
 
     def run(self, compilations: int) -> TrainStep:
         """The step that fits, after compiling so many candidates at most.
@@ -55,7 +54,7 @@ class Search:
             CompileError: XLA generates no code for what fits.
         """
         check_count("jaxmem.fit", "compilations", compilations)
-        self.compiled = CompiledSearch(self.problem.budget, compilations, _OVER)
+        self.compiled = CompiledSearch(self.workload.budget, compilations, _OVER)
         refused: CompileError | None = None
         while True:
             self.compiled.run(self._rounds(), self._start)
@@ -64,7 +63,7 @@ class Search:
                 raise refused or Verdicts(self).too_small()
             step, made = self._made(best)
             try:
-                if family_of(self.problem.device).checks_code:
+                if family_of(self.workload.device).checks_code:
                     made.report("full")
             except CompileError as error:
                 refused = error
@@ -75,13 +74,13 @@ class Search:
 
     def _made(self, candidate: Candidate) -> tuple[TrainStep, Compiling]:
         """The step of a candidate, and the same traced and lowered."""
-        key, problem = key_of(candidate), self.problem
+        key, workload = key_of(candidate), self.workload
         if key not in self.made:
-            step = problem.step(candidate.levers, candidate.plan)
-            state = problem.state(candidate.levers)
+            step = workload.step(candidate.levers, candidate.plan)
+            state = workload.state(candidate.levers)
             self.made[key] = (
                 step,
-                begin(step, state, problem.on(candidate.levers).batch, target=problem.target),
+                begin(step, state, workload.on(candidate.levers).batch, target=workload.target),
             )
         return self.made[key]
 
@@ -124,10 +123,11 @@ class Search:
             self.made = {
                 key: made for key, made in self.made.items() if best and key == key_of(best)
             }
-            # After others failed the last one goes to what is the most likely to fit.
-            last = self.found and self.compiled.left == 1
             candidate = self.cheapest(best)
-            if best is None and (candidate is None or last):
+            if best is None and self.found and self.compiled.left == 1:
+                # After others failed the last one goes to what fits by the worst that was seen.
+                candidate = self.cheapest(None, self.worst)
+            if best is None and candidate is None:
                 candidate = self.smallest() or self._by_one_line(best) or self._between()
             candidate = candidate or self._by_one_line(best)
             if candidate is None:
@@ -137,24 +137,26 @@ class Search:
     def _alternatives(self, candidate: Candidate, best: Candidate | None) -> list[Candidate]:
         """What to compile beside a candidate, in case that it does not fit: the one of the least
         predicted time that is expected to take a little less."""
-        if self.expected(candidate) * _ALTERNATIVE < self.problem.budget:
+        if self.expected(candidate) * _ALTERNATIVE < self.workload.budget:
             return []  # nothing is expected to keep it from fitting
-        other = self.cheapest(best, _ALTERNATIVE)
+        other = self.cheapest(best, lambda levers: _ALTERNATIVE * self.ratio(levers))
         return [] if other is None or key_of(other) == key_of(candidate) else [other]
 
-    def cheapest(self, best: Candidate | None, room: float = 1.0) -> Candidate | None:
-        """The least predicted time that is projected to fit and not compiled yet, with so many
-        times its expected bytes; None: nothing promises to be faster than ``best``."""
+    def cheapest(
+        self, best: Candidate | None, ratio: Callable[[Levers], float] | None = None
+    ) -> Candidate | None:
+        """The least predicted time that is not compiled yet and is expected to fit, its bytes so
+        many times projected as `ratio` says; None: nothing promises to be faster than ``best``."""
         found: Candidate | None = None
         limit = best.seconds if best else 1e30
         bound = self.costs.bound
         for levers in sorted(self.options, key=lambda levers: (bound(levers), str(levers))):
             if bound(levers) >= min(limit, found.seconds if found else math.inf):
                 break
-            close = best is not None and (best.compiled or 0) >= _CLOSE * self.problem.budget
+            close = best is not None and (best.compiled or 0) >= _CLOSE * self.workload.budget
             if best and levers == best.levers and close:
                 continue
-            candidate = self._candidate(levers, room)
+            candidate = self._candidate(levers, ratio)
             if candidate is None or key_of(candidate) in self.found:
                 continue
             gain = limit - candidate.seconds
@@ -162,17 +164,19 @@ class Search:
                 found = candidate
         return found
 
-    def _candidate(self, levers: Levers, room: float) -> Candidate | None:
-        """The levers with the plan that is projected to fit; None: none is."""
-        costs, allowed = self.costs, self.problem.budget / self.ratio(levers) / room
+    def _candidate(
+        self, levers: Levers, ratio: Callable[[Levers], float] | None
+    ) -> Candidate | None:
+        """The levers with the plan that is expected to fit; None: none is."""
+        costs, allowed = self.costs, self.workload.budget / (ratio or self.ratio)(levers)
         least = costs.least_bytes(levers)
-        found = costs.plan(levers, int(allowed)) if least <= self.problem.budget else least
+        found = costs.plan(levers, int(allowed)) if least <= self.workload.budget else least
         plan, lowest = (None, found) if isinstance(found, int) else (found, None)
-        if plan and plan.recomputes and "residuals" in self.problem.keep:
+        if plan and plan.recomputes and "residuals" in self.workload.keep:
             plan, lowest = None, costs.priced(levers, costs.plain(levers)).projected
         unplanned = Candidate(levers, None, lowest, costs.bound(levers))
         candidate = costs.priced(levers, plan) if plan else unplanned
-        if room == 1:
+        if ratio is None:
             self.seen[levers] = candidate
         return candidate if plan else None
 
@@ -185,7 +189,7 @@ class Search:
         for levers in self.options:
             if _shrunk(levers) != smallest or levers.microbatches not in (1, most):
                 continue
-            found = self.costs.plan(levers, None if "residuals" in self.problem.keep else 1)
+            found = self.costs.plan(levers, None if "residuals" in self.workload.keep else 1)
             found = self.costs.plan(levers, found) if isinstance(found, int) else found
             assert isinstance(found, Plan)
             candidate = self.costs.priced(levers, found)
@@ -195,7 +199,7 @@ class Search:
             if least is None or self.expected(candidate) < self.expected(least):
                 least = candidate
         tried = len(self.found) > 1
-        hopeless = least and tried and self.expected(least) > _NEAR * self.problem.budget
+        hopeless = least and tried and self.expected(least) > _NEAR * self.workload.budget
         return None if hopeless else least
 
     def _between(self) -> Candidate | None:
@@ -204,7 +208,7 @@ class Search:
         far off."""
         known = [one for one in self.found.values() if one.compiled and one.projected]
         nearest = min(known, key=lambda one: one.compiled or 0, default=None)
-        if nearest is None or (nearest.compiled or 0) > _NEAR * self.problem.budget:
+        if nearest is None or (nearest.compiled or 0) > _NEAR * self.workload.budget:
             return None
         sizes = sorted(one.projected or 0 for one in known if one.levers == nearest.levers)
         sizes.append(int(_ABOVE * sizes[-1]))
@@ -221,14 +225,14 @@ class Search:
     def _by_one_line(self, best: Candidate | None) -> Candidate | None:
         """What a line of the author's would do, which may fit though it is projected not to: no
         step that is returned is to lose to it. None: it would not be faster than the best."""
-        if "residuals" in self.problem.keep:
+        if "residuals" in self.workload.keep:
             return None
-        levers = best.levers if best else self.problem.as_is
+        levers = best.levers if best else self.workload.as_is
         error = min([1.0, *self.compiled.ratios.values()])
         rows = self.costs.by_one_line(
             levers,
             (1 - _LINE) * best.seconds if best else math.inf,
-            NEARLY * self.problem.budget / error,
+            NEARLY * self.workload.budget / error,
         )
         return next((one for one in rows if key_of(one) not in self.found), None)
 
@@ -245,6 +249,10 @@ class Search:
         last = _FIRST_ERROR if self.compiled.compilations == 1 else 1.0
         last = math.ceil(alike[-1] * 50) / 50 if alike else last
         return ratios.get(_place(levers), last)
+
+    def worst(self, levers: Levers) -> float:
+        """The most of compiled bytes over projected ones, of some levers or of any compiled."""
+        return max([self.ratio(levers), *self.compiled.ratios.values()])
 
     def _start(self, candidate: Candidate) -> Begun:
         _, made = self._made(candidate)
@@ -268,14 +276,14 @@ class Search:
             why = f"XLA could not compile it: {_reason(error)}"
             self.options = [option for option in self.options if option != levers]
             return outcome(f": {about}: {why}", verdict=why)
-        if not waits(candidate.plan, report.host - self.problem.host_bytes(levers)):
+        if not waits(candidate.plan, report.host - self.workload.host_bytes(levers)):
             why = "XLA keeps on the device what was to wait in host memory"
-            self.problem.refused["residuals in host memory"] = why
-            self.problem.offload = False
+            self.workload.refused["residuals in host memory"] = why
+            self.workload.offload = False
             return outcome(f": {about}: {why}", verdict=why)
         self.reports[key] = report
         said = (
-            f" for {self.problem.target.name}: {about}: {format_bytes(report.device)} "
+            f" for {self.workload.target.name}: {about}: {format_bytes(report.device)} "
             f"(projected {format_bytes(candidate.projected)})"
         )
         return outcome(said, compiled=report.device, report=report)

@@ -10,12 +10,12 @@ from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.errors import BudgetError
 
 if TYPE_CHECKING:
-    from jaxmem.fitting.problem import Problem
     from jaxmem.fitting.search import Search
+    from jaxmem.fitting.workload import Workload
 
 CHOSEN = "chosen"
-# Of a step's time: what is worth one more compilation. Chosen; half and twice change the chosen
-# steps' time by 0.2 % (benchmarks/planner/sensitivity.py).
+# Of a step's time: what is worth one more compilation. Chosen
+# (benchmarks/planner/sensitivity.py).
 GAIN = 0.005
 
 
@@ -23,7 +23,7 @@ class Verdicts:
     """The words for what a search has done so far."""
 
     def __init__(self, search: "Search"):
-        self.search, self.problem = search, search.problem
+        self.search, self.workload = search, search.workload
 
     def table(self, best: Candidate | None) -> Fitting:
         """Everything that was considered, by predicted time."""
@@ -33,8 +33,8 @@ class Verdicts:
         known = {key: report.device for key, report in reports.items()}
         key = key_of(best) if best else min(known, key=known.__getitem__, default=None)
         report = None if key is None else reports[key]
-        problem = self.problem
-        about = problem.refused, problem.budget, problem.target
+        workload = self.workload
+        about = workload.refused, workload.budget, workload.target
         costs = self.search.costs
         one_liners = tuple(costs.one_liners())
         return Fitting(chosen, tuple(rows), *about, report, costs.written(), one_liners)
@@ -46,8 +46,8 @@ class Verdicts:
             verdict = found.verdict
             if best and key_of(found) == key_of(best):
                 verdict = f"{CHOSEN}: {self._why(best)}"
-            elif found.compiled is not None and found.compiled > self.problem.budget:
-                over = format_bytes(found.compiled - self.problem.budget)
+            elif found.compiled is not None and found.compiled > self.workload.budget:
+                over = format_bytes(found.compiled - self.workload.budget)
                 verdict = f"compiled: {over} over the budget"
             elif best and found.compiled is not None:
                 verdict = f"fits, {_slower(found, best):.1%} slower"
@@ -66,7 +66,7 @@ class Verdicts:
                 yield dataclasses.replace(row, verdict=self._not_compiled(row, best))
 
     def _not_compiled(self, candidate: Candidate, best: Candidate | None) -> str:
-        over = self.search.expected(candidate) - self.problem.budget
+        over = self.search.expected(candidate) - self.workload.budget
         if candidate.projected is not None and over > 0:
             least = "at least " if candidate.plan is None else ""
             expected = format_bytes(self.search.expected(candidate))
@@ -98,13 +98,13 @@ class Verdicts:
     def too_small(self) -> BudgetError:
         """The error of a budget that nothing fits: the lowest bytes met, and what holds them."""
         fitting, search = self.table(None), self.search
-        budget, target = format_bytes(self.problem.budget), self.problem.target.name
+        budget, target = format_bytes(self.workload.budget), self.workload.target.name
         lines = [f"Nothing fits the budget of {budget} on {target}."]
         lowest = None
         if fitting.report is not None:
             key = min(search.reports, key=lambda key: search.reports[key].device)
             lowest = fitting.report.device
-            takes = format_against(lowest, self.problem.budget)
+            takes = format_against(lowest, self.workload.budget)
             lines.append(
                 f"The lowest compiled is {takes} ({lowest} bytes: "
                 f"{search.found[key].levers}; recompute {search.found[key].remat}), held by "
@@ -119,17 +119,17 @@ class Verdicts:
     def remedies(self) -> str:
         """What else could be done, in words."""
         last = "Or raise the budget, shrink the batch, or shard over more devices."
-        return " ".join([*permissions(self.problem), last])
+        return " ".join([*permissions(self.workload), last])
 
 
-def permissions(problem: "Problem") -> Iterator[str]:
+def permissions(workload: "Workload") -> Iterator[str]:
     """What else the caller could let be done, in sentences."""
-    named = problem.allow | problem.keep
-    more = [name for name in allowed() if name in problem.refused and name not in named]
+    named = workload.allow | workload.keep
+    more = [name for name in allowed() if name in workload.refused and name not in named]
     if more:
         what = "; ".join(f"allow={name!r} to {allowed()[name]}" for name in more)
         yield f"What else could be allowed: {what}."
-    kept = [name for name in problem.refused if name in problem.keep]
+    kept = [name for name in workload.refused if name in workload.keep]
     if kept:
         yield f"What is kept and need not be: {', '.join(map(repr, kept))}."
 

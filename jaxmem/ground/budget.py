@@ -20,6 +20,10 @@ class Budget:
         """Bytes that what is planned may take."""
         return None if self.allowed is None else self.allowed - self.reserved
 
+    def reserve(self, more: int) -> "Budget":
+        """The same, with so many more bytes reserved."""
+        return Budget(self.allowed, self.reserved + more)
+
     def total(self, planned: int) -> int:
         """Bytes of a plan that takes so many, with what is reserved."""
         return planned + self.reserved

@@ -108,8 +108,8 @@ def _know_apart(primitive: Primitive) -> None:
         again = [one or not saved for one in unknown]
         missing = [
             operand
-            for operand, there, asked in zip(equation.invars, present, again, strict=True)
-            if asked and not there and not isinstance(operand, Literal)
+            for operand, given, asked in zip(equation.invars, present, again, strict=True)
+            if asked and not given and not isinstance(operand, Literal)
         ]
         return known, _of_some(equation, again), list(unknown), again, missing
 

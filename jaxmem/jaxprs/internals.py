@@ -48,13 +48,34 @@ def __getattr__(name: str) -> Any:
     try:
         value = _import(module, name)
     except (ImportError, AttributeError):
-        raise JaxmemError(
-            f"jax {version('jax')} has no {module}.{name}, which jaxmem needs for {needs}. This "
-            f"jaxmem ({version('jaxmem')}) was tested with jax 0.10.2 to 0.12: install one of "
-            "those, or a newer jaxmem."
-        ) from None
+        raise moved(f"{module}.{name}", needs) from None
     globals()[name] = value
     return value
+
+
+def attribute(value: Any, path: str) -> Any:
+    """What an object of JAX's has: ``path`` is a key of `ATTRIBUTES`.
+
+    Raises:
+        JaxmemError: this version of JAX has it no longer.
+    """
+    _, *names = path.split(".")
+    try:
+        for name in names:
+            value = getattr(value, name)
+    except AttributeError:
+        raise moved(path) from None
+    return value
+
+
+def moved(what: str, needs: str = "") -> JaxmemError:
+    """The error where this version of JAX has a name no longer."""
+    needs = needs or ATTRIBUTES[what]
+    return JaxmemError(
+        f"jax {version('jax')} has no {what}, which jaxmem needs for {needs}. This jaxmem "
+        f"({version('jaxmem')}) was tested with jax 0.10.2 to 0.12: install one of those, or a "
+        "newer jaxmem."
+    )
 
 
 def _import(module: str, name: str) -> Any:

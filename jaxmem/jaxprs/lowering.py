@@ -32,7 +32,12 @@ def lower_for(traced, platform: str):
     out: what they return is an array of zeros that is written to memory."""
     rules = tuple((primitive, _left_out) for primitive in _callbacks())
     parameters = internals.mlir.LoweringParameters(override_lowering_rules=rules)
-    return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+    try:
+        return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+    except TypeError as error:
+        if "_private_parameters" not in str(error):
+            raise
+        raise internals.moved("traced.lower(_private_parameters=)") from None
 
 
 @functools.cache
@@ -61,12 +66,13 @@ def argument_names(traced) -> tuple[str, ...]:
 
 def kept_arguments(lowered) -> list[int]:
     """The numbers of the arrays that the lowered program takes; jit drops those it never reads."""
-    return sorted(lowered._lowering.compile_args["kept_var_idx"])
+    found = internals.attribute(lowered, "lowered._lowering.compile_args")
+    return sorted(found["kept_var_idx"])
 
 
 def compiler_options(lowered) -> dict[str, Any]:
     """The XLA flags that a step was jitted with."""
-    return dict(lowered._lowering._compiler_options_kvs)
+    return dict(internals.attribute(lowered, "lowered._lowering._compiler_options_kvs"))
 
 
 def results_on_host(traced) -> list[bool] | None:

@@ -16,7 +16,7 @@ from jaxmem.ops.wide_einsum import wide_einsum
 
 # Chosen: 128 MiB of float32 logits at a time; half and twice take 64 MiB less and 128 MiB more.
 _BLOCK = 2**25
-_COLUMNS = 512  # chosen: the least side of a matmul that keeps a GPU busy; not measured
+_COLUMNS = 512  # chosen: the least side of a matmul that keeps a device busy; not measured
 
 
 def softmax_cross_entropy(

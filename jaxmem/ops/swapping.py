@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.ground.bytes import format_bytes, parse_budget
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.progress import tell
 from jaxmem.ops.attention_replacement import AttentionReplacement
 from jaxmem.ops.loss_replacement import LossReplacement
 from jaxmem.ops.patterns import Graph
@@ -27,8 +27,8 @@ def swap(fun: Callable, *, least: int | str = "64MiB") -> Callable:
     what ``jax.nn``, ``optax`` and Flax make, and their like by hand: scores may go through any
     scale, cap, mask and bias, logits through a bias or a soft cap, and log-probabilities be picked
     by `jnp.take_along_axis` or by a one-hot matrix. What it did, and the bytes of the matrix that
-    no longer is, is printed to stderr. Values and gradients are those of ``fun``, but for rounding:
-    what ``fun`` has in 16 bits between two matmuls is float32 here.
+    no longer is, the logger ``jaxmem`` says. Values and gradients are those of ``fun``, but for
+    rounding: what ``fun`` has in 16 bits between two matmuls is float32 here.
 
     What is not found: dropout of attention weights, weights or logits that ``fun`` returns, label
     smoothing (call the operation itself for it), a causal mask's saving of work.
@@ -52,13 +52,13 @@ def swap(fun: Callable, *, least: int | str = "64MiB") -> Callable:
         raise JaxmemError(f"jaxmem.ops.swap takes a function of arrays; got {fun!r}.")
     size = parse_budget(least, None)
 
-    def tell(found: list[Swap]) -> None:
+    def say(found: list[Swap]) -> None:
         name = getattr(fun, "__qualname__", repr(fun))
         nothing = f"no attention and no cross-entropy of at least {format_bytes(size)} found in"
         for said in map(str, found) if found else [f"{nothing} {name}"]:
-            print(f"jaxmem.ops.swap: {said}", file=sys.stderr)
+            tell(f"jaxmem.ops.swap: {said}")
 
-    return swapped(fun, size, tell)
+    return swapped(fun, size, say)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,15 +82,15 @@ class Swap:
 
 
 def swapped(
-    fun: Callable, least: int, tell: Callable[[list[Swap]], Any] = lambda found: None
+    fun: Callable, least: int, told: Callable[[list[Swap]], Any] = lambda found: None
 ) -> Callable:
-    """``fun`` as `swap` makes it; ``tell`` is told what was found whenever it is traced."""
+    """``fun`` as `swap` makes it; ``told`` is called with what was found whenever it is traced."""
 
     def evaluate(call, leaves):
         flat = jaxprs.flatten(call, leaves)
         swapper = _Swapper(least)
         results = swapper.run(flat, [*flat.consts, *leaves])
-        tell(swapper.found)
+        told(swapper.found)
         return jax.tree.unflatten(flat.out_tree, results)
 
     @functools.wraps(fun)

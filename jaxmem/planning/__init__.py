@@ -12,7 +12,6 @@ from jaxmem.planning.names import (
     spans_of_blocks as spans_of_blocks,
     worth_most as worth_most,
 )
-from jaxmem.planning.one_liners import one_liners as one_liners
 from jaxmem.planning.rates import (
     DEAR as DEAR,
     Rates as Rates,
@@ -34,8 +33,9 @@ from jaxmem.planning.registry import (
     lowest as lowest,
     rows_to_compile as rows_to_compile,
 )
-from jaxmem.planning.simulate import (
+from jaxmem.planning.simulation import (
     recomputed as recomputed,
     simulate as simulate,
     simulate_block as simulate_block,
 )
+from jaxmem.planning.usual_policies import one_liners as one_liners

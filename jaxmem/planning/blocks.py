@@ -9,18 +9,15 @@ import numpy as np
 
 from jaxmem.planning.chain import Chain, Stretch
 from jaxmem.planning.regions import Region
-from jaxmem.planning.simulate import simulate_block
+from jaxmem.planning.simulation import simulate_block
 from jaxmem.program import Program
 
-# What half and twice do is measured by benchmarks/planner/sensitivity.py, here and below: "points"
-# are of the step's time, the largest change over its programs and budgets.
-# Chosen: half plans 5 times as fast for 0.8 % more least bytes, twice 2.3 times as long for 0.8 %
-# less (128 layers).
+# Blocks of a chain. Chosen: the time of planning grows with the square. What half and twice change,
+# here and below: benchmarks/planner/sensitivity.py.
 _BLOCKS = 96
-# Of the bytes of all values. Chosen: half recompute 3.8 points more, twice 0.8.
+# Of the bytes of all values. Chosen.
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 2 / 5, 11 / 20, 3 / 4)
-# Of the largest value: saved in any case. Chosen: half changes nothing, twice recomputes up to 4.1
-# points less.
+# Of the largest value: saved in any case. Chosen.
 _TINY = 1 / 4096
 
 

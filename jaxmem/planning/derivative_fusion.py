@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from jaxmem.planning.events import Event
 from jaxmem.program import Program
 
-# Times smaller than the largest array of a program: next to nothing. Chosen.
+# Times smaller than the largest array of a program: next to nothing. Chosen
+# (benchmarks/planner/sensitivity.py).
 _SMALL = 64
 
 

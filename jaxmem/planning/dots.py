@@ -11,8 +11,7 @@ from jaxmem.planning.rates import Rates
 from jaxmem.planning.regions import Region
 from jaxmem.program import Program
 
-# Chosen: half and twice of _TINY and _STATISTICS change no plan, of _GROUPS the least bytes by +1.6
-# and -0.4 % of the plain ones (benchmarks/planner/sensitivity.py).
+# Chosen. Half and twice: benchmarks/planner/sensitivity.py.
 _GROUPS = (1, 3, 6, 12)  # regions in one
 _TINY = 1 / 4096  # of the largest value: saved in any case
 _STATISTICS = 1 / 64  # of what it is made of: what norms and losses sum up, saved too
@@ -38,7 +37,7 @@ class Dots:
                 and value != kernel.residuals
             }
 
-    def cheapest_within(self, budget: int) -> Layout | None:
+    def cheapest_for(self, budget: int) -> Layout | None:
         """The plain plan if it fits, else the least, or None."""
         return next((one for one in (self.plain, self.smallest()) if one.peak <= budget), None)
 

@@ -19,35 +19,31 @@ from jaxmem.planning.options import LoopOption, together
 from jaxmem.planning.rates import Rates, of_each
 from jaxmem.planning.regions import Region, place_of
 from jaxmem.planning.rows import Spans, policies, row, tilings
-from jaxmem.planning.simulate import live_bytes, simulate
+from jaxmem.planning.simulation import live_bytes, simulate
 from jaxmem.program import Program
 
-# Half and twice, here and below: benchmarks/planner/sensitivity.py. "Points" are of the step's
-# time, the largest change over its programs and budgets; at one of those another grid of slots
-# can miss a plan that costs 4 to 5 points less.
-_SLOTS = 200  # chosen: half plans in 0.8 of the time, twice in 1.6; both miss that plan
-# The chain counts some bytes that the layout does not. Chosen: half and twice of the 0.25 miss it.
+# What half and twice of each constant change, here and below where nothing else is said, prints
+# benchmarks/planner/sensitivity.py (benchmarks/results/sensitivity.md).
+_SLOTS = 200  # of the bytes of a chain. Chosen: finer grids take longer and miss other plans
+# The chain counts some bytes that the layout does not. Chosen.
 _HEADROOM = 1.25
 # Levels of regions in regions. JAX traces a level on top of the Python stack of the one around it;
-# and this many reach the root of the sixteenth order of a chain's bytes. Chosen: 32 changes no
-# plan, 8 recomputes up to 146 points more (128 layers).
+# and this many reach the root of the sixteenth order of a chain's bytes. Chosen: long chains need
+# more than half of it.
 _DEPTH = 16
-# Memories tried above the largest that fits. Chosen: half recomputes 3.8 points more, twice 0.4
-# less.
+# Memories tried above the largest that fits. Chosen.
 _BEYOND = 6
-# A solution serves budgets down to this share of its memory. Chosen: half recomputes 5 points more,
-# 0.99 plans 1.2 times as long.
+# A solution serves budgets down to this share of its memory. Chosen: above, more are solved; below,
+# the slots of one are too coarse.
 _ROOM = 0.7
-# Each round of the search for the least peak solves the chain for this share of the last. Chosen:
-# half and twice of the distance from 1 miss the plan of _SLOTS.
+# Each round of the search for the least peak solves the chain for this share of the last. Chosen.
 _LOWER = 0.9
-# Memories from the chain's least on that are tried, one in so many. Chosen: half and twice of each
-# change nothing.
+# Memories from the chain's least on that are tried, one in so many. Chosen: they bound the time of
+# planning where the layout takes more than the chain counts.
 _REACH = 25
 _STRIDE = 3
-_WORTH = 0.95  # of the last peak: worth one more round. Chosen: 0.9 and 0.975 change nothing
-# Times the least peak: as good, for a lower price. Chosen: 1.01 recomputes 10 points more for 0.4 %
-# less of the plain bytes, 1.04 recomputes 6 less for 2 % more.
+_WORTH = 0.95  # of the last peak: worth one more round. Chosen: it bounds the rounds
+# Times the least peak: as good, for a lower price. Chosen.
 _NEAR = 1.02
 # Times that a loop's bytes are fitted into what a plan leaves. Derived: the second try knows what
 # is there beside the loop's residuals, where that takes more than the loop inside; with less room
@@ -74,7 +70,7 @@ class DP:
         self.variants = [Variant(program, rates, options) for options in together(menus)]
         self.plain = self.variants[0].layout(())
 
-    def cheapest_within(self, budget: int) -> Layout | None:
+    def cheapest_for(self, budget: int) -> Layout | None:
         """The lowest price whose projected peak is at most ``budget`` bytes; None: nothing is."""
         if self.plain.peak <= budget:
             return self.plain
@@ -85,7 +81,7 @@ class DP:
                 break
             if variant.least > budget:
                 continue
-            layout = variant.cheapest_within(budget)
+            layout = variant.cheapest_for(budget)
             if layout and (best is None or layout.price < best.price):
                 best, chosen = layout, variant
         if best is None:
@@ -256,7 +252,7 @@ class Variant:
         self._solved = slot, Solution(self.blocks.chain(slot), _SLOTS)
         return self._solved
 
-    def cheapest_within(self, budget: int) -> Layout | None:
+    def cheapest_for(self, budget: int) -> Layout | None:
         plain = self.layout(())
         if plain.peak <= budget:
             return plain
@@ -283,7 +279,7 @@ class Variant:
         for memory in memories[low + 1 : low + 1 + _BEYOND]:
             has_room(memory)
         price = min((layout.price for layout in fits), default=math.inf)
-        fits += self.rows_within(budget, price)
+        fits += self.rows_for(budget, price)
         return min(fits, key=lambda layout: (layout.price, layout.peak), default=None)
 
     @functools.cached_property
@@ -295,7 +291,7 @@ class Variant:
     def row(self, spans: Spans, saved: frozenset[int]) -> Layout:
         return self.layout(row(self.program, spans, saved))
 
-    def rows_within(self, budget: int, price: float) -> list[Layout]:
+    def rows_for(self, budget: int, price: float) -> list[Layout]:
         """Rows of regions that fit and cost less than a price, each on as many blocks from the
         first on as the budget asks for."""
         found, plain = [], self.layout(())
@@ -346,7 +342,7 @@ class Variant:
                 in_time(memory)
             lower = min(found, key=lambda layout: layout.peak)
             if lower.peak >= _WORTH * best.peak:
-                close = self.cheapest_within(lower.peak)
+                close = self.cheapest_for(lower.peak)
                 return close if close and close.seconds <= seconds else lower
             best = lower
 
@@ -360,7 +356,7 @@ class Variant:
             lower = min(found, key=lambda layout: layout.peak, default=best)
             if lower.peak >= _WORTH * best.peak:
                 lowest = min(lower.peak, best.peak)
-                close = self.cheapest_within(int(_NEAR * lowest))
+                close = self.cheapest_for(int(_NEAR * lowest))
                 return close or min(lower, best, key=lambda layout: layout.peak)
             best = lower
 

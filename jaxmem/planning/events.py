@@ -43,14 +43,12 @@ def alive(
     two gradients of a matmul are made so that less is alive."""
     last: dict[int, int] = {}
     for index, event in enumerate(events):
-        for instance in (*event.makes, *event.uses):
+        for instance in event.makes:
+            last[instance] = index
+        for instance in event.uses:
             last[instance] = index
     if results:
         sizes = _lend(events, sizes, results, last)
-    ends: list[list[int]] = [[] for _ in events]
-    for instance, index in last.items():
-        if instance not in kept:
-            ends[index].append(instance)
     seen, total = set(live), []
     runs: dict[int, int] = {}  # in which what is recomputed was made
     now = peak = sum(sizes[instance] for instance in live)
@@ -58,18 +56,23 @@ def alive(
     for index, event in enumerate(events):
         before = now
         if not event.backward:
-            runs.update(dict.fromkeys(event.makes, event.run))
+            for instance in event.makes:
+                runs[instance] = event.run
+        ends, freed = [], 0
         for instance in (*event.makes, *event.uses):
             if instance not in seen:
                 seen.add(instance)
                 now += sizes[instance]
-        freed = sum(sizes[instance] for instance in ends[index])
+            if last[instance] == index and instance not in kept:
+                last[instance] = -1  # it may be there twice
+                ends.append(instance)
+                freed += sizes[instance]
         kernel = kernels[event.kernel]
         if kernel.fused:
-            dies = [one for one in ends[index] if runs.get(one, event.run) == event.run]
+            dies = [one for one in ends if runs.get(one, event.run) == event.run]
             live_now = max(before, now - _over(event, sizes, dies))
         elif in_turn and event.run and event.backward and kernel.in_turn and event.makes[1:]:
-            live_now = before + _in_turn(event, sizes, ends[index])
+            live_now = before + _in_turn(event, sizes, ends)
         else:
             live_now = now
         live_now += event.inside
@@ -98,8 +101,8 @@ def _over(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
         size = sizes[event.makes[0]]
         return size if any(sizes[one] == size and one not in event.turned for one in dies) else 0
     made = collections.Counter(sizes[one] for one in event.makes)
-    there = collections.Counter(sizes[one] for one in dies if one not in event.turned)
-    return sum(size * min(count, there[size]) for size, count in made.items())
+    dying = collections.Counter(sizes[one] for one in dies if one not in event.turned)
+    return sum(size * min(count, dying[size]) for size, count in made.items())
 
 
 def _lend(

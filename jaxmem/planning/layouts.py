@@ -45,7 +45,7 @@ class Planner(Protocol):
 
     plain: Layout
 
-    def cheapest_within(self, budget: int) -> Layout | None:
+    def cheapest_for(self, budget: int) -> Layout | None:
         """The least recompute that is projected to fit a budget, or None."""
 
     def fewest(self) -> Layout:

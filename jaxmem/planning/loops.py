@@ -17,18 +17,18 @@ from jaxmem.planning.options import Body, LoopOption, lower_hull, together
 from jaxmem.planning.rates import DEAR, Rates, of_each
 from jaxmem.planning.regions import Loop, Region, place_of
 from jaxmem.planning.rows import policies
-from jaxmem.planning.simulate import peak_of_scan, simulate_block
+from jaxmem.planning.simulation import peak_of_scan, simulate_block
 from jaxmem.program import Program
 
-# Chosen: half and twice change what a GPT's scan recomputes by at most 0.4 points of the step's
-# time (benchmarks/planner/sensitivity.py). They bound the time of planning.
+# Chosen: they bound the time of planning. Half and twice, here and below:
+# benchmarks/planner/sensitivity.py.
 _SLOTS = 128
 _LEVELS = 24
 _SETS = 64
-_KERNELS = 14  # the dearest ones of a body, whose subsets are tried; 7 plan in 0.6 of the time
+_KERNELS = 14  # the dearest ones of a body, whose subsets are tried
 _OPTIONS = 200
 # Of the time of a body: how much of it copies to and from the host may run beside. Chosen, until
-# benchmarks/gpu_offload.py has run; a quarter and all of it change no plan of that scan.
+# benchmarks/gpu_offload.py has run.
 _OVERLAP = 0.5
 _BODIES = 16  # ways to run a body that have schedules
 # Ways to run the scans of a body are at least so many times apart in bytes. Chosen: the schedules

@@ -41,7 +41,7 @@ class MappedPlans:
 
     def cheapest_option(self, room: int) -> LoopOption | None:
         """The plan for the lowest price that takes at most so many bytes."""
-        found = self.planner and self.planner.cheapest_within(room - self.more)
+        found = self.planner and self.planner.cheapest_for(room - self.more)
         return self.option(found) if found else None
 
     def option(self, layout: Layout) -> LoopOption:
@@ -73,7 +73,7 @@ def mapped_options(
         return [as_it_is]
     least = planner.smallest()
     between = np.geomspace(max(plain.peak, 1), max(least.peak, 1), _OPTIONS)[1:-1]
-    found = [planner.cheapest_within(int(budget)) for budget in between]
+    found = [planner.cheapest_for(int(budget)) for budget in between]
     layouts = [least, planner.plain, *planner.rows(), *filter(None, found)]
     front: list[LoopOption] = [as_it_is]
     for layout in sorted(layouts, key=lambda layout: (layout.price, layout.peak)):

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from jaxmem.planning.regions import Region
-from jaxmem.planning.simulate import simulate, simulate_block
+from jaxmem.planning.simulation import simulate, simulate_block
 from jaxmem.program import Program
 
 

@@ -84,7 +84,7 @@ class Names:
         """`projected`, of a choice."""
         return self.projected(choice.saved | choice.offloaded) - choice.host
 
-    def laid_out_within(self, budget: float | None) -> NamedChoice:
+    def best_for(self, budget: float | None) -> NamedChoice:
         """Of the `front` the lowest price whose layout takes at most so many bytes; where none
         does, and without a budget, the one of the fewest."""
         fits = (one for one in self.front if budget is not None and self.laid_out(one) <= budget)
@@ -114,7 +114,7 @@ class Names:
             host,
         )
 
-    def cheapest_within(self, budget: float) -> NamedChoice | None:
+    def cheapest_for(self, budget: float) -> NamedChoice | None:
         """The lowest price whose projected bytes are at most so many; None: nothing is."""
         fits = self.allowed & (self.bytes <= budget)
         best = self.choice(self._least(fits)) if fits.any() else None
@@ -138,7 +138,7 @@ class Names:
             return found
         low, high = self.smallest(), found[0]
         goals = np.linspace(low.bytes, high.bytes, _GOALS)
-        more = filter(None, map(self.cheapest_within, goals))
+        more = filter(None, map(self.cheapest_for, goals))
         front: list[NamedChoice] = []
         for one in sorted({*found, low, *more}, key=lambda one: (one.price, one.bytes)):
             if not front or one.bytes < front[-1].bytes:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from jaxmem.program import Kernel, Program
 from jaxmem.targets import Target
 
-# Times that arithmetic counts in choosing, and waiting for the host. Chosen: half and twice change
-# predicted time by at most 0.3 points.
+# Times that arithmetic counts in choosing, and waiting for the host: it is known better than the
+# time of what moves bytes. Chosen (benchmarks/planner/sensitivity.py).
 DEAR = 6
 
 # Of a matmul's two derivatives one is summed among devices where it is itself, or where it is not;

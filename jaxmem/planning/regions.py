@@ -36,13 +36,17 @@ def place_of(regions: tuple[Region, ...], kernel: int) -> tuple[int, ...]:
 def as_emitted(program: Program, regions: Sequence[Region]) -> tuple[Region, ...]:
     """Regions by the numbers that kernels have where the program is emitted: what devices send each
     other is no kernel there."""
-    before = _emitted_before(program)
+    return _renumbered(regions, _emitted_before(program))
+
+
+def _renumbered(regions: Sequence[Region], number: Sequence[int]) -> tuple[Region, ...]:
+    """Regions by other numbers of their kernels, without those that are left empty."""
     found = (
         dataclasses.replace(
             one,
-            start=before[one.start],
-            stop=before[one.stop],
-            regions=as_emitted(program, one.regions),
+            start=number[one.start],
+            stop=number[one.stop],
+            regions=_renumbered(one.regions, number),
         )
         for one in regions
     )

@@ -9,6 +9,7 @@ from jaxmem.program import Operation, Program
 
 Spans = tuple[tuple[int, int], ...]
 
+# Half and twice, here and below: benchmarks/planner/sensitivity.py.
 # Of the price of a block in the dearest row: what blocks of other rows have to cost. Chosen.
 _ALIKE = 0.2
 # Times the price of a block: no more of it is a block in part, or the first one, which differs from
@@ -19,6 +20,7 @@ _PART = 1.2
 _INSIDE = 0.5
 # Operations: above this, only periods up to so many are looked for (quadratic time). Chosen.
 _PERIODS = 2000
+_BETTER = 1.02  # times what a shorter period covers: the longer one is the block. Chosen
 
 
 def repeating_blocks(
@@ -124,7 +126,6 @@ def _longest(signature: np.ndarray, price: np.ndarray, least: float) -> tuple[in
         for start, stop in zip(starts[long], stops[long], strict=True):
             times = (stop - start) // period + 1
             covered = price[start + times * period] - price[start]
-            # A shorter period that covers as much (to 2 %, chosen) is the block.
-            if covered > 1.02 * best and covered >= least * times:
+            if covered > _BETTER * best and covered >= least * times:
                 best, found = covered, (int(start), period, int(times))
     return found

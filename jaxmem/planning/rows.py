@@ -15,7 +15,8 @@ from jaxmem.planning.regions import Region
 from jaxmem.planning.repeating import Spans, repeating_blocks
 from jaxmem.program import Operation, Program
 
-# Of the price of all kernels: what a row of blocks has to cover to be worth a try. Chosen.
+# Of the price of all kernels: what a row of blocks has to cover to be worth a try. Chosen
+# (benchmarks/planner/sensitivity.py).
 _COVERED = 0.25
 
 

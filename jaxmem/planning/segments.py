@@ -20,7 +20,7 @@ from jaxmem.program import Program
 # Of the bytes of the largest value that a block hands on: what takes less is beside it, such as
 # what a head adds to a loss. Chosen: half and twice change no row of 26 programs, those of
 # tests/test_segments.py among them.
-_BESIDE = 1 / 16
+_SMALL_HEAD = 1 / 16
 
 
 def written_rows(program: Program, rates: Rates) -> list[Layout]:
@@ -62,5 +62,5 @@ def _needed(program: Program, start: int, stop: int, last: Mapping[int, int]) ->
         for value in operation.outputs
         if last.get(value, -1) >= stop
     }
-    least = _BESIDE * max((program.sizes[value] for value in made), default=0)
+    least = _SMALL_HEAD * max((program.sizes[value] for value in made), default=0)
     return max((at for v, at in made.items() if program.sizes[v] >= least), default=1)

@@ -18,8 +18,7 @@ from jaxmem.planning.rates import Rates
 from jaxmem.planning.regions import Region
 from jaxmem.program import Program
 
-# Chosen: half and twice of _CANDIDATES recompute at most 0.6 points of the step's time more (512
-# layers), of _TRIES nothing (benchmarks/planner/sensitivity.py). They bound the time of planning.
+# Chosen: they bound the time of planning. Half and twice: benchmarks/planner/sensitivity.py.
 _CANDIDATES = 800
 _TRIES = 6
 
@@ -32,7 +31,7 @@ class Sqrt:
         self.chain = _Chain(self.variant.program)
         self.plain = self.variant.layout(())
 
-    def cheapest_within(self, budget: int) -> Layout | None:
+    def cheapest_for(self, budget: int) -> Layout | None:
         """The least recompute whose projected peak is at most ``budget`` bytes, or None."""
         if self.plain.peak <= budget:
             return self.plain

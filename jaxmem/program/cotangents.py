@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxmem.program.readers import shape_of
 
-# Times smaller than what it is made of: the result of a reduction. Chosen: half and twice change
-# no plan (benchmarks/planner/sensitivity.py).
+# Times smaller than what it is made of: the result of a reduction. Chosen
+# (benchmarks/planner/sensitivity.py).
 _REDUCED = 16
 
 

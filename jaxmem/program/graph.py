@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
-from jaxmem.jaxprs.joint import merged
+from jaxmem.jaxprs.joining import merged
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.program.costs import flops, is_of_vectors
 

@@ -24,10 +24,10 @@ from jaxmem.program.row_norms import RowNorms, row_norms
 from jaxmem.targets.links import Ring
 
 # A fused value that several kernels read is computed in each of them, unless that takes more than
-# this: then it is written once. Half and twice: benchmarks/planner/sensitivity.py.
-_LARGE_SOURCES = 3  # chosen: 1 recomputes 3 points more, 6 changes no plan
-_SOURCES = 64  # XLA's fusions for GPUs take 96 operands and results; half and twice change no plan
-_CHAIN = 64  # operations; chosen: half and twice change no plan
+# this: then it is written once. Chosen; half and twice: benchmarks/planner/sensitivity.py.
+_LARGE_SOURCES = 3  # arrays as large as it
+_SOURCES = 64  # arrays of any size, below what XLA's fusions take at most
+_CHAIN = 64  # operations: no code is so long that one kernel runs all of it again
 
 NAMED = "named"  # a name that a policy may save: what it marks is not made again for it
 # What reads other elements than it writes: its derivative cannot be written over what it read.
@@ -125,8 +125,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             if program.rules.writes_gathered and operation.name == "gather":
                 workspace += program.sizes[operation.inputs[0]]
         rows = norms.sources.get(index, frozenset())
-        made_here = (v for number in ordered for v in program.operations[number].outputs)
-        normalised = norms.sources_of(made_here)
+        computed = (v for number in ordered for v in program.operations[number].outputs)
+        normalised = norms.sources_of(computed)
         if reduces and program.rules.merges_reductions:
             rows = frozenset(sources)
         if operation.widened:

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# Times smaller than a result: next to nothing beside it, in memory or not. Chosen: half and twice
-# change no plan.
+# Times smaller than a result: next to nothing beside it, in memory or not. Chosen
+# (benchmarks/planner/sensitivity.py).
 SMALL = 16
 # What shows another value, and is where that is.
 _VIEWS = frozenset(

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.jaxprs.equations import inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
-from jaxmem.jaxprs.joint import joint as joint_of
+from jaxmem.jaxprs.joining import joint as joint_of
 from jaxmem.jaxprs.mapped import inside_of, is_local
 from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of, mapped_body
 from jaxmem.jaxprs.operands import moving

@@ -21,8 +21,8 @@ _DEAR = 4
 # The same where only matmuls read what becomes of it (a `gelu` in memory, its derivative). Derived:
 # a kernel that moves three arrays, and one that moves four, compute meanwhile.
 _DEAR_BEFORE_MATMULS = 7
-# Times the same: what it must take at least to be kept where more is computed of it. Chosen: twice
-# changes no plan.
+# Times the same: what it must take at least to be kept where more is computed of it. Chosen
+# (benchmarks/planner/sensitivity.py).
 _WORTH = 1
 # XLA computes these in bfloat16, where they have no cycles; all others in float32.
 _IN_BFLOAT16 = frozenset("div exp log logistic rsqrt sqrt".split())

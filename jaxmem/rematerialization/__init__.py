@@ -1,5 +1,6 @@
 """From a function and a budget to a planned function."""
 
+from jaxmem.rematerialization.as_written import AsWritten as AsWritten, written as written
 from jaxmem.rematerialization.bounds import Bound as Bound
 from jaxmem.rematerialization.choices import Choice as Choice, Row as Row
 from jaxmem.rematerialization.constraints import Constraints as Constraints
@@ -36,4 +37,3 @@ from jaxmem.rematerialization.search import (
 from jaxmem.rematerialization.timelines import Timeline as Timeline
 from jaxmem.rematerialization.traced import TracedFunction as TracedFunction
 from jaxmem.rematerialization.transform import remat as remat
-from jaxmem.rematerialization.written import AsWritten as AsWritten, written as written

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import jaxprs
+from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.planning.bound import least_recomputed
 from jaxmem.program import Graph, read_graph
@@ -49,8 +50,9 @@ def bound_of(plan: Any) -> Bound | None:
         return None
     graph = graph_of(traced)
     allowed = plan.budget or plan.compiled_bytes or plan.projected_bytes
+    room = Budget(allowed, plan.reserved + traced.program.input_bytes).left
+    assert room is not None
     # What waits in the memories of the chip is there, and not in the budget.
-    room = allowed - plan.reserved - traced.program.input_bytes
     if plan.planned_for.family:
         room += plan.planned_for.compiler.chip_bytes
     least, again = least_recomputed(graph, room), plan.predicted.recompute_flops

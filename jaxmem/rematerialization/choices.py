@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.words import counted
 from jaxmem.planning import Layout, Loop, Rates, Region, saved_by, simulate_block
-from jaxmem.planning.simulate import simulate
+from jaxmem.planning.simulation import simulate
 from jaxmem.program import Program
 
 

@@ -12,12 +12,11 @@ from jaxmem.rematerialization.plan_compiler import PlanCompiler
 from jaxmem.rematerialization.search import NEARLY, Search
 from jaxmem.targets import family_of
 
-# Chosen: half and twice of these change none of the plans found beside a stand-in for the compiler
-# (benchmarks/planner/sensitivity.py), where nothing else is said.
+# Chosen: what half and twice of these change beside a stand-in for the compiler prints
+# benchmarks/planner/sensitivity.py.
 _WORTH = 0.01  # of the step's time: the price that one more compilation should be able to save
 _MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
-# Times the budget: what may yet fit where nothing below did; ever closer to one another. Twice as
-# far above recomputes up to 21 points more of the step's time, at the least budget.
+# Times the budget: what may yet fit where nothing below did; ever closer to one another.
 _ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
 # Times the bytes that are safe: a row of regions that is projected to take no more is tried before
 # the fewest bytes, at any price. Chosen.
@@ -25,10 +24,11 @@ _SAFE = 1.02
 _SAME = 1.002  # projected bytes this near are one plan
 _MARGIN = 1.003  # between what is expected of a plan and its budget
 # Projected bytes of a plan over those of the one that is compiled beside it, for where it does not
-# fit: first plans of ResNet50 and GPT-2 at half of the bytes compile to 0.99 to 1.05 of projected.
+# fit: first projections are off by about as much (benchmarks/planner/projected.py).
 _ALTERNATIVE = 1.04
 # Two plans whose projected bytes differ by less say nothing of how compiled ones grow. Chosen.
 _APART = 0.01
+_LOWER = 0.97  # times the projected bytes that did not fit: a plan or two lower
 
 
 class CompiledPlans(PlanCompiler):
@@ -36,12 +36,13 @@ class CompiledPlans(PlanCompiler):
 
     def plan(self, compilations: int) -> Plan:
         """The plan of the least price that fits, after so many compilations at most."""
-        if self.constraints.budget is None:
+        allowed = self.constraints.budget.allowed
+        if allowed is None:
             self.search = Search(2**62, compilations)
             self.search.run([[self.planner.smallest_at_one_forward()]], self.start)
         else:
-            self.search = Search(self.constraints.budget, compilations)
-            self.search.run(self.rounds(self.constraints.budget), self.start)
+            self.search = Search(allowed, compilations)
+            self.search.run(self.rounds(allowed), self.start)
         if self.search.best:
             return self.plans[self.search.best]
         lowest = self.search.lowest
@@ -51,8 +52,9 @@ class CompiledPlans(PlanCompiler):
 
     def as_it_is(self) -> Plan | None:
         """The function without regions of the plan's; None: it does not fit."""
-        assert self.constraints.budget is not None
-        self.search = Search(self.constraints.budget, 1)
+        allowed = self.constraints.budget.allowed
+        assert allowed is not None
+        self.search = Search(allowed, 1)
         self.search.run([[self.planner.plain]], self.start)
         return self.plans[self.search.best] if self.search.best else None
 
@@ -122,7 +124,7 @@ class CompiledPlans(PlanCompiler):
                 # Another plan may well compile to less of what is projected than this one.
                 goal = max(corrected, fits * _MORE)
             if not fits < goal < fails:
-                goal = (fits + fails) / 2 if fits else 0.97 * fails  # chosen: a plan or two lower
+                goal = (fits + fails) / 2 if fits else _LOWER * fails
 
     def corrected(self, layout: Layout, budget: int) -> float:
         """Projected bytes of which the budget is expected to be compiled, after a layout was. What
@@ -189,7 +191,7 @@ class CompiledPlans(PlanCompiler):
         """The layout that is projected to take so many bytes in all."""
         left = self.constraints.budget_for(self.traced.program, int(goal)).left
         assert left is not None
-        return self.planner.cheapest_within(left)
+        return self.planner.cheapest_for(left)
 
     @property
     def chip_bytes(self) -> int:

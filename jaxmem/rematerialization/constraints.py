@@ -30,16 +30,15 @@ class Constraints:
 
     def __init__(
         self,
-        budget: int | None,
-        reserved: int,
+        budget: Budget,
         device: Target | None,
         name: str,
         offload: bool,
         keeps_regions: bool = False,
     ):
         self.keeps_regions = keeps_regions
-        self.budget, self.reserved, self.device, self.name = budget, reserved, device, name
-        self.rates = Limits(budget, reserved, device, offload).rates
+        self.budget, self.device, self.name = budget, device, name
+        self.rates = Limits(budget, device, offload).rates
 
     @classmethod
     def parse(
@@ -56,7 +55,7 @@ class Constraints:
             raise PlanError(f"There is no planner named {planner!r}; the known ones are {known}.")
         limits = Limits.parse(budget, reserved, target)
         kept = regions == "keep"
-        return cls(limits.budget, limits.reserved, limits.target, planner, offload, kept)
+        return cls(limits.budget, limits.target, planner, offload, kept)
 
     def with_own_regions(self) -> "Constraints":
         """The same, of a function whose own regions stay."""
@@ -75,8 +74,8 @@ class Constraints:
 
     def budget_for(self, program: Program, budget: int | None = None) -> Budget:
         """The budget (or another one) of a program, whose arguments and gradients are reserved."""
-        allowed = self.budget if budget is None else budget
-        return Budget(allowed, self.as_run(program).boundary_bytes + self.reserved)
+        of = self.budget if budget is None else Budget(budget, self.budget.reserved)
+        return of.reserve(self.as_run(program).boundary_bytes)
 
     def plan(
         self, program: Program, planner: Planner | None = None, plain: Layout | None = None
@@ -91,7 +90,7 @@ class Constraints:
         layout = (
             planner.smallest_at_one_forward()
             if budget.left is None
-            else planner.cheapest_within(budget.left)
+            else planner.cheapest_for(budget.left)
         )
         if layout is None:
             least = planner.fewest()
@@ -128,8 +127,8 @@ class Constraints:
             ),
             rows=tuple(rows_of(program, layout)),
             choices=tuple(choices_of(program, self.rates, layout)),
-            reserved=self.reserved,
-            budget=self.budget,
+            reserved=self.budget.reserved,
+            budget=self.budget.allowed,
             target=self.device.name if self.device else "",
             planned_for=PlannedFor(self.device.family if self.device else "", program.rules.cycles),
             time_error=self.device.time_error if self.device else None,
@@ -149,15 +148,16 @@ class Constraints:
         if not found:
             return ""
         name = min(found, key=lambda name: found[name].peak)
-        takes = format_against(total(found[name].peak), self.budget or 0)
+        takes = format_against(total(found[name].peak), self.budget.allowed or 0)
         return f" {name} takes {takes} (projected)."
 
     def too_small(self, program: Program, least: Layout, total: int, word: str) -> BudgetError:
         """The error of a budget that nothing fits, when the least takes ``total`` bytes."""
+        allowed = self.budget.allowed or 0
         return BudgetError(
-            f"No {self.name} plan fits the budget of {format_bytes(self.budget or 0)} with "
-            f"{format_bytes(self.reserved)} of it reserved; the lowest one that does is "
-            f"{format_against(total, self.budget or 0)} ({total} bytes {word}, "
+            f"No {self.name} plan fits the budget of {format_bytes(allowed)} with "
+            f"{format_bytes(self.budget.reserved)} of it reserved; the lowest one that does is "
+            f"{format_against(total, allowed)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
             f"{lowest(self.as_run(program), least)}.{self._one_liner(program)} Raise the budget, "
             "shrink the batch, or accumulate gradients over microbatches.",

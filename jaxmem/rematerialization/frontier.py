@@ -229,7 +229,7 @@ def pareto(
     goals = {int(low + (high - low) * (at / (points - 1)) ** 2) for at in range(1, points - 1)}
     goals |= {rival.peak for rival in rivals.values() if low < rival.peak < high}
     for goal in sorted(goals, reverse=True):  # a solution serves smaller budgets too
-        layout = found.cheapest_within(goal)
+        layout = found.cheapest_for(goal)
         if layout:
             layouts.add(layout)
     best: list[Layout] = []

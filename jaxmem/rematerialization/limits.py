@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import device_budget, parse_budget
 from jaxmem.planning import Rates
 from jaxmem.targets import Target, example_target, resolve
@@ -11,12 +12,11 @@ from jaxmem.targets import Target, example_target, resolve
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What something may cost, and on what: bytes with what is reserved, None: as few as there are;
-    a target, None: nothing is compiled; whether residuals may wait in host memory; how much may be
-    compiled, and with the XLA flags of who compiles it in the end."""
+    """What something may cost, and on what: a budget; a target, None: nothing is compiled; whether
+    residuals may wait in host memory; how much may be compiled, and with the XLA flags of who
+    compiles it in the end."""
 
-    budget: int | None
-    reserved: int
+    budget: Budget
     target: Target | None
     offload: bool = False
     compilations: int = 8
@@ -28,9 +28,9 @@ class Limits:
         chosen = None if target is None else resolve(target)
         limits = (chosen.usable_bytes, chosen.name) if chosen else ()
         capacity = chosen.usable_bytes if chosen else None
+        allowed = None if budget is None else device_budget(budget, *limits)
         return cls(
-            None if budget is None else device_budget(budget, *limits),
-            0 if reserved == 0 else parse_budget(reserved, capacity),
+            Budget(allowed, 0 if reserved == 0 else parse_budget(reserved, capacity)),
             chosen.known if chosen else None,
             offload,
         )

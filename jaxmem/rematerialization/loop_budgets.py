@@ -80,7 +80,7 @@ def scan(
     def layout_for(program: Program, _) -> _Layout:
         if not program.scans:
             return _Layout(())  # of no iterations
-        option = _chosen(program, constraints.rates, constraints.budget, name_of(f))
+        option = _chosen(program, constraints.rates, constraints.budget.allowed, name_of(f))
         return _Layout((option.loop,) if option.loop else ())
 
     return planned_function(whole, layout_for)(init, xs)
@@ -163,7 +163,7 @@ def while_loop(
     >>> round(float(jax.grad(newton)(4.0)), 4)
     0.25
     """
-    allowed = Constraints.parse(budget, 0, target, "dp").budget
+    allowed = Constraints.parse(budget, 0, target, "dp").budget.allowed
 
     def whole(init):
         return jax.lax.while_loop(cond_fun, body_fun, init)

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import PlanError
 from jaxmem.loops import Schedule
 from jaxmem.planning import Head, Loop, Region, Segment
@@ -173,6 +174,11 @@ class Plan(Printed):
         """Bytes by XLA, or None: not compiled."""
         return self.compiled.bytes if self.compiled else None
 
+    @property
+    def allowance(self) -> Budget:
+        """The budget, with what of it is reserved."""
+        return Budget(self.budget, self.reserved)
+
     @functools.cached_property
     def bound(self) -> Bound | None:
         """The least FLOPs of any schedule within the budget, or, without one, within the bytes that
@@ -205,9 +211,9 @@ class Plan(Printed):
         the scheduler that copies them beside its steps; for a TPU, the budget as the limit of what
         its scheduler spends."""
         own = self.compiled.options if self.compiled else ()
-        return self.options_within(self.budget) | dict(own)
+        return self.options_for(self.budget) | dict(own)
 
-    def options_within(self, limit: int | None) -> dict[str, Any]:
+    def options_for(self, limit: int | None) -> dict[str, Any]:
         """`compiler_options` for a program that may take so many bytes of a device."""
         copies = any(loop.schedule and loop.schedule.host for loop in self.loops)
         return self.planned_for.compiler.planned_options(limit, self.widens, copies)

@@ -64,11 +64,11 @@ class PlanCompiler:
         self, chosen: Plan, report: MemoryReport, options: Mapping[str, Any]
     ) -> int | None:
         """Bytes with XLA's own rematerialization pass on, where it would act."""
-        family, reserved = family_of(self.target.known), self.constraints.reserved
-        if report.device + reserved <= family.pass_acts * self.target.memory_bytes:
+        family, total = family_of(self.target.known), self.constraints.budget.total
+        if total(report.device) <= family.pass_acts * self.target.memory_bytes:
             return None
         with_pass = {**self.options(chosen), **family.pass_options, **options}
-        return self.begin(chosen, with_pass).report().device + reserved
+        return total(self.begin(chosen, with_pass).report().device)
 
     @uncollected()
     def read(
@@ -81,7 +81,6 @@ class PlanCompiler:
         pass_bytes: int | None,
     ) -> Outcome:
         """What the compiler says of the plan of a layout."""
-        reserved = self.constraints.reserved
         offloaded = chosen.predicted.host_bytes
         if not waits(chosen, report.host):
             raise OffloadError(
@@ -89,9 +88,10 @@ class PlanCompiler:
                 f"XLA's program for {self.target.name} keeps {format_bytes(report.host)} there. "
                 "Plan without offload=True."
             )
-        total = report.device + reserved
+        budget = self.constraints.budget
+        total = budget.total(report.device)
         live = made.live() if total <= self.search.allowed else ()
-        timeline = Timeline.of(live, 0, lambda size: size + reserved)
+        timeline = Timeline.of(live, 0, budget.total)
         compiled = Compiled(
             total, report.work.flops, report.moved, pass_bytes, timeline, tuple(options.items())
         )
@@ -118,8 +118,7 @@ class PlanCompiler:
 
     def options(self, plan: Plan) -> dict[str, Any]:
         """XLA flags of a plan, without what is reserved for the rest of the step."""
-        limit = None if plan.budget is None else plan.budget - plan.reserved
-        return plan.options_within(limit)
+        return plan.options_for(plan.allowance.left)
 
     def begin(self, plan: Plan, options: dict[str, Any]) -> Compiling:
         """A plan, traced and lowered."""

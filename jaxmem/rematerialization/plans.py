@@ -6,12 +6,12 @@ from typing import Any
 
 from jaxmem.ground.checks import check_call, check_count
 from jaxmem.ground.errors import BudgetError
+from jaxmem.rematerialization.as_written import AsWritten
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.named.call import remembered
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.traced import TracedFunction, check_function
-from jaxmem.rematerialization.written import AsWritten
 from jaxmem.targets import LocalDevice, Target, resolve
 
 
@@ -111,6 +111,6 @@ def _compiled(
         if own and (plan := own.plan(device)):
             return plan
         raise
-    if own and constraints.budget is not None and search.gains(own.price):
+    if own and constraints.budget.allowed is not None and search.gains(own.price):
         return own.plan(device) or found
     return found

@@ -61,23 +61,3 @@ class Sized:
     def temp(self) -> int:
         """Device bytes of everything else that the step makes."""
         return self.on_device.temp
-
-    @property
-    def host_argument(self) -> int:
-        """Host bytes that the arguments take."""
-        return self.on_host.argument
-
-    @property
-    def host_output(self) -> int:
-        """Host bytes that the results take, donated arguments with them."""
-        return self.on_host.output
-
-    @property
-    def host_alias(self) -> int:
-        """Host bytes of results that reuse a donated argument."""
-        return self.on_host.alias
-
-    @property
-    def host_temp(self) -> int:
-        """Host bytes of everything else that the step makes."""
-        return self.on_host.temp

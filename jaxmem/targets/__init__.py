@@ -1,5 +1,6 @@
 """Accelerators: their figures, and XLA's compilers for those that are not in the machine."""
 
+from jaxmem.targets.accelerator import LocalDevice as LocalDevice, Target as Target
 from jaxmem.targets.background import Job as Job
 from jaxmem.targets.cache import Compiled as Compiled
 from jaxmem.targets.calibrations import (
@@ -17,6 +18,7 @@ from jaxmem.targets.memories import HOST_KIND as HOST_KIND, HOST_KINDS as HOST_K
 from jaxmem.targets.peaks import Peaks as Peaks
 from jaxmem.targets.registry import (
     FAMILIES as FAMILIES,
+    computed_by as computed_by,
     example as example,
     example_target as example_target,
     family_of as family_of,
@@ -26,4 +28,3 @@ from jaxmem.targets.registry import (
 )
 from jaxmem.targets.rules import Cycles as Cycles, Rules as Rules
 from jaxmem.targets.shares import Shares as Shares
-from jaxmem.targets.target import LocalDevice as LocalDevice, Target as Target

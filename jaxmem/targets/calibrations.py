@@ -10,11 +10,11 @@ import re
 import jaxlib
 
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.accelerator import LocalDevice, Target
 from jaxmem.targets.cache import cache_folder, put
 from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks
 from jaxmem.targets.shares import Shares
-from jaxmem.targets.target import LocalDevice, Target
 
 _FORMAT = "jaxmem calibration 1"
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cache import Compiled
 from jaxmem.targets.rules import Rules
-from jaxmem.targets.target import Target
 
 
 class Family(abc.ABC):
@@ -37,6 +37,9 @@ class Family(abc.ABC):
         chip_bytes: how much these hold at most, on any of the targets: values that wait there are
             in no budget.
         rules: how it fuses and lays out.
+        custom_calls: what calls of kernels that are not XLA's compute, by what their names begin
+            with, the longest first: a "dot", a "convolution", or its "gradient of the input" or
+            "gradient of the kernel".
         checks_code: whether `jaxmem.fit` has code generated for the step that it returns.
     """
 
@@ -56,6 +59,7 @@ class Family(abc.ABC):
     chip_memories: Mapping[int, str] = types.MappingProxyType({})
     chip_bytes: int = 0
     rules: Rules = Rules()
+    custom_calls: Mapping[str, str] = types.MappingProxyType({})
     checks_code: bool = True
 
     def planned_options(

@@ -6,10 +6,10 @@ import os
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.words import counted
+from jaxmem.targets.accelerator import LocalDevice, Target
 from jaxmem.targets.calibrations import calibrated
 from jaxmem.targets.cuda.family import Cuda
 from jaxmem.targets.family import Family
-from jaxmem.targets.target import LocalDevice, Target
 from jaxmem.targets.tpu.family import Tpu
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (Cuda(), Tpu())}
@@ -18,6 +18,17 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (Cuda(), Tpu())
 def family_of(chosen: Target | None) -> Family:
     """The family of a target; None: of the first one."""
     return FAMILIES[chosen.family] if chosen else next(iter(FAMILIES.values()))
+
+
+@functools.cache
+def computed_by(name: str) -> str:
+    """What a custom call of a compiled program computes (`Family.custom_calls`); empty: not known.
+
+    >>> computed_by("__cublas$gemm")
+    'dot'
+    """
+    known = (item for family in FAMILIES.values() for item in family.custom_calls.items())
+    return next((what for begins, what in known if name.startswith(begins)), "")
 
 
 def example_target() -> Target:

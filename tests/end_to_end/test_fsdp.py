@@ -83,9 +83,7 @@ def test_a_lost_process_ends_the_other_and_the_run_goes_on(alone, tmp_path):
             assert time.monotonic() < deadline and run[1].poll() is None
             time.sleep(0.05)
         run[1].kill()
-        killed = time.monotonic()
         _, errors = run[0].communicate(timeout=60)
-        assert time.monotonic() - killed < 60
         assert run[0].returncode != 0
         assert "A process was lost" in errors or "heartbeat" in errors.lower()
     finally:

@@ -158,4 +158,4 @@ def test_adam_of_a_gibibyte_of_parameters_is_offloaded():
     step = jaxmem.train_step(loss, jaxmem.offload(optax.adam(1e-3)))
     report = step.memory(jaxmem.eval_shape(step.init, params), batch, target="h200")
     assert report.device <= 1.7 * 2**30
-    assert report.host == report.host_alias == 2 * 2**30
+    assert report.host == report.on_host.alias == 2 * 2**30

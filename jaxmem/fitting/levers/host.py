@@ -13,18 +13,18 @@ class HostLever(Lever):
     }
     shrinks_state = True
 
-    def values(self, problem):
-        return [False, True] if problem.may("placement") and problem.has_large_state else [False]
+    def values(self, workload):
+        return [False, True] if workload.may("placement") and workload.has_large_state else [False]
 
     def text(self, value):
         return "state on the host"
 
-    def optimizer(self, problem, optimizer, value):
+    def optimizer(self, workload, optimizer, value):
         return offload(optimizer)
 
-    def reserved_bytes(self, problem, levers):
-        return -problem.host_bytes(levers)
+    def reserved_bytes(self, workload, levers):
+        return -workload.host_bytes(levers)
 
-    def seconds(self, problem, levers):
+    def seconds(self, workload, levers):
         """It is fetched and sent back, with nothing overlapped."""
-        return 2 * problem.host_bytes(levers) / problem.device.host_bandwidth
+        return 2 * workload.host_bytes(levers) / workload.device.host_bandwidth

@@ -7,7 +7,7 @@ import optax
 
 if TYPE_CHECKING:
     from jaxmem.fitting.levers.setting import Levers
-    from jaxmem.fitting.problem import Problem
+    from jaxmem.fitting.workload import Workload
 
 
 class Lever:
@@ -33,39 +33,39 @@ class Lever:
     changes_loss = False
     own_ratio = False
 
-    def as_is(self, problem: "Problem") -> Any:
+    def as_is(self, workload: "Workload") -> Any:
         """Its value in the step as the user has it."""
         return self.neutral
 
-    def values(self, problem: "Problem") -> list[Any]:
+    def values(self, workload: "Workload") -> list[Any]:
         """The values to search, the one as it is first. What is not searched, and why, goes to
-        ``problem.refused``; ``problem.may(name)`` asks for a permission."""
+        ``workload.refused``; ``workload.may(name)`` asks for a permission."""
         raise NotImplementedError
 
     def text(self, value: Any) -> str:
         """A value that is not neutral, in a few words for the table."""
         raise NotImplementedError
 
-    def loss(self, problem: "Problem", loss_fn: Callable, value: Any) -> Callable:
+    def loss(self, workload: "Workload", loss_fn: Callable, value: Any) -> Callable:
         """The loss of a step with a value that is not neutral; levers wrap it in order."""
         return loss_fn
 
     def optimizer(
-        self, problem: "Problem", optimizer: optax.GradientTransformation, value: Any
+        self, workload: "Workload", optimizer: optax.GradientTransformation, value: Any
     ) -> optax.GradientTransformation:
         """The optimizer of a step with a value that is not neutral; levers wrap it in order."""
         return optimizer
 
-    def options(self, problem: "Problem", value: Any) -> dict[str, Any]:
+    def options(self, workload: "Workload", value: Any) -> dict[str, Any]:
         """Arguments of `jaxmem.train_step` for a value that is not neutral."""
         return {}
 
-    def reserved_bytes(self, problem: "Problem", levers: "Levers") -> int:
+    def reserved_bytes(self, workload: "Workload", levers: "Levers") -> int:
         """What a value that is not neutral adds, on each device, to what is alive beside the loss
         and its gradient."""
         return 0
 
-    def seconds(self, problem: "Problem", levers: "Levers") -> float:
+    def seconds(self, workload: "Workload", levers: "Levers") -> float:
         """What a value that is not neutral adds to a step outside the loss and its gradient."""
         return 0.0
 

@@ -10,13 +10,13 @@ class MeshLever(Lever):
     name, neutral = "mesh", ()
     changes_loss = own_ratio = True
 
-    def as_is(self, problem):
-        return problem.meshes.shapes[0] if problem.meshes.shapes else ()
+    def as_is(self, workload):
+        return workload.meshes.shapes[0] if workload.meshes.shapes else ()
 
-    def values(self, problem):
-        if problem.meshes.refused:
-            problem.refused["mesh"] = problem.meshes.refused
-        return problem.meshes.shapes or [()]
+    def values(self, workload):
+        if workload.meshes.refused:
+            workload.refused["mesh"] = workload.meshes.refused
+        return workload.meshes.shapes or [()]
 
     def text(self, value):
         return f"mesh {told(value)}"

@@ -18,27 +18,30 @@ class MicrobatchesLever(Lever):
     changes_state = False
     changes_loss = own_ratio = True
 
-    def values(self, problem):
-        fewest = min(problem.all_ways)
-        counts = slice_counts(problem.batch, fewest) if problem.may("batch") else [1]
-        return self._provable(problem, counts) if len(counts) > 1 else counts
+    def values(self, workload):
+        fewest = min(workload.all_ways)
+        counts = slice_counts(workload.batch, fewest) if workload.may("batch") else [1]
+        return self._provable(workload, counts) if len(counts) > 1 else counts
 
-    def _provable(self, problem, counts: list[int]) -> list[int]:
+    def _provable(self, workload, counts: list[int]) -> list[int]:
         """The counts for which the loss of the batch is proved to be the mean, or the sum, of its
         slices', and the model state the same; all of them where that does not matter."""
-        step, state = problem.step(problem.as_is), jax.tree.map(whole, problem.state(problem.as_is))
-        batch = jax.tree.map(whole, problem.batch)
+        step, state = (
+            workload.step(workload.as_is),
+            jax.tree.map(whole, workload.state(workload.as_is)),
+        )
+        batch = jax.tree.map(whole, workload.batch)
         size = jax.tree.leaves(batch)[0].shape[0]
         arguments = state.params, state.model_state, state.key
 
         def proof_for(counts: list[int]) -> Proof:
-            among = {1, *problem.all_ways}
+            among = {1, *workload.all_ways}
             pieces = {count * ways for count in counts for ways in among if ways * count <= size}
             parts = {size // count for count in pieces}
             return reduction_of(step.plain_loss, batch, parts, *arguments)
 
         # A slice of one example may make a program of its own, with axes that are gone.
-        several = [count for count in counts if count * max(problem.all_ways) < size]
+        several = [count for count in counts if count * max(workload.all_ways) < size]
         fewer = several if len(several) > 1 else counts
         proof = proof_for(fewer)
         if proof.reduction is not None and not proof.state:
@@ -46,26 +49,26 @@ class MicrobatchesLever(Lever):
             alone = proof_for(ones) if ones else proof
             same = alone.reduction == proof.reduction and not alone.state
             return counts if same else fewer
-        if "statistics" in problem.allow:
-            problem.reduction = proof.reduction or "mean"
+        if "statistics" in workload.allow:
+            workload.reduction = proof.reduction or "mean"
             return counts
-        kept = "it is to be kept" if "statistics" in problem.keep else "allow=('statistics',)"
+        kept = "it is to be kept" if "statistics" in workload.keep else "allow=('statistics',)"
         why = proof.why or f"its model state would be another one: {proof.state}"
-        problem.refused["statistics"] = f"the loss cannot be cut: {why}; {kept}"
+        workload.refused["statistics"] = f"the loss cannot be cut: {why}; {kept}"
         return [1]
 
     def text(self, value):
         return f"{value} microbatches"
 
-    def options(self, problem, value):
+    def options(self, workload, value):
         return {"microbatches": value}
 
-    def reserved_bytes(self, problem, levers):
+    def reserved_bytes(self, workload, levers):
         """The rest of the batch, and the sum of the gradients."""
-        batch, gradients = bytes_of(problem.batch), problem.gradients(levers)
+        batch, gradients = bytes_of(workload.batch), workload.gradients(levers)
         return batch - batch // levers.microbatches + bytes_in_float32(gradients)
 
-    def seconds(self, problem, levers):
+    def seconds(self, workload, levers):
         """The sum is read and written, and the gradients read, for each slice."""
-        moved = 3 * levers.microbatches * bytes_in_float32(problem.gradients(levers))
-        return moved / problem.device.memory_bandwidth
+        moved = 3 * levers.microbatches * bytes_in_float32(workload.gradients(levers))
+        return moved / workload.device.memory_bandwidth

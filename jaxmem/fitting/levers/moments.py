@@ -11,11 +11,11 @@ class MomentsLever(Lever):
     allowed = {"moments": "keep the optimizer's moments in 8 bits, with other rounding"}  # noqa: RUF012
     shrinks_state = True
 
-    def values(self, problem):
-        return [False, True] if problem.may("moments") and problem.has_large_state else [False]
+    def values(self, workload):
+        return [False, True] if workload.may("moments") and workload.has_large_state else [False]
 
     def text(self, value):
         return "8-bit moments"
 
-    def optimizer(self, problem, optimizer, value):
+    def optimizer(self, workload, optimizer, value):
         return small_moments(optimizer)

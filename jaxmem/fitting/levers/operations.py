@@ -21,25 +21,25 @@ class OperationsLever(Lever):
     changes_state = False
     changes_loss = own_ratio = True
 
-    def values(self, problem):
-        step, state = problem.step(problem.as_is), problem.state(problem.as_is)
-        arguments = state.params, problem.batch, state.model_state, state.key
-        found = swaps(step.plain_loss, jax.tree.map(whole, arguments), _LEAST * problem.devices)
+    def values(self, workload):
+        step, state = workload.step(workload.as_is), workload.state(workload.as_is)
+        arguments = state.params, workload.batch, state.model_state, state.key
+        found = swaps(step.plain_loss, jax.tree.map(whole, arguments), _LEAST * workload.devices)
         if not found:
-            if self.name in problem.allow:
-                problem.refused[self.name] = "the loss has no attention and no cross-entropy of "
-                problem.refused[self.name] += "64 MiB or more"
+            if self.name in workload.allow:
+                workload.refused[self.name] = "the loss has no attention and no cross-entropy of "
+                workload.refused[self.name] += "64 MiB or more"
             return [False]
-        if problem.may(self.name):
+        if workload.may(self.name):
             return [False, True]
-        if self.name not in problem.keep:
+        if self.name not in workload.keep:
             largest = max(found, key=lambda one: one.aval.size)
-            together = ", on all devices together" if problem.devices > 1 else ""
-            problem.refused[self.name] += f" ({largest.matrix}{together})"
+            together = ", on all devices together" if workload.devices > 1 else ""
+            workload.refused[self.name] += f" ({largest.matrix}{together})"
         return [False]
 
     def text(self, value):
         return "jaxmem.ops"
 
-    def loss(self, problem, loss_fn, value):
-        return swapped(loss_fn, _LEAST * problem.devices)
+    def loss(self, workload, loss_fn, value):
+        return swapped(loss_fn, _LEAST * workload.devices)

@@ -15,27 +15,27 @@ class PrecisionLever(Lever):
     allowed = {"precision": "compute in bfloat16, with other rounding"}  # noqa: RUF012
     changes_loss = own_ratio = True
 
-    def as_is(self, problem):
-        return "" if problem.precision is None else str(problem.precision)
+    def as_is(self, workload):
+        return "" if workload.precision is None else str(workload.precision)
 
-    def values(self, problem):
-        own = self.as_is(problem)
-        if problem.precision is not None and problem.precision.compute.itemsize <= 2:
+    def values(self, workload):
+        own = self.as_is(workload)
+        if workload.precision is not None and workload.precision.compute.itemsize <= 2:
             return [own]
-        may = problem.may("precision")
-        if may and not problem.device.has_bfloat16:
-            problem.refused["precision"] = (
-                f"{problem.device.kind} has no bfloat16 arithmetic; "
+        may = workload.may("precision")
+        if may and not workload.device.has_bfloat16:
+            workload.refused["precision"] = (
+                f"{workload.device.kind} has no bfloat16 arithmetic; "
                 "precision='fp16' with loss_scale=jaxmem.LossScale() is for it"
             )
         elif may:
-            whole = problem.precision or parse_precision("fp32")
+            whole = workload.precision or parse_precision("fp32")
             half = dataclasses.replace(whole, compute=jnp.dtype(jnp.bfloat16))
-            return [own, str(half) if problem.precision else "bf16"]
+            return [own, str(half) if workload.precision else "bf16"]
         return [own]
 
     def text(self, value):
         return value
 
-    def options(self, problem, value):
+    def options(self, workload, value):
         return {"precision": value}

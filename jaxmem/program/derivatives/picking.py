@@ -9,7 +9,7 @@ import numpy as np
 from jaxmem import jaxprs
 from jaxmem.program.derivatives.derivative import Derivative
 
-# Elements, at least, of a row that one is taken of. Chosen: half and twice change no plan
+# Elements, at least, of a row that one is taken of. Chosen
 # (benchmarks/planner/sensitivity.py).
 _ROW = 16
 

@@ -52,6 +52,6 @@ def policy_of(
     plan.check(whole.program.fingerprint, input_names(whole.program, fun, args, kwargs))
     chosen = target or how.get("target") or (resolve(plan.target) if plan.target else None)
     known = resolve(chosen).known if chosen is not None else None
-    allowed = Limits(plan.budget, plan.reserved, known, **limits)
+    allowed = Limits(plan.allowance, known, **limits)
     traced.check_loss("Plan.as_policy", scalar=known is not None and allowed.compilations > 0)
     return named_policy(traced, allowed, fixed)

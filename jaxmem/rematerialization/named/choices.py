@@ -4,7 +4,6 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from jaxmem import jaxprs
-from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
 from jaxmem.ground.words import counted
@@ -56,8 +55,7 @@ class NamedChoices:
             )
         given = {at: fixed[name] for at, name in enumerate(self.names) if name in fixed}
         self.found = Names(self.place, len(self.names), limits.rates, given)
-        boundary = self.place.program.boundary_bytes
-        self.budget = Budget(limits.budget, boundary + limits.reserved)
+        self.budget = limits.budget.reserve(self.place.program.boundary_bytes)
 
     def projected(self, choice: NamedChoice) -> int:
         """Projected bytes of everything on one device."""
@@ -69,7 +67,7 @@ class NamedChoices:
         Raises:
             BudgetError: nothing is.
         """
-        best = self.found.laid_out_within(self.budget.left)
+        best = self.found.best_for(self.budget.left)
         if not self.budget.fits(self.projected(best)):
             raise self.too_small(self.projected(best), best, "projected")
         return best
@@ -87,7 +85,8 @@ class NamedChoices:
     def too_small(self, total: int, choice: NamedChoice, word: str) -> BudgetError:
         """The error of a budget that nothing fits, where the least takes ``total`` bytes."""
         saved = ", ".join(self.names[at] for at in sorted(choice.saved)) or "no name"
-        budget, reserved = self.limits.budget or 0, format_bytes(self.limits.reserved)
+        budget = self.limits.budget.allowed or 0
+        reserved = format_bytes(self.limits.budget.reserved)
         return BudgetError(
             f"No policy over {counted(len(self.order), 'name')} fits the budget of "
             f"{format_bytes(budget)} with {reserved} of it reserved; the lowest one that does is "

@@ -54,7 +54,7 @@ class NamedCompiler:
             names = ", ".join(self.choices.names[at] for at in sorted(one.offloaded))
             return self._refused(one, f"XLA keeps {names} on the device")
         self.reports[one] = report
-        total = report.device + self.limits.reserved
+        total = self.limits.budget.total(report.device)
         said = f" {one if isinstance(one, str) else 'names'} for {self.target.name}: "
         said += format_bytes(total)
         if isinstance(one, str):
@@ -79,12 +79,12 @@ class NamedCompiler:
         def fun(*leaves):
             return traced.value(jax.tree.unflatten(traced.out_tree, call(*leaves)))
 
-        limit = None if limits.budget is None else limits.budget - limits.reserved
+        options = family_of(target).limit_options(limits.budget.left)
         return begin(
             jax.jit(traced.differentiated(fun)),
             *traced.leaves,
             target=target,
-            compiler_options=family_of(target).limit_options(limit) | dict(limits.options or {}),
+            compiler_options=options | dict(limits.options or {}),
             timeline=False,
         )
 

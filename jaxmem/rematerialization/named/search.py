@@ -52,8 +52,8 @@ class NamedSearch:
         self.found, self.compiler = choices.found, NamedCompiler(choices, target)
         # Those of JAX's policies come after the choices, and what they show after that.
         count = self.limits.compilations + len(BUILT_INS) + 1
-        budget = self.limits.budget
-        self.allowed = 2**62 if budget is None else budget
+        allowed = self.limits.budget.allowed
+        self.allowed = 2**62 if allowed is None else allowed
         self.search: Search[NamedChoice | str] = Search(self.allowed, count)
 
     def policy(self) -> NamedPolicy:
@@ -81,7 +81,7 @@ class NamedSearch:
         policy = _written(
             self.choices,
             best,
-            report.device + self.limits.reserved,
+            self.limits.budget.total(report.device),
             report.work.flops / compiler.plain_flops,
         )
         return dataclasses.replace(
@@ -104,8 +104,8 @@ class NamedSearch:
         return projected + min(off)[1] if off else projected
 
     def _rounds(self, allowed: int) -> Iterator[Sequence[NamedChoice | str]]:
-        if self.limits.budget is None:
-            yield [self.found.laid_out_within(None)]
+        if self.limits.budget.allowed is None:
+            yield [self.found.best_for(None)]
         else:
             yield from self._choices(allowed)
         for name in BUILT_INS:
@@ -165,7 +165,7 @@ class NamedSearch:
         """Whether a policy of JAX's fits and recomputes less, compiled, than the best choice: in
         FLOPs, or by price."""
         best = self.search.best
-        if self.limits.budget is None or not self.search.fits(name):
+        if self.limits.budget.allowed is None or not self.search.fits(name):
             return False
         if not isinstance(best, NamedChoice):
             return True
@@ -191,7 +191,7 @@ class NamedSearch:
             if name in self.search.outcomes:
                 yield BuiltIn(
                     name,
-                    report.device + self.limits.reserved if report else None,
+                    self.limits.budget.total(report.device) if report else None,
                     report.work.flops / self.compiler.plain_flops if report else math.nan,
                     kept_by(name, self.choices.place)[1],
                     self._better(name),
@@ -212,8 +212,8 @@ def _written(
         choices.projected(choice),
         choice.host,
         choice.seconds / max(seconds, 1e-30),
-        budget=limits.budget,
-        reserved=limits.reserved,
+        budget=limits.budget.allowed,
+        reserved=limits.budget.reserved,
         target=target.name if target else "",
         time_error=target.time_error if target else None,
         notes=tuple(choices.notes),

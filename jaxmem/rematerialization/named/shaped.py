@@ -129,8 +129,8 @@ def shaped_policy(traced: TracedFunction, limits: Limits) -> ShapedPolicy:
     weighed = worth_most(list(kinds.lines), kinds.place, rates)
     place = kinds.place(weighed)
     names = Names(place, len(weighed), rates)
-    budget = Budget(limits.budget, place.program.boundary_bytes + limits.reserved)
-    chosen = names.laid_out_within(budget.left)
+    budget = limits.budget.reserve(place.program.boundary_bytes)
+    chosen = names.best_for(budget.left)
     total = budget.total(names.laid_out(chosen))
     if not budget.fits(total):
         raise _too_small(budget, total)
@@ -145,7 +145,7 @@ def shaped_policy(traced: TracedFunction, limits: Limits) -> ShapedPolicy:
         tuple(sorted(saved, key=lambda one: (-one.bytes, one.operation, one.operands))),
         total,
         chosen.seconds / max(3 * rates.forward(place.program), 1e-12),
-        limits.budget,
+        limits.budget.allowed,
         device.time_error if device else None,
     )
 

@@ -81,9 +81,7 @@ def suggest_names(
     traced = TracedFunction(fun, args, kwargs, argnums, has_aux)
     traced.check_loss("jaxmem.suggest_names", scalar=False)
     collected, regions = _collected(traced, known, rates)
-    return _suggestions(
-        collected, regions, rates, Budget(limits.budget, limits.reserved), known, most
-    )
+    return _suggestions(collected, regions, rates, limits.budget, known, most)
 
 
 @dataclasses.dataclass
@@ -203,10 +201,10 @@ def _suggestions(
     picked = sorted(worthy, key=lambda row: -spared[row])[:most]
     chosen = [every[row] for row in picked]
     found = Names(_of_rows(place, picked), len(picked), rates)
-    total = Budget(budget.allowed, place.program.boundary_bytes + budget.reserved)
+    total = budget.reserve(place.program.boundary_bytes)
     size = total.total(found.projected(frozenset()))
     if budget.allowed is not None:
-        choice = found.laid_out_within(total.left)
+        choice = found.best_for(total.left)
         size = total.total(found.laid_out(choice))
         chosen = [
             dataclasses.replace(one, action=_action(at, choice)) for at, one in enumerate(chosen)

@@ -3,11 +3,9 @@
 import dataclasses
 import html
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from jaxmem.reports.drawn.text import columns, fit, side_by_side
-
-_NARROW = 26  # columns; fewer for a sentence, or for one of its words: it goes below its row
+from jaxmem.reports.drawn.text import columns, side_by_side
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,8 +17,8 @@ class Table:
         rows: the cells.
         title: a line above.
         left: numbers of the columns that are words; the others are numbers, and end in one line.
-            The last column takes the room that is left.
-        wraps: whether the last column goes on in further lines; otherwise its beginning is cut.
+        wraps: whether the last column, which takes the room that is left, goes on in further lines;
+            otherwise its beginning is cut.
     """
 
     heads: Sequence[str]
@@ -29,32 +27,12 @@ class Table:
     left: Sequence[int] = ()
     wraps: bool = False
 
-    def lines(self, width: int) -> Iterator[str]:
+    def lines(self, width: int) -> list[str]:
         """The table in at most so many columns."""
-        if self.title:
-            yield self.title
-        shown = [self.heads, *self.rows] if any(self.heads) else list(self.rows)
-        last = max(map(len, shown), default=1) - 1
-        widths = [max(len(row[at]) for row in shown) for at in range(last)]
-        room = width - sum(widths) - 2 * last
-        for row in shown:
-            cells = [
-                cell.ljust(size) if at in self.left else cell.rjust(size)
-                for at, (cell, size) in enumerate(zip(row, widths, strict=False))
-            ]
-            start = "".join(f"{cell}  " for cell in cells)
-            if not self.wraps or len(row[last]) <= room:
-                number = last and last not in self.left and not self.wraps
-                size = max(len(one[last]) for one in shown) if number else 0
-                yield (start + fit(row[last], room).rjust(size)).rstrip()
-                continue
-            if room < max([_NARROW, *map(len, row[last].split())]):
-                yield start.rstrip()
-                yield from _wrapped(row[last], width, " " * 4, " " * 6)
-                continue
-            for line in _wrapped(row[last], room):
-                yield start + line
-                start = " " * len(start)
+        from jaxmem.reports.drawn.columns import lines_of  # rich takes long to import
+
+        found = lines_of(self.heads, self.rows, self.left, self.wraps, width)
+        return [self.title, *found] if self.title else found
 
     def html(self) -> str:
         """The table for a notebook."""

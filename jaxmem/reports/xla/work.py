@@ -21,6 +21,7 @@ from jaxmem.reports.xla.hlo import (
     operation_of,
 )
 from jaxmem.reports.xla.run import over_run
+from jaxmem.targets import computed_by
 
 _CONTRACTIONS = ("dot", "convolution", "custom-call")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -97,16 +98,15 @@ def _work_of(line: str, computation: Lines) -> Work:
     if operation == "dot":
         return Work(_dot_flops(line, computation, r"lhs_contracting_dims=\{([\d,]*)\}"), matmuls=1)
     if operation == "convolution":
-        return Work(_convolution_flops(line, computation, "forward"), convolutions=1)
+        return Work(_convolution_flops(line, computation), convolutions=1)
     if operation != "custom-call":
         return Work()
     called = TARGET.search(line)
-    name = called[1] if called else ""
-    if name.startswith("__cublas$"):
+    kind = computed_by(called[1] if called else "")
+    if kind == "dot":
         contracted = r'"lhs_contracting_dimensions":\["?([\d,"]*)\]'
         return Work(_dot_flops(line, computation, contracted), matmuls=1)
-    if name.startswith("__cudnn$conv"):
-        kind = name.removeprefix("__cudnn$conv")
+    if kind:
         return Work(_convolution_flops(line, computation, kind), convolutions=1)
     estimate = _ESTIMATE.search(line)
     return Work(int(estimate[1])) if estimate else Work()
@@ -120,7 +120,7 @@ def _dot_flops(line: str, computation: Lines, contracted: str) -> int:
     return 2 * parts * math.prod(_dimensions(line)) * math.prod(lhs[int(axis)] for axis in axes)
 
 
-def _convolution_flops(line: str, computation: Lines, kind: str) -> int:
+def _convolution_flops(line: str, computation: Lines, kind: str = "") -> int:
     """Taps per output feature times outputs of the forward convolution, whichever of its three
     forms this is: labels are always those of the forward one."""
     labels = _LABELS.search(line)
@@ -128,13 +128,13 @@ def _convolution_flops(line: str, computation: Lines, kind: str) -> int:
         raise JaxmemError(f"A convolution without dim_labels in the HLO: {line[:200]}")
     operands = [_dimensions(computation[name]) for name in operands_of(line)[:2]]
     result = _dimensions(line)
-    if kind == "BackwardInput":
+    if kind == "gradient of the input":
         output, kernel = operands
-    elif kind == "BackwardFilter":
+    elif kind == "gradient of the kernel":
         output, kernel = operands[1], result
     else:
         output, kernel = result, operands[1]
-    if kind == "forward":
+    if not kind:
         return 2 * _pairs(line, labels, operands[0], kernel, result)
     taps = math.prod(kernel) // max(kernel[labels[2].index("o")], 1)
     return 2 * math.prod(output) * taps

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cache import Compiled
 from jaxmem.targets.cuda.compiler import compile_module, worker_command
 from jaxmem.targets.cuda.install import find_compiler, install_compiler
 from jaxmem.targets.cuda.target import CudaTarget, known_gpus
 from jaxmem.targets.family import Family
 from jaxmem.targets.rules import Rules
-from jaxmem.targets.target import Target
 from jaxmem.targets.workers import start_one
 
 
@@ -43,6 +43,13 @@ class Cuda(Family):
     # XLA of jax 0.10.2 refuses what it makes itself of some batched matrix-vector products with
     # elementwise operations behind them ("Layout is not normalized"), where Triton is to run them.
     fallback_options = {"xla_gpu_enable_triton_gemm": False}  # noqa: RUF012
+
+    custom_calls = {  # noqa: RUF012
+        "__cublas$": "dot",
+        "__cudnn$convBackwardInput": "gradient of the input",
+        "__cudnn$convBackwardFilter": "gradient of the kernel",
+        "__cudnn$conv": "convolution",
+    }
 
     @property
     def rules(self) -> Rules:  # type: ignore[override]

@@ -6,11 +6,11 @@ import functools
 import importlib.resources
 import math
 
+from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cuda.cycles import LAUNCH, dear_operations
 from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks
 from jaxmem.targets.rules import Cycles, Rules
-from jaxmem.targets.target import Target
 
 # What a CUDA context, its kernels and cuDNN take before the first array: about half a GiB on
 # every GPU of the table.

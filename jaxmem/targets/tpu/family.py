@@ -5,9 +5,9 @@ import pathlib
 from typing import Any
 
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cache import Compiled
 from jaxmem.targets.family import Family
-from jaxmem.targets.target import Target
 from jaxmem.targets.tpu.compiler import compile_module, worker_command
 from jaxmem.targets.tpu.install import LICENCE, find_compiler, install_compiler
 from jaxmem.targets.tpu.target import RULES, TpuTarget, known_tpus

@@ -7,10 +7,10 @@ import importlib.resources
 import math
 
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.targets.accelerator import Target
 from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks
 from jaxmem.targets.rules import Rules
-from jaxmem.targets.target import Target
 
 _CHIPS_OF_A_HOST = {2: (2, 2), 3: (2, 2, 1)}  # a topology is of whole hosts, or of one chip
 

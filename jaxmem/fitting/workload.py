@@ -29,7 +29,7 @@ from jaxmem.targets import LocalDevice, Target, example, family_of, resolve
 from jaxmem.training import TrainState, TrainStep, train_step
 
 
-class Problem:
+class Workload:
     """The arguments of `fit`, checked, and the steps that levers make of them.
 
     Attributes:
@@ -81,7 +81,7 @@ class Problem:
         self.reduction: str | None = None
         self._steps: dict[Levers, TrainStep] = {}  # before they are planned
         self._states: dict[Levers, TrainState] = {}
-        self._on: dict[tuple, Problem] = {}  # by the mesh
+        self._on: dict[tuple, Workload] = {}  # by the mesh
         self.offload = "placement" not in self.keep  # residuals of scans may wait in host memory
         self.as_is = Levers(**{name: lever.as_is(self) for name, lever in LEVERS.items()})
         self.may("residuals")
@@ -127,8 +127,8 @@ class Problem:
         with self.meshes.placing():
             self.batch = self.meshes.sharding(shape, 1).place_batch(self._given)
 
-    def on(self, levers: Levers) -> "Problem":
-        """The same problem on the mesh of some levers."""
+    def on(self, levers: Levers) -> "Workload":
+        """The same workload on the mesh of some levers."""
         if levers.mesh in ((), self.shape):
             return self
         if levers.mesh not in self._on:

@@ -86,8 +86,8 @@ def simulate_block(
     ``saved`` None all that the backward pass reads is saved, and made here. ``looped``: whether a
     loop parts that from the forward pass; None: as the program's."""
     looped = program.in_loop if looped is None else looped
-    there = range(len(program.sizes)) if saved is None else saved | saved_by(regions)
-    layout = _Layout(program, gradients, looped, there)
+    kept = range(len(program.sizes)) if saved is None else saved | saved_by(regions)
+    layout = _Layout(program, gradients, looped, kept)
     recomputes = saved is not None
     saved = saved or frozenset()
     made_by, last_used = program.made, program.last_used
@@ -149,6 +149,19 @@ def _with_scans(program: Program) -> Program:
     return program.with_loops(found) if found else program
 
 
+class _Again(dict[int, int]):
+    """Instances of values that are made again, on top of those of the pass before: a kernel reads
+    what comes before it, which no later one makes."""
+
+    def __init__(self, before: Mapping[int, int]):
+        super().__init__()
+        self.before = before
+
+    def __missing__(self, value: int) -> int:
+        found = self[value] = self.before[value]
+        return found
+
+
 class _Layout:
     """The events of a step. A value that is made twice is two instances; without ``gradients``
     those of the program's inputs are counted elsewhere. ``looped``: a loop parts the backward pass
@@ -159,7 +172,7 @@ class _Layout:
         self.gradients = gradients
         # In a loop XLA sums up rows apart from what they normalise where they were saved (attention
         # by hand and planned, 16 heads: 2 arrays of scores at the peak where there are 3).
-        self.rows_there = saved if looped else ()
+        self.live_rows = saved if looped else ()
         self.kernels = program.kernels
         self.events: list[Event] = []
         self.ran: Sequence[Event] = ()  # as XLA runs them
@@ -199,11 +212,10 @@ class _Layout:
                 self.execute(piece, made, given)
                 tape.append((piece, [made[value] for value in self.kernels[piece].reads]))
             else:
-                before = made.copy()
                 for number in range(piece.start, piece.stop):
                     self.execute(number, made, given)
                 saved = {value: made[value] for value in piece.saved}
-                tape.append((piece, before, given | saved))
+                tape.append((piece, made, given | saved))
         return tape
 
     def execute(self, number: int, made: dict[int, int], given: dict[int, int]) -> None:
@@ -217,7 +229,7 @@ class _Layout:
                 fresh.append(made[value])
         if fresh:
             uses = [made[value] for value in kernel.sources]
-            turned = [made[value] for value in kernel.aliasing.turned]
+            turned = [made[value] for value in kernel.aliasing.turned or ()]
             self.events.append(
                 Event(number, uses, fresh, False, kernel.workspace, turned=turned, run=self.run)
             )
@@ -230,7 +242,7 @@ class _Layout:
                 pieces = _pieces(piece.regions, piece.start, piece.stop)
                 start, outer = len(self.events), self.run
                 self.run = self.runs = self.runs + 1
-                inner = self.forward(pieces, live.copy(), *given)
+                inner = self.forward(pieces, _Again(live), *given)
                 self.passes.append((piece, self.events[start:]))
                 self.backward(inner, cotangents)
                 self.run = outer
@@ -256,7 +268,7 @@ class _Layout:
         fresh, completed, in_rows = [], [], False
         for way in self.ways[number]:
             value = way.value
-            in_one = any(row not in self.rows_there for row in way.rows)
+            in_one = any(row not in self.live_rows for row in way.rows)
             if way.last is not None and way.rows and not in_one:
                 # Rows are summed up apart: the cotangent follows the last of the sums.
                 completed.append(way.last)
