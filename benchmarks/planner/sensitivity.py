@@ -242,7 +242,9 @@ def constants() -> list[Constant]:
         *of(SEARCH, "_WORTH", "_APART", programs=SEARCHED, searched=True),
         *of(
             *(SEARCH, "_MORE", "_ABOVE", "_SAFE", "_SAME", "_MARGIN", "_ALTERNATIVE", "_LOWER"),
-            programs=SEARCHED, searched=True, margin=True,
+            programs=SEARCHED,
+            searched=True,
+            margin=True,
         ),
         *of(FIT, "_LINE", programs=SEARCHED),
         *of(FIT, "_CLOSE", "_NEAR", "_ABOVE", "_OVER", programs=SEARCHED, margin=True),
