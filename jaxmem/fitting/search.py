@@ -1,6 +1,7 @@
 """The search over the levers together: candidates by predicted time, corrected by the compiler."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -125,8 +126,7 @@ class Search:
             }
             candidate = self.cheapest(best)
             if best is None and self.found and self.compiled.left == 1:
-                # After others failed the last one goes to what fits by the worst that was seen.
-                candidate = self.cheapest(None, self.worst)
+                candidate = self._surest()
             if best is None and candidate is None:
                 candidate = self.smallest() or self._by_one_line(best) or self._between()
             candidate = candidate or self._by_one_line(best)
@@ -250,9 +250,21 @@ class Search:
         last = math.ceil(alike[-1] * 50) / 50 if alike else last
         return ratios.get(_place(levers), last)
 
-    def worst(self, levers: Levers) -> float:
-        """The most of compiled bytes over projected ones, of some levers or of any compiled."""
-        return max([self.ratio(levers), *self.compiled.ratios.values()])
+    def _surest(self) -> Candidate | None:
+        """For the last compilation, after others failed: the least predicted time that fits by the
+        worst that was seen of projections, if there is any with room for levers of which nothing
+        was compiled to be off in a way of their own; else the fewest bytes."""
+        ratios = self.compiled.ratios
+
+        def worst(levers: Levers, room: float) -> float:
+            unknown = 1.0 if _place(levers) in ratios else room
+            return unknown * max([self.ratio(levers), *ratios.values()])
+
+        for room in (_FIRST_ERROR, 1.0):
+            found = self.cheapest(None, functools.partial(worst, room=room))
+            if found:
+                return found
+        return self.smallest()
 
     def _start(self, candidate: Candidate) -> Begun:
         _, made = self._made(candidate)
