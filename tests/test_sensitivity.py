@@ -1,0 +1,68 @@
+"""Every constant that was chosen is measured: benchmarks/planner/sensitivity.py has it."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from benchmarks.planner.sensitivity import constants
+
+ROOT = pathlib.Path(__file__).parents[1]
+RUNS = json.loads((ROOT / "benchmarks/results/sensitivity.json").read_text())["runs"]
+KEYS = [one.key for one in constants()]
+# What bounds the time of one step of planning, or decides where a compiler does: in their comments
+# is what was looked at instead.
+ELSEWHERE = {
+    "planning.dp._MAPS",
+    "planning.mapped._OPTIONS",
+    "planning.bound._LOOKS",
+    "planning.bound._MOMENTS",
+    "planning.named_counts._CHUNK",
+    "planning.segments._SMALL_HEAD",
+    "program.opaque._ORDERED",
+    "program.derivatives.pooling._WINDOW",
+    "fitting.capacity._FURTHER",
+    "fitting.capacity._JUMP",
+    "fitting.devices._HOPELESS",
+    "fitting.sizes._MOST_SLICES",
+    "rematerialization.loop_budgets._STATES",
+    "rematerialization.policies._DEAR",
+    "rematerialization.timelines._POINTS",
+    *(f"planning.names.{name}" for name in ("MOST", "_GOALS", "_EQUAL")),
+    *(f"rematerialization.named.search.{n}" for n in ("_BELOW", "_ABOVE", "_NEAR", "_WORTH")),
+    "rematerialization.named.search._LESS",
+    *(f"rematerialization.named.suggesting.{name}" for name in ("_SMALL", "_TINY")),
+}
+
+
+def chosen():
+    """Constants whose comment, above or beside them, says that they were chosen."""
+    for wing in ("planning", "program", "rematerialization", "fitting"):
+        for path in sorted((ROOT / "jaxmem" / wing).rglob("*.py")):
+            module = ".".join(path.relative_to(ROOT / "jaxmem").with_suffix("").parts)
+            above, before = "", ""
+            for line in path.read_text().splitlines():
+                if line.startswith("#"):
+                    above = above + line if before.startswith("#") else line
+                elif found := re.match(r"(_?[A-Z][A-Z_]+)(: \w+)? = [-(\d].*?(#.*)?$", line):
+                    if "chosen" in (above + (found[3] or "")).lower():
+                        yield f"{module}.{found[1]}"
+                else:
+                    above = ""
+                before = line
+
+
+def test_every_chosen_constant_is_measured():
+    assert set(chosen()) - set(KEYS) == ELSEWHERE
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_table_is_of_these_constants(run):
+    rows = RUNS[run]["rows"]
+    assert [row["constant"] for row in rows] == KEYS
+    values = {one.key: one.value for one in constants()}
+    for row in rows:
+        value = values[row["constant"]]
+        first = value[0] if isinstance(value, tuple) else value
+        assert row["value"].lstrip("(").split(",")[0] == f"{first:.4g}"
