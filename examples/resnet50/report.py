@@ -54,6 +54,7 @@ def compare(target: str, out: pathlib.Path) -> None:
         reports.append(report)
     found = jaxmem.diff(*reports)
     found.plot(out / "diff.png")
+    found.plot(out / "diff-dark.png", dark=True)
     found.to_html(out / "diff.html")
     print(found)
 
