@@ -78,7 +78,7 @@ class CompiledPlans(PlanCompiler):
         fits, fails = 0.0, math.inf  # of those, what did, and did not
         while fits * _SAME < fails:
             best = search.best
-            if best and search.left == 1 and self.likely_rows(budget)[0]:
+            if best and search.left == 1 and self.row_may_fit(budget):
                 return  # the last one is a row's
             if len(search.outcomes) > 1 and search.left == 2 and not best:
                 # The last one is for the fewest bytes.
@@ -238,20 +238,10 @@ class CompiledPlans(PlanCompiler):
 
     def promising_rows(self, budget: int, price: float = math.inf) -> Iterator[Layout]:
         """Rows that are not compiled yet, cost less than a price and than the best plan, and may
-        fit: first those that are likely to, the cheapest of them first, then those that would miss
-        the budget by the least."""
-        likely, others = self.likely_rows(budget, price)
-        yield from likely
-        yield from sorted(others, key=self.projected)
-
-    def likely_rows(
-        self, budget: int, price: float = math.inf
-    ) -> tuple[list[Layout], list[Layout]]:
-        """Such rows, the cheapest first: those that fit if no projection is further off than those
-        of what was compiled, and those that would miss the budget by little."""
+        fit: first those that do if no projection is further off than those of what was compiled,
+        the cheapest of them first, then those that would miss the budget by the least."""
         # All that was compiled may have taken less than was projected, or more.
-        known = (one.ratio for one in self.search.outcomes.values() if one.compiled is not None)
-        error, room = min(known, default=1.0), budget + self.chip_bytes
+        error, room = self.least_ratio, budget + self.chip_bytes
         likely: list[Layout] = []
         others: list[Layout] = []
         for layout in self.rows_by_price:
@@ -260,7 +250,21 @@ class CompiledPlans(PlanCompiler):
             least = error * self.projected(layout)
             if layout not in self.search.outcomes and least <= NEARLY * budget + self.chip_bytes:
                 (likely if least <= room else others).append(layout)
-        return likely, others
+        yield from likely
+        yield from sorted(others, key=self.projected)
+
+    def row_may_fit(self, budget: int) -> bool:
+        """Whether the most promising row fits if it takes what is projected, or as little of that
+        as anything that was compiled."""
+        row = next(self.promising_rows(budget), None)
+        error = min(self.least_ratio, 1.0)
+        return row is not None and error * self.projected(row) <= budget + self.chip_bytes
+
+    @property
+    def least_ratio(self) -> float:
+        """Of all that was compiled, the least of compiled bytes over projected ones."""
+        known = (one.ratio for one in self.search.outcomes.values() if one.compiled is not None)
+        return min(known, default=1.0)
 
     @functools.cached_property
     def rows_by_price(self) -> list[Layout]:
