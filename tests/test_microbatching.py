@@ -331,12 +331,46 @@ def test_where_all_weighs_nothing_loss_and_gradients_are_zero(count):
     np.testing.assert_array_equal(gradient, jnp.zeros((1, 5)))
 
 
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda batch: True,
+        lambda batch: batch["mask"].sum() > -1,
+        lambda batch: jnp.int8(100),
+        lambda batch: jnp.uint8(200),
+        lambda batch: jnp.float16(60000),
+        lambda batch: jnp.int32(2**30),
+        lambda batch: 3,
+    ],
+)
+def test_weights_count_in_whatever_type_they_are(weight):
+    """A sum of booleans is a boolean, and one of short integers wraps around."""
+
+    def loss_fn(w, batch):
+        return jnp.mean((batch["x"] * w) ** 2)
+
+    batch, w = {name: data()[name] for name in ("x", "mask")}, jnp.arange(5.0)[None]
+    loss, gradient = jax.value_and_grad(loss_fn)(w, batch)
+    found, sliced = jaxmem.microbatch(loss_fn, 4, weight=weight)(w, batch)
+    np.testing.assert_allclose(found, loss, rtol=1e-12)
+    np.testing.assert_allclose(sliced, gradient, rtol=1e-12)
+
+
+def test_a_key_among_the_metrics_is_the_last_ones():
+    def loss_fn(w, batch):
+        return jnp.mean((batch["x"] * w) ** 2), {"key": jax.random.key(3)}
+
+    (_, metrics), _ = jaxmem.microbatch(loss_fn, 4)(jnp.ones((1, 5)), {"x": data()["x"]})
+    assert metrics["key"] == jax.random.key(3)
+
+
 def test_weights_that_are_no_numbers():
     loss_fn, params = make()
-    said = "weight= returns one number for a slice of the batch, such as batch['mask'].sum(); it "
+    said = "weight= returns one real number for a slice of the batch, such as batch['mask'].sum(); "
     for weight, found in (
-        (lambda batch: batch["mask"].sum(-1), "returned an array float64[3]."),
-        (lambda batch: None, "returned None."),
+        (lambda batch: batch["mask"].sum(-1), "it returned an array float64[3]."),
+        (lambda batch: None, "it returned None."),
+        (lambda batch: 2j, "it returned 2j."),
     ):
         with pytest.raises(jaxmem.JaxmemError) as caught:
             jaxmem.microbatch(loss_fn, 4, weight=weight)(params, data())

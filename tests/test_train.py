@@ -344,6 +344,48 @@ def test_an_nnx_module_that_sets_its_parameters_is_refused():
     )
 
 
+class Stacked(nnx.Module):
+    """Layers in a scan, each under a transform of its own, as large nnx models have them."""
+
+    def __init__(self, rngs, transform, clipped=False):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def layers(rngs):
+            return Clipped(rngs) if clipped else nnx.Linear(6, 6, rngs=rngs)
+
+        self.layers, self.transform = layers(rngs), transform
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @self.transform
+        def run(x, layer):
+            return jnp.tanh(layer(x))
+
+        return run(x, self.layers)
+
+
+def of_model(model, batch):
+    return jnp.mean(model(batch) ** 2)
+
+
+@pytest.mark.parametrize("transform", [nnx.remat, nnx.jit, lambda fun: nnx.remat(nnx.jit(fun))])
+def test_layers_in_an_nnx_scan_train(transform):
+    batch = jax.random.normal(jax.random.key(1), (4, 6))
+    model = Stacked(nnx.Rngs(0), transform)
+    plain = nnx.grad(of_model)(model, batch)
+    kernel = model.layers.kernel[...] - 0.1 * plain["layers"]["kernel"][...]
+    step = jaxmem.train_step(of_model, optax.sgd(0.1))
+    state, _ = step(step.init(model), batch)
+    np.testing.assert_allclose(state.params["layers"]["kernel"], kernel, rtol=1e-6)
+
+
+def test_a_layer_in_an_nnx_scan_that_sets_its_parameters_is_refused():
+    model = Stacked(nnx.Rngs(0), nnx.remat, clipped=True)
+    step = jaxmem.train_step(of_model, optax.sgd(0.1))
+    with pytest.raises(jaxmem.JaxmemError, match=r"\['layers'\]\['layer'\]\['kernel'\]"):
+        step(step.init(model), jnp.ones((4, 6)))
+
+
 @pytest.mark.parametrize("transform", [None, nnx.remat, nnx.jit, nnx.vmap])
 def test_nnx_modules_that_set_nothing_train(transform):
     """Whatever transforms and hooks they have, as by nnx itself."""

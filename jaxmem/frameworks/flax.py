@@ -62,12 +62,12 @@ def _check_params(before: Any, after: Any, call: Callable) -> None:
     found = jax.tree.leaves(after)
     if all(one is other for one, other in zip(leaves, found, strict=True)):
         return
-    # Other objects, as nnx.remat and nnx.jit put there, may be the same values in the program.
+    # Other objects, as nnx.remat, nnx.jit and nnx.scan put there, may be the same values.
     flat = jaxprs.flatten(lambda *leaves: call(jax.tree.unflatten(tree, leaves)), leaves, True)
     first = flat.input_count - len(leaves)
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(before))
     for number, (path, output) in enumerate(zip(paths, flat.outputs, strict=True), first):
-        if output != number:
+        if jaxprs.origin_of(flat, output) != number:
             raise JaxmemError(
                 f"The call of the nnx model sets a parameter, {jax.tree_util.keystr(path)} (as "
                 "nnx.SpectralNorm and nnx.WeightNorm do of the layers that they wrap). What a step "

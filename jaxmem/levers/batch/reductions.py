@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 
 from jaxmem.ground.errors import JaxmemError, JaxmemWarning
@@ -55,7 +56,13 @@ def checked(proof: Proof, given: str | None, count: int, silent: bool) -> str:
     return given or "mean"
 
 
-DONE = {"mean": "averaged", "sum": "added", "rows": "joined", "weighted": "averaged by weight"}
+DONE = {
+    "mean": "averaged",
+    "sum": "added",
+    "rows": "joined",
+    "weighted": "averaged by weight",
+    "same": "the last one's",
+}
 
 
 def of_metrics(
@@ -92,4 +99,6 @@ def _by_form(path: str, metric: Metric, loss: str) -> str:
             "axis, so that those of slices cannot be put together. Put the examples first, or "
             "reduce it in loss_fn."
         )
+    if jnp.issubdtype(metric.dtype, jax.dtypes.extended):  # a key: nothing can be added to it
+        return "same"
     return loss if jnp.issubdtype(metric.dtype, jnp.inexact) else "sum"

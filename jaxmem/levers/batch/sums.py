@@ -134,12 +134,15 @@ class Sums:
 def weight_of(weight: Callable[[Any], Any], part: Any) -> jax.Array:
     """What a slice has of what the loss is a mean over."""
     found = weight(own(part))
-    if not is_numeric(found) or jnp.shape(found):
+    if not is_numeric(found) or jnp.shape(found) or jnp.iscomplexobj(found):
         raise JaxmemError(
-            "weight= returns one number for a slice of the batch, such as batch['mask'].sum(); it "
-            f"returned {shown(found)}."
+            "weight= returns one real number for a slice of the batch, such as "
+            f"batch['mask'].sum(); it returned {shown(found)}."
         )
-    return jnp.asarray(found)
+    # Whatever it counts in: sums of booleans are booleans, and short integers wrap around.
+    kind = jnp.result_type(found)
+    wide = jnp.promote_types(kind, jnp.float32) if jnp.issubdtype(kind, jnp.inexact) else float
+    return jnp.asarray(found).astype(wide)
 
 
 def merged(*trees: Any) -> Any:
