@@ -128,7 +128,7 @@ class Search:
             if best is None and self.found and self.compiled.left == 1:
                 candidate = self._surest()
             if best is None and candidate is None:
-                candidate = self.smallest() or self._by_one_line(best) or self._between()
+                candidate = self.smallest() or self._by_one_line(best) or _between(self)
             candidate = candidate or self._by_one_line(best)
             if candidate is None:
                 return
@@ -201,26 +201,6 @@ class Search:
         tried = len(self.found) > 1
         hopeless = least and tried and self.expected(least) > _NEAR * self.workload.budget
         return None if hopeless else least
-
-    def _between(self) -> Candidate | None:
-        """A plan between two that were compiled, or a little above them, of the levers that came
-        nearest to the budget: bytes do not fall evenly with what is recomputed. None: it is too
-        far off."""
-        known = [one for one in self.found.values() if one.compiled and one.projected]
-        nearest = min(known, key=lambda one: one.compiled or 0, default=None)
-        if nearest is None or (nearest.compiled or 0) > _NEAR * self.workload.budget:
-            return None
-        sizes = sorted(one.projected or 0 for one in known if one.levers == nearest.levers)
-        sizes.append(int(_ABOVE * sizes[-1]))
-        gaps = sorted(itertools.pairwise(sizes), key=lambda gap: gap[0] - gap[1])
-        goals = [goal for low, high in gaps for goal in ((low + high) // 2, high)]
-        for goal in goals:
-            found = self.costs.plan(nearest.levers, goal)
-            if isinstance(found, Plan):
-                candidate = self.costs.priced(nearest.levers, found)
-                if key_of(candidate) not in self.found:
-                    return candidate
-        return None
 
     def _by_one_line(self, best: Candidate | None) -> Candidate | None:
         """What a line of the author's would do, which may fit though it is projected not to: no
@@ -314,3 +294,24 @@ def _place(levers: Levers) -> Levers:
 def _shrunk(levers: Levers) -> tuple:
     """How far the levers shrink the state, to be compared."""
     return tuple(getattr(levers, name) for name, lever in LEVERS.items() if lever.shrinks_state)
+
+
+def _between(search: Search) -> Candidate | None:
+    """A plan between two that were compiled, or a little above them, of the levers that came
+    nearest to the budget: bytes do not fall evenly with what is recomputed. None: it is too
+    far off."""
+    known = [one for one in search.found.values() if one.compiled and one.projected]
+    nearest = min(known, key=lambda one: one.compiled or 0, default=None)
+    if nearest is None or (nearest.compiled or 0) > _NEAR * search.workload.budget:
+        return None
+    sizes = sorted(one.projected or 0 for one in known if one.levers == nearest.levers)
+    sizes.append(int(_ABOVE * sizes[-1]))
+    gaps = sorted(itertools.pairwise(sizes), key=lambda gap: gap[0] - gap[1])
+    goals = [goal for low, high in gaps for goal in ((low + high) // 2, high)]
+    for goal in goals:
+        found = search.costs.plan(nearest.levers, goal)
+        if isinstance(found, Plan):
+            candidate = search.costs.priced(nearest.levers, found)
+            if key_of(candidate) not in search.found:
+                return candidate
+    return None
