@@ -280,3 +280,43 @@ def test_refusals():
         jaxmem.ops.swap(3)
     with pytest.raises(jaxmem.JaxmemError, match="lots"):
         jaxmem.ops.swap(by_optax, least="lots")
+
+
+PLACES = jnp.arange(12)
+SEGMENTS = jnp.repeat(jnp.array([[0, 1, 2], [3, 4, 5]]), 4, 1)
+CAUSAL = jnp.tril(jnp.ones((12, 12), bool))
+MASKS = {
+    "window": (lambda at: CAUSAL & (at[:, None] - at[None] < 3), PLACES),
+    "distance": (lambda at: jnp.abs(at[:, None] - at[None]) <= 2, PLACES),
+    "dilated": (lambda at: CAUSAL & ((at[:, None] - at[None]) % 2 == 0), PLACES),
+    "window and first ones": (
+        lambda at: CAUSAL & ((at[:, None] - at[None] < 3) | (at < 2)[None]),
+        PLACES,
+    ),
+    "bits": (lambda at: (at[:, None] & at[None]) == 0, PLACES),
+    "segments": (lambda s: s[:, None, :, None] == s[:, None, None, :], SEGMENTS),
+    # Neighbours beyond what float32 tells apart.
+    "large segments": (
+        lambda s: s[:, None, :, None] == s[:, None, None, :],
+        SEGMENTS.astype("int32") + 3 * 2**24,
+    ),
+    "unsigned segments": (
+        lambda s: s[:, None, :, None] == s[:, None, None, :],
+        SEGMENTS.astype("uint32") + jnp.uint32(2**32 - 100),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_places_and_of_segments(key, mask, dtype, caplog):
+    mask, places = MASKS[mask]
+    x = jax.random.normal(key, (2, 12, 2, 4), dtype)
+
+    def attend(x):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", x, x) / 2
+        shares = jax.nn.softmax(jnp.where(mask(places), scores, -1e30))
+        return jnp.sum(jnp.sin(jnp.einsum("bhqk,bkhd->bqhd", shares, x)))
+
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {}
+    assert_equal_gradients(attend, [x], caplog, ["attention"], **tolerance)

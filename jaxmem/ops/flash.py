@@ -235,7 +235,12 @@ def _operands(arrays, row, column, how: _How) -> list[Any]:
     pieces += [_piece(array, column, width, 1) for array in by_key]
     pieces += [_piece(_piece(x, row, height, 3), column, width, 4) for x in others]
     wide = accumulation_dtype(how.dtype)
-    return [x if x is None or x.dtype == bool else x.astype(wide) for x in pieces]
+    # Positions and numbers of segments are compared as they are.
+    return [x.astype(wide) if x is not None and _is_floating(x) else x for x in pieces]
+
+
+def _is_floating(array: jax.Array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
 
 
 def _scores(rows, keys, others, row, column, how: _How) -> jax.Array:
