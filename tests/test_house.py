@@ -25,6 +25,14 @@ def trees():
         yield file.relative_to(ROOT), ast.parse(file.read_text())
 
 
+def modules():
+    """Each module but those that are scripts."""
+    for file in FILES:
+        name = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts)
+        if not name.endswith(("__main__", "worker")):
+            yield importlib.import_module(name.removesuffix(".__init__"))
+
+
 def test_files_and_classes_are_small():
     large = [str(file) for file in FILES if file.read_text().count("\n") >= 400]
     for name, tree in trees():
@@ -36,11 +44,8 @@ def test_files_and_classes_are_small():
 
 def test_dataclasses_have_few_fields():
     large = []
-    for file in FILES:
-        name = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts)
-        if name.endswith(("__main__", "worker")):
-            continue  # they are scripts
-        for kind in vars(importlib.import_module(name.removesuffix(".__init__"))).values():
+    for module in modules():
+        for kind in vars(module).values():
             is_one = isinstance(kind, type) and dataclasses.is_dataclass(kind)
             if is_one and len(dataclasses.fields(kind)) > 20:
                 large.append(kind.__qualname__)
@@ -49,11 +54,7 @@ def test_dataclasses_have_few_fields():
 
 def test_classes_have_fewer_than_forty_names_for_others():
     large = []
-    for file in FILES:
-        name = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts)
-        if name.endswith(("__main__", "worker")):
-            continue
-        module = importlib.import_module(name.removesuffix(".__init__"))
+    for module in modules():
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__:
                 fields = getattr(kind, "__dataclass_fields__", {})
@@ -65,13 +66,10 @@ def test_classes_have_fewer_than_forty_names_for_others():
 def test_no_module_is_hidden_by_what_has_its_name():
     """``jaxmem.autocast.RULES`` was an AttributeError, since a function had the module's name."""
     hidden = []
-    for file in FILES:
-        name = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts)
-        parent, _, leaf = name.removesuffix(".__init__").rpartition(".")
-        if parent and not name.endswith(("__main__", "worker")):
-            importlib.import_module(name.removesuffix(".__init__"))
-            found = getattr(importlib.import_module(parent), leaf)
-            hidden += [name] if not isinstance(found, types.ModuleType) else []
+    for module in modules():
+        parent, _, leaf = module.__name__.rpartition(".")
+        if parent and getattr(importlib.import_module(parent), leaf) is not module:
+            hidden.append(module.__name__)
     assert hidden == []
 
 

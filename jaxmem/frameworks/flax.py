@@ -66,8 +66,10 @@ def _check_params(before: Any, after: Any, call: Callable) -> None:
     flat = jaxprs.flatten(lambda *leaves: call(jax.tree.unflatten(tree, leaves)), leaves, True)
     first = flat.input_count - len(leaves)
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(before))
-    for number, (path, output) in enumerate(zip(paths, flat.outputs, strict=True), first):
-        if jaxprs.origin_of(flat, output) != number:
+    for number, (path, origin) in enumerate(
+        zip(paths, jaxprs.origins_of(flat), strict=True), first
+    ):
+        if origin != number:
             raise JaxmemError(
                 f"The call of the nnx model sets a parameter, {jax.tree_util.keystr(path)} (as "
                 "nnx.SpectralNorm and nnx.WeightNorm do of the layers that they wrap). What a step "

@@ -38,7 +38,7 @@ from jaxmem.jaxprs.flat import (
     side_effects as side_effects,
     traced_jaxpr as traced_jaxpr,
 )
-from jaxmem.jaxprs.handing_on import origin_of as origin_of
+from jaxmem.jaxprs.handing_on import origins_of as origins_of
 from jaxmem.jaxprs.joining import Joint as Joint, joint as joint
 from jaxmem.jaxprs.layouts import row_major as row_major
 from jaxmem.jaxprs.lowering import (

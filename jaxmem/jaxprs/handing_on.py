@@ -6,50 +6,61 @@ from jaxmem.jaxprs.equations import is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
 from jaxmem.jaxprs.nested import branches_of, called_jaxpr, loop_of
 
-_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "pjit", "jit"})
+_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
-def origin_of(flat: FlatJaxpr, value: int | Literal) -> int | Literal:
-    """What a value is: the one that it was before it was handed on, or itself. A layer that
+def origins_of(flat: FlatJaxpr) -> list[int | Literal]:
+    """What each result is: the value that it was before it was handed on, or itself. A layer that
     `jax.lax.scan` slices and stacks again, say, is what it was."""
     makers = {
         output: (step, place) for step in flat.steps for place, output in enumerate(step.outputs)
     }
-    while isinstance(value, int) and value in makers:
-        operand = _operand(*makers[value])
-        if operand is None:
-            return value
-        value = operand
-    return value
+    known: dict[
+        int, list[int | Literal | None]
+    ] = {}  # the operands that results are, by a step's id
+
+    def origin(value: int | Literal) -> int | Literal:
+        while isinstance(value, int) and value in makers:
+            step, place = makers[value]
+            if id(step) not in known:
+                known[id(step)] = _operands(step)
+            operand = known[id(step)][place]
+            if operand is None:
+                return value
+            value = operand
+        return value
+
+    return [origin(output) for output in flat.outputs]
 
 
-def _operand(step: Step, place: int) -> int | Literal | None:
-    """The operand that a step's result is; None: it is another value."""
+def _operands(step: Step) -> list[int | Literal | None]:
+    """The operand that each of a step's results is; None: it is another value."""
+    found: list[int | None] = [None] * len(step.outputs)
     if step.primitive in ("scan", "while"):
         loop = loop_of(step.equation)
-        at = _input_of(loop.body, place)
         count = loop.carry.stop - loop.carry.start
         # Operands of a while loop begin with those of its condition, which its body has not.
         before = len(step.inputs) - loop.operands
-        if place < count:  # each iteration hands it on to the next one
-            own = loop.carry.start - before + place
-            return step.inputs[before + own] if at == own else None
-        # Slices, stacked in their order.
-        return step.inputs[at] if at is not None and at >= loop.carry.stop else None
-    if step.primitive == "cond":
-        found = {_input_of(branch, place) for branch in branches_of(step.equation) or ()}
-        at = found.pop() if len(found) == 1 else None
-        return None if at is None else step.inputs[1 + at]
-    if is_region(step.equation) or step.primitive in _CALLS:
-        at = _input_of(called_jaxpr(step.equation), place)
-        return None if at is None else step.inputs[at]
-    return None
+        for place, at in enumerate(_inputs(loop.body)):
+            at = None if at is None else before + at
+            if place < count:  # each iteration hands it on to the next one
+                found[place] = at if at == loop.carry.start + place else None
+            elif at is not None and at >= loop.carry.stop:  # slices, stacked in their order
+                found[place] = at
+    elif step.primitive == "cond":
+        branches = map(_inputs, branches_of(step.equation) or ())
+        for place, same in enumerate(zip(*branches, strict=True)):
+            if same[0] is not None and len(set(same)) == 1:
+                found[place] = 1 + same[0]
+    elif is_region(step.equation) or step.primitive in _RULES:
+        found = _inputs(called_jaxpr(step.equation))
+    return [None if at is None else step.inputs[at] for at in found]
 
 
-def _input_of(body: FlatJaxpr, place: int) -> int | None:
-    """The number of the operand that a body returns there; None: it returns another value."""
-    value = origin_of(body, body.outputs[place])
+def _inputs(body: FlatJaxpr) -> list[int | None]:
+    """The number of the operand that each result of a body is; None: it is another value."""
     first = len(body.consts)
-    if isinstance(value, int) and first <= value < body.input_count:
-        return value - first
-    return None
+    return [
+        value - first if isinstance(value, int) and first <= value < body.input_count else None
+        for value in origins_of(body)
+    ]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import jaxprs
-from jaxmem.ops.flash import attend
+from jaxmem.ops.flash import attend, widened
 from jaxmem.ops.patterns import ELEMENTWISE, Graph, Match
 
 
@@ -145,9 +145,9 @@ class AttentionReplacement:
             if kind == "scores":
                 return known[rest[0]]
             if kind == "number":
-                return _widened(jnp.asarray(rest[0]), wide)
+                return widened(jnp.asarray(rest[0]), wide)
             if kind == "leaf":
-                return _widened(others[rest[0]], wide)
+                return widened(others[rest[0]], wide)
             if kind == "place":
                 first, axis = (row, 2) if rest[1] else (column, 4)
                 return jax.lax.broadcasted_iota(rest[0], scores.shape, axis) + first.astype(rest[0])
@@ -221,7 +221,3 @@ class _MatmulOperand:
         axes = [self.inner[0] if axis is None else self.at[axis] for axis in order]
         axes.append(self.inner[0] if last is None else self.at[last])
         return array.transpose(axes)
-
-
-def _widened(array: jax.Array, dtype) -> jax.Array:
-    return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array

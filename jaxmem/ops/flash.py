@@ -236,11 +236,12 @@ def _operands(arrays, row, column, how: _How) -> list[Any]:
     pieces += [_piece(_piece(x, row, height, 3), column, width, 4) for x in others]
     wide = accumulation_dtype(how.dtype)
     # Positions and numbers of segments are compared as they are.
-    return [x.astype(wide) if x is not None and _is_floating(x) else x for x in pieces]
+    return [x if x is None else widened(x, wide) for x in pieces]
 
 
-def _is_floating(array: jax.Array) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating)
+def widened(array: jax.Array, dtype) -> jax.Array:
+    """Floats in a dtype, all else as it is."""
+    return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 def _scores(rows, keys, others, row, column, how: _How) -> jax.Array:

@@ -229,7 +229,7 @@ class _Layout:
                 fresh.append(made[value])
         if fresh:
             uses = [made[value] for value in kernel.sources]
-            turned = [made[value] for value in kernel.aliasing.turned or ()]
+            turned = [made[value] for value in kernel.aliasing.turned]
             self.events.append(
                 Event(number, uses, fresh, False, kernel.workspace, turned=turned, run=self.run)
             )

@@ -24,7 +24,8 @@ def lines_of(
     `jaxmem.reports.drawn.tables.Table`."""
     if wraps:
         first = _table(heads[:-1], [row[:-1] for row in rows], left, False)
-        least = rich.measure.Measurement.get(_console(_WIDE), _console(_WIDE).options, first)
+        wide = _console(_WIDE)
+        least = rich.measure.Measurement.get(wide, wide.options, first)
         room = width - least.maximum - 2
         if room < min(_NARROW, max((len(row[-1]) for row in rows), default=0)):
             found = _lines(first, max(least.maximum, width))  # its numbers are whole
