@@ -15,16 +15,14 @@ def origins_of(flat: FlatJaxpr) -> list[int | Literal]:
     makers = {
         output: (step, place) for step in flat.steps for place, output in enumerate(step.outputs)
     }
-    known: dict[
-        int, list[int | Literal | None]
-    ] = {}  # the operands that results are, by a step's id
+    operands: dict[int, list[int | Literal | None]] = {}  # by a step's id
 
     def origin(value: int | Literal) -> int | Literal:
         while isinstance(value, int) and value in makers:
             step, place = makers[value]
-            if id(step) not in known:
-                known[id(step)] = _operands(step)
-            operand = known[id(step)][place]
+            if id(step) not in operands:
+                operands[id(step)] = _operands(step)
+            operand = operands[id(step)][place]
             if operand is None:
                 return value
             value = operand

@@ -79,7 +79,7 @@ def _through_step(step: jaxprs.Step, operands: list[Ways]) -> list[Ways]:
     if name == "cond" and (branches := jaxprs.branches_of(equation)):
         each = [_through(branch, operands[1:]) for branch in branches]
         return [_joined(ways) for ways in zip(*each, strict=True)]
-    if name in ("checkpoint", "remat2") or name.startswith(("custom_jvp", "custom_vjp")):
+    if jaxprs.is_region(equation) or name.startswith(("custom_jvp", "custom_vjp")):
         return _through(jaxprs.called_jaxpr(equation), operands)
     if name in SEPARATE:
         return operands

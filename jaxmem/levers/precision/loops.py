@@ -38,7 +38,7 @@ def _inside(flat: jaxprs.FlatJaxpr) -> float:
         elif step.primitive == "cond":
             branches = jaxprs.branches_of(step.equation) or []
             most = max([most, *map(_inside, branches)])
-        elif step.primitive in ("checkpoint", "remat2"):
+        elif jaxprs.is_region(step.equation):
             most = max(most, _inside(jaxprs.called_jaxpr(step.equation)))
     return most
 
