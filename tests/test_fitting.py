@@ -345,22 +345,42 @@ def test_the_answer_on_a_mesh_says_what_is_set(capsys):
     assert "the step as it is" not in answer
 
 
+def tanh_layers(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+TANH_LAYERS = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 12
+TANH_ROWS = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+
+
 def test_the_last_compilation_is_no_leap_to_the_fewest_bytes():
     """Of 64 microbatches, each a thirtieth as fast: projections are known by then, if not well."""
-    params = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 12
-    rows = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
-
-    def loss(params, x):
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x**2)
-
     two, six = (
-        jaxmem.fit(loss, ADAM, params, rows, budget="70MiB", target="h100", compilations=count)
+        jaxmem.fit(
+            *(tanh_layers, ADAM, TANH_LAYERS, TANH_ROWS),
+            budget="90MiB",
+            target="h100",
+            compilations=count,
+        )
         for count in (2, 6)
     )
-    assert two.fitting.chosen.compiled <= 70 * MIB
+    assert two.fitting.chosen.compiled <= 90 * MIB
     assert two.fitting.chosen.seconds < 1.5 * six.fitting.chosen.seconds
+
+
+@pytest.mark.parametrize("compilations", [2, 3])
+@pytest.mark.parametrize("budget", [55, 65, 70, 90])
+def test_no_budget_is_refused_that_the_fewest_bytes_meet(budget, compilations):
+    """Projections of so small a step are a third off: the last compilation has room for it."""
+    step = jaxmem.fit(
+        *(tanh_layers, ADAM, TANH_LAYERS, TANH_ROWS),
+        budget=f"{budget}MiB",
+        target="h100",
+        compilations=compilations,
+    )
+    assert step.fitting.chosen.compiled <= budget * MIB
 
 
 def test_the_table_tells_bounds_from_projections_and_what_is_expected():

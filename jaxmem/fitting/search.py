@@ -1,7 +1,6 @@
 """The search over the levers together: candidates by predicted time, corrected by the compiler."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -231,20 +230,14 @@ class Search:
         return ratios.get(_place(levers), last)
 
     def _surest(self) -> Candidate | None:
-        """For the last compilation, after others failed: the least predicted time that fits by the
-        worst that was seen of projections, if there is any with room for levers of which nothing
-        was compiled to be off in a way of their own; else the fewest bytes."""
+        """For the last compilation, after others failed: the least predicted time that fits though
+        projections are further off than the worst that was seen; else the fewest bytes."""
         ratios = self.compiled.ratios
 
-        def worst(levers: Levers, room: float) -> float:
-            unknown = 1.0 if _place(levers) in ratios else room
-            return unknown * max([self.ratio(levers), *ratios.values()])
+        def worst(levers: Levers) -> float:
+            return _FIRST_ERROR * max([self.ratio(levers), *ratios.values()])
 
-        for room in (_FIRST_ERROR, 1.0):
-            found = self.cheapest(None, functools.partial(worst, room=room))
-            if found:
-                return found
-        return self.smallest()
+        return self.cheapest(None, worst) or self.smallest()
 
     def _start(self, candidate: Candidate) -> Begun:
         _, made = self._made(candidate)
