@@ -340,6 +340,8 @@ def test_where_all_weighs_nothing_loss_and_gradients_are_zero(count):
         lambda batch: jnp.uint8(200),
         lambda batch: jnp.float16(60000),
         lambda batch: jnp.int32(2**30),
+        lambda batch: jnp.asarray(3, jnp.float8_e4m3fn),
+        lambda batch: jnp.asarray(3, jnp.int4),
         lambda batch: 3,
     ],
 )
@@ -379,16 +381,17 @@ def test_weights_that_are_no_numbers():
         jaxmem.microbatch(loss_fn, 4, weight=3)
 
 
-def test_sums_in_float32_for_parameters_of_low_precision():
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_sums_in_float32_for_parameters_of_low_precision(kind):
     """256 slices of gradient 1/256 each: bfloat16 would stop adding them at 1."""
 
     def loss_fn(w, x):
         return jnp.sum(w.astype(jnp.float32)) * 3 * x.mean().astype(jnp.float32)
 
-    w = jnp.zeros(2, jnp.bfloat16)
+    w = jnp.zeros(2, kind)
     _, gradient = jaxmem.microbatch(loss_fn, 256)(w, jnp.ones((256, 1)))
-    assert gradient.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(gradient, 3)
+    assert gradient.dtype == kind
+    np.testing.assert_array_equal(gradient.astype(jnp.float32), 3)
 
 
 def test_memory_does_not_grow_with_the_count():

@@ -323,6 +323,24 @@ def test_a_loop_is_parted_from_the_head_after_it():
     assert all(held.last < whiles[-1] for held in logits)
 
 
+@pytest.mark.parametrize(
+    ("reserved", "said"),
+    [
+        (-1, "The reserved size -1 is not a positive number of bytes"),
+        (1.5, "A reserved size is an int of bytes or text such as '11GiB', '40GB' or '80%'; got 1.5"),
+        ("much", "The reserved size 'much' does not parse"),
+    ],
+)
+def test_what_is_wrong_with_reserved_is_said_of_it(reserved, said):
+    with pytest.raises(jaxmem.BudgetError, match=re.escape(said)):
+        jaxmem.plan(tanh_chain, *SHAPES, reserved=reserved, target="h200")
+
+
+def test_a_budget_that_fewer_compilations_do_not_meet_may_be_met_by_more():
+    with pytest.raises(jaxmem.BudgetError, match="More compilations than 1 may find one"):
+        jaxmem.plan(tanh_chain, *SHAPES, budget="80MiB", target="h200", compilations=1)
+
+
 def test_what_is_reserved_is_part_of_the_budget():
     plan = jaxmem.plan(tanh_chain, *SHAPES, reserved="1GiB", target="h200", compilations=1)
     again = jaxmem.plan(tanh_chain, *SHAPES, target="h200", compilations=1)

@@ -110,11 +110,8 @@ class Verdicts:
                 f"{search.found[key].levers}; recompute {search.found[key].remat}), held by "
                 f"{holders(fitting.report)}."
             )
-        if not search.compiled.left:
-            most = search.compiled.compilations
-            lines.append(f"More compilations than {most} may find one that does.")
-        lines.append(self.remedies())
-        return BudgetError(" ".join(lines) + f"\n{fitting}", lowest)
+        text = " ".join(lines) + search.compiled.hope
+        return BudgetError(f"{text} {self.remedies()}\n{fitting}", lowest)
 
     def remedies(self) -> str:
         """What else could be done, in words."""

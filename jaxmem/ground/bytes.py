@@ -16,12 +16,15 @@ _LEAST_BUDGET = 1024  # of bytes without a unit: fewer hold no step, so another 
 _BUDGET = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*(%|[a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_budget(budget: int | str, capacity: int | None = None) -> int:
+def parse_budget(
+    budget: int | str, capacity: int | None = None, *, what: str = "budget"
+) -> int:
     """Bytes of a budget.
 
     Args:
         budget: bytes as an int, or text: ``"11GiB"``, ``"40GB"``, ``"512 MiB"``, ``"80%"``.
         capacity: bytes that a percentage refers to (the usable bytes of a target).
+        what: how errors call it.
 
     Returns:
         A positive int, rounded down.
@@ -36,7 +39,7 @@ def parse_budget(budget: int | str, capacity: int | None = None) -> int:
     """
     if isinstance(budget, bool) or not isinstance(budget, numbers.Integral | str):
         raise BudgetError(
-            f"A budget is an int of bytes or text such as '11GiB', '40GB' or '80%'; got "
+            f"A {what} is an int of bytes or text such as '11GiB', '40GB' or '80%'; got "
             f"{budget!r} of type {type(budget).__name__}."
         )
     if not isinstance(budget, str):
@@ -46,21 +49,21 @@ def parse_budget(budget: int | str, capacity: int | None = None) -> int:
         unit = match[2].lower() if match else None
         if match is None or (unit != "%" and unit not in _UNITS):
             raise BudgetError(
-                f"The budget {budget!r} does not parse. Write an int of bytes, or a number and "
+                f"The {what} {budget!r} does not parse. Write an int of bytes, or a number and "
                 "a unit: '11GiB', '40GB', '512MiB', or '80%' of a target."
             )
         number = float(match[1])
         if unit == "%":
             if capacity is None:
                 raise BudgetError(
-                    f"The budget {budget!r} is a share of a target's memory, and no target was "
-                    "given. Pass target=, or a budget in bytes."
+                    f"The {what} {budget!r} is a share of a target's memory, and no target was "
+                    "given. Pass target=, or a number of bytes."
                 )
             value = number / 100 * capacity
         else:
             value = number * _UNITS[unit]
     if not math.isfinite(value) or value < 1:
-        raise BudgetError(f"The budget {budget!r} is not a positive number of bytes.")
+        raise BudgetError(f"The {what} {budget!r} is not a positive number of bytes.")
     return int(value) if isinstance(budget, str) else int(budget)
 
 

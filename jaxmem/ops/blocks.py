@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.ground.widths import at_least
+
 
 def block_size(total: int, most: int) -> int:
     """The size of the blocks of an axis: a divisor above half of ``most`` where there is one, of
@@ -45,7 +47,7 @@ def map_blocks(fun: Callable, total: int, block: int) -> Any:
 
 def accumulation_dtype(dtype: Any) -> np.dtype:
     """float32, or float64 for that."""
-    return np.dtype(jnp.promote_types(np.float32, dtype))
+    return at_least(np.float32, dtype)
 
 
 def finite(largest: jax.Array) -> jax.Array:

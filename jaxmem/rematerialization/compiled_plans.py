@@ -48,7 +48,7 @@ class CompiledPlans(PlanCompiler):
         lowest = self.search.lowest
         assert lowest is not None
         total = self.plans[lowest].compiled_bytes or 0
-        raise self.constraints.too_small(self.traced.program, lowest, total, "compiled")
+        raise self.constraints.too_small(self.traced.program, lowest, total, "compiled", self.search.hope)
 
     def as_it_is(self) -> Plan | None:
         """The function without regions of the plan's; None: it does not fit."""

@@ -151,15 +151,18 @@ class Constraints:
         takes = format_against(total(found[name].peak), self.budget.allowed or 0)
         return f" {name} takes {takes} (projected)."
 
-    def too_small(self, program: Program, least: Layout, total: int, word: str) -> BudgetError:
-        """The error of a budget that nothing fits, when the least takes ``total`` bytes."""
+    def too_small(
+        self, program: Program, least: Layout, total: int, word: str, hope: str = ""
+    ) -> BudgetError:
+        """The error of a budget that nothing fits, when the least takes ``total`` bytes; ``hope``:
+        a sentence that says what may yet find one."""
         allowed = self.budget.allowed or 0
         return BudgetError(
             f"No {self.name} plan fits the budget of {format_bytes(allowed)} with "
-            f"{format_bytes(self.budget.reserved)} of it reserved; the lowest one that does is "
+            f"{format_bytes(self.budget.reserved)} of it reserved; the lowest found takes "
             f"{format_against(total, allowed)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
-            f"{lowest(self.as_run(program), least)}.{self._one_liner(program)} Raise the budget, "
+            f"{lowest(self.as_run(program), least)}.{self._one_liner(program)}{hope} Raise the budget, "
             "shrink the batch, or accumulate gradients over microbatches.",
             total,
         )

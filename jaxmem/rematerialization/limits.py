@@ -29,8 +29,9 @@ class Limits:
         limits = (chosen.usable_bytes, chosen.name) if chosen else ()
         capacity = chosen.usable_bytes if chosen else None
         allowed = None if budget is None else device_budget(budget, *limits)
+        spoken_for = 0 if reserved == 0 else parse_budget(reserved, capacity, what="reserved size")
         return cls(
-            Budget(allowed, 0 if reserved == 0 else parse_budget(reserved, capacity)),
+            Budget(allowed, spoken_for),
             chosen.known if chosen else None,
             offload,
         )

@@ -109,7 +109,7 @@ def _chosen(program: Program, rates: Rates, budget: int | None, name: str) -> Lo
         operation = program.operation_of(kernel)
         raise BudgetError(
             f"No schedule of this scan ({counted(operation.length, 'iteration')} of {name}) fits "
-            f"the budget of {format_bytes(budget)}; the lowest one that does is "
+            f"the budget of {format_bytes(budget)}; the lowest found takes "
             f"{format_against(lowest, budget)} ({lowest} bytes projected), with one state kept. "
             "Raise the budget, or make an iteration or its state smaller.",
             lowest,

@@ -151,6 +151,11 @@ class Search(Generic[Proposal]):
         """How many more may be compiled."""
         return max(self.compilations - len(self.outcomes), 0)
 
+    @property
+    def hope(self) -> str:
+        """What is said where nothing fits: whether it was for want of compilations; a sentence."""
+        return "" if self.left else f" More compilations than {self.compilations} may find one."
+
     def fits(self, proposal: Proposal) -> bool:
         """Whether it was compiled, and its bytes are allowed."""
         found = self.outcomes.get(proposal)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxmem import jaxprs
 from jaxmem.ground.checks import is_numeric, shown
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.widths import at_least
 from jaxmem.levers.batch.loss import call_loss, own
 from jaxmem.levers.batch.slices import batch_size, cut_leaf, part_of
 
@@ -141,7 +142,7 @@ def weight_of(weight: Callable[[Any], Any], part: Any) -> jax.Array:
         )
     # Whatever it counts in: sums of booleans are booleans, and short integers wrap around.
     kind = jnp.result_type(found)
-    wide = jnp.promote_types(kind, jnp.float32) if jnp.issubdtype(kind, jnp.inexact) else float
+    wide = at_least(jnp.float32, kind) if jnp.issubdtype(kind, jnp.inexact) else float
     return jnp.asarray(found).astype(wide)
 
 
@@ -164,7 +165,7 @@ def weighted(leaf: jax.Array, share: jax.Array) -> jax.Array:
     leaf = jnp.asarray(leaf)
     if not is_inexact(leaf):
         return leaf
-    leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    leaf = leaf.astype(at_least(jnp.float32, leaf.dtype))
     share = share.astype(leaf.dtype)
     return jnp.where(share == 0, jnp.zeros_like(leaf), leaf * share)
 

@@ -179,7 +179,7 @@ def _saved(place: Place, number: int, kind: Kind, line: str) -> Saved:
 def _too_small(budget: Budget, lowest: int) -> BudgetError:
     return BudgetError(
         f"No policy for these regions fits the budget of {format_bytes(budget.allowed or 0)}; the "
-        f"lowest one that does is {format_against(lowest, budget.allowed or 0)} ({lowest} bytes "
+        f"lowest found takes {format_against(lowest, budget.allowed or 0)} ({lowest} bytes "
         "projected). Raise the budget, or let jaxmem.remat place and nest regions.",
         lowest,
     )
