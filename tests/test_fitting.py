@@ -383,6 +383,23 @@ def test_no_budget_is_refused_that_the_fewest_bytes_meet(budget, compilations):
     assert step.fitting.chosen.compiled <= budget * MIB
 
 
+@pytest.mark.parametrize(
+    ("compilations", "verdict"),
+    [
+        (1, "chosen: the least predicted time of 1 compiled; faster ones are projected to fit"),
+        (6, "chosen: the least predicted time that fits"),
+    ],
+)
+def test_the_verdict_says_whether_the_search_came_to_its_end(compilations, verdict):
+    step = jaxmem.fit(
+        *(tanh_layers, ADAM, TANH_LAYERS, TANH_ROWS),
+        budget="110MiB",
+        target="h100",
+        compilations=compilations,
+    )
+    assert step.fitting.chosen.verdict.startswith(verdict)
+
+
 def test_the_table_tells_bounds_from_projections_and_what_is_expected():
     workload = jaxmem.fitting.Workload(
         *(loss_fn, ADAM, PARAMS, BATCH), target="h200", budget="45MiB", keep="placement"

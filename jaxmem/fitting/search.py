@@ -123,15 +123,22 @@ class Search:
             self.made = {
                 key: made for key, made in self.made.items() if best and key == key_of(best)
             }
-            candidate = self.cheapest(best)
-            if best is None and self.found and self.compiled.left == 1:
-                candidate = self._surest()
-            if best is None and candidate is None:
-                candidate = self.smallest() or self._by_one_line(best) or _between(self)
-            candidate = candidate or self._by_one_line(best)
+            candidate = self.faster_than(best) if best else self._likely()
             if candidate is None:
                 return
             yield [candidate, *self._alternatives(candidate, best)]
+
+    def faster_than(self, best: Candidate) -> Candidate | None:
+        """What promises to be faster than the best so far."""
+        return self.cheapest(best) or self._by_one_line(best)
+
+    def _likely(self) -> Candidate | None:
+        """What may fit, where nothing has so far."""
+        if self.found and self.compiled.left == 1:
+            likely = self._surest()
+        else:
+            likely = self.cheapest(None) or self.smallest()
+        return likely or self._by_one_line(None) or _between(self)
 
     def _alternatives(self, candidate: Candidate, best: Candidate | None) -> list[Candidate]:
         """What to compile beside a candidate, in case that it does not fit: the one of the least
@@ -225,7 +232,8 @@ class Search:
         # The only one to be compiled has no other to learn from.
         ratios = self.compiled.ratios
         alike = [ratio for place, ratio in ratios.items() if place.stage == levers.stage]
-        last = _FIRST_ERROR if self.compiled.compilations == 1 else 1.0
+        alone = self.compiled.compilations == 1 and not self.found
+        last = _FIRST_ERROR if alone else 1.0
         last = math.ceil(alike[-1] * 50) / 50 if alike else last
         return ratios.get(_place(levers), last)
 

@@ -88,7 +88,7 @@ class Verdicts:
     def _why(self, best: Candidate) -> str:
         """Why the best one found was chosen: it is the fastest, or the search ended too early."""
         compiled = self.search.compiled
-        if compiled.left or self.search.cheapest(best) is None:
+        if compiled.left or self.search.faster_than(best) is None:
             return "the least predicted time that fits"
         return (
             f"the least predicted time of {len(self.search.found)} compiled; faster ones are "
