@@ -48,7 +48,8 @@ class CompiledPlans(PlanCompiler):
         lowest = self.search.lowest
         assert lowest is not None
         total = self.plans[lowest].compiled_bytes or 0
-        raise self.constraints.too_small(self.traced.program, lowest, total, "compiled", self.search.hope)
+        program, hope = self.traced.program, self.search.hope
+        raise self.constraints.too_small(program, lowest, total, "compiled", hope)
 
     def as_it_is(self) -> Plan | None:
         """The function without regions of the plan's; None: it does not fit."""

@@ -162,7 +162,7 @@ class Constraints:
             f"{format_bytes(self.budget.reserved)} of it reserved; the lowest found takes "
             f"{format_against(total, allowed)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
-            f"{lowest(self.as_run(program), least)}.{self._one_liner(program)}{hope} Raise the budget, "
-            "shrink the batch, or accumulate gradients over microbatches.",
+            f"{lowest(self.as_run(program), least)}.{self._one_liner(program)}{hope} Raise the "
+            "budget, shrink the batch, or accumulate gradients over microbatches.",
             total,
         )

@@ -91,8 +91,8 @@ class NamedChoices:
         return BudgetError(
             f"No policy over {counted(len(self.order), 'name')} fits the budget of "
             f"{format_bytes(budget)} with {reserved} of it reserved; the lowest found takes "
-            f"{format_against(total, budget)} ({total} bytes {word}), which saves {saved}.{hope} Raise "
-            "the budget, shrink the batch, or let jaxmem.remat place regions of its own.",
+            f"{format_against(total, budget)} ({total} bytes {word}), which saves {saved}.{hope} "
+            "Raise the budget, shrink the batch, or let jaxmem.remat place regions of its own.",
             total,
         )
 
