@@ -16,9 +16,7 @@ _LEAST_BUDGET = 1024  # of bytes without a unit: fewer hold no step, so another 
 _BUDGET = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*(%|[a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_budget(
-    budget: int | str, capacity: int | None = None, *, what: str = "budget"
-) -> int:
+def parse_budget(budget: int | str, capacity: int | None = None, *, what: str = "budget") -> int:
     """Bytes of a budget.
 
     Args:
