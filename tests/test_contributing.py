@@ -11,10 +11,12 @@ import optax
 import pytest
 
 import jaxmem
+from jaxmem import jaxprs
 from jaxmem.fitting import LEVERS
 from jaxmem.jaxprs import internals
 from jaxmem.optim.codecs import CODECS
 from jaxmem.planning import PLANNERS
+from jaxmem.program import read_program
 from jaxmem.program.derivatives import DERIVATIVES
 from jaxmem.targets import FAMILIES, known_targets
 
@@ -103,6 +105,22 @@ def test_a_codec():
         results.append(updates)
     assert {state.inner[0].mu.dtype, state.inner[0].nu.dtype} == {jnp.dtype("float16")}
     np.testing.assert_allclose(*results, rtol=3e-3)
+
+
+def test_a_derivative_says_what_its_operation_costs(monkeypatch):
+    run("derivative")
+    flat = jaxprs.flatten(lambda x: jnp.sum(jnp.cumprod(x) ** 2), [jnp.ones(64)])
+    before = read_program(flat)
+    for cost in (1000, 0):
+        monkeypatch.setattr(
+            type(DERIVATIVES[-1]),
+            "cost",
+            lambda self, one, cost=cost: cost if jaxprs.operation_of(one) == "cumprod" else None,
+        )
+        after = read_program(flat)
+        assert after.flops == before.flops + cost
+        (operation,) = (one for one in after.operations if one.name == "cumprod")
+        assert operation.fused == (cost == 0)
 
 
 def test_a_derivative(monkeypatch):

@@ -75,18 +75,21 @@ def train(options) -> None:
 
 def draw(path: str, true: np.ndarray, found: np.ndarray) -> None:
     """The medium to start from, the one that was found, and the true one."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    axes = figure.subplots(1, 3)
-    for axis, (title, speed) in zip(
-        axes, {"before": np.ones_like(true), "after": found, "true": true}.items(), strict=True
-    ):
-        image = axis.imshow(speed, vmin=true.min(), vmax=true.max(), cmap="viridis")
-        axis.set_title(title)
-        axis.set_axis_off()
-    figure.colorbar(image, ax=axes, label="speed of sound")
-    figure.savefig(path, dpi=120)
+    # An ink that is seen on light and on dark paper.
+    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "ytick.color")
+    with rc_context(dict.fromkeys(inks, "#7d8088")):
+        figure = Figure(figsize=(9, 3.2), layout="constrained")
+        axes = figure.subplots(1, 3)
+        media = {"before": np.ones_like(true), "after": found, "true": true}
+        for axis, (title, speed) in zip(axes, media.items(), strict=True):
+            image = axis.imshow(speed, vmin=true.min(), vmax=true.max(), cmap="viridis")
+            axis.set_title(title)
+            axis.set_axis_off()
+        figure.colorbar(image, ax=axes, label="speed of sound")
+        figure.savefig(path, dpi=120, transparent=True)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``jaxmem estimate``: what a step takes on a GPU that need not be there."""
+"""``jaxmem estimate``: what a step takes on an accelerator that need not be there."""
 
 import json
 

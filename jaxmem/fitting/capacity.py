@@ -118,7 +118,7 @@ def largest(
             the tuple of its arguments, best as `jax.ShapeDtypeStruct`.
         budget: device bytes for the whole step, an int or text; None: what is usable on the target,
             which counts too where the budget is more (`JaxmemWarning`).
-        target: the GPU to compile for, present or not; None: the attached device.
+        target: the accelerator to compile for, present or not; None: the attached device.
         multiple: of which the number is to be one, its smallest value too.
         most: the largest number to try; None: any.
         compilations: how many at most.
@@ -180,9 +180,9 @@ def max_batch_size(
             as `jax.ShapeDtypeStruct` (with real arrays the largest batch is allocated).
         budget: device bytes for the whole step, an int or text; None: what is usable on the target,
             which counts too where the budget is more (`JaxmemWarning`).
-        target: the GPU to compile for, present or not; None: the attached device.
+        target: the accelerator to compile for, present or not; None: the attached device.
         multiple: of which the batch is to be one, its smallest value too; None: of 8 and of the
-            number of GPUs of the target.
+            number of devices of the target.
         compilations: how many at most.
 
     Raises:

@@ -42,10 +42,11 @@ def fit(
     Searches rematerialization plans (with residuals of a scan in host memory, where that takes less
     time), microbatches and the optimizer's state in host memory together, on a mesh ZeRO's stages,
     and what ``allow`` names besides. A candidate's time is predicted: its kernels by roofline, the
-    update and the sums of gradients by the bytes they move, transfers to the host and between GPUs
-    by the links, with nothing overlapped but those of residuals. Candidates are compiled for the
-    target in the order of their times; what the compiler says of one corrects the projected bytes
-    of the next. So the first that fits is the one, unless a nearer plan takes less recomputation.
+    update and the sums of gradients by the bytes they move, transfers to the host and between
+    devices by the links, with nothing overlapped but those of residuals. Candidates are compiled
+    for the target in the order of their times; what the compiler says of one corrects the projected
+    bytes of the next. So the first that fits is the one, unless a nearer plan takes less
+    recomputation.
 
     Everything that was considered is printed, with bytes, time and the reason for each refusal;
     it stays in ``step.fitting``.
@@ -57,10 +58,10 @@ def fit(
             (`jax.ShapeDtypeStruct`): nothing is allocated. ``params`` may be a Flax nnx module.
         budget: device bytes for the whole step, an int or text; None: what is usable on the target,
             which counts too where the budget is more (`JaxmemWarning`).
-        target: the GPU, present or not; None: the attached one.
+        target: the accelerator, present or not; None: the attached one.
         precision, loss_scale: as for `jaxmem.train_step`; not changed.
-        mesh: of GPUs of the target, real or abstract: ZeRO's stages 1 to 3 along its last axis
-            (`jaxmem.shard`) are searched too, and the budget is each GPU's.
+        mesh: of devices of the target, real or abstract: ZeRO's stages 1 to 3 along its last axis
+            (`jaxmem.shard`) are searched too, and the budget is each device's.
         devices: how many there are, in the place of a mesh (or they themselves, as a list): its
             shape is searched too. Along axis "data" parameters are spread, along "replica" they are
             copied: between nodes, and within them where nothing else divides the step. Others are
@@ -93,7 +94,7 @@ def fit(
         BudgetError: nothing that was compiled fits: names the lowest bytes met, what holds them,
             and what else could be allowed; or the budget does not parse.
         CompileError: XLA generates no code for any step that was found to fit.
-        JaxmemError: an unknown name in ``allow`` or ``keep``, a target that is no known GPU, or
+        JaxmemError: an unknown name in ``allow`` or ``keep``, a target that is not known, or
             what `jaxmem.train_step` raises.
 
     >>> import jax, jax.numpy as jnp, jaxmem, optax

@@ -313,7 +313,7 @@ def shard(
     the collectives (`jaxmem.memory(...).collectives` counts them).
 
     Args:
-        mesh: of devices, or an abstract one to compile for GPUs that are not there
+        mesh: of devices, or an abstract one to compile for devices that are not there
             (``jaxmem.target("h100", count=64)``).
         axis: that parameters are spread along, or several, or none, ``()``; None: the last one of
             the mesh that the model does not name. Over the others they are copied, and the batch

@@ -75,7 +75,13 @@ def is_fused(equation) -> bool:
         return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
     if name in _FUSED or is_product(equation):
         return True
-    return any(one.is_fused(equation) for one in DERIVATIVES)
+    return _own_cost(equation) == 0
+
+
+def _own_cost(equation) -> int | None:
+    """What a derivative of our own says that an operation costs."""
+    costs = (one.cost(equation) for one in DERIVATIVES)
+    return next((cost for cost in costs if cost is not None), None)
 
 
 def calls(equation) -> tuple[str, ...]:
@@ -189,11 +195,13 @@ def flops(equation) -> int:
 
     A scan counts its body once per iteration, a cond its dearest branch, a while loop its body
     once (its length is not known), a Pallas kernel what its ``cost_estimate`` says, or its body
-    once for each place of its grid.
+    once for each place of its grid, one with a derivative of our own what that says.
     """
-    name = operation_of(equation)
+    name, own = operation_of(equation), _own_cost(equation)
     if is_product(equation):
         return 0
+    if own is not None:
+        return own
     if name in CONTRACTIONS:
         avals = [variable.aval for variable in equation.invars]
         return contraction_flops(name, avals, equation.outvars[0].aval, equation.params)

@@ -7,6 +7,7 @@ none to make again.
 """
 
 import functools
+import math
 
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.kernel import Aliasing, Kernel
@@ -16,6 +17,7 @@ from jaxmem.program.readers import (
     dtype_of,
     is_view,
     read_by_derivative,
+    shape_of,
     takes_few,
     views_of,
 )
@@ -117,7 +119,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         moved = sum(program.sizes[value] for value in (*(sources - again), *results))
         moved += gathered_again
         dtype = dtype_of(program, operation.inputs[0]) if operation.inputs else ""
-        workspace = operation.workspace
+        workspace = max(operation.workspace, _sorted(program, operation))
         # (What is reduced may be a number of the program's.)
         takes = reduces or operation.name == "gather"
         if takes and operation.inputs and not stored[operation.inputs[0]]:
@@ -178,6 +180,17 @@ def _cluster(
                 cluster.add(maker[value])
                 pending.append(maker[value])
     return cluster, sources
+
+
+def _sorted(program, operation) -> int:
+    """Bytes in which a ``top_k`` sorts all that it takes so many of, with where it was."""
+    if operation.name != "top_k":
+        return 0
+    (operand,) = operation.inputs
+    taken = shape_of(program, operation.outputs[0])[-1]
+    if taken <= program.rules.takes_of_rows:
+        return 0
+    return program.sizes[operand] + 4 * math.prod(shape_of(program, operand))
 
 
 def _gather(

@@ -1,7 +1,7 @@
 """What matmuls compute as they read.
 
-On GPUs from Ampere on XLA computes in the kernel of a matmul what its operand is made of, element
-by element, as long as that reads no more than it makes: a `relu`, a `sin`, a product with a
+By `Rules.fuses_elements` XLA computes in the kernel of a matmul what its operand is made of,
+element by element, as long as that reads no more than it makes: a `relu`, a `sin`, a product with a
 constant or with a parameter that is broadcast, but not a `gelu`, which reads its operand several
 times (its GemmFusion, for kernels of Triton's; tests/test_operands.py).
 """

@@ -291,7 +291,7 @@ class Program:
 
     @functools.cached_property
     def widened(self) -> "Program":
-        """The program on a GPU without bfloat16 units; itself, where it needs none."""
+        """The program on a device without bfloat16 units; itself, where it needs none."""
         operations = []
         for operation in self.operations:
             if operation.name in CONTRACTIONS:

@@ -42,10 +42,6 @@ _OPAQUE = frozenset(
     """.split()
 )
 
-# Of each row: XLA's kernel for GPUs takes that many, and sorts whole rows for more. Measured for an
-# H100, float32 and bfloat16, with 16 and 17.
-_FEW = 16
-
 
 def read_program(
     flat: FlatJaxpr,
@@ -175,7 +171,7 @@ def _interior_of(
         # As it may be recomputed: from all that it reads.
         program = _of_mapped(step, constant)
         found = dataclasses.replace(found, body=program, residuals=found.residuals or 0, reads=None)
-    return dataclasses.replace(found, workspace=max(found.workspace, _sorted(step, spread)))
+    return found
 
 
 def _of_mapped(step: Step, constant: list[bool]) -> Program:
@@ -183,15 +179,6 @@ def _of_mapped(step: Step, constant: list[bool]) -> Program:
     body = mapped_body(step.equation)
     wanted = _differentiated(body, constant)
     return inside_of(step.equation, lambda: read_program(body, wanted))
-
-
-def _sorted(step: Step, spread: Spread) -> int:
-    """Bytes in which a ``top_k`` sorts all that it takes a few of, with where it was."""
-    if step.primitive != "top_k" or step.equation.params["k"] <= _FEW:
-        return 0
-    (operand,) = step.inputs
-    aval = spread.aval(operand) if isinstance(operand, int) else operand.aval
-    return size_of(aval) + 4 * aval.size
 
 
 def _kept_of_region(step: Step, constant: list[bool]) -> list[Kept]:

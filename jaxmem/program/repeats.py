@@ -1,9 +1,9 @@
 """What is computed once, because it is dear to compute again.
 
-XLA for GPUs computes an element-by-element operation in every kernel that reads its result, unless
-that takes longer than to write the result once and to read it (its priority fusion, with the
-cycles of `Cycles`). The backward pass is one more reader: of a `tanh`, whose derivative reads the
-result, and of what is between two of them.
+By rules with `Cycles` XLA computes an element-by-element operation in every kernel that reads its
+result, unless that takes longer than to write the result once and to read it (its priority
+fusion). The backward pass is one more reader: of a `tanh`, whose derivative reads the result, and
+of what is between two of them.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Arrays whose rows are normalised: a softmax, or what is less its mean.
 
-XLA for GPUs computes ``x - broadcast(reduce(x))`` and the like in one kernel with the reduction in
+XLA computes ``x - broadcast(reduce(x))`` and the like in one kernel with the reduction in
 it, a block of rows at a time. Other threads read the row than write it, so the cotangent of ``x``
 is not written over ``x``; and what takes single elements of the result has it in memory, since it
-would reduce a row for each.
+would reduce a row for each. So it is by `Rules.blocks_of_rows`.
 """
 
 import dataclasses

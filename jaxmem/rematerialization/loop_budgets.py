@@ -54,7 +54,8 @@ def scan(
             pass, beside operands, results and their cotangents. (Results are stacked though nothing
             may read them: return None in the place of those.) None: as few as take at most one
             forward pass more.
-        target: the GPU whose rates decide, and of whose memory a budget in percent is a share.
+        target: the accelerator whose rates decide, and of whose memory a budget in percent is
+            a share.
         offload: whether residuals may wait in host memory.
 
     Returns:

@@ -45,8 +45,8 @@ def plan(
             is about a chain; ``"dots"``: no matmul and no convolution is done twice, only what is
             between them; ``"sqrt"`` (Chen et al. 2016): one row of regions, each keeping what
             crosses its end, about sqrt(N) of them on N equal layers.
-        target: the GPU to plan for, present or not. The plan is compiled for it, compared with its
-            budget and corrected. None: bytes are projected only.
+        target: the accelerator to plan for, present or not. The plan is compiled for it, compared
+            with its budget and corrected. None: bytes are projected only.
         reserved: bytes of the budget spoken for outside of ``fun``: optimizer state, say.
         argnums, has_aux: as for `jax.value_and_grad`.
         offload: whether residuals of a `scan` may wait for the backward pass in host memory, where
@@ -67,7 +67,7 @@ def plan(
         PlanError: the function has side effects, returns nothing that can be differentiated (with a
             target: no floating-point scalar), or the planner is not known.
         OffloadError: XLA keeps residuals on the device that the plan has in host memory.
-        JaxmemError: the target has no GPU's compiler.
+        JaxmemError: the target has no compiler here.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss(w, x):

@@ -56,14 +56,14 @@ def remat_policy(
         *args, **kwargs: its arguments, real or abstract.
         budget: device bytes for ``value_and_grad(fun)`` and what is reserved, as for
             `jaxmem.plan`. None: the least memory.
-        target: the GPU whose rates decide; None: the attached GPU if it is a known one, else an
+        target: the accelerator whose rates decide; None: the attached one if it is known, else an
             H200.
         reserved: bytes of the budget spoken for outside of ``fun``.
         argnums: the differentiated arguments.
 
     Raises:
-        JaxmemError: the target is not known, or is not a GPU; ``fun`` is not a function, or does
-            not take these arguments.
+        JaxmemError: the target is not known, or has no compiler here; ``fun`` is not a function, or
+            does not take these arguments.
         PlanError: the function has no regions.
         BudgetError: no policy is projected to fit; names the lowest budget that works.
 

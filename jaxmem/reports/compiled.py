@@ -33,10 +33,10 @@ def memory(
         step: a function, or a jitted one (then its donation, shardings and compiler options count).
         *args, **kwargs: its arguments: arrays or `jax.ShapeDtypeStruct`, with the shardings and
             memory kinds they have (`jaxmem.eval_shape` makes abstract ones that keep them). For
-            several GPUs, shard them over a `jax.sharding.AbstractMesh`. Where the step is not
+            several devices, shard them over a `jax.sharding.AbstractMesh`. Where the step is not
             jitted, leaves that are neither arrays nor numbers are taken as constants.
-        target: a GPU's name or `jaxmem.Target`, present or not; None: the attached device. The
-            bytes of an attached CPU (``"local"``) hold for that CPU alone.
+        target: an accelerator's name or `jaxmem.Target`, present or not; None: the attached device.
+            The bytes of an attached CPU (``"local"``) hold for that CPU alone.
         compiler_options: XLA flags for this compilation alone, beside the step's own.
         timeout: seconds for the compilation.
         timeline: False: totals, FLOPs and transfers alone. What the compiler said is kept on disk,

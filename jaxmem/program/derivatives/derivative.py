@@ -16,10 +16,10 @@ class Derivative(abc.ABC):
     """A derivative that takes less memory than JAX's own. To add one: a subclass in a file of its
     own, and an entry of `DERIVATIVES` in ``jaxmem/program/derivatives/__init__.py``."""
 
-    def is_fused(self, equation) -> bool:
-        """Whether an operation is fused into what reads it, as it is with this derivative alone:
-        then it costs no FLOPs worth counting, and is not in memory."""
-        return False
+    def cost(self, equation) -> int | None:
+        """FLOPs of an operation with this derivative, where they are others than without. 0: it is
+        fused into what reads it, costs none worth counting, and is not in memory."""
+        return None
 
     def suits(self, rules: Rules) -> bool:
         """Whether it takes less memory by the rules of a compiler."""

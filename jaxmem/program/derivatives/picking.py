@@ -18,16 +18,17 @@ _ROW = 16
 class Picking(Derivative):
     """Gathers of one element of each row: a fused reduction."""
 
-    def is_fused(self, equation) -> bool:
-        """Whether it takes one element of each of some long rows."""
+    def cost(self, equation) -> int | None:
+        """Nothing, where it takes one element of each of some long rows."""
         if jaxprs.operation_of(equation) != "gather":
-            return False
+            return None
         axis = jaxprs.picked_axis(equation)
-        return axis is not None and equation.invars[0].aval.shape[axis] >= _ROW
+        long = axis is not None and equation.invars[0].aval.shape[axis] >= _ROW
+        return 0 if long else None
 
     def matches(self, step, kernel) -> bool:
         """Whether it is one, of a kernel that is fused."""
-        return kernel.fused and self.is_fused(step.equation)
+        return kernel.fused and self.cost(step.equation) == 0
 
     def emit(self, step, operands, alone) -> jax.Array:
         """The elements."""

@@ -49,8 +49,8 @@ def pool(step: jaxprs.Step, operand: jax.Array, alone: bool) -> jax.Array:
 
     XLA may fuse the slices with a neighbour that reads the same buffer element by element under
     another shape, and write the result over it: wrong gradients in silence (for CPUs in jaxlib
-    0.10, for GPUs in 0.12). So a barrier parts the cotangent from what reads it; where barriers do
-    not last, on a CPU, the derivative is JAX's own, whose scatter is never fused.
+    0.10, for accelerators in 0.12). So a barrier parts the cotangent from what reads it; where
+    barriers do not last, on a CPU, the derivative is JAX's own, whose scatter is never fused.
     """
     fun = _picking if alone and _is_small(step) else jaxprs.apply
     return jax.checkpoint(functools.partial(fun, step))(operand)
