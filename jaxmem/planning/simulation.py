@@ -186,6 +186,7 @@ class _Layout:
         self.own: set[int] = set()  # values of which a kernel has written a cotangent
         self.turned: set[int] = set()  # those whose cotangents are written in another order
         self.spread: set[int] = set()  # those whose cotangents are spread out where they are read
+        self.cut: set[int] = set()  # those that pieces of are padded where they are read
         # What cotangents are made of with those of a reduction, by its kernel and by their values.
         self.waiting: dict[tuple[int, int], list[int]] = {}
         self.ways = program.ways
@@ -260,6 +261,8 @@ class _Layout:
         apart = self.shifted | (self.rows - self.own)
         if number in self.scans:
             apart |= self.spread
+        elif not kernel.fused:
+            apart |= self.cut - self.own
         for value in apart.intersection(kernel.results):
             whole = self.instance(value)
             self.events.append(Event(number, incoming, [whole], True, apart=True))
@@ -284,6 +287,9 @@ class _Layout:
                     self.shifted.add(value)
                 if value in kernel.aliasing.rows:
                     self.rows.add(value)
+            elif way.cuts and value >= count and (number, value) not in self.waiting:
+                cotangents.setdefault(value, []).extend([*incoming, *reads])
+                self.cut.add(value)
             else:
                 self.own.add(value)
                 if value in kernel.aliasing.turned:

@@ -1,10 +1,11 @@
 """Which values of a program have cotangents, and where they are made."""
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxmem.program.readers import shape_of
+from jaxmem.program.readers import SLICES, shape_of
 
 # Times smaller than what it is made of: the result of a reduction. Chosen
 # (benchmarks/planner/sensitivity.py).
@@ -21,6 +22,8 @@ class Way:
         rows: those that are taken for it where the kernel normalises its rows.
         last: the first reduction of its rows (or columns), if the kernel reads that too: its
             derivative is computed last.
+        cuts: whether the kernel reads no more than slices of it, and others read it too: what it
+            has of a cotangent is padded where all of them are summed up.
         passes: whether it is never in memory: it is computed element by element, and in memory
             because it is dear, and so is all that reads it. The derivatives of both are one kernel.
     """
@@ -29,6 +32,7 @@ class Way:
     reduces: bool
     rows: tuple[int, ...]
     last: int | None
+    cuts: bool
     passes: bool
 
 
@@ -59,13 +63,16 @@ def ways_of(program: Any) -> tuple[tuple[Way, ...], ...]:
     leave to other kernels."""
     moving = [_moving(program, kernel) for kernel in program.kernels]
     passed = _passed(program, moving)
-    return tuple(_ways(program, moving, passed, number) for number in range(len(moving)))
+    readers = collections.Counter(value for sources in moving for value in sources)
+    shared = frozenset(value for value, count in readers.items() if count > 1)
+    return tuple(_ways(program, moving, passed, shared, number) for number in range(len(moving)))
 
 
 def _ways(
     program: Any,
     moving: Sequence[frozenset[int]],
     passed: Mapping[int, frozenset[int]],
+    shared: frozenset[int],
     number: int,
 ) -> tuple[Way, ...]:
     kernel, sizes = program.kernels[number], program.sizes
@@ -78,11 +85,18 @@ def _ways(
             kernel.fused and sizes[value] > _REDUCED * written,
             tuple(row for array, row in kernel.aliasing.normalised if array == value),
             last.get(value),
+            value in shared and sizes[value] > written and _cuts(program, kernel, value),
             value in passed,
         )
         for value in kernel.sources
         if value in moving[number] and value not in later
     )
+
+
+def _cuts(program: Any, kernel: Any, value: int) -> bool:
+    """Whether a kernel reads no more than slices of a value."""
+    members = (program.operations[number] for number in kernel.operations)
+    return kernel.fused and all(one.name in SLICES for one in members if value in one.inputs)
 
 
 def _moving(program: Any, kernel: Any) -> frozenset[int]:

@@ -13,6 +13,7 @@ from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.kernel import Aliasing, Kernel
 from jaxmem.program.operands import is_padded, made_in_matmuls
 from jaxmem.program.readers import (
+    SLICES,
     SMALL,
     dtype_of,
     is_view,
@@ -60,6 +61,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     norms = RowNorms({}, {})
     if program.rules.blocks_of_rows:
         norms = row_norms(program, stored, _REDUCTIONS)
+    cut = _cut(program, stored)
     reduced = False  # whether the kernel before is a reduction
     for index, operation in enumerate(program.operations):
         results = tuple(value for value in operation.outputs if stored[value])
@@ -107,7 +109,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             made_of.update(dict.fromkeys(member.outputs, under))
         if operation.residuals is not None:
             reads.add(operation.residuals)
-        inside = operation.inside
+        inside = operation.inside + sum(cut.pop(number, 0) for number in ordered)
         if _takes_few(operation, whole.sizes) and not stored[operation.inputs[0]]:
             # Its derivative scatters into a cotangent of the operand, which it has to write.
             of_few = sum(program.sizes[v] for v in made(operation, operation.inputs[0]))
@@ -180,6 +182,33 @@ def _cluster(
                 cluster.add(maker[value])
                 pending.append(maker[value])
     return cluster, sources
+
+
+def _cut(program, stored: list[bool]) -> dict[int, int]:
+    """Operations whose results are in no memory and larger than what they are made of, and are cut
+    into slices alone: the bytes of the cotangent, which is there whole. Of what is made of such
+    slices in turn it is not, beside that."""
+    readers = [0] * len(program.sizes)
+    whole = [False] * len(program.sizes)
+    for operation in program.operations:
+        for value in operation.inputs:
+            readers[value] += 1
+            whole[value] |= operation.name not in SLICES
+    found: dict[int, int] = {}
+    under = [False] * len(program.sizes)  # whether it is made of what was found
+    read = list(program.sizes)  # the largest that is read for a value
+    for number, operation in enumerate(program.operations):
+        made = any(under[value] for value in operation.inputs)
+        largest = max((read[value] for value in operation.inputs), default=0)
+        for value in operation.outputs:
+            if stored[value]:
+                continue
+            read[value] = largest
+            cut = readers[value] > 1 and not whole[value] and program.active[value]
+            if cut and not made and largest < program.sizes[value]:
+                found[number] = program.sizes[value]
+            under[value] = made or number in found
+    return found
 
 
 def _sorted(program, operation) -> int:
@@ -271,7 +300,7 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
                 or (rules.fuses_operands and operation.name in CONTRACTIONS)
             )
         if operation.name == NAMED or (
-            rules.writes_concatenations and operation.name == "concatenate"
+            rules.writes_concatenations and operation.name in ("concatenate", "pad")
         ):
             wanted[operation.outputs[0]] = True
     for value in program.outputs:
@@ -285,6 +314,8 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
     for_each: list[frozenset[int]] = [frozenset()] * count  # what one element of it is made of
     length = [0] * count
     repeats = Repeats(program, reduces, in_matmuls)
+    # What a program is given is read along the way; an operation's own is given values of another.
+    given = 0 if program.differentiated == frozenset() else program.input_count
     dear: set[int] = set()
     for operation in program.operations:
         inputs = operation.inputs
@@ -300,10 +331,11 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
             element = frozenset().union(*parts)
         chain = 1 + sum(length[value] for value in inputs if not stored[value])
         for value in operation.outputs:
-            large = sum(
-                source >= program.input_count and sizes[source] * SMALL >= sizes[value]
+            large = [
+                sizes[source]
                 for source in element
-            )
+                if source >= given and sizes[source] * SMALL >= sizes[value]
+            ]
             if is_view(operation):
                 write = value in program.outputs
             elif not operation.fused or wanted[value]:
@@ -312,9 +344,9 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
                 shared = readers[value] > 1
                 write = readers[value] > 0 and (
                     (_reduces(operation, sizes) and bool(sources))
-                    or large > _LARGE_SOURCES
+                    or len(large) > _LARGE_SOURCES
                     or len(sources) > _SOURCES
-                    or (shared and (large > 1 or chain > _CHAIN))
+                    or (shared and (_are_more(large, sizes[value]) or chain > _CHAIN))
                 )
             if write:
                 stored[value] = True
@@ -322,6 +354,12 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
             else:
                 under[value], for_each[value], length[value] = sources, element, chain
     return stored, frozenset(dear)
+
+
+def _are_more(sources: list[int], size: int) -> bool:
+    """Whether several sources are read for a value of a size, as much as it or more: what is made
+    of arrays that are broadcast for it (a state of Mamba's, 16 times as large) is not."""
+    return len(sources) > 1 and sum(sources) >= size
 
 
 def _reduces(operation, sizes) -> bool:
