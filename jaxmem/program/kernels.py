@@ -12,6 +12,7 @@ import math
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.kernel import Aliasing, Kernel
 from jaxmem.program.operands import is_padded, made_in_matmuls
+from jaxmem.program.ragged import copies_in_loops
 from jaxmem.program.readers import (
     SLICES,
     SMALL,
@@ -61,7 +62,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     norms = RowNorms({}, {})
     if program.rules.blocks_of_rows:
         norms = row_norms(program, stored, _REDUCTIONS)
-    cut = _cut(program, stored)
+    cut, copies = _cut(program, stored), copies_in_loops(program)
     reduced = False  # whether the kernel before is a reduction
     for index, operation in enumerate(program.operations):
         results = tuple(value for value in operation.outputs if stored[value])
@@ -109,7 +110,9 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             made_of.update(dict.fromkeys(member.outputs, under))
         if operation.residuals is not None:
             reads.add(operation.residuals)
-        inside = operation.inside + sum(cut.pop(number, 0) for number in ordered)
+        inside = max(operation.inside, copies.get(index, 0)) + sum(
+            cut.pop(number, 0) for number in ordered
+        )
         if _takes_few(operation, whole.sizes) and not stored[operation.inputs[0]]:
             # Its derivative scatters into a cotangent of the operand, which it has to write.
             of_few = sum(program.sizes[v] for v in made(operation, operation.inputs[0]))

@@ -26,12 +26,16 @@ def _compiled_by(program: Program, rules: Rules) -> Program:
     like_default = dataclasses.replace(rules, widens=False, multiplies_vectors=False) == Rules()
     if like_default and not multiplies:
         return program
-    operations = []
+    operations, none = [], set()  # residuals that there are not
     for operation in program.operations:
         if multiplies and operation.contraction.vectors:
             operation = dataclasses.replace(operation, flops=0, fused=True, widened=False)
         if rules.fuses_gathers and program.gathers_again(operation):
             operation = dataclasses.replace(operation, fused=True)
+        if operation.name == "ragged_dot_general" and not rules.copies_groups:
+            operation = dataclasses.replace(operation, inside=0, workspace=0)
+            if operation.residuals is not None:
+                none.add(operation.residuals)
         body = operation.body and compiled_by(operation.body, rules)
         operations.append(dataclasses.replace(operation, body=body))
     found = dataclasses.replace(program, operations=tuple(operations), rules=rules)
@@ -41,8 +45,8 @@ def _compiled_by(program: Program, rules: Rules) -> Program:
 
     def sizes(types, bare) -> tuple[int, ...]:
         return tuple(
-            _bytes(kind, size, axes, rules)
-            for kind, size, axes in zip(types, bare, apart[: len(bare)], strict=True)
+            0 if value in none else _bytes(kind, size, apart[value], rules)
+            for value, (kind, size) in enumerate(zip(types, bare, strict=True))
         )
 
     return dataclasses.replace(

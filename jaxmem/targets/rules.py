@@ -48,6 +48,8 @@ class Rules:
             by one kernel with it.
         multiplies_vectors: whether matmuls with batch dimensions, of one row or one column each
             time, are products and sums like any other, fused with what is around them.
+        copies_groups: whether a matmul of rows in groups is one of copies of them
+            (`jaxmem.program.ragged`).
         takes_of_rows: how many of each row a ``top_k`` takes in a kernel of its own; for more,
             whole rows are sorted. Measured for an H100, float32 and bfloat16, with 16 and 17.
         tile: rows and columns of 32 bits that the two dimensions of an array which lie innermost
@@ -69,6 +71,7 @@ class Rules:
     blocks_of_rows: bool = True
     merges_reductions: bool = False
     multiplies_vectors: bool = False
+    copies_groups: bool = True
     takes_of_rows: int = 16
     tile: tuple[int, int] | None = None
     picks_poolings: bool = True

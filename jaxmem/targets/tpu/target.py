@@ -20,6 +20,7 @@ RULES = Rules(
     writes_concatenations=True,
     writes_gathered=True,
     blocks_of_rows=False,
+    copies_groups=False,
     tile=(8, 128),
     picks_poolings=False,
     row_major=False,
