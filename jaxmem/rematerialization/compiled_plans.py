@@ -84,7 +84,8 @@ class CompiledPlans(PlanCompiler):
             if len(search.outcomes) > 1 and search.left == 2 and not best:
                 # The last one is for the fewest bytes.
                 goal = self.safer(goal) / _MARGIN
-                yield from self.safe_row(budget, goal)
+                if self.known_to_fit(goal) is None:
+                    yield from self.safe_row(budget, goal)
             cautious = search.outcomes and search.left == 1 and not search.best
             wanted = self.known_to_fit(goal) if cautious else self.layout_for(goal)
             layout = planner.smallest() if wanted is None else wanted
@@ -96,7 +97,7 @@ class CompiledPlans(PlanCompiler):
                 alternatives = self.alternatives(layout, lower)
                 goals |= dict.fromkeys(alternatives, lower)
                 yield [layout, *alternatives]
-                if not search.best and math.isinf(fails):  # the first ones
+                if not search.best and math.isinf(fails) and search.left > 1:  # the first ones
                     yield from itertools.islice(self.cheaper_rows(budget, layout.price), 1)
             # Where something fits, the fewest bytes are looked for only if they were asked for: it
             # takes as long as to plan.
@@ -259,7 +260,7 @@ class CompiledPlans(PlanCompiler):
         as anything that was compiled."""
         row = next(self.promising_rows(budget), None)
         error = min(self.least_ratio, 1.0)
-        return row is not None and error * self.projected(row) <= budget + self.chip_bytes
+        return row is not None and error * self.projected(row) <= _SAFE * budget + self.chip_bytes
 
     @property
     def least_ratio(self) -> float:

@@ -1,0 +1,41 @@
+"""Plans and fits where little may be compiled, beside compilers that are random."""
+
+import random
+
+import jax
+import pytest
+
+from benchmarks.planner import sensitivity
+from jaxmem.rematerialization import Outcome
+from jaxmem.rematerialization.constraints import Constraints
+
+SPREADS = [(0.94, 1.06), (1.0, 1.15), (0.8, 1.0)]  # compiled bytes over projected ones
+
+
+@pytest.mark.parametrize("compilations", [2, 3])
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("name", [sensitivity.MIXER, sensitivity.SCAN])
+def test_no_budget_is_refused_that_the_fewest_bytes_meet(name, spread, compilations):
+    """Nor does the last compilation go to a row of regions that is projected not to fit."""
+    with jax.numpy_rank_promotion("allow"):
+        traced = sensitivity.traced(name)
+    boundary = traced.program.boundary_bytes
+    planner = Constraints.parse(None, 0, "h200", "dp").planner(traced.program)
+    least, plain = planner.smallest().peak, planner.plain.peak
+
+    class Compiler(sensitivity.StandIn):
+        def outcome(self, layout):
+            ratio = random.Random(f"{self.seed} {layout.place}").uniform(*spread)
+            self.plans[layout] = self.constraints.write(
+                self.traced.program, layout, self.planner.plain
+            )
+            total = layout.peak + boundary
+            return Outcome("", layout.price, total, int(ratio * total), layout.place)
+
+    for share in (0.15, 0.3, 0.75):
+        total = int(least + share * (plain - least)) + boundary
+        for seed in range(3):
+            search = Compiler(traced, Constraints.parse(total, 0, "h200", "dp"), seed)
+            search.planner = planner
+            met = search.outcome(planner.smallest()).compiled <= total
+            assert met and search.plan(compilations)
