@@ -265,7 +265,7 @@ def test_the_lowest_budget_is_named_and_works():
     text = str(caught.value)
     assert text.startswith("No dp plan fits the budget of 80.00 MiB with 0 B of it reserved; the ")
     assert "set by the backward pass of dot_general in the function. nothing_saveable on " in text
-    assert re.search(r"each of 1[56] blocks takes 1.\d\d GiB \(projected\). Raise the bud", text)
+    assert re.search(r"each of 1[56] blocks takes 1.\d\d GiB \(compiled\). Raise the bud", text)
     lowest = int(re.search(r"\((\d+) bytes compiled", text)[1])
     # Nested halves: the input, and about a value a level beside what a layer's derivative takes.
     assert lowest <= 9 * ACTIVATION
@@ -336,9 +336,16 @@ def test_what_is_wrong_with_reserved_is_said_of_it(reserved, said):
         jaxmem.plan(tanh_chain, *SHAPES, reserved=reserved, target="h200")
 
 
-def test_a_budget_that_fewer_compilations_do_not_meet_may_be_met_by_more():
-    with pytest.raises(jaxmem.BudgetError, match="More compilations than 1 may find one"):
-        jaxmem.plan(tanh_chain, *SHAPES, budget="80MiB", target="h200", compilations=1)
+@pytest.mark.parametrize(("activations", "hope"), [(16, True), (1, False)])
+def test_more_compilations_are_named_where_they_may_find_a_plan(monkeypatch, activations, hope):
+    def begin(self, plan, options):
+        return Said(1.1 * plan.projected_bytes)
+
+    monkeypatch.setattr(CompiledPlans, "begin", begin)
+    budget = activations * ACTIVATION
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        jaxmem.plan(tanh_chain, *SHAPES, budget=budget, target="h200", compilations=1)
+    assert ("More compilations than 1 may find one." in str(caught.value)) == hope
 
 
 def test_what_is_reserved_is_part_of_the_budget():

@@ -60,6 +60,7 @@ UNROLLED, SCAN, DENSENET, UNET, MIXER, LONG, LONGEST, STEPS = (
     "GPT, unrolled", "GPT, scan", "DenseNet", "U-Net", "mixer", "128 layers", "512 layers", "steps",
 )  # fmt: skip
 SEARCH = "rematerialization.compiled_plans"
+ROWS = "rematerialization.compiled_rows"
 FIT = "fitting.search"
 FIT_SHARES, FIT_COMPILATIONS = (0.35, 0.5, 0.75), 6
 SHARES_OF_RATES = "targets.shares"
@@ -241,11 +242,12 @@ def constants() -> list[Constant]:
         *of("rematerialization.search", "NEARLY", programs=BLOCKS, searched=True, margin=True),
         *of(SEARCH, "_WORTH", "_APART", programs=SEARCHED, searched=True),
         *of(
-            *(SEARCH, "_MORE", "_ABOVE", "_SAFE", "_SAME", "_MARGIN", "_ALTERNATIVE", "_LOWER"),
+            *(SEARCH, "_MORE", "_ABOVE", "_SAME", "_MARGIN", "_ALTERNATIVE", "_LOWER"),
             programs=SEARCHED,
             searched=True,
             margin=True,
         ),
+        *of(ROWS, "_SAFE", programs=SEARCHED, searched=True, margin=True),
         *of(FIT, "_LINE", programs=SEARCHED),
         *of(FIT, "_CLOSE", "_NEAR", "_ABOVE", "_OVER", programs=SEARCHED, margin=True),
         *of(FIT, "_FIRST_ERROR", "_ALTERNATIVE", programs=SEARCHED, margin=True),

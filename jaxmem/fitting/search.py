@@ -123,7 +123,7 @@ class Search:
             self.made = {
                 key: made for key, made in self.made.items() if best and key == key_of(best)
             }
-            candidate = self.faster_than(best) if best else self._likely()
+            candidate = self.faster_than(best) if best else self.likely()
             if candidate is None:
                 return
             yield [candidate, *self._alternatives(candidate, best)]
@@ -132,7 +132,7 @@ class Search:
         """What promises to be faster than the best so far."""
         return self.cheapest(best) or self._by_one_line(best)
 
-    def _likely(self) -> Candidate | None:
+    def likely(self) -> Candidate | None:
         """What may fit, where nothing has so far."""
         if self.found and self.compiled.left == 1:
             likely = self._surest()

@@ -110,7 +110,8 @@ class Verdicts:
                 f"{search.found[key].levers}; recompute {search.found[key].remat}), held by "
                 f"{holders(fitting.report)}."
             )
-        text = " ".join(lines) + search.compiled.hope
+        hope = search.compiled.hope if search.likely() else ""
+        text = " ".join(lines) + hope
         return BudgetError(f"{text} {self.remedies()}\n{fitting}", lowest)
 
     def remedies(self) -> str:

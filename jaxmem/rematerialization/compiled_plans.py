@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxmem.ground.garbage import uncollected
-from jaxmem.planning import Layout, rows_to_compile
+from jaxmem.planning import Layout
+from jaxmem.rematerialization.compiled_rows import Rows
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_compiler import PlanCompiler
-from jaxmem.rematerialization.search import NEARLY, Search
+from jaxmem.rematerialization.search import Search
 from jaxmem.targets import family_of
 
 # Chosen: what half and twice of these change beside a stand-in for the compiler prints
@@ -18,9 +19,6 @@ _WORTH = 0.01  # of the step's time: the price that one more compilation should 
 _MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
 # Times the budget: what may yet fit where nothing below did; ever closer to one another.
 _ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
-# Times the bytes that are safe: a row of regions that is projected to take no more is tried before
-# the fewest bytes, at any price. Chosen.
-_SAFE = 1.02
 _SAME = 1.002  # projected bytes this near are one plan
 _MARGIN = 1.003  # between what is expected of a plan and its budget
 # Projected bytes of a plan over those of the one that is compiled beside it, for where it does not
@@ -48,8 +46,27 @@ class CompiledPlans(PlanCompiler):
         lowest = self.search.lowest
         assert lowest is not None
         total = self.plans[lowest].compiled_bytes or 0
-        program, hope = self.traced.program, self.search.hope
-        raise self.constraints.too_small(program, lowest, total, "compiled", hope)
+        compiled = {
+            (layout.regions, layout.loops): outcome.compiled
+            for layout, outcome in self.search.outcomes.items()
+            if outcome.compiled is not None
+        }
+        program, hope = self.traced.program, self.search.hope if self.hopeful else ""
+        raise self.constraints.too_small(program, lowest, total, compiled, hope)
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """One region on each block."""
+        return Rows(self)
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether something that was not compiled may fit, if it takes as little of what is
+        projected as anything that was."""
+        error = min(self.least_ratio, 1.0)
+        known, allowed = self.search.outcomes, self.search.allowed + self.chip_bytes
+        others = (one for one in (self.planner.fewest(), *self.rows.by_price) if one not in known)
+        return any(error * self.projected(one) <= allowed for one in others)
 
     def as_it_is(self) -> Plan | None:
         """The function without regions of the plan's; None: it does not fit."""
@@ -63,7 +80,7 @@ class CompiledPlans(PlanCompiler):
         """Layouts to compile: corrected ones, then rows of regions that would cost less than the
         best of them."""
         yield from self.corrections(budget)
-        yield from self.cheaper_rows(budget)
+        yield from self.rows.cheaper(budget)
 
     def corrections(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Layouts to compile: the bytes to plan for are corrected by what was compiled, between
@@ -79,13 +96,13 @@ class CompiledPlans(PlanCompiler):
         fits, fails = 0.0, math.inf  # of those, what did, and did not
         while fits * _SAME < fails:
             best = search.best
-            if best and search.left == 1 and self.row_may_fit(budget):
+            if best and search.left == 1 and self.rows.may_fit(budget):
                 return  # the last one is a row's
             if len(search.outcomes) > 1 and search.left == 2 and not best:
                 # The last one is for the fewest bytes.
                 goal = self.safer(goal) / _MARGIN
                 if self.known_to_fit(goal) is None:
-                    yield from self.safe_row(budget, goal)
+                    yield from self.rows.safe(budget, goal)
             cautious = search.outcomes and search.left == 1 and not search.best
             wanted = self.known_to_fit(goal) if cautious else self.layout_for(goal)
             layout = planner.smallest() if wanted is None else wanted
@@ -98,7 +115,7 @@ class CompiledPlans(PlanCompiler):
                 goals |= dict.fromkeys(alternatives, lower)
                 yield [layout, *alternatives]
                 if not search.best and math.isinf(fails) and search.left > 1:  # the first ones
-                    yield from itertools.islice(self.cheaper_rows(budget, layout.price), 1)
+                    yield from itertools.islice(self.rows.cheaper(budget, layout.price), 1)
             # Where something fits, the fewest bytes are looked for only if they were asked for: it
             # takes as long as to plan.
             elif (
@@ -107,7 +124,7 @@ class CompiledPlans(PlanCompiler):
                 and layout == planner.smallest()
             ):
                 if not search.best:
-                    yield from self.rows(budget)
+                    yield from self.rows.any_that_fits(budget)
                 if not search.best:
                     yield from self.slightly_above(budget)
                 return
@@ -218,61 +235,11 @@ class CompiledPlans(PlanCompiler):
             return low
         return middle if self.expected(layout) <= budget / _MARGIN else low
 
-    def rows(self, budget: int) -> Iterator[Sequence[Layout]]:
-        """One region on each block, by one policy after the other, where nothing else fits: XLA may
-        make far less of what is inside a block than is projected, as it does of an
-        `associative_scan`. The fewest bytes first, then what costs less."""
-        rows = sorted(self.rows_by_price, key=lambda layout: layout.peak)
-        if rows and rows[0] not in self.search.outcomes:
-            yield [rows[0]]
-        yield from self.cheaper_rows(budget)
-
-    def cheaper_rows(self, budget: int, price: float = math.inf) -> Iterator[Sequence[Layout]]:
-        """Rows that cost less than a price and than the best plan, and are projected to fit, or not
-        to by little: no plan is to lose to what one line does."""
-        while layout := next(self.promising_rows(budget, price), None):
-            yield [layout]
-
-    def safe_row(self, budget: int, goal: float) -> Iterator[Sequence[Layout]]:
-        """The cheapest row that is projected to take no more than that, or by very little."""
-        safe = (one for one in self.promising_rows(budget) if self.projected(one) <= _SAFE * goal)
-        yield from ([one] for one in itertools.islice(safe, 1))
-
-    def promising_rows(self, budget: int, price: float = math.inf) -> Iterator[Layout]:
-        """Rows that are not compiled yet, cost less than a price and than the best plan, and may
-        fit: first those that do if no projection is further off than those of what was compiled,
-        the cheapest of them first, then those that would miss the budget by the least."""
-        # All that was compiled may have taken less than was projected, or more.
-        error, room = self.least_ratio, budget + self.chip_bytes
-        likely: list[Layout] = []
-        others: list[Layout] = []
-        for layout in self.rows_by_price:
-            if layout.price > price or not self.gains(layout.price):
-                break
-            least = error * self.projected(layout)
-            if layout not in self.search.outcomes and least <= NEARLY * budget + self.chip_bytes:
-                (likely if least <= room else others).append(layout)
-        yield from likely
-        yield from sorted(others, key=self.projected)
-
-    def row_may_fit(self, budget: int) -> bool:
-        """Whether the most promising row fits if it takes what is projected, or as little of that
-        as anything that was compiled."""
-        row = next(self.promising_rows(budget), None)
-        error = min(self.least_ratio, 1.0)
-        return row is not None and error * self.projected(row) <= _SAFE * budget + self.chip_bytes
-
     @property
     def least_ratio(self) -> float:
         """Of all that was compiled, the least of compiled bytes over projected ones."""
         known = (one.ratio for one in self.search.outcomes.values() if one.compiled is not None)
         return min(known, default=1.0)
-
-    @functools.cached_property
-    def rows_by_price(self) -> list[Layout]:
-        """All rows, the cheapest first."""
-        program = self.constraints.as_run(self.traced.program)
-        return rows_to_compile(self.planner, program, self.constraints.rates)
 
     def slightly_above(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Plans that are projected not to fit, by little, until one does."""

@@ -1,6 +1,7 @@
 """What a plan may cost, and on what: the budget, the target, the planner."""
 
 import copy
+from collections.abc import Mapping
 
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_against, format_bytes
@@ -94,7 +95,7 @@ class Constraints:
         )
         if layout is None:
             least = planner.fewest()
-            raise self.too_small(program, least, budget.total(least.peak), "projected")
+            raise self.too_small(program, least, budget.total(least.peak))
         return self.write(program, layout, plain or self.as_it_is(program))
 
     def as_it_is(self, program: Program) -> Layout:
@@ -140,7 +141,7 @@ class Constraints:
             keeps_regions=self.keeps_regions,
         )
 
-    def _one_liner(self, program: Program) -> str:
+    def _one_liner(self, program: Program, compiled: Mapping[tuple, int]) -> str:
         """What regions on every block would take, in words."""
         total = self.budget_for(program).total
         found = one_liners(self.as_run(program), self.rates)
@@ -148,21 +149,30 @@ class Constraints:
         if not found:
             return ""
         name = min(found, key=lambda name: found[name].peak)
-        takes = format_against(total(found[name].peak), self.budget.allowed or 0)
-        return f" {name} takes {takes} (projected)."
+        projected = total(found[name].peak)
+        known = compiled.get((found[name].regions, found[name].loops))
+        takes = format_against(known or projected, self.budget.allowed or 0)
+        return f" {name} takes {takes} ({'compiled' if known else 'projected'})."
 
     def too_small(
-        self, program: Program, least: Layout, total: int, word: str, hope: str = ""
+        self,
+        program: Program,
+        least: Layout,
+        total: int,
+        compiled: Mapping[tuple, int] | None = None,
+        hope: str = "",
     ) -> BudgetError:
-        """The error of a budget that nothing fits, when the least takes ``total`` bytes; ``hope``:
-        a sentence that says what may yet find one."""
-        allowed = self.budget.allowed or 0
+        """The error of a budget that nothing fits, when the least takes ``total`` bytes.
+        ``compiled``: the bytes of regions and loops that were; ``hope``: a sentence that says what
+        may yet find one."""
+        allowed, word = self.budget.allowed or 0, "compiled" if compiled else "projected"
         return BudgetError(
             f"No {self.name} plan fits the budget of {format_bytes(allowed)} with "
             f"{format_bytes(self.budget.reserved)} of it reserved; the lowest found takes "
             f"{format_against(total, allowed)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
-            f"{lowest(self.as_run(program), least)}.{self._one_liner(program)}{hope} Raise the "
-            "budget, shrink the batch, or accumulate gradients over microbatches.",
+            f"{lowest(self.as_run(program), least)}."
+            f"{self._one_liner(program, compiled or {})}{hope} Raise the budget, shrink the batch, "
+            "or accumulate gradients over microbatches.",
             total,
         )

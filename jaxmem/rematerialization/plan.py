@@ -308,7 +308,7 @@ class Plan(Printed):
         Raises:
             PlanError: the program has no names in regions, or not the ``fixed`` ones; or ``fun`` is
                 not the function that was planned.
-            BudgetError: no choice fits; names the lowest budget that works.
+            BudgetError: no choice fits; names the lowest bytes found.
             OffloadError: XLA keeps on the device what is fixed to be in host memory.
         """
         from jaxmem.rematerialization.named.call import policy_of

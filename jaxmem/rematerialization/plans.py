@@ -62,7 +62,7 @@ def plan(
         A `Plan`: ``plan.apply(fun)`` is the planned function.
 
     Raises:
-        BudgetError: the budget does not parse, or nothing fits; names the lowest budget that works
+        BudgetError: the budget does not parse, or nothing fits; names the lowest bytes found
             and the operation that sets it.
         PlanError: the function has side effects, returns nothing that can be differentiated (with a
             target: no floating-point scalar), or the planner is not known.

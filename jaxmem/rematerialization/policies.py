@@ -65,7 +65,7 @@ def remat_policy(
         JaxmemError: the target is not known, or has no compiler here; ``fun`` is not a function, or
             does not take these arguments.
         PlanError: the function has no regions.
-        BudgetError: no policy is projected to fit; names the lowest budget that works.
+        BudgetError: no policy is projected to fit; names the lowest bytes found.
 
     Returns:
         The policy; with a function a `ShapedPolicy`, which says what it saves.

@@ -66,8 +66,8 @@ def microbatch(
 
     Returns:
         ``(params, batch, *, model_state=None, key=None) -> (results, gradients)``: results as
-        ``loss_fn`` returns them. Gradients are summed in float32 or wider and have the
-        parameters' dtypes.
+        ``loss_fn`` returns them, means and sums of numbers in float32 or wider. Gradients are
+        summed in float32 or wider and have the parameters' dtypes.
 
     Raises:
         JaxmemError: no such reduction, or the other one is proved; a count below 1 or above the

@@ -36,7 +36,7 @@ def named_policy(traced: TracedFunction, limits: Limits, fixed: Mapping[str, str
 
     Raises:
         PlanError: the function has no names, no regions, or not those that are ``fixed``.
-        BudgetError: no policy fits; names the lowest budget that works.
+        BudgetError: no policy fits; names the lowest bytes found.
     """
     choices = NamedChoices(traced, limits, fixed)
     if limits.target is None or not limits.compilations:
@@ -62,7 +62,7 @@ class NamedSearch:
         """The choice of the least compiled price that fits.
 
         Raises:
-            BudgetError: none does; names the lowest budget that works.
+            BudgetError: none does; names the lowest bytes found.
             OffloadError: XLA keeps on the device what is fixed to be in host memory.
         """
         self.search.run(self._rounds(self.allowed), self.compiler.start)

@@ -1,0 +1,74 @@
+"""Rows of regions, one on each block: what a search compiles beside plans of its own."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jaxmem.planning import Layout, rows_to_compile
+from jaxmem.rematerialization.search import NEARLY
+
+if TYPE_CHECKING:
+    from jaxmem.rematerialization.compiled_plans import CompiledPlans
+
+# Times the bytes that are safe: a row of regions that is projected to take no more is tried before
+# the fewest bytes, at any price. Chosen.
+_SAFE = 1.02
+
+
+class Rows:
+    """Those of a search, in the order in which it tries them."""
+
+    def __init__(self, plans: "CompiledPlans"):
+        self.plans = plans
+
+    def any_that_fits(self, budget: int) -> Iterator[Sequence[Layout]]:
+        """One region on each block, by one policy after the other, where nothing else fits: XLA may
+        make far less of what is inside a block than is projected, as it does of an
+        `associative_scan`. The fewest bytes first, then what costs less."""
+        rows = sorted(self.by_price, key=lambda layout: layout.peak)
+        if rows and rows[0] not in self.plans.search.outcomes:
+            yield [rows[0]]
+        yield from self.cheaper(budget)
+
+    def cheaper(self, budget: int, price: float = math.inf) -> Iterator[Sequence[Layout]]:
+        """Rows that cost less than a price and than the best plan, and are projected to fit, or not
+        to by little: no plan is to lose to what one line does."""
+        while layout := next(self.promising(budget, price), None):
+            yield [layout]
+
+    def safe(self, budget: int, goal: float) -> Iterator[Sequence[Layout]]:
+        """The cheapest row that is projected to take no more than that, or by very little."""
+        safe = (one for one in self.promising(budget) if self.plans.projected(one) <= _SAFE * goal)
+        yield from ([one] for one in itertools.islice(safe, 1))
+
+    def promising(self, budget: int, price: float = math.inf) -> Iterator[Layout]:
+        """Rows that are not compiled yet, cost less than a price and than the best plan, and may
+        fit: first those that do if no projection is further off than those of what was compiled,
+        the cheapest of them first, then those that would miss the budget by the least."""
+        # All that was compiled may have taken less than was projected, or more.
+        error = self.plans.least_ratio
+        likely: list[Layout] = []
+        others: list[Layout] = []
+        for layout in self.by_price:
+            if layout.price > price or not self.plans.gains(layout.price):
+                break
+            least = error * self.plans.projected(layout) - self.plans.chip_bytes
+            if layout not in self.plans.search.outcomes and least <= NEARLY * budget:
+                (likely if least <= budget else others).append(layout)
+        yield from likely
+        yield from sorted(others, key=self.plans.projected)
+
+    def may_fit(self, budget: int) -> bool:
+        """Whether the most promising row fits if it takes what is projected, or as little of that
+        as anything that was compiled."""
+        row = next(self.promising(budget), None)
+        error, room = min(self.plans.least_ratio, 1.0), _SAFE * budget + self.plans.chip_bytes
+        return row is not None and error * self.plans.projected(row) <= room
+
+    @functools.cached_property
+    def by_price(self) -> list[Layout]:
+        """All rows, the cheapest first."""
+        program = self.plans.constraints.as_run(self.plans.traced.program)
+        return rows_to_compile(self.plans.planner, program, self.plans.constraints.rates)
