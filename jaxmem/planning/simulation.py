@@ -285,7 +285,7 @@ class _Layout:
                 self.spread.add(value)
                 if value in kernel.aliasing.shifted:
                     self.shifted.add(value)
-                if value in kernel.aliasing.rows or way.last is not None:
+                if value in kernel.aliasing.rows or (way.rows and way.last is not None):
                     self.rows.add(value)
             elif way.cuts and value >= count and (number, value) not in self.waiting:
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
