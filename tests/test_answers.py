@@ -190,6 +190,10 @@ def compile(prepared, *, options, order, slowly, then, begun):
     if then == "starts programs":
         for _ in range(4):
             threading.Thread(target=start_programs, daemon=True).start()
+    if then == "sleeps":  # what it starts is there before anything is whole
+        sleep = subprocess.Popen(["sleep", "60"])
+        with open(os.path.join(os.path.dirname(begun), "sleeps"), "a") as file:
+            file.write(f"{sleep.pid}\\n")
     for name in order:
         write(f"{folder}/1-{name}.txt", "all of the " + name, slowly)
     if then == "raises":
@@ -197,9 +201,6 @@ def compile(prepared, *, options, order, slowly, then, begun):
     if then == "dies":
         os.abort()
     if then == "sleeps":
-        sleep = subprocess.Popen(["sleep", "60"])
-        with open(os.path.join(os.path.dirname(begun), "sleeps"), "a") as file:
-            file.write(f"{sleep.pid}\\n")
         sleep.wait()
         with open(begun, "a") as file:
             file.write("slept\\n")
