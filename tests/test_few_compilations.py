@@ -9,12 +9,13 @@ from benchmarks.planner import sensitivity
 from jaxmem.rematerialization import Outcome
 from jaxmem.rematerialization.constraints import Constraints
 
+NAMES = [sensitivity.MIXER, pytest.param(sensitivity.SCAN, marks=pytest.mark.slow)]
 SPREADS = [(0.94, 1.06), (1.0, 1.15), (0.8, 1.0)]  # compiled bytes over projected ones
 
 
 @pytest.mark.parametrize("compilations", [2, 3])
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("name", [sensitivity.MIXER, sensitivity.SCAN])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_budget_is_refused_that_the_fewest_bytes_meet(name, spread, compilations):
     """Nor does the last compilation go to a row of regions that is projected not to fit."""
     with jax.numpy_rank_promotion("allow"):
