@@ -355,17 +355,16 @@ TANH_LAYERS = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 12
 TANH_ROWS = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
 
 
+def fitted(budget, compilations):
+    """The layers fitted into so many MiB."""
+    args = tanh_layers, ADAM, TANH_LAYERS, TANH_ROWS
+    budget = f"{budget}MiB"
+    return jaxmem.fit(*args, budget=budget, target="h100", compilations=compilations)
+
+
 def test_the_last_compilation_is_no_leap_to_the_fewest_bytes():
     """Of 64 microbatches, each a thirtieth as fast: projections are known by then, if not well."""
-    two, six = (
-        jaxmem.fit(
-            *(tanh_layers, ADAM, TANH_LAYERS, TANH_ROWS),
-            budget="90MiB",
-            target="h100",
-            compilations=count,
-        )
-        for count in (2, 6)
-    )
+    two, six = (fitted(90, count) for count in (2, 6))
     assert two.fitting.chosen.compiled <= 90 * MIB
     assert two.fitting.chosen.seconds < 1.5 * six.fitting.chosen.seconds
 
@@ -374,12 +373,7 @@ def test_the_last_compilation_is_no_leap_to_the_fewest_bytes():
 @pytest.mark.parametrize("budget", [65, 90])
 def test_no_budget_is_refused_that_the_fewest_bytes_meet(budget, compilations):
     """Projections of so small a step are a third off: the last compilation has room for it."""
-    step = jaxmem.fit(
-        *(tanh_layers, ADAM, TANH_LAYERS, TANH_ROWS),
-        budget=f"{budget}MiB",
-        target="h100",
-        compilations=compilations,
-    )
+    step = fitted(budget, compilations)
     assert step.fitting.chosen.compiled <= budget * MIB
 
 
@@ -391,12 +385,7 @@ def test_no_budget_is_refused_that_the_fewest_bytes_meet(budget, compilations):
     ],
 )
 def test_the_verdict_says_whether_the_search_came_to_its_end(compilations, verdict):
-    step = jaxmem.fit(
-        *(tanh_layers, ADAM, TANH_LAYERS, TANH_ROWS),
-        budget="110MiB",
-        target="h100",
-        compilations=compilations,
-    )
+    step = fitted(110, compilations)
     assert step.fitting.chosen.verdict.startswith(verdict)
 
 

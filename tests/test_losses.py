@@ -6,9 +6,6 @@ import optax
 import pytest
 
 import jaxmem
-from jaxmem.planning import one_liners
-from jaxmem.rematerialization.constraints import Constraints
-from jaxmem.rematerialization.traced import TracedFunction
 
 
 def picked(values, labels):
@@ -44,11 +41,7 @@ def test_arrays_of_logits_are_counted(name):
 
     params = shaped(128, 128), shaped(128, 16000)
     args = params, shaped(4096, 128), jax.ShapeDtypeStruct((4096,), jnp.int32)
-    constraints = Constraints.parse(None, 0, "h100", "dp")
-    program = TracedFunction(loss, args, {}, 0).program
-    found = one_liners(constraints.as_run(program), constraints.rates)["everything_saveable"]
-    projected = constraints.budget_for(program).total(found.peak)
-    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100").device
-    assert projected == pytest.approx(compiled, rel=0.05)
     plan = jaxmem.plan(loss, *args, target="h100", compilations=1)
+    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100").device
+    assert plan.plain_bytes == pytest.approx(compiled, rel=0.05)
     assert plan.projected_bytes == pytest.approx(plan.compiled_bytes, rel=0.05)

@@ -6,9 +6,6 @@ import pytest
 from jax import lax
 
 import jaxmem
-from jaxmem.planning import one_liners
-from jaxmem.rematerialization.constraints import Constraints
-from jaxmem.rematerialization.traced import TracedFunction
 
 
 def shaped(*shape):
@@ -17,10 +14,7 @@ def shaped(*shape):
 
 def both(loss, args, target="h100"):
     """Projected and compiled bytes of the step as it is written."""
-    constraints = Constraints.parse(None, 0, target, "dp")
-    program = TracedFunction(loss, args, {}, 0).program
-    found = one_liners(constraints.as_run(program), constraints.rates)["everything_saveable"]
-    projected = constraints.budget_for(program).total(found.peak)
+    projected = jaxmem.plan(loss, *args, target=target, compilations=0).plain_bytes
     return projected, jaxmem.memory(jax.value_and_grad(loss), *args, target=target).device
 
 

@@ -110,7 +110,9 @@ class Verdicts:
                 f"{search.found[key].levers}; recompute {search.found[key].remat}), held by "
                 f"{holders(fitting.report)}."
             )
-        hope = search.compiled.hope if search.likely() else ""
+        hope = search.compiled.hope
+        if hope and search.likely() is None:
+            hope = ""
         text = " ".join(lines) + hope
         return BudgetError(f"{text} {self.remedies()}\n{fitting}", lowest)
 

@@ -39,7 +39,7 @@ def _compiled_by(program: Program, rules: Rules) -> Program:
         body = operation.body and compiled_by(operation.body, rules)
         operations.append(dataclasses.replace(operation, body=body))
     found = dataclasses.replace(program, operations=tuple(operations), rules=rules)
-    if rules.tile is None:
+    if rules.tile is None and not none:
         return found
     apart = _apart(program)
 

@@ -51,8 +51,10 @@ class CompiledPlans(PlanCompiler):
             for layout, outcome in self.search.outcomes.items()
             if outcome.compiled is not None
         }
-        program, hope = self.traced.program, self.search.hope if self.hopeful else ""
-        raise self.constraints.too_small(program, lowest, total, compiled, hope)
+        hope = self.search.hope
+        if hope and not self.hopeful:
+            hope = ""
+        raise self.constraints.too_small(self.traced.program, lowest, total, compiled, hope)
 
     @functools.cached_property
     def rows(self) -> Rows:

@@ -82,16 +82,15 @@ class NamedChoices:
         """The price of one forward pass."""
         return sum(of_each(self.place.program, self.limits.rates.price))
 
-    def too_small(self, total: int, choice: NamedChoice, word: str, hope: str = "") -> BudgetError:
-        """The error of a budget that nothing fits, where the least takes ``total`` bytes; ``hope``:
-        a sentence that says what may yet find one."""
+    def too_small(self, total: int, choice: NamedChoice, word: str) -> BudgetError:
+        """The error of a budget that nothing fits, where the least takes ``total`` bytes."""
         saved = ", ".join(self.names[at] for at in sorted(choice.saved)) or "no name"
         budget = self.limits.budget.allowed or 0
         reserved = format_bytes(self.limits.budget.reserved)
         return BudgetError(
             f"No policy over {counted(len(self.order), 'name')} fits the budget of "
             f"{format_bytes(budget)} with {reserved} of it reserved; the lowest found takes "
-            f"{format_against(total, budget)} ({total} bytes {word}), which saves {saved}.{hope} "
+            f"{format_against(total, budget)} ({total} bytes {word}), which saves {saved}. "
             "Raise the budget, shrink the batch, or let jaxmem.remat place regions of its own.",
             total,
         )

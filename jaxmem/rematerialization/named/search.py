@@ -76,7 +76,7 @@ class NamedSearch:
             if not compiled:
                 raise OffloadError(f"No policy could be compiled: {'; '.join(self.compiler.notes)}")
             total, least = min(compiled, key=lambda one: one[0])
-            raise self.choices.too_small(total, least, "compiled", self.search.hope)
+            raise self.choices.too_small(total, least, "compiled")
         compiler = self.compiler
         report = compiler.reports[best]
         compiler.note_pass(report)
