@@ -26,9 +26,6 @@ from benchmarks._held_out_plain import NETWORKS as PLAIN
 from benchmarks._record import record_parts
 from benchmarks.planner.frontiers import compiled
 from benchmarks.planner.planner_gpt import POLICIES
-from jaxmem.planning import one_liners
-from jaxmem.rematerialization.constraints import Constraints
-from jaxmem.rematerialization.traced import TracedFunction
 
 NETWORKS = {**OF_PACKAGES, **PLAIN}
 # Those whose authors have regions round their blocks: what is planned has them.
@@ -46,10 +43,8 @@ def step_of(problem):
 
 def as_written(loss, args, has_aux):
     """Projected bytes of the step as JAX differentiates it."""
-    constraints = Constraints.parse(None, 0, TARGET, "dp")
-    program = TracedFunction(loss, args, {}, 0, has_aux).program
-    found = one_liners(constraints.as_run(program), constraints.rates)
-    return constraints.budget_for(program).total(found["everything_saveable"].peak)
+    plan = jaxmem.plan(loss, *args, budget="100%", target=TARGET, has_aux=has_aux, compilations=0)
+    return plan.plain_bytes
 
 
 def rows_of(name):
