@@ -705,3 +705,8 @@ def test_results_that_nothing_reads_are_not_stacked(budget):
     plan = jaxmem.plan(loss, *args, budget=budget, target="h100", compilations=1)
     assert plan.loops[0].schedule
     assert 0.6 < plan.compiled_bytes / plan.projected_bytes < 1.05
+
+
+def test_no_loop_takes_fewer_than_no_steps():
+    with pytest.raises(jaxmem.JaxmemError, match="max_steps=, an int of 0 or more; got -1"):
+        jaxmem.while_loop(lambda x: x < 3.0, lambda x: x + 1, 0.0, max_steps=-1)

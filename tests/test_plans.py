@@ -323,6 +323,25 @@ def test_a_loop_is_parted_from_the_head_after_it():
     assert all(held.last < whiles[-1] for held in logits)
 
 
+def test_a_policy_without_a_function_keeps_no_budget():
+    for options in ({"budget": "1GiB"}, {"reserved": "1GiB"}):
+        with pytest.raises(jaxmem.JaxmemError, match="keeps a budget for a function: pass it and"):
+            jaxmem.remat_policy(**options)
+
+
+def test_a_policy_that_does_not_fit_says_what_is_reserved():
+    def loss(w, x):
+        return jnp.mean(jax.checkpoint(lambda x: jnp.tanh(jnp.sin(x @ w) @ w))(x) ** 2)
+
+    with pytest.raises(jaxmem.BudgetError, match="of 1.00 MiB with 2.00 KiB of it reserved; the"):
+        jaxmem.remat_policy(
+            loss,
+            *[jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2,
+            budget="1MiB",
+            reserved="2KiB",
+        )
+
+
 @pytest.mark.parametrize(
     ("reserved", "said"),
     [

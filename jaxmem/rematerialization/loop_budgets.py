@@ -8,7 +8,7 @@ import jax
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.ground.bytes import format_against, format_bytes
-from jaxmem.ground.checks import name_of
+from jaxmem.ground.checks import check_count, name_of
 from jaxmem.ground.errors import BudgetError
 from jaxmem.ground.words import counted
 from jaxmem.loops import checkpointed_while, repeats
@@ -164,6 +164,8 @@ def while_loop(
     >>> round(float(jax.grad(newton)(4.0)), 4)
     0.25
     """
+    if max_steps is not None:
+        check_count("jaxmem.while_loop", "max_steps", max_steps, 0)
     allowed = Constraints.parse(budget, 0, target, "dp").budget.allowed
 
     def whole(init):

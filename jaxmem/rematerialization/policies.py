@@ -63,7 +63,7 @@ def remat_policy(
 
     Raises:
         JaxmemError: the target is not known, or has no compiler here; ``fun`` is not a function, or
-            does not take these arguments.
+            does not take these arguments, or there is a budget and no function.
         PlanError: the function has no regions.
         BudgetError: no policy is projected to fit; names the lowest bytes found.
 
@@ -82,6 +82,12 @@ def remat_policy(
         check_call(fun, args, kwargs, "jaxmem.remat_policy")
         limits = Limits.parse(budget, reserved, target)
         return shaped_policy(TracedFunction(fun, args, kwargs, argnums), limits)
+
+    if budget is not None or reserved != 0:
+        raise JaxmemError(
+            "jaxmem.remat_policy keeps a budget for a function: pass it and its arguments first. "
+            "A policy without one knows no bytes."
+        )
 
     def policy(primitive, /, *avals, **parameters) -> bool:
         if primitive.name not in CONTRACTIONS:

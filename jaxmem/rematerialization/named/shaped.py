@@ -133,7 +133,7 @@ def shaped_policy(traced: TracedFunction, limits: Limits) -> ShapedPolicy:
     chosen = names.best_for(budget.left)
     total = budget.total(names.laid_out(chosen))
     if not budget.fits(total):
-        raise _too_small(budget, total)
+        raise _too_small(limits.budget, total)
     wanted = frozenset(weighed[at] for at in chosen.saved)
 
     def saves(primitive, /, *avals, **_) -> bool:
@@ -176,10 +176,12 @@ def _saved(place: Place, number: int, kind: Kind, line: str) -> Saved:
     return Saved(kind[0], kind[1:], size, count, line)
 
 
-def _too_small(budget: Budget, lowest: int) -> BudgetError:
+def _too_small(given: Budget, lowest: int) -> BudgetError:
+    allowed = given.allowed or 0
+    reserved = f" with {format_bytes(given.reserved)} of it reserved" if given.reserved else ""
     return BudgetError(
-        f"No policy for these regions fits the budget of {format_bytes(budget.allowed or 0)}; the "
-        f"lowest found takes {format_against(lowest, budget.allowed or 0)} ({lowest} bytes "
-        "projected). Raise the budget, or let jaxmem.remat place and nest regions.",
+        f"No policy for these regions fits the budget of {format_bytes(allowed)}{reserved}; the "
+        f"lowest found takes {format_against(lowest, allowed)} ({lowest} bytes projected). Raise "
+        "the budget, or let jaxmem.remat place and nest regions.",
         lowest,
     )
