@@ -63,7 +63,7 @@ def test_the_smaller_of_budget_and_device_counts_and_it_is_said():
 
 @pytest.mark.parametrize("budget", [11, "11", " 24 ", 1023])
 def test_a_handful_of_bytes_is_another_unit_forgotten(budget):
-    said = "A budget without a unit is in bytes, and .* bytes hold no step. Write '.*GiB' if you"
+    said = "is in bytes, and .* bytes are too few to plan with. Write '.*GiB' if you mean GiB, or"
     with pytest.raises(BudgetError, match=said):
         device_budget(budget)
     assert device_budget("11B") == 11  # as it is written

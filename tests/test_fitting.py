@@ -681,7 +681,10 @@ def test_wrong_input_is_told_before_compiling():
         ({"keep": None}, r"takes keep=, names as text; got None\."),
         ({"compilations": 0}, r"takes compilations=, an int of 1 or more; got 0\."),
         ({"budget": "much"}, r"The budget 'much' does not parse"),
-        ({"budget": 11}, r"11 bytes hold no step\. Write '11GiB' if you mean GiB, or '11B'"),
+        (
+            {"budget": 11},
+            r"11 bytes are too few to plan with\. Write '11GiB' if you mean GiB, or '11B'",
+        ),
     ):
         given = {"budget": "1GiB"} | options
         with pytest.raises(jaxmem.JaxmemError, match=text):

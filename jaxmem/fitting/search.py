@@ -15,7 +15,15 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_count
 from jaxmem.ground.errors import CompileError
 from jaxmem.ground.progress import tell
-from jaxmem.rematerialization import NEARLY, Begun, Outcome, Plan, Search as CompiledSearch, waits
+from jaxmem.rematerialization import (
+    FIRST_ERROR,
+    NEARLY,
+    Begun,
+    Outcome,
+    Plan,
+    Search as CompiledSearch,
+    waits,
+)
 from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import family_of
 from jaxmem.training import TrainStep
@@ -27,9 +35,6 @@ _NEAR = 1.2  # times the budget: near enough to try plans in between
 _LINE = 0.02  # of the best step's time, that another compilation is to save
 _ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less
 _OVER = 1.01  # times the ratio of what did not fit: the next one differs from it
-# Compiled bytes over projected ones, at most, before anything was compiled: networks were within
-# 15 % (benchmarks/planner/projected.py), microbatches of a small one 26 % off.
-_FIRST_ERROR = 1.3
 # Expected bytes of a candidate over those of the one that is compiled beside it, as for plans.
 _ALTERNATIVE = 1.04
 
@@ -233,7 +238,7 @@ class Search:
         ratios = self.compiled.ratios
         alike = [ratio for place, ratio in ratios.items() if place.stage == levers.stage]
         alone = self.compiled.compilations == 1 and not self.found
-        last = _FIRST_ERROR if alone else 1.0
+        last = FIRST_ERROR if alone else 1.0
         last = math.ceil(alike[-1] * 50) / 50 if alike else last
         return ratios.get(_place(levers), last)
 
@@ -243,7 +248,7 @@ class Search:
         ratios = self.compiled.ratios
 
         def worst(levers: Levers) -> float:
-            return _FIRST_ERROR * max([self.ratio(levers), *ratios.values()])
+            return FIRST_ERROR * max([self.ratio(levers), *ratios.values()])
 
         return self.cheapest(None, worst) or self.smallest()
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jaxmem.ground.bytes import format_bytes
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Budget:
@@ -27,6 +29,15 @@ class Budget:
     def total(self, planned: int) -> int:
         """Bytes of a plan that takes so many, with what is reserved."""
         return planned + self.reserved
+
+    def __str__(self) -> str:
+        """Of a budget that is set, in words."""
+        allowed, reserved = format_bytes(self.allowed or 0), format_bytes(self.reserved)
+        if not self.reserved:
+            return allowed
+        if self.allowed is not None and self.reserved >= self.allowed:
+            return f"{allowed}, all of which is reserved ({reserved})"
+        return f"{allowed} with {reserved} of it reserved"
 
     def fits(self, total: int) -> bool:
         """Whether so many bytes on each device are allowed."""

@@ -12,23 +12,26 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter + "b"] = 1000**_power
     _UNITS[_letter + "ib"] = 1024**_power
 
-_LEAST_BUDGET = 1024  # of bytes without a unit: fewer hold no step, so another unit was meant
+_LEAST_BUDGET = 1024  # of bytes without a unit: too few to plan with, so another unit was meant
 _BUDGET = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*(%|[a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_budget(budget: int | str, capacity: int | None = None, *, what: str = "budget") -> int:
+def parse_budget(
+    budget: int | str, capacity: int | None = None, *, what: str = "budget", least: int = 1
+) -> int:
     """Bytes of a budget.
 
     Args:
         budget: bytes as an int, or text: ``"11GiB"``, ``"40GB"``, ``"512 MiB"``, ``"80%"``.
         capacity: bytes that a percentage refers to (the usable bytes of a target).
         what: how errors call it.
+        least: bytes that it has to be; 0 where there may be none.
 
     Returns:
-        A positive int, rounded down.
+        An int, rounded down.
 
     Raises:
-        BudgetError: the text does not parse, is not positive, or is a percentage of nothing.
+        BudgetError: the text does not parse, is less, or is a percentage of nothing.
 
     >>> parse_budget("11GiB")
     11811160064
@@ -60,8 +63,9 @@ def parse_budget(budget: int | str, capacity: int | None = None, *, what: str = 
             value = number / 100 * capacity
         else:
             value = number * _UNITS[unit]
-    if not math.isfinite(value) or value < 1:
-        raise BudgetError(f"The {what} {budget!r} is not a positive number of bytes.")
+    if not math.isfinite(value) or value < least:
+        kind = "a positive number of bytes" if least else "a number of bytes of 0 or more"
+        raise BudgetError(f"The {what} {budget!r} is not {kind}.")
     return int(value) if isinstance(budget, str) else int(budget)
 
 
@@ -77,7 +81,7 @@ def device_budget(budget: int | str, usable: int | None = None, name: str = "") 
         A positive int. `JaxmemWarning` says so where the device has less than the budget.
 
     Raises:
-        BudgetError: the budget does not parse, or is a number without a unit that holds no step.
+        BudgetError: the budget does not parse, or is a number without a unit that is too small.
 
     >>> device_budget("20GiB", 23 * 2**30, "rtx-3090") // 2**30
     20
@@ -85,8 +89,8 @@ def device_budget(budget: int | str, usable: int | None = None, name: str = "") 
     allowed = parse_budget(budget, usable or None)
     if allowed < _LEAST_BUDGET and str(budget).strip()[-1].isdigit():
         raise BudgetError(
-            f"A budget without a unit is in bytes, and {allowed} bytes hold no step. Write "
-            f"'{allowed}GiB' if you mean GiB, or '{allowed}B'."
+            f"A budget without a unit is in bytes, and {allowed} bytes are too few to plan "
+            f"with. Write '{allowed}GiB' if you mean GiB, or '{allowed}B'."
         )
     if usable and allowed > usable:
         warnings.warn(

@@ -52,8 +52,6 @@ _FITTINGS = 4
 # A program of more `jax.shard_map`s has no regions inside of them, but round them: it has small
 # ones, such as the attention of each layer. Chosen: it bounds the time of planning.
 _MAPS = 4
-# Blocks more than a straight line between all of them and none says that a budget asks for. Chosen.
-_BLOCKS_MORE = 3
 
 
 class DP:
@@ -303,13 +301,10 @@ class Variant:
             count = len(spans)
             share = (plain.peak - budget) / max(plain.peak - whole.peak, 1)
             least = max(math.ceil(share * count), 1)
-            for number in range(least, min(least + _BLOCKS_MORE, count)):
-                if whole.price * number / count >= price:
-                    break
-                part = self.row(spans[:number], saved)
+            if least < count and whole.price * least / count < price:
+                part = self.row(spans[:least], saved)
                 if part.peak <= budget:
                     found.append(part)
-                    break
         return [layout for layout in found if layout.price < price]
 
     def proposed(self, solution: Solution, memory: int) -> Layout | None:

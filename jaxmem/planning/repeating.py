@@ -1,6 +1,7 @@
 """What repeats in a program: stretches of operations that are the same again and again."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,7 +21,6 @@ _PART = 1.2
 _INSIDE = 0.5
 # Operations: above this, only periods up to so many are looked for (quadratic time). Chosen.
 _PERIODS = 2000
-_BETTER = 1.02  # times what a shorter period covers: the longer one is the block. Chosen
 
 
 def repeating_blocks(
@@ -126,6 +126,8 @@ def _longest(signature: np.ndarray, price: np.ndarray, least: float) -> tuple[in
         for start, stop in zip(starts[long], stops[long], strict=True):
             times = (stop - start) // period + 1
             covered = price[start + times * period] - price[start]
-            if covered > _BETTER * best and covered >= least * times:
+            # (Twice a period covers the same, but for what sums are rounded to.)
+            more = covered > best and not math.isclose(covered, best)
+            if more and covered >= least * times:
                 best, found = covered, (int(start), period, int(times))
     return found

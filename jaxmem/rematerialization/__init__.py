@@ -29,6 +29,7 @@ from jaxmem.rematerialization.plan_compiler import waits as waits
 from jaxmem.rematerialization.plan_text import checked as checked
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
 from jaxmem.rematerialization.search import (
+    FIRST_ERROR as FIRST_ERROR,
     NEARLY as NEARLY,
     Begun as Begun,
     Outcome as Outcome,

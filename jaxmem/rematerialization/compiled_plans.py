@@ -10,7 +10,7 @@ from jaxmem.planning import Layout
 from jaxmem.rematerialization.compiled_rows import Rows
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_compiler import PlanCompiler
-from jaxmem.rematerialization.search import Search
+from jaxmem.rematerialization.search import FIRST_ERROR, Search
 from jaxmem.targets import family_of
 
 # Chosen: what half and twice of these change beside a stand-in for the compiler prints
@@ -24,8 +24,6 @@ _MARGIN = 1.003  # between what is expected of a plan and its budget
 # Projected bytes of a plan over those of the one that is compiled beside it, for where it does not
 # fit: first projections are off by about as much (benchmarks/planner/projected.py).
 _ALTERNATIVE = 1.04
-# Two plans whose projected bytes differ by less say nothing of how compiled ones grow. Chosen.
-_APART = 0.01
 _LOWER = 0.97  # times the projected bytes that did not fit: a plan or two lower
 
 
@@ -88,12 +86,13 @@ class CompiledPlans(PlanCompiler):
         """Layouts to compile: the bytes to plan for are corrected by what was compiled, between
         what fitted and what did not."""
         search, planner = self.search, self.planner
-        if budget < self.projected(planner.plain) <= budget + self.chip_bytes:
+        only = search.compilations == 1  # has no other to learn from
+        if not only and budget < self.projected(planner.plain) <= budget + self.chip_bytes:
             # It would fit if the memories of the chip took the rest.
             yield [planner.plain]
             if search.fits(planner.plain):
                 return
-        goal: float = budget
+        goal = budget / FIRST_ERROR if only else float(budget)
         goals: dict[Layout, float] = {}  # projected bytes that it was planned for
         fits, fails = 0.0, math.inf  # of those, what did, and did not
         while fits * _SAME < fails:
@@ -160,7 +159,7 @@ class CompiledPlans(PlanCompiler):
             for other in search.outcomes.values()
             if other.compiled is not None
             and other.place == outcome.place
-            and abs(other.projected / outcome.projected - 1) > _APART
+            and other.projected != outcome.projected
         ]
         if not apart:
             return along

@@ -167,8 +167,7 @@ class Constraints:
         may yet find one."""
         allowed, word = self.budget.allowed or 0, "compiled" if compiled else "projected"
         return BudgetError(
-            f"No {self.name} plan fits the budget of {format_bytes(allowed)} with "
-            f"{format_bytes(self.budget.reserved)} of it reserved; the lowest found takes "
+            f"No {self.name} plan fits the budget of {self.budget}; the lowest found takes "
             f"{format_against(total, allowed)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
             f"{lowest(self.as_run(program), least)}."

@@ -29,7 +29,7 @@ class Limits:
         limits = (chosen.usable_bytes, chosen.name) if chosen else ()
         capacity = chosen.usable_bytes if chosen else None
         allowed = None if budget is None else device_budget(budget, *limits)
-        spoken_for = 0 if reserved == 0 else parse_budget(reserved, capacity, what="reserved size")
+        spoken_for = parse_budget(reserved, capacity, what="reserved size", least=0)
         return cls(
             Budget(allowed, spoken_for),
             chosen.known if chosen else None,

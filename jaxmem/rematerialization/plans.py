@@ -56,7 +56,8 @@ def plan(
             ``"open"`` plans in their place, and the plan prints what they cost (``plan.written``);
             ``"keep"`` leaves them whole, and plans beside them. Where they recompute less than what
             is found, and fit, they stay.
-        compilations: how many at most; 0: none.
+        compilations: how many at most; 0: none. The only one leaves room for what a projection may
+            be off by, since no other corrects it.
 
     Returns:
         A `Plan`: ``plan.apply(fun)`` is the planned function.

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from jaxmem import jaxprs
-from jaxmem.ground.bytes import format_against, format_bytes
+from jaxmem.ground.bytes import format_against
 from jaxmem.ground.errors import BudgetError, PlanError
 from jaxmem.ground.words import counted
 from jaxmem.planning import MOST, NamedChoice, Names, of_each, worth_most
@@ -86,10 +86,9 @@ class NamedChoices:
         """The error of a budget that nothing fits, where the least takes ``total`` bytes."""
         saved = ", ".join(self.names[at] for at in sorted(choice.saved)) or "no name"
         budget = self.limits.budget.allowed or 0
-        reserved = format_bytes(self.limits.budget.reserved)
         return BudgetError(
             f"No policy over {counted(len(self.order), 'name')} fits the budget of "
-            f"{format_bytes(budget)} with {reserved} of it reserved; the lowest found takes "
+            f"{self.limits.budget}; the lowest found takes "
             f"{format_against(total, budget)} ({total} bytes {word}), which saves {saved}. "
             "Raise the budget, shrink the batch, or let jaxmem.remat place regions of its own.",
             total,

@@ -178,9 +178,8 @@ def _saved(place: Place, number: int, kind: Kind, line: str) -> Saved:
 
 def _too_small(given: Budget, lowest: int) -> BudgetError:
     allowed = given.allowed or 0
-    reserved = f" with {format_bytes(given.reserved)} of it reserved" if given.reserved else ""
     return BudgetError(
-        f"No policy for these regions fits the budget of {format_bytes(allowed)}{reserved}; the "
+        f"No policy for these regions fits the budget of {given}; the "
         f"lowest found takes {format_against(lowest, allowed)} ({lowest} bytes projected). Raise "
         "the budget, or let jaxmem.remat place and nest regions.",
         lowest,
