@@ -356,5 +356,5 @@ def test_what_regions_hold_is_counted_however_deep_they_lie(layer, scanned):
 
     args = shapes(4) if scanned else [shapes()] * 4, jax.ShapeDtypeStruct((8192, 256), jnp.float32)
     kept = jaxmem.plan(loss, *args, budget="20GiB", target="h100", regions="keep", compilations=1)
-    # All that a turn makes is taken to be there at once, which is a fifth too much at most here.
-    assert 0.95 < kept.projected_bytes / kept.compiled_bytes < 1.2
+    # All that a turn makes is taken to be there at once, which is a quarter too much at most here.
+    assert 0.95 < kept.projected_bytes / kept.compiled_bytes < 1.25

@@ -107,6 +107,15 @@ def test_forward_mode_and_second_derivatives(form):
     np.testing.assert_allclose(twice(planned), twice(loss), rtol=1e-12, atol=1e-14)
 
 
+def test_one_of_a_few_is_picked_alike():
+    """The value of the action that was taken, of four; of one, there is nothing to pick."""
+    for few in (1, 2, 4):
+        x, at = x_of(4)[:, :few], labels(5) % few
+        loss = loss_of(by_take)
+        found = jax.jit(jax.grad(jaxmem.remat(loss)))(x, at)
+        np.testing.assert_allclose(found, jax.jit(jax.grad(loss))(x, at), rtol=1e-13)
+
+
 def two_of_each(x, at):
     return jnp.take_along_axis(x, at[:, None] + jnp.arange(2)[None], -1).sum(-1)
 

@@ -673,3 +673,14 @@ def test_a_policy_leaves_complex_matmuls_to_be_made_again():
     planned = jax.checkpoint(layer, policy=jaxmem.remat_policy(target="h100"))
     one, other = (jax.grad(lambda w, f=f: f(w, x).sum())(w) for f in (layer, planned))
     np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+def test_a_plan_leaves_nothing_to_choose():
+    def loss(x):
+        return jnp.sum(jnp.tanh(x) ** 2)
+
+    plan = jaxmem.plan(loss, jnp.ones(3))
+    with pytest.raises(
+        jaxmem.PlanError, match=r"has a plan, and budget=, planner= too, which woul"
+    ):
+        jaxmem.remat(loss, plan=plan, budget="1KiB", planner="sqrt")

@@ -189,6 +189,8 @@ class _Layout:
         self.cut: set[int] = set()  # those that pieces of are padded where they are read
         # What cotangents are made of with those of a reduction, by its kernel and by their values.
         self.waiting: dict[tuple[int, int], list[int]] = {}
+        # Copies of rows by the run of a region that writes them, and their groups.
+        self.copies: dict[tuple[int, int], list[int]] = {}
         self.ways = program.ways
         self.scans = set(program.scans)
 
@@ -307,6 +309,11 @@ class _Layout:
         if number in self.program.regions:
             inside += _inside(self.program, number)
         uses = [*reads, *incoming]
+        if kernel.groups is not None and self.run:
+            copies = self.copies.setdefault((self.run, kernel.groups), [])
+            uses += copies
+            pairs = zip(kernel.reads, reads, strict=True)
+            copies += [instance for value, instance in pairs if value == kernel.residuals]
         turned: Sequence[int] = ()
         if kernel.aliasing.turned:
             pairs = zip(kernel.reads, reads, strict=True)

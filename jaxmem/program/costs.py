@@ -13,7 +13,7 @@ from jaxmem.program.derivatives import DERIVATIVES
 
 # XLA fuses these into their consumers or producers: recomputing one costs no FLOPs worth counting
 # and no trip to memory of its own. What is not listed here (matmul, convolution, gather, sort,
-# scan, random bits, kernels, whatever comes new) is taken to be dear.
+# scan, kernels, whatever comes new) is taken to be dear.
 _FUSED = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
@@ -73,9 +73,17 @@ def is_fused(equation) -> bool:
         return False
     if name in ("custom_jvp_call", "jit", "pjit"):
         return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
-    if name in _FUSED or is_product(equation):
+    if name in _FUSED or is_product(equation) or _counts_bits(equation):
         return True
     return _own_cost(equation) == 0
+
+
+def _counts_bits(equation) -> bool:
+    """Whether it draws random bits by Threefry, which makes each of them of its own number (Salmon
+    et al. 2011): XLA writes what becomes of them, a mask of a byte each."""
+    return operation_of(equation) == "random_bits" and (
+        str(equation.invars[0].aval.dtype) == "key<fry>"
+    )
 
 
 def _own_cost(equation) -> int | None:

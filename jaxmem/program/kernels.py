@@ -12,7 +12,7 @@ import math
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.kernel import Aliasing, Kernel
 from jaxmem.program.operands import is_padded, made_in_matmuls
-from jaxmem.program.ragged import copies_in_loops
+from jaxmem.program.ragged import copies_of_groups, groups_of
 from jaxmem.program.readers import (
     SLICES,
     SMALL,
@@ -62,7 +62,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     norms = RowNorms({}, {})
     if program.rules.blocks_of_rows:
         norms = row_norms(program, stored, _REDUCTIONS)
-    cut, copies = _cut(program, stored), copies_in_loops(program)
+    cut, copies = _cut(program, stored), copies_of_groups(program)
     reduced = False  # whether the kernel before is a reduction
     for index, operation in enumerate(program.operations):
         results = tuple(value for value in operation.outputs if stored[value])
@@ -131,6 +131,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             workspace += norms.written_for(operation, program.sizes)
             if program.rules.writes_gathered and operation.name == "gather":
                 workspace += program.sizes[operation.inputs[0]]
+        library = _for_library(program, operation)
+        workspace, inside = workspace + library, inside + library
         rows = norms.sources.get(index, frozenset())
         computed = (v for number in ordered for v in program.operations[number].outputs)
         normalised = norms.sources_of(computed)
@@ -140,7 +142,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             dtype = "float32"
             left, right, wide = (_copy(program, v) for v in (*operation.inputs, *results))
             # What is rounded is made, in the place of what was wide, once the operands are gone.
-            workspace = left + right + wide // 2
+            workspace += left + right + wide // 2
             inside += left // 2 + right + wide
         kernels.append(
             Kernel(
@@ -165,6 +167,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 and operation.name == "dot_general"
                 and not operation.fused
                 and all(is_view(program.operations[number]) for number in ordered[:-1]),
+                groups=groups_of(operation) if program.rules.copies_groups else None,
             )
         )
     return tuple(kernels)
@@ -223,6 +226,13 @@ def _sorted(program, operation) -> int:
     if taken <= program.rules.takes_of_rows:
         return 0
     return program.sizes[operand] + 4 * math.prod(shape_of(program, operand))
+
+
+def _for_library(program, operation) -> int:
+    """Bytes in which a library multiplies matrices."""
+    dtypes, size = program.rules.library
+    multiplies = operation.name == "dot_general" and not operation.fused
+    return size * (multiplies and dtype_of(program, operation.outputs[0]) in dtypes)
 
 
 def _gather(

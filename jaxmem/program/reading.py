@@ -33,6 +33,7 @@ from jaxmem.program.costs import (
 )
 from jaxmem.program.opaque import Halves, halves, peak
 from jaxmem.program.operations import Contraction, Exchange, Operation, Program
+from jaxmem.program.ragged import shared_copies
 
 # What has a program inside that nothing is planned in.
 _OPAQUE = frozenset(
@@ -101,6 +102,8 @@ def read_program(
                 calls=calls(step.equation),
             )
         )
+    for value in shared_copies(operations):
+        sizes[value] = whole_sizes[value] = 0
     gathered: dict[Any, int] = {}
     for gather in spread.gathers:
         piece = spread.aval(gather.value, gather.parts)

@@ -18,12 +18,10 @@ from jaxmem.program.readers import SMALL, dtype_of, is_view, readers_of, takes_f
 # two meanwhile. Derived, 3 to 5: of those 4 is best for chains of ten functions on four GPUs
 # (tests/test_repeats.py has some of them).
 _DEAR = 4
-# The same where only matmuls read what becomes of it (a `gelu` in memory, its derivative). Derived:
-# a kernel that moves three arrays, and one that moves four, compute meanwhile.
-_DEAR_BEFORE_MATMULS = 7
-# Times the same: what it must take at least to be kept where more is computed of it. Chosen
-# (benchmarks/planner/sensitivity.py).
-_WORTH = 1
+# The same where what becomes of it ends in memory, since matmuls read that (a `gelu`, and the
+# derivative of it). Derived: a kernel that moves three arrays, and one that moves four, compute
+# meanwhile. Here and above, each other array that such a kernel reads gives it as much more time.
+_DEAR_IN_MEMORY = 7
 # XLA computes these in bfloat16, where they have no cycles; all others in float32.
 _IN_BFLOAT16 = frozenset("div exp log logistic rsqrt sqrt".split())
 _BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
@@ -43,6 +41,8 @@ class Repeats:
         self.shortcut: list[int | None] = [None] * count
         self.shown = list(range(count))
         self.is_row, self.is_normalised = [False] * count, [False] * count
+        # For each value the wide ones in memory that it is computed of.
+        self.sources: list[frozenset[int]] = [frozenset()] * count
 
     def kept(self, operation: Any, stored: Sequence[bool]) -> Iterator[int]:
         """The values that are in memory because one more operation is computed of them, or because
@@ -54,6 +54,9 @@ class Repeats:
         for result in operation.outputs:
             wide = {v for v in operation.inputs if sizes[v] * SMALL >= sizes[result]}
             fresh = [v for v in wide if not stored[v]]
+            self.sources[result] = frozenset(wide.difference(fresh)).union(
+                *(self.sources[value] for value in fresh)
+            )
             row = any(self.is_row[v] for v in operation.inputs)
             normalised = row and not all(self.is_row[v] for v in wide)
             normalised |= any(self.is_normalised[v] for v in fresh)
@@ -66,13 +69,14 @@ class Repeats:
                     self.made_of[result] = self.made_of[value]
                     self.shortcut[result] = self.shortcut[value]
             elif operation.fused and not (self._picked[result] or takes_few(operation, sizes)):
-                yield from (self.shown[v] for v in self._kept(operation, result, fresh))
+                yield from (self.shown[v] for v in self._kept(operation, result, fresh, stored))
 
-    def _kept(self, operation: Any, result: int, fresh: Sequence[int]) -> Iterator[int]:
-        sizes, moves = self.program.sizes, _DEAR
-        fuses = self.program.rules.fuses_elements
-        if fuses and self._before_matmuls[result] and not self.is_normalised[result]:
-            moves = _DEAR_BEFORE_MATMULS
+    def _kept(
+        self, operation: Any, result: int, fresh: Sequence[int], stored: Sequence[bool]
+    ) -> Iterator[int]:
+        sizes, fuses = self.program.sizes, self.program.rules.fuses_elements
+        ends = fuses and self._ends_in_memory[result] and not self.is_normalised[result]
+        moves = (_DEAR_IN_MEMORY if ends else _DEAR) + self._joined(result, stored)
         dear = self._hidden_cycles(result, moves)
         cycles: dict[int, int] = {}
         shortcuts = []
@@ -82,7 +86,7 @@ class Repeats:
                 yield value  # each of its elements would be computed for several
                 continue
             cycles |= self.made_of[value]
-            worth = self._takes(value) > self._hidden_cycles(value, _WORTH)
+            worth = self._takes(value) > self._hidden_cycles(value, 0)
             shortcut = value if worth and self._may_be_kept(value) else self.shortcut[value]
             if shortcut is not None:
                 shortcuts.append(shortcut)
@@ -101,6 +105,23 @@ class Repeats:
                 cycles = {result: total}  # what it is made of in turn does not matter any more
         self.made_of[result] = cycles
         self.shortcut[result] = shortcuts[-1] if shortcuts else None
+
+    def _joined(self, result: int, stored: Sequence[bool]) -> int:
+        """How many arrays in memory a kernel reads beside one, of which a value is computed, and
+        what becomes of it until that is in memory."""
+        sizes, own = self.program.sizes, self.sources[result]
+        found: set[int] = set()
+        seen, pending = {result}, [result]
+        while pending:
+            for operation in self._fused_readers[pending.pop()]:
+                for value in operation.inputs:
+                    if stored[value] and sizes[value] * SMALL >= sizes[result]:
+                        found.add(self.shown[value])
+                for value in operation.outputs:
+                    if value not in seen and not self._for_matmuls[value]:
+                        seen.add(value)
+                        pending.append(value)
+        return max(len((found | own) - seen) - 1, 0)
 
     def _adds_axes(self, operation: Any) -> bool:
         """Whether it has its operand with axes of one element."""
@@ -153,12 +174,43 @@ class Repeats:
         )
 
     @functools.cached_property
-    def _before_matmuls(self) -> list[bool]:
-        """For each value whether only matmuls read what becomes of it, in memory or not."""
+    def _ends_in_memory(self) -> list[bool]:
+        """For each value whether what becomes of it ends in memory, since matmuls read it; what
+        else reads that does not matter any more."""
+        read = self._for_matmuls
         return self._ends(
-            lambda operation: operation.name == "dot_general",
+            lambda operation: (
+                operation.name == "dot_general"
+                or (
+                    operation.fused
+                    and not self.reduces(operation)
+                    and all(read[value] for value in operation.outputs)
+                )
+            ),
             lambda operation: not self.reduces(operation),
         )
+
+    @functools.cached_property
+    def _for_matmuls(self) -> list[bool]:
+        """For each value whether a matmul reads it."""
+        read = [False] * len(self.program.sizes)
+        for operation in self.program.operations:
+            if operation.name == "dot_general":
+                for value in operation.inputs:
+                    read[value] = True
+        for shown, view in views_of(self.program):
+            read[shown] |= read[view]
+        return read
+
+    @functools.cached_property
+    def _fused_readers(self) -> list[list[Any]]:
+        """For each value the fused operations that read it, and do not reduce it."""
+        found: list[list[Any]] = [[] for _ in self.program.sizes]
+        for operation in self.program.operations:
+            if operation.fused and not self.reduces(operation):
+                for value in set(operation.inputs):
+                    found[value].append(operation)
+        return found
 
     @functools.cached_property
     def _picked(self) -> list[bool]:

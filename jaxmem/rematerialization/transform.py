@@ -2,9 +2,10 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from jaxmem.frameworks.modules import is_module, transform_module
-from jaxmem.ground.errors import BudgetError
+from jaxmem.ground.errors import BudgetError, PlanError
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.emission import planned_function
 from jaxmem.rematerialization.plan import Plan
@@ -51,10 +52,11 @@ def remat(
         budget, planner, target, reserved, offload, regions: as for `jaxmem.plan`. Nothing is
             compiled here: the budget is met by projected bytes. To have the compiler's, make the
             plan first with `jaxmem.plan` and pass it as ``plan``.
-        plan: a plan made before, instead of planning at each new shape.
+        plan: a plan made before, instead of planning at each new shape; none of the others with it.
 
     Raises:
-        PlanError: side effects in the function, or a plan that belongs to another program.
+        PlanError: side effects in the function, a plan that belongs to another program, or a plan
+            with a budget, a planner or any other of these beside it.
         BudgetError: the budget does not parse, or no plan is projected to fit, with gradients of
             all arguments: which are differentiated is not known. `jaxmem.plan` knows it.
         JaxmemError: ``fun`` is no function, or an instance of a linen module.
@@ -68,17 +70,23 @@ def remat(
     >>> jax.grad(loss)(jnp.eye(3), jnp.ones((2, 3))).shape
     (3, 3)
     """
+    chosen: dict[str, Any] = {
+        "budget": budget,
+        "planner": planner,
+        "target": target,
+        "reserved": reserved,
+        "offload": offload,
+        "regions": regions,
+    }
     constraints = Constraints.parse(budget, reserved, target, planner, offload, regions)
-    decorator: Callable = functools.partial(
-        remat,
-        budget=budget,
-        planner=planner,
-        target=target,
-        reserved=reserved,
-        offload=offload,
-        regions=regions,
-        plan=plan,
-    )
+    usual = remat.__kwdefaults__ or {}
+    given = ", ".join(f"{name}=" for name, one in chosen.items() if one != usual[name])
+    if plan is not None and given:
+        raise PlanError(
+            f"jaxmem.remat has a plan, and {given} too, which would change nothing: give that to "
+            "jaxmem.plan, which makes the plan."
+        )
+    decorator: Callable = functools.partial(remat, **chosen, plan=plan)
     if fun is None:
         return decorator
     if is_module(fun):

@@ -59,6 +59,8 @@ class Rules:
         row_major: whether what a scan keeps had better lie row by row. Who reads it may ask for
             another layout, of the layers' axis too, and XLA then makes a copy of the whole stack
             between the passes (plans of attention compiled to 1.4 times their bytes).
+        library: the dtypes of matmuls that a library has kernels for and the compiler has none, and
+            the bytes of the workspace that it gives each of them.
         cycles: what is not computed again; None: all that is fused may be.
     """
 
@@ -77,6 +79,7 @@ class Rules:
     picks_poolings: bool = True
     widens: bool = False
     row_major: bool = True
+    library: tuple[frozenset[str], int] = (frozenset(), 0)
     cycles: Cycles | None = None
 
     def bytes_of(self, shape: Sequence[int], itemsize: int, apart: Collection[int] = ()) -> int:

@@ -10,21 +10,14 @@ from jaxmem import jaxprs
 from jaxmem.ground.widths import at_least
 from jaxmem.program.derivatives.derivative import Derivative
 
-# Elements, at least, of a row that one is taken of. Chosen
-# (benchmarks/planner/sensitivity.py).
-_ROW = 16
-
 
 class Picking(Derivative):
     """Gathers of one element of each row: a fused reduction."""
 
     def cost(self, equation) -> int | None:
-        """Nothing, where it takes one element of each of some long rows."""
-        if jaxprs.operation_of(equation) != "gather":
-            return None
-        axis = jaxprs.picked_axis(equation)
-        long = axis is not None and equation.invars[0].aval.shape[axis] >= _ROW
-        return 0 if long else None
+        """Nothing, where it takes one element of each of some rows."""
+        gathers = jaxprs.operation_of(equation) == "gather"
+        return 0 if gathers and jaxprs.picked_axis(equation) is not None else None
 
     def matches(self, step, kernel) -> bool:
         """Whether it is one, of a kernel that is fused."""

@@ -30,6 +30,7 @@ _MADE_OF: dict[str, tuple[str, int]] = {
     "erfc": ("exp div", 100),
     "exp2": ("exp", 1),
     "logistic": ("exp div", 2),
+    "random_bits": ("", 115),  # twenty rounds of Threefry of five each, and keys in between
     "sinh": ("exp exp", 2),
 }
 

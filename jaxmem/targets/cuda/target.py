@@ -20,6 +20,10 @@ CONTEXT_BYTES = 512 * 2**20
 # matmuls have it, and the shortest sum that is split among cores. Chosen.
 _TILE, _SPLIT = 128, 256
 
+# What cuBLAS multiplies on all GPUs, and on those before Ampere, for which XLA has no kernels.
+_COMPLEX = frozenset({"complex64", "complex128"})
+_REAL = frozenset({"bfloat16", "float16", "float32", "float64"})
+
 # Of all GPUs: found in what XLA makes of matmuls of many shapes for an H100 and a T4
 # (tests/test_vectors.py), and of graph networks and pair potentials (tests/test_graphs.py).
 RULES = Rules(multiplies_vectors=True, fuses_gathers=True)
@@ -87,6 +91,7 @@ class CudaTarget(Target):
             fuses_derivatives=ampere,
             blocks_of_rows=ampere,
             merges_reductions=not ampere,
+            library=(_COMPLEX if ampere else _COMPLEX | _REAL, _workspace(self.compute_capability)),
             cycles=Cycles(
                 dear_operations(self.compute_capability),
                 per_byte=cycles_per_second / self.memory_bandwidth,
@@ -125,6 +130,11 @@ class CudaTarget(Target):
         )
 
     __str__ = Target.__str__
+
+
+def _workspace(capability: tuple[int, int]) -> int:
+    """Bytes that XLA gives each call of cuBLAS (measured for six GPUs: tests/test_library.py)."""
+    return 32 * 2**20 if capability >= (9, 0) else 4 * 2**20
 
 
 @functools.cache
