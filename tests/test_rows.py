@@ -496,7 +496,8 @@ def test_a_loss_of_shifted_tokens_is_projected():
     planned = jax.value_and_grad(plan.apply(fun))
     options = plan.compiler_options
     report = jaxmem.memory(planned, *arguments(), target="h200", compiler_options=options)
-    assert plan.recomputes and plan.projected_bytes == pytest.approx(report.device, rel=0.1)
+    # What is alive: XLA packs it with a gap of the logits' size, since both of them come and go.
+    assert plan.recomputes and plan.projected_bytes == pytest.approx(report.peak_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.75])

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,9 +95,18 @@ def _ways(
 
 
 def _cuts(program: Any, kernel: Any, value: int) -> bool:
-    """Whether a kernel reads no more than slices of a value."""
-    members = (program.operations[number] for number in kernel.operations)
-    return kernel.fused and all(one.name in SLICES for one in members if value in one.inputs)
+    """Whether a kernel reads no more than slices of a value, or of what it computes of it element
+    by element."""
+    whole, sizes = {value}, program.sizes
+    shape = functools.partial(shape_of, program) if program.types else sizes.__getitem__
+    for number in kernel.operations if kernel.fused else ():
+        one = program.operations[number]
+        if one.name in SLICES or whole.isdisjoint(one.inputs):
+            continue
+        if any(shape(made) != shape(value) for made in one.outputs):
+            return False
+        whole.update(one.outputs)
+    return kernel.fused and whole.isdisjoint(kernel.results)
 
 
 def _moving(program: Any, kernel: Any) -> frozenset[int]:
