@@ -265,8 +265,10 @@ def test_the_lowest_budget_is_named_and_works():
         jaxmem.plan(tanh_chain, *SHAPES, budget="80MiB", target="h200")
     text = str(caught.value)
     assert text.startswith("No dp plan fits the budget of 80.00 MiB; the ")
-    assert "set by the backward pass of dot_general in the function. nothing_saveable on " in text
-    assert re.search(r"each of 1[56] blocks takes 1.\d\d GiB \(compiled\). Raise the bud", text)
+    assert "set by the backward pass of dot_general in the function. " in text
+    assert re.search(
+        r"\w_saveable on each of 1[56] blocks takes 1.\d\d GiB \(compiled\). Raise the bud", text
+    )
     lowest = int(re.search(r"\((\d+) bytes compiled", text)[1])
     # Nested halves: the input, and about a value a level beside what a layer's derivative takes.
     assert lowest <= 9 * ACTIVATION
@@ -476,7 +478,7 @@ def test_what_a_scan_keeps_is_not_laid_out_anew(devices, share):
         target=jaxmem.target("h100", count=devices),
         compiler_options=plan.compiler_options,
     )
-    assert report.device < 1.1 * plan.projected_bytes
+    assert report.device < 1.15 * plan.projected_bytes
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -25,6 +25,7 @@ from jaxmem.program.readers import (
 )
 from jaxmem.program.repeats import Repeats
 from jaxmem.program.row_norms import RowNorms, row_norms
+from jaxmem.program.splitting import bytes_of_parts
 from jaxmem.targets.links import Ring
 
 # A fused value that several kernels read is computed in each of them, unless that takes more than
@@ -131,8 +132,11 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             workspace += norms.written_for(operation, program.sizes)
             if program.rules.writes_gathered and operation.name == "gather":
                 workspace += program.sizes[operation.inputs[0]]
-        library = _for_library(program, operation)
-        workspace, inside = workspace + library, inside + library
+        library, (forward, backward) = (
+            _for_library(program, operation),
+            bytes_of_parts(program, operation),
+        )
+        workspace, inside = workspace + library + forward, inside + library + backward
         rows = norms.sources.get(index, frozenset())
         computed = (v for number in ordered for v in program.operations[number].outputs)
         normalised = norms.sources_of(computed)

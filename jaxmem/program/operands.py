@@ -6,17 +6,14 @@ constant or with a parameter that is broadcast, but not a `gelu`, which reads it
 times (its GemmFusion, for kernels of Triton's; tests/test_operands.py).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem.program.readers import SMALL, dtype_of, shape_of
+from jaxmem.program.readers import SMALL, dtype_of
+from jaxmem.program.splitting import matmul_of
 
 # In float64 (before jax 0.12) and in whole numbers XLA multiplies otherwise.
 _DTYPES = frozenset("bfloat16 float16 float32".split())
-# Rows of a sum that is cut into pieces, and a number of them that all pieces divide. Found: 20,000
-# and 100,000 rows of 128 columns are cut into 64 and 128 pieces (tests/test_graphs.py).
-_CUT, _PIECES = 4096, 1024
 _ALONE = frozenset(
     """
     abs add ceil convert_element_type copy cos cosh div erf erf_inv erfc exp exp2 expm1 floor log
@@ -64,15 +61,13 @@ def made_in_matmuls(program: Any, reduces: Callable[[Any], bool]) -> list[int]:
 
 
 def is_padded(program: Any, operation: Any, value: int) -> bool:
-    """Whether the rows of a matmul's operand are padded for the gradient of the other one: XLA
-    cuts that sum over many rows into pieces of one length, and matmuls compute no padding."""
-    depth = operation.flops // max(2 * _elements(program, operation.outputs[0]), 1)
-    rows = _elements(program, value) // max(depth, 1)
-    return rows > _CUT and rows % _PIECES != 0
-
-
-def _elements(program: Any, value: int) -> int:
-    return math.prod(shape_of(program, value))
+    """Whether the rows of a matmul's operand are padded for the gradient of the other one, whose
+    sum over them is cut into parts: matmuls compute no padding."""
+    one = matmul_of(program, operation)
+    if one is None:
+        return False
+    left = value == operation.inputs[0]
+    return (one.of_right if left else one.of_left).is_padded(program.rules)
 
 
 def _name(operation: Any) -> str:

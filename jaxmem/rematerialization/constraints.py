@@ -148,11 +148,11 @@ class Constraints:
         found.pop("everything_saveable")
         if not found:
             return ""
-        name = min(found, key=lambda name: found[name].peak)
+        known = {name: compiled.get((row.regions, row.loops)) for name, row in found.items()}
+        name = min(found, key=lambda name: (found[name].peak, known[name] is None))
         projected = total(found[name].peak)
-        known = compiled.get((found[name].regions, found[name].loops))
-        takes = format_against(known or projected, self.budget.allowed or 0)
-        return f" {name} takes {takes} ({'compiled' if known else 'projected'})."
+        takes = format_against(known[name] or projected, self.budget.allowed or 0)
+        return f" {name} takes {takes} ({'compiled' if known[name] else 'projected'})."
 
     def too_small(
         self,

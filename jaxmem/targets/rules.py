@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ class Rules:
             between the passes (plans of attention compiled to 1.4 times their bytes).
         library: the dtypes of matmuls that a library has kernels for and the compiler has none, and
             the bytes of the workspace that it gives each of them.
+        parts: into how many the sums of a matmul are cut, by its batch, rows, columns and depth,
+            and by the bytes of an element, of an operand and while it is summed; None: into none.
         cycles: what is not computed again; None: all that is fused may be.
     """
 
@@ -80,6 +82,7 @@ class Rules:
     widens: bool = False
     row_major: bool = True
     library: tuple[frozenset[str], int] = (frozenset(), 0)
+    parts: Callable[[int, int, int, int, int, int], int] | None = None
     cycles: Cycles | None = None
 
     def bytes_of(self, shape: Sequence[int], itemsize: int, apart: Collection[int] = ()) -> int:

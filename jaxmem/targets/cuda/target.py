@@ -8,6 +8,7 @@ import math
 
 from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cuda.cycles import LAUNCH, dear_operations
+from jaxmem.targets.cuda.splitting import Splitting
 from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks
 from jaxmem.targets.rules import Cycles, Rules
@@ -92,6 +93,7 @@ class CudaTarget(Target):
             blocks_of_rows=ampere,
             merges_reductions=not ampere,
             library=(_COMPLEX if ampere else _COMPLEX | _REAL, _workspace(self.compute_capability)),
+            parts=Splitting(self.core_count, self.compute_capability),
             cycles=Cycles(
                 dear_operations(self.compute_capability),
                 per_byte=cycles_per_second / self.memory_bandwidth,
