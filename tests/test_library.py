@@ -9,7 +9,8 @@ import pytest
 import jaxmem
 
 MIB = 2**20
-GPUS = {"h100": 32, "b200": 32, "a100-40gb": 4, "rtx-4090": 4, "rtx-2080-ti": 4, "t4": 4}
+HOPPER = 32 if jax.__version_info__ < (0, 12) else 4
+GPUS = {"h100": HOPPER, "b200": HOPPER, "a100-40gb": 4, "rtx-4090": 4, "rtx-2080-ti": 4, "t4": 4}
 
 
 def workspace(target, dtype):

@@ -399,7 +399,7 @@ def test_a_planned_loop_stacks_no_results_that_nothing_reads(name):
         target="h200",
         compiler_options=plan.compiler_options,
     )
-    assert report.device == pytest.approx(plan.projected_bytes, rel=0.05)
+    assert report.device == pytest.approx(plan.projected_bytes, rel=0.08)
 
 
 def ranked(x):

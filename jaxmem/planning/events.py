@@ -72,7 +72,8 @@ def alive(
             dies = [one for one in ends if runs.get(one, event.run) == event.run]
             live_now = max(before, now - _over(event, sizes, dies))
         elif in_turn and event.run and event.backward and kernel.in_turn and event.makes[1:]:
-            live_now = before + _in_turn(event, sizes, ends)
+            parts = kernel.parts or (0, 0)
+            live_now = before + _in_turn(event, sizes, ends, parts) - max(parts)
         else:
             live_now = now
         live_now += event.inside
@@ -83,13 +84,15 @@ def alive(
     return total, peak, at
 
 
-def _in_turn(event: Event, sizes: list[int], ends: Sequence[int]) -> int:
+def _in_turn(event: Event, sizes: list[int], ends: Sequence[int], parts: Sequence[int]) -> int:
     """The most bytes more while the two gradients of a contraction are made, each of which reads
-    the other's operand, in the order that takes less."""
+    the other's operand, in the order that takes less; ``parts`` are there while either is made."""
     left, right = (sizes[one] if one in ends else 0 for one in event.uses[:2])  # that die
     of_left, of_right = (sizes[one] for one in event.makes)
-    right_first = max(of_right, of_right - left + of_left)
-    return min(right_first, max(of_left, of_left - right + of_right))
+    for_left, for_right = parts
+    right_first = max(of_right + for_right, of_right - left + of_left + for_left)
+    left_first = max(of_left + for_left, of_left - right + of_right + for_right)
+    return min(right_first, left_first)
 
 
 def _over(event: Event, sizes: list[int], dies: Sequence[int]) -> int:

@@ -56,6 +56,8 @@ class Kernel:
             again: cotangents pass through it.
         in_turn: whether it is a matmul of two values in memory as they are, of whose gradients the
             one may be made first. (Those of convolutions are made side by side: a U-Net.)
+        parts: the bytes of parts of sums (`jaxmem.program.splitting`) that the gradient of each of
+            ``sources`` takes, which are among those ``inside``.
         groups: of a matmul of rows in groups, the value that has their lengths: its residuals are
             copies of rows, which a region writes together with those for the same groups.
     """
@@ -79,6 +81,7 @@ class Kernel:
     aliasing: Aliasing = _ALL
     dear: bool = False
     in_turn: bool = False
+    parts: tuple[int, ...] = ()
     groups: int | None = None
 
     @property

@@ -132,11 +132,11 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             workspace += norms.written_for(operation, program.sizes)
             if program.rules.writes_gathered and operation.name == "gather":
                 workspace += program.sizes[operation.inputs[0]]
-        library, (forward, backward) = (
-            _for_library(program, operation),
-            bytes_of_parts(program, operation),
-        )
-        workspace, inside = workspace + library + forward, inside + library + backward
+        library = _for_library(program, operation)
+        forward, gradients = bytes_of_parts(program, operation)
+        parts = {source: size for v, size in gradients.items() for source in made(operation, v)}
+        workspace += library + forward
+        inside += library + max(gradients.values(), default=0)
         rows = norms.sources.get(index, frozenset())
         computed = (v for number in ordered for v in program.operations[number].outputs)
         normalised = norms.sources_of(computed)
@@ -171,6 +171,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 and operation.name == "dot_general"
                 and not operation.fused
                 and all(is_view(program.operations[number]) for number in ordered[:-1]),
+                parts=tuple(parts.get(value, 0) for value in sorted(sources)),
                 groups=groups_of(operation) if program.rules.copies_groups else None,
             )
         )

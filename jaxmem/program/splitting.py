@@ -76,14 +76,14 @@ def matmul_of(program: Any, operation: Any) -> Matmul | None:
     )
 
 
-def bytes_of_parts(program: Any, operation: Any) -> tuple[int, int]:
-    """Bytes of the parts of an operation, and the most that are there in its derivative."""
+def bytes_of_parts(program: Any, operation: Any) -> tuple[int, dict[int, int]]:
+    """Bytes of the parts of an operation, and of those of the gradients of its operands."""
     one, rules = matmul_of(program, operation), program.rules
     if one is None or rules.parts is None:
-        return 0, 0
-    gradients = [
-        gradient.bytes_of_parts(rules)
+        return 0, {}
+    gradients = {
+        value: gradient.bytes_of_parts(rules)
         for value, gradient in zip(operation.inputs, (one.of_left, one.of_right), strict=False)
         if program.active[value]
-    ]
-    return one.bytes_of_parts(rules), max(gradients, default=0)
+    }
+    return one.bytes_of_parts(rules), gradients

@@ -6,6 +6,8 @@ import functools
 import importlib.resources
 import math
 
+import jax
+
 from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cuda.cycles import LAUNCH, dear_operations
 from jaxmem.targets.cuda.splitting import Splitting
@@ -136,7 +138,8 @@ class CudaTarget(Target):
 
 def _workspace(capability: tuple[int, int]) -> int:
     """Bytes that XLA gives each call of cuBLAS (measured for six GPUs: tests/test_library.py)."""
-    return 32 * 2**20 if capability >= (9, 0) else 4 * 2**20
+    more = capability >= (9, 0) and jax.__version_info__ < (0, 12)
+    return (32 if more else 4) * 2**20
 
 
 @functools.cache
