@@ -22,6 +22,9 @@ _DEAR = 4
 # derivative of it). Derived: a kernel that moves three arrays, and one that moves four, compute
 # meanwhile. Here and above, each other array that such a kernel reads gives it as much more time.
 _DEAR_IN_MEMORY = 7
+# Values that are looked at for what a kernel reads with one: no kernel has more operations
+# (`kernels._CHAIN`).
+_AHEAD = 64
 # XLA computes these in bfloat16, where they have no cycles; all others in float32.
 _IN_BFLOAT16 = frozenset("div exp log logistic rsqrt sqrt".split())
 _BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
@@ -76,7 +79,10 @@ class Repeats:
     ) -> Iterator[int]:
         sizes, fuses = self.program.sizes, self.program.rules.fuses_elements
         ends = fuses and self._ends_in_memory[result] and not self.is_normalised[result]
-        moves = (_DEAR_IN_MEMORY if ends else _DEAR) + self._joined(result, stored)
+        own = self._cycles_of(operation, result)
+        moves = _DEAR_IN_MEMORY if ends else _DEAR
+        if own or any(self.made_of[value] for value in fresh):  # else nothing is dear
+            moves += self._joined(result, stored)
         dear = self._hidden_cycles(result, moves)
         cycles: dict[int, int] = {}
         shortcuts = []
@@ -90,7 +96,7 @@ class Repeats:
             shortcut = value if worth and self._may_be_kept(value) else self.shortcut[value]
             if shortcut is not None:
                 shortcuts.append(shortcut)
-        if own := self._cycles_of(operation, result):
+        if own:
             cycles[result] = own
         shortcuts.sort(key=self._takes)
         while shortcuts and sum(cycles.values()) > dear:
@@ -112,7 +118,7 @@ class Repeats:
         sizes, own = self.program.sizes, self.sources[result]
         found: set[int] = set()
         seen, pending = {result}, [result]
-        while pending:
+        while pending and len(seen) < _AHEAD:
             for operation in self._fused_readers[pending.pop()]:
                 for value in operation.inputs:
                     if stored[value] and sizes[value] * SMALL >= sizes[result]:
