@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from benchmarks.planner.sensitivity import constants
+from benchmarks.planner.sensitivity import changes, constants
 
 ROOT = pathlib.Path(__file__).parents[1]
 RUNS = json.loads((ROOT / "benchmarks/results/sensitivity.json").read_text())["runs"]
+HEADS = ("half", "twice", "far below", "far above")
 KEYS = [one.key for one in constants()]
 # What bounds the time of one step of planning, or decides where a compiler does: in their comments
 # is what was looked at instead.
@@ -55,6 +56,36 @@ def chosen():
 
 def test_every_chosen_constant_is_measured():
     assert set(chosen()) - set(KEYS) == ELSEWHERE
+
+
+# What changes nothing on the programs of the table, even far off: it bounds the time of planning,
+# or the test that is named needs it.
+NEEDED = {
+    "planning.dp._REACH": "test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp",
+    "planning.dp._STRIDE": "",
+    "planning.loops._APART": "",
+    "planning.repeating._ALIKE": "test_blocks_are_found_by_what_repeats",
+    "planning.repeating._INSIDE": "test_blocks_end_where_the_least_crosses_of_all_of_them",
+    "rematerialization.compiled_plans._SAME": "",
+    "rematerialization.compiled_plans._LOWER": "",
+    "fitting.search._LINE": "",
+    "fitting.search._NEAR": "test_plans_between_two_that_do_not_fit_are_tried",
+    "fitting.search._ABOVE": "test_plans_above_those_that_do_not_fit_are_tried",
+}
+
+
+def test_no_constant_changes_nothing():
+    idle = None
+    for run in RUNS.values():
+        still = {
+            row["constant"]
+            for row in run["rows"]
+            if not changes("".join(row[head] for head in HEADS))
+        }
+        idle = still if idle is None else idle & still
+    assert idle == set(NEEDED)
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    assert all(f"def {name}(" in tests for name in NEEDED.values() if name)
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -24,7 +24,7 @@ off, six compilations, AdamW, and budgets of 0.35, 0.5 and 0.75 of the plain ste
 the chosen steps there, beside the plain one's. The constants of the derivatives are not measured.
 
 A constant that changes nothing at half and at twice is tried far off too: at a sixty-fourth and at
-64 times, as a margin at none and at 32 times. One that changes nothing there either is needed by
+64 times, a margin at 32 times. One that changes nothing there either is needed by
 programs that are not among these, which its comment or a test names.
 """
 
@@ -64,11 +64,9 @@ UNROLLED, SCAN, DENSENET, UNET, MIXER, LONG, LONGEST, STEPS = (
     "GPT, unrolled", "GPT, scan", "DenseNet", "U-Net", "mixer", "128 layers", "512 layers", "steps",
 )  # fmt: skip
 SEARCH = "rematerialization.compiled_plans"
-ROWS = "rematerialization.compiled_rows"
 FIT = "fitting.search"
 FIT_SHARES, FIT_COMPILATIONS = (0.35, 0.5, 0.75), 6
 SHARES_OF_RATES = "targets.shares"
-FAR = (("far below", 1 / 64), ("far above", 64))
 SEARCHED = (SCAN, MIXER)
 BLOCKS = (UNROLLED, SCAN, MIXER)
 FEW = (UNROLLED, SCAN, DENSENET, UNET, MIXER)
@@ -237,7 +235,7 @@ def constants() -> list[Constant]:
         *of("planning.options", "_STEP", programs=(STEPS,), margin=True),
         *of("planning.options", "_TOGETHER", programs=(STEPS,)),
         *of("loops.schedules", "_TRIED", programs=(STEPS,)),
-        *of("planning.dots", "_GROUPS", "_TINY", "_STATISTICS", planner="dots"),
+        *of("planning.dots", "_GROUPS", "_STATISTICS", planner="dots"),
         *of("planning.sqrt", "_CANDIDATES", programs=(LONGEST,), planner="sqrt"),
         *of("planning.sqrt", "_TRIES", planner="sqrt"),
         *of("planning.repeating", "_ALIKE", "_INSIDE", programs=BLOCKS, searched=True, most=0.99),
@@ -258,7 +256,6 @@ def constants() -> list[Constant]:
             searched=True,
             margin=True,
         ),
-        *of(ROWS, "_SAFE", programs=SEARCHED, searched=True, margin=True),
         *of(FIT, "_LINE", programs=SEARCHED),
         *of(FIT, "_CLOSE", "_NEAR", "_ABOVE", "_OVER", programs=SEARCHED, margin=True),
         *of(FIT, "_ALTERNATIVE", programs=SEARCHED, margin=True),
@@ -460,10 +457,10 @@ def rows_of(key: str):
     kind = FIT if constant.of_fit else "planning.dp"
     before = _as_it_is(kind, *constant.setting)
     row = {"constant": key, "value": written(constant.value)}
-    far = (("far below", 0.0), ("far above", 32)) if constant.margin else FAR
-    for head, factor in (("half", 0.5), ("twice", 2), *far):
+    most = 32 if constant.margin else 64
+    for head, factor in (("half", 0.5), ("twice", 2), ("far below", 1 / 64), ("far above", most)):
         value = constant.times(factor)
-        if head in dict(far) and changes(row["half"] + row["twice"]):
+        if head.startswith("far") and changes(row["half"] + row["twice"]):
             row[head] = ""
             continue
         with constant.set(value):

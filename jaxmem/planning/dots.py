@@ -13,7 +13,6 @@ from jaxmem.program import Program
 
 # Chosen. Half and twice: benchmarks/planner/sensitivity.py.
 _GROUPS = (1, 3, 6, 12)  # regions in one
-_TINY = 1 / 4096  # of the largest value: saved in any case
 _STATISTICS = 1 / 64  # of what it is made of: what norms and losses sum up, saved too
 
 
@@ -27,13 +26,12 @@ class Dots:
         self.kernels = self.variant.program.kernels
         sizes = program.sizes
         self.saved = set()
-        tiny = _TINY * max(sizes, default=0)
         for kernel in self.kernels:
             read = max((sizes[value] for value in kernel.sources), default=0)
             self.saved |= {
                 value
                 for value in kernel.results
-                if (not kernel.fused or sizes[value] <= max(read * _STATISTICS, tiny))
+                if (not kernel.fused or sizes[value] <= read * _STATISTICS)
                 and value != kernel.residuals
             }
 

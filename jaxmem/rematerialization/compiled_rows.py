@@ -12,10 +12,6 @@ from jaxmem.rematerialization.search import NEARLY
 if TYPE_CHECKING:
     from jaxmem.rematerialization.compiled_plans import CompiledPlans
 
-# Times the bytes that are safe: a row of regions that is projected to take no more is tried before
-# the fewest bytes, at any price. Chosen.
-_SAFE = 1.02
-
 
 class Rows:
     """Those of a search, in the order in which it tries them."""
@@ -39,8 +35,8 @@ class Rows:
             yield [layout]
 
     def safe(self, budget: int, goal: float) -> Iterator[Sequence[Layout]]:
-        """The cheapest row that is projected to take no more than that, or by very little."""
-        safe = (one for one in self.promising(budget) if self.plans.projected(one) <= _SAFE * goal)
+        """The cheapest row that is projected to take no more than that."""
+        safe = (one for one in self.promising(budget) if self.plans.projected(one) <= goal)
         yield from ([one] for one in itertools.islice(safe, 1))
 
     def promising(self, budget: int, price: float = math.inf) -> Iterator[Layout]:
@@ -64,7 +60,7 @@ class Rows:
         """Whether the most promising row fits if it takes what is projected, or as little of that
         as anything that was compiled."""
         row = next(self.promising(budget), None)
-        error, room = min(self.plans.least_ratio, 1.0), _SAFE * budget + self.plans.chip_bytes
+        error, room = min(self.plans.least_ratio, 1.0), budget + self.plans.chip_bytes
         return row is not None and error * self.plans.projected(row) <= room
 
     @functools.cached_property
