@@ -57,7 +57,12 @@ def _parted(program: Program, events: Sequence[Event], start: int) -> list[Event
     found: list[Event] = []
     for number, event in enumerate(events):
         kernel = program.kernels[event.kernel]
-        two = number >= start and event.backward and kernel.in_turn and len(event.makes) == 2
+        two = (
+            number >= start
+            and event.backward
+            and kernel.gradients.in_turn
+            and len(event.makes) == 2
+        )
         if two and len(event.uses) > 2:
             (one, other, *cotangent), (first, second) = event.uses, event.makes
             found.append(dataclasses.replace(event, uses=[other, *cotangent], makes=[first]))

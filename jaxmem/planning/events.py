@@ -71,8 +71,14 @@ def alive(
         if kernel.fused:
             dies = [one for one in ends if runs.get(one, event.run) == event.run]
             live_now = max(before, now - _over(event, sizes, dies))
-        elif in_turn and event.run and event.backward and kernel.in_turn and event.makes[1:]:
-            parts = kernel.parts or (0, 0)
+        elif (
+            in_turn
+            and event.run
+            and event.backward
+            and kernel.gradients.in_turn
+            and event.makes[1:]
+        ):
+            parts = kernel.gradients.parts or (0, 0)
             live_now = before + _in_turn(event, sizes, ends, parts) - max(parts)
         else:
             live_now = now

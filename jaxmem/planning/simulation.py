@@ -309,8 +309,9 @@ class _Layout:
         if number in self.program.regions:
             inside += _inside(self.program, number)
         uses = [*reads, *incoming]
-        if kernel.groups is not None and self.run:
-            copies = self.copies.setdefault((self.run, kernel.groups), [])
+        groups = kernel.gradients.groups
+        if groups is not None and self.run:
+            copies = self.copies.setdefault((self.run, groups), [])
             uses += copies
             pairs = zip(kernel.reads, reads, strict=True)
             copies += [instance for value, instance in pairs if value == kernel.residuals]

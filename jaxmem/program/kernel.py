@@ -26,7 +26,25 @@ class Aliasing:
     normalised: frozenset[tuple[int, int]] = frozenset()
 
 
-_ALL = Aliasing()
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gradients:
+    """How the derivative of a matmul makes its gradients.
+
+    Attributes:
+        in_turn: whether its operands are two values in memory as they are, of whose gradients the
+            one may be made first. (Those of convolutions are made side by side: a U-Net.)
+        parts: the bytes of parts of sums (`jaxmem.program.splitting`) that the gradient of each
+            source takes, which are among those that the derivative takes inside.
+        groups: of rows in groups, the value that has their lengths: the residuals are copies of
+            rows, which a region writes together with those for the same groups.
+    """
+
+    in_turn: bool = False
+    parts: tuple[int, ...] = ()
+    groups: int | None = None
+
+
+_ALL, _NONE = Aliasing(), Gradients()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,12 +72,7 @@ class Kernel:
         aliasing: what it, or its derivative, does not write over.
         dear: whether it is a kernel for no other reason than that its result is dear to compute
             again: cotangents pass through it.
-        in_turn: whether it is a matmul of two values in memory as they are, of whose gradients the
-            one may be made first. (Those of convolutions are made side by side: a U-Net.)
-        parts: the bytes of parts of sums (`jaxmem.program.splitting`) that the gradient of each of
-            ``sources`` takes, which are among those ``inside``.
-        groups: of a matmul of rows in groups, the value that has their lengths: its residuals are
-            copies of rows, which a region writes together with those for the same groups.
+        gradients: how its derivative makes those, where it is a matmul.
     """
 
     operations: tuple[int, ...]
@@ -80,9 +93,7 @@ class Kernel:
     summed: int = 0
     aliasing: Aliasing = _ALL
     dear: bool = False
-    in_turn: bool = False
-    parts: tuple[int, ...] = ()
-    groups: int | None = None
+    gradients: Gradients = _NONE
 
     @property
     def spared(self) -> tuple[int, ...]:

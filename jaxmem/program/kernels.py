@@ -10,7 +10,7 @@ import functools
 import math
 
 from jaxmem.program.costs import CONTRACTIONS
-from jaxmem.program.kernel import Aliasing, Kernel
+from jaxmem.program.kernel import Aliasing, Gradients, Kernel
 from jaxmem.program.operands import is_padded, made_in_matmuls
 from jaxmem.program.ragged import copies_of_groups, groups_of
 from jaxmem.program.readers import (
@@ -167,12 +167,14 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 ring=operation.exchange.summed,
                 aliasing=Aliasing(shifted, turned, rows, normalised),
                 dear=dear.issuperset(results),
-                in_turn=len(sources) == 2
-                and operation.name == "dot_general"
-                and not operation.fused
-                and all(is_view(program.operations[number]) for number in ordered[:-1]),
-                parts=tuple(parts.get(value, 0) for value in sorted(sources)),
-                groups=groups_of(operation) if program.rules.copies_groups else None,
+                gradients=Gradients(
+                    len(sources) == 2
+                    and operation.name == "dot_general"
+                    and not operation.fused
+                    and all(is_view(program.operations[number]) for number in ordered[:-1]),
+                    tuple(parts.get(value, 0) for value in sorted(sources)),
+                    groups_of(operation) if program.rules.copies_groups else None,
+                ),
             )
         )
     return tuple(kernels)
