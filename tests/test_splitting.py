@@ -25,8 +25,17 @@ SHAPES = [
     (8, 64, 256, 2048),
 ]
 CASES = [
-    *((target, dtype) for target in ("h100", "a100-40gb") for dtype in ("float32", "bfloat16")),
-    *((target, "float32") for target in ("b200", "rtx-4090")),
+    ("h100", "float32"),
+    ("a100-40gb", "bfloat16"),
+    *(
+        pytest.param(*one, marks=pytest.mark.slow)
+        for one in (
+            ("h100", "bfloat16"),
+            ("a100-40gb", "float32"),
+            ("b200", "float32"),
+            ("rtx-4090", "float32"),
+        )
+    ),
 ]
 
 
