@@ -515,16 +515,21 @@ class Refused(Compiling):
         return self.made.report(compile, timeout)
 
 
-def test_plans_between_two_that_do_not_fit_are_tried(monkeypatch):
-    """Bytes of one's own in place of the compiler's: what recomputes most is not the smallest."""
-    params = {"layers": [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 32}
-    budget, sizes = 56 * MIB, itertools.chain([1.25, 1.2, 1.05, 0.9], itertools.repeat(1.1))
-
+def fit_beside(monkeypatch, budget, sizes):
+    """A step for a deep and narrow network, whose compiled bytes are the next of these shares of
+    the budget."""
     monkeypatch.setattr(jaxmem.fitting.search, "begin", lambda *_, **__: Said(sizes, budget))
+    params = {"layers": [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 32}
     batch = {name: jax.ShapeDtypeStruct((2048, 256), jnp.float32) for name in "xy"}
-    step = jaxmem.fit(
+    return jaxmem.fit(
         loss_fn, ADAM, params, batch, budget=budget, target="h200", keep=("batch", "placement")
     )
+
+
+def test_plans_between_two_that_do_not_fit_are_tried(monkeypatch):
+    """Bytes of one's own in place of the compiler's: what recomputes most is not the smallest."""
+    budget, sizes = 56 * MIB, itertools.chain([1.25, 1.2, 1.05, 0.9], itertools.repeat(1.1))
+    step = fit_beside(monkeypatch, budget, sizes)
     chosen = step.fitting.chosen
     assert chosen.compiled == int(0.9 * budget)
     others = [row.projected for row in step.fitting.considered if row.compiled and row != chosen]
@@ -534,14 +539,8 @@ def test_plans_between_two_that_do_not_fit_are_tried(monkeypatch):
 def test_plans_above_those_that_do_not_fit_are_tried(monkeypatch):
     """The same where the least is all that is projected to fit: what is projected to take a little
     more may compile to less."""
-    params = {"layers": [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 32}
     budget, sizes = 45 * MIB, iter([1.02, 0.9, 1.1, 1.1, 1.1, 1.1])
-
-    monkeypatch.setattr(jaxmem.fitting.search, "begin", lambda *_, **__: Said(sizes, budget))
-    batch = {name: jax.ShapeDtypeStruct((2048, 256), jnp.float32) for name in "xy"}
-    step = jaxmem.fit(
-        loss_fn, ADAM, params, batch, budget=budget, target="h200", keep=("batch", "placement")
-    )
+    step = fit_beside(monkeypatch, budget, sizes)
     chosen = step.fitting.chosen
     assert chosen.compiled == int(0.9 * budget)
     assert chosen.projected > budget

@@ -8,8 +8,9 @@ import pytest
 
 import jaxmem
 from jaxmem.program import compiled_by
-from jaxmem.program.splitting import Matmul
+from jaxmem.program.splitting import has_padded_parts, parts_of
 from jaxmem.rematerialization.traced import TracedFunction
+from jaxmem.targets import Matmul
 
 # Batch, rows, columns, depth; none is padded. On a T4 cuBLAS has a workspace beside.
 SHAPES = [
@@ -48,7 +49,7 @@ def test_parts_are_those_that_xla_makes(target, dtype, shape):
     compiled = jaxmem.memory(lambda x, w: jnp.tanh(x @ w), *args, target=target, timeline=False)
     found = compiled.temp // (4 * batch * rows * columns)  # summed in float32
     one = Matmul(*shape, itemsize=jnp.dtype(dtype).itemsize, summed=4)
-    assert one.parts(jaxmem.target(target).rules) == max(found, 1)
+    assert parts_of(one, jaxmem.target(target).rules) == max(found, 1)
 
 
 def test_the_gradients_are_matmuls_of_the_same_three_lengths():
@@ -59,9 +60,9 @@ def test_the_gradients_are_matmuls_of_the_same_three_lengths():
 
 def test_parts_that_are_not_equally_long_are_padded():
     rules = jaxmem.target("h100").rules
-    assert Matmul(1, 128, 128, 100_000, 4, 4).is_padded(rules)
-    assert not Matmul(1, 128, 128, 2**17, 4, 4).is_padded(rules)
-    assert not Matmul(1, 4096, 4096, 100_001, 4, 4).is_padded(rules)  # in one part
+    assert has_padded_parts(Matmul(1, 128, 128, 100_000, 4, 4), rules)
+    assert not has_padded_parts(Matmul(1, 128, 128, 2**17, 4, 4), rules)
+    assert not has_padded_parts(Matmul(1, 4096, 4096, 100_001, 4, 4), rules)  # in one part
 
 
 def layers(activation):

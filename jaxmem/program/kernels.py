@@ -17,6 +17,7 @@ from jaxmem.program.readers import (
     SLICES,
     SMALL,
     dtype_of,
+    is_matmul,
     is_view,
     read_by_derivative,
     shape_of,
@@ -169,8 +170,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 dear=dear.issuperset(results),
                 gradients=Gradients(
                     len(sources) == 2
-                    and operation.name == "dot_general"
-                    and not operation.fused
+                    and is_matmul(operation)
                     and all(is_view(program.operations[number]) for number in ordered[:-1]),
                     tuple(parts.get(value, 0) for value in sorted(sources)),
                     groups_of(operation) if program.rules.copies_groups else None,
@@ -238,8 +238,7 @@ def _sorted(program, operation) -> int:
 def _for_library(program, operation) -> int:
     """Bytes in which a library multiplies matrices."""
     dtypes, size = program.rules.library
-    multiplies = operation.name == "dot_general" and not operation.fused
-    return size * (multiplies and dtype_of(program, operation.outputs[0]) in dtypes)
+    return size * (is_matmul(operation) and dtype_of(program, operation.outputs[0]) in dtypes)
 
 
 def _gather(
@@ -306,10 +305,9 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
         for value in operation.outputs:
             constant[value] = all(constant[read] for read in operation.inputs)
         in_place = operation.name.startswith(_IN_PLACE)
-        multiplies = operation.name == "dot_general" and not operation.fused
         for value in set(operation.inputs):
             readers[value] += 1
-            computed = in_matmuls[value] != value and multiplies
+            computed = in_matmuls[value] != value and is_matmul(operation)
             if computed and is_padded(program, operation, value):
                 wanted[value] = True  # and what it is computed of, which the forward pass reads
             wanted[in_matmuls[value] if computed else value] |= not (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem.program.readers import SMALL, dtype_of
-from jaxmem.program.splitting import matmul_of
+from jaxmem.program.splitting import has_padded_parts, matmul_of
 
 # In float64 (before jax 0.12) and in whole numbers XLA multiplies otherwise.
 _DTYPES = frozenset("bfloat16 float16 float32".split())
@@ -67,7 +67,7 @@ def is_padded(program: Any, operation: Any, value: int) -> bool:
     if one is None:
         return False
     left = value == operation.inputs[0]
-    return (one.of_right if left else one.of_left).is_padded(program.rules)
+    return has_padded_parts(one.of_right if left else one.of_left, program.rules)
 
 
 def _name(operation: Any) -> str:

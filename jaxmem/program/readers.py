@@ -74,6 +74,11 @@ def shape_of(program: Any, value: int) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", program.types[value].partition("[")[2])))
 
 
+def is_matmul(operation: Any) -> bool:
+    """Whether it is one, and none that is fused as a sum of products."""
+    return operation.name == "dot_general" and not operation.fused
+
+
 def is_view(operation: Any) -> bool:
     """Whether it shows its operand as it is, in another shape."""
     return operation.name in _VIEWS and len(operation.inputs) == 1 == len(operation.outputs)

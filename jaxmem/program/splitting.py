@@ -4,56 +4,30 @@ The sums of the parts are there until they are added up. Where the parts are not
 operands are padded as they are written.
 """
 
-import dataclasses
 import math
 from typing import Any
 
-from jaxmem.program.readers import dtype_of, shape_of
+from jaxmem.program.readers import dtype_of, is_matmul, shape_of
+from jaxmem.targets import Matmul
 
 _ALIGNED = 16  # bytes that a part is a multiple of: XLA pads to that, too
 _SUMMED = {"float64": 8, "complex64": 8, "complex128": 16}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Matmul:
-    """``batch`` matmuls of so many rows and columns, each element a sum of ``depth`` products, of
-    elements of so many bytes, ``summed`` while they are summed up."""
+def parts_of(one: Matmul, rules: Any) -> int:
+    """Into how many the sums of a matmul are cut."""
+    return rules.parts(one) if rules.parts else 1
 
-    batch: int
-    rows: int
-    columns: int
-    depth: int
-    itemsize: int
-    summed: int
 
-    @property
-    def of_left(self) -> "Matmul":
-        """The one that gives the left operand its gradient."""
-        return dataclasses.replace(self, columns=self.depth, depth=self.columns)
-
-    @property
-    def of_right(self) -> "Matmul":
-        """The one that gives the right operand its gradient."""
-        return dataclasses.replace(self, rows=self.depth, depth=self.rows)
-
-    def parts(self, rules: Any) -> int:
-        """Into how many its sums are cut."""
-        return rules.parts(*dataclasses.astuple(self)) if rules.parts else 1
-
-    def is_padded(self, rules: Any) -> bool:
-        """Whether its parts would not be equally long."""
-        parts = self.parts(rules)
-        return parts > 1 and self.depth % (parts * max(_ALIGNED // self.itemsize, 1)) != 0
-
-    def bytes_of_parts(self, rules: Any) -> int:
-        """What its parts take beside operands and result."""
-        parts = self.parts(rules)
-        return parts * self.batch * self.rows * self.columns * self.summed * (parts > 1)
+def has_padded_parts(one: Matmul, rules: Any) -> bool:
+    """Whether the parts of its sums would not be equally long."""
+    parts = parts_of(one, rules)
+    return parts > 1 and one.depth % (parts * max(_ALIGNED // one.itemsize, 1)) != 0
 
 
 def matmul_of(program: Any, operation: Any) -> Matmul | None:
     """The matmul that an operation is; None: it is none, or nothing is known of it."""
-    if operation.name != "dot_general" or operation.fused or not program.types:
+    if not is_matmul(operation) or not program.types:
         return None
     left, right, result = (
         math.prod(shape_of(program, value))
@@ -78,12 +52,13 @@ def matmul_of(program: Any, operation: Any) -> Matmul | None:
 
 def bytes_of_parts(program: Any, operation: Any) -> tuple[int, dict[int, int]]:
     """Bytes of the parts of an operation, and of those of the gradients of its operands."""
-    one, rules = matmul_of(program, operation), program.rules
-    if one is None or rules.parts is None:
+    one = matmul_of(program, operation)
+    if one is None:
         return 0, {}
-    gradients = {
-        value: gradient.bytes_of_parts(rules)
-        for value, gradient in zip(operation.inputs, (one.of_left, one.of_right), strict=False)
-        if program.active[value]
-    }
-    return one.bytes_of_parts(rules), gradients
+
+    def size(of: Matmul) -> int:
+        parts = parts_of(of, program.rules)
+        return parts * of.batch * of.rows * of.columns * of.summed * (parts > 1)
+
+    gradients = zip(operation.inputs, (one.of_left, one.of_right), strict=False)
+    return size(one), {value: size(of) for value, of in gradients if program.active[value]}

@@ -14,6 +14,7 @@ from jaxmem.targets.calibrations import (
 )
 from jaxmem.targets.cuda.install import install_compiler as install_compiler
 from jaxmem.targets.family import Family as Family
+from jaxmem.targets.matmul import Matmul as Matmul
 from jaxmem.targets.memories import HOST_KIND as HOST_KIND, HOST_KINDS as HOST_KINDS
 from jaxmem.targets.peaks import Peaks as Peaks
 from jaxmem.targets.registry import (

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 
+from jaxmem.targets.matmul import Matmul
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cycles:
@@ -61,8 +63,7 @@ class Rules:
             between the passes (plans of attention compiled to 1.4 times their bytes).
         library: the dtypes of matmuls that a library has kernels for and the compiler has none, and
             the bytes of the workspace that it gives each of them.
-        parts: into how many the sums of a matmul are cut, by its batch, rows, columns and depth,
-            and by the bytes of an element, of an operand and while it is summed; None: into none.
+        parts: into how many the sums of a matmul are cut; None: into none.
         cycles: what is not computed again; None: all that is fused may be.
     """
 
@@ -82,7 +83,7 @@ class Rules:
     widens: bool = False
     row_major: bool = True
     library: tuple[frozenset[str], int] = (frozenset(), 0)
-    parts: Callable[[int, int, int, int, int, int], int] | None = None
+    parts: Callable[[Matmul], int] | None = None
     cycles: Cycles | None = None
 
     def bytes_of(self, shape: Sequence[int], itemsize: int, apart: Collection[int] = ()) -> int:

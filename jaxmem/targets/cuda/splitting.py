@@ -3,13 +3,15 @@
 The parts are a matmul with one more batch dimension; their results, in the dtype in which they are
 summed, are in memory until they are added up. What decides is XLA's estimate of what that costs, of
 which these are the figures (openxla/xla, ``xla/backends/gpu/transforms/splitk_rewriter.cc``). It
-agrees with what XLA of jax 0.10.2 and 0.12 makes of 190 matmuls for six GPUs
+agrees with what XLA of jax 0.10.2 and 0.12 makes of 200 matmuls for five GPUs
 (tests/test_splitting.py has some of them).
 """
 
 import dataclasses
 import functools
 import math
+
+from jaxmem.targets.matmul import Matmul
 
 _TILE = 128  # rows and columns of a result that one core computes at a time
 _MOST = 2048
@@ -37,39 +39,26 @@ class Splitting:
     cores: int
     capability: tuple[int, int]
 
-    def __call__(
-        self, batch: int, rows: int, columns: int, depth: int, itemsize: int, summed: int
-    ) -> int:
-        """The parts of ``batch`` matmuls of so many rows and columns, each element a sum of
-        ``depth`` products. ``itemsize`` are the bytes of an element of operands and result, and
-        ``summed`` those of one while it is summed up."""
-        return _parts(self, batch, rows, columns, depth, itemsize, summed)
+    def __call__(self, one: Matmul) -> int:
+        """The parts of the sums of a matmul."""
+        return _parts(self, one)
 
-    def price(
-        self,
-        parts: int,
-        *,
-        batch: int,
-        rows: int,
-        columns: int,
-        depth: int,
-        itemsize: int,
-        summed: int,
-    ) -> float:
-        """What the matmuls cost in so many parts."""
+    def price(self, one: Matmul, parts: int) -> float:
+        """What a matmul costs in so many parts."""
         prices = self._prices
-        tall, wide = min(rows, _TILE), min(columns, _TILE)
-        tiles = batch * parts * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
+        tall, wide = min(one.rows, _TILE), min(one.columns, _TILE)
+        tiles = one.batch * parts * math.ceil(one.rows / _TILE) * math.ceil(one.columns / _TILE)
         # A core computes several small tiles at a time.
         waves = max(tiles * tall * wide / (self.cores * _TILE**2), 1.0)
-        computing = 2 * tall * wide * math.ceil(depth / parts) * waves * _FLOP
-        results = batch * rows * columns
-        read = batch * (rows + columns) * depth * itemsize
-        written = parts * results * (summed if parts > 1 else itemsize)
+        computing = 2 * tall * wide * math.ceil(one.depth / parts) * waves * _FLOP
+        results = one.batch * one.rows * one.columns
+        read = one.batch * (one.rows + one.columns) * one.depth * one.itemsize
+        written = parts * results * (one.summed if parts > 1 else one.itemsize)
         price = max(computing, (read + written) * prices.moved)
         if parts == 1:
             return price
-        return price + prices.kernel + results * (parts * summed + itemsize) * prices.added
+        added = results * (parts * one.summed + one.itemsize)
+        return price + prices.kernel + added * prices.added
 
     @property
     def _prices(self) -> _Prices:
@@ -79,22 +68,6 @@ class Splitting:
 
 
 @functools.lru_cache(maxsize=4096)
-def _parts(
-    splitting: Splitting,
-    batch: int,
-    rows: int,
-    columns: int,
-    depth: int,
-    itemsize: int,
-    summed: int,
-) -> int:
-    price = functools.partial(
-        splitting.price,
-        batch=batch,
-        rows=rows,
-        columns=columns,
-        depth=depth,
-        itemsize=itemsize,
-        summed=summed,
-    )
-    return min((2**power for power in range(_MOST.bit_length())), key=price)
+def _parts(splitting: Splitting, one: Matmul) -> int:
+    counts = (2**power for power in range(_MOST.bit_length()))
+    return min(counts, key=functools.partial(splitting.price, one))
