@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import types
 
 import jax
@@ -413,22 +414,35 @@ def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(own, name):
         assert not chosen.plan.regions and not chosen.plan.loops and not chosen.plan.stays
 
 
-@pytest.mark.slow
-def test_a_loss_keeps_its_own_regions_where_nothing_else_takes_less_time(capsys):
-    args = of_a_sequence(128, 256, 256)
+def test_a_loss_keeps_its_own_regions_where_nothing_else_takes_less_time(monkeypatch, capsys):
+    """XLA makes what is projected of the author's own regions, and half as much again of all
+    else."""
+
+    class Said(Compiling):
+        def __init__(self, candidate):
+            self.device = int(candidate.projected * (1 if candidate.plan.stays else 1.5))
+
+        def start(self, hold=False):
+            pass
+
+        def report(self, compile="buffers", timeout=3600):
+            return types.SimpleNamespace(device=self.device, host=0, has_timeline=False)
+
+    step = jaxmem.fitting.search.Search._made
+    monkeypatch.setattr(
+        jaxmem.fitting.search.Search,
+        "_made",
+        lambda self, candidate: (step(self, candidate)[0], Said(candidate)),
+    )
     dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
-    loss = functools.partial(recurrent, dots)
     fitted = jaxmem.fit(
-        loss, optax.sgd(1e-3), *args, budget="330MiB", target="h100",
-        keep=("batch", "placement"),
+        functools.partial(recurrent, dots), optax.sgd(1e-3), *of_a_sequence(), budget="13MiB",
+        target="h100", keep=("batch", "placement"),
     )  # fmt: skip
     said = capsys.readouterr().out
-    stays = jax.__version_info__ < (0, 12)  # there a plan fits that takes less time
-    assert fitted.fitting.chosen.plan.stays == stays
-    if not stays:
-        return
+    assert fitted.fitting.chosen.plan.stays
     assert "They stay: nothing else that fits was found to take less time" in " ".join(said.split())
-    assert "its own, +5.0%" in said
+    assert re.search(r"its own, \+\d\.\d%", said)
 
 
 def reads(fun, *shapes, argnums=0):
