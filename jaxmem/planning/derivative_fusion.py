@@ -8,6 +8,7 @@ only then the gradient that reads ``act``: two arrays of that size are alive at 
 """
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
 
 from jaxmem.planning.events import Event
@@ -72,6 +73,30 @@ def _parted(program: Program, events: Sequence[Event], start: int) -> list[Event
     return found
 
 
+def _as_early_as_may_be(events: Sequence[Event]) -> list[Event]:
+    """Events in their order, but for those whose operands are made later: each of them follows the
+    last of these. What needs its own results is left out."""
+    unmade = {instance for event in events for instance in event.makes}
+    missing: list[int] = []
+    waiting: dict[int, list[int]] = {}  # numbers of events by the instances that they miss
+    found: list[Event] = []
+    for number, event in enumerate(events):
+        left = unmade.intersection(event.uses)
+        missing.append(len(left))
+        for instance in left:
+            waiting.setdefault(instance, []).append(number)
+        ready = [] if left else [number]
+        while ready:
+            found.append(events[heapq.heappop(ready)])
+            made = unmade.intersection(found[-1].makes)
+            unmade -= made
+            for reader in (one for instance in made for one in waiting.pop(instance, ())):
+                missing[reader] -= 1
+                if not missing[reader]:
+                    heapq.heappush(ready, reader)
+    return found
+
+
 class _Fusion:
     """``late`` are the numbers of events that are computed with a derivative, and its own."""
 
@@ -121,21 +146,16 @@ class _Fusion:
         moved: dict[int, list[Event]] = {}
         for number, into in self.late.items():
             moved.setdefault(into, []).append(self.events[number])
-        unmade = {instance for event in self.events for instance in event.makes}
         late = {instance for number in self.late for instance in self.events[number].makes}
-        found: list[Event] = []
-        waiting: list[Event] = []
+        left: list[Event] = []
         for number, event in enumerate(self.events):
             if number in self.late or (self._passes(event) and not late.isdisjoint(event.uses)):
                 continue  # what passes on is read where it arrives
             if number in moved:
                 event = self._with(number, moved[number], sizes)
-            waiting.append(event)
-            while ready := next((one for one in waiting if unmade.isdisjoint(one.uses)), None):
-                waiting.remove(ready)
-                found.append(ready)
-                unmade.difference_update(ready.makes)
-        return None if waiting else (found, sizes)
+            left.append(event)
+        found = _as_early_as_may_be(left)
+        return (found, sizes) if len(found) == len(left) else None
 
     def _with(self, number: int, moved: Sequence[Event], sizes: list[int]) -> Event:
         """A derivative with what its kernel makes too; what nobody else reads is in no memory."""

@@ -231,11 +231,11 @@ class _Layout:
                 made[value] = self.instance(value)
                 fresh.append(made[value])
         if fresh:
-            uses = [made[value] for value in kernel.sources]
-            turned = [made[value] for value in kernel.aliasing.turned]
-            self.events.append(
-                Event(number, uses, fresh, False, kernel.workspace, turned=turned, run=self.run)
-            )
+            event = Event(number, [made[value] for value in kernel.sources], fresh, False)
+            event.inside, event.run = kernel.workspace, self.run
+            if kernel.aliasing.turned:
+                event.turned = [made[value] for value in kernel.aliasing.turned]
+            self.events.append(event)
 
     def backward(self, tape: list, cotangents: dict[int, list[int]]) -> None:
         for piece, live, *given in reversed(tape):
@@ -259,13 +259,9 @@ class _Layout:
             rounded = self.instance(kernel.results[0])
             self.events.append(Event(number, incoming, [rounded], True))
             incoming = [rounded]
-        # A loop reads slices of it: it is written first.
-        apart = self.shifted | (self.rows - self.own)
-        if number in self.scans:
-            apart |= self.spread
-        elif not kernel.fused:
-            apart |= self.cut - self.own
-        for value in apart.intersection(kernel.results):
+        for value in kernel.results:
+            if not self._written_first(number, value):
+                continue
             whole = self.instance(value)
             self.events.append(Event(number, incoming, [whole], True, apart=True))
             incoming = [whole]
@@ -332,6 +328,15 @@ class _Layout:
                 run=self.run,
             )
         )
+
+    def _written_first(self, number: int, value: int) -> bool:
+        """Whether the cotangent of a kernel's result is written before its derivative reads it."""
+        if value in self.shifted or (number in self.scans and value in self.spread):
+            return True  # a loop reads slices of it
+        apart = value in self.rows or (
+            value in self.cut and number not in self.scans and not self.kernels[number].fused
+        )
+        return apart and value not in self.own
 
     def read_whole(self) -> set[int]:
         """The instances that XLA does not read by the element, in a kernel that it fuses."""
