@@ -2,6 +2,7 @@
 planned, against what XLA compiles."""
 
 import functools
+import sys
 import types
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 
 import jaxmem
 from jaxmem import rematerialization
-from jaxmem.planning import simulate_block
+from jaxmem.planning import derivative_fusion, simulate_block
+from jaxmem.planning.events import Event
 from jaxmem.program import compiled_by
 from jaxmem.rematerialization.traced import TracedFunction
 
@@ -149,3 +151,31 @@ def test_most_of_what_waits_in_host_memory_has_to_be_there(there, waits):
     """XLA has one of two values that are equal, and `fit` refused all residuals for it."""
     plan = types.SimpleNamespace(predicted=types.SimpleNamespace(host_bytes=100))
     assert rematerialization.waits(plan, there) is waits
+
+
+def test_what_waits_is_looked_at_as_often_as_something_that_it_needs_is_made():
+    """A thousand layers that wait for the last event: in calls, those of builtins among them."""
+    calls, order = [], []
+
+    def count_call(_frame, event, _argument):
+        calls[-1] += event in ("call", "c_call")
+
+    for count in (100, 1000):
+        events = [Event(number, [number], [number + 1], True) for number in range(count)]
+        events.append(Event(count, [], [0], True))
+        calls.append(0)
+        before = sys.getprofile()
+        sys.setprofile(count_call)
+        try:
+            order = [event.kernel for event in derivative_fusion._as_early_as_may_be(events)]
+        finally:
+            sys.setprofile(before)
+    assert order == [1000, *range(1000)]
+    assert calls[1] < 12 * calls[0], calls
+
+
+def test_events_that_need_their_own_results_are_left_out():
+    first, second = Event(0, [1], [2], True), Event(1, [2], [1], True)
+    assert derivative_fusion._as_early_as_may_be([first, second, Event(2, [3], [4], True)]) == [
+        Event(2, [3], [4], True)
+    ]
