@@ -228,6 +228,7 @@ def test_what_was_compiled_is_drawn_as_compiled(path, fitted, compiled_plan):
     assert "where a backward pass begins is not known here" in told["plan"]
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_step_as_it_is_that_was_compiled_is_drawn_so_beside_others(path):
     """And what takes ten times the time leaves room for what takes little more."""
@@ -283,6 +284,7 @@ def test_every_text_can_be_read(path, frontier, scheme, width):
         assert faint_texts(page)[1] == []
 
 
+@pytest.mark.slow
 def test_explore_writes_a_page_and_gates(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(pathlib.Path(__file__).parent)
     page = tmp_path / "page.html"

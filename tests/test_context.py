@@ -14,7 +14,7 @@ from benchmarks.scale import context
 from jaxmem.targets.cuda.family import Cuda
 
 CASES = [
-    pytest.param(context.ring, "scan", id="ring"),
+    pytest.param(context.ring, "scan", id="ring", marks=pytest.mark.slow),
     pytest.param(context.all_to_all, "scan", id="all-to-all", marks=pytest.mark.slow),
 ]
 
@@ -130,7 +130,7 @@ def test_what_is_mapped_may_be_frozen():
         jax.eval_shape(jax.grad(plan.apply(loss), places), head, *frozen)
 
 
-@pytest.mark.parametrize("in_scan", [False, True])
+@pytest.mark.parametrize("in_scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_axes_may_be_left_to_the_compiler(in_scan):
     """Planning crashed: nobody had bound the names of the other axes."""
     automatic = (jax.sharding.AxisType.Auto,) * 2  # jax 0.12 has others
@@ -179,7 +179,8 @@ def test_plans_go_into_shard_map(loss, stacked):
     assert jaxmem.Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 1])
 def test_gradients_of_plans_inside_of_shard_map(part):
     """On eight devices of the CPU, with collectives inside, and values that vary or do not."""
     script = """

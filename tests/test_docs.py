@@ -32,10 +32,14 @@ def as_users_run_it():
         yield
 
 
+def marks_of(page) -> list:
+    return [needs_libtpu] * (page == TPUS) + [pytest.mark.slow] * (
+        page.stem in ("loops", "sharding")
+    )
+
+
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=needs_libtpu if page == TPUS else ()) for page in PAGES],
-    ids=lambda page: page.stem,
+    "page", [pytest.param(page, marks=marks_of(page)) for page in PAGES], ids=lambda page: page.stem
 )
 def test_every_python_block_runs(page, as_users_run_it, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -332,6 +332,7 @@ def test_on_a_mesh_zero_stages_are_searched():
         fit("64MiB", mesh=mesh, target=jaxmem.target("h200", count=2))
 
 
+@pytest.mark.slow
 def test_the_answer_on_a_mesh_says_what_is_set(capsys):
     """No step is as it is there: there is a stage at least."""
     mesh = jax.sharding.AbstractMesh((4,), ("data",))
@@ -362,6 +363,7 @@ def fitted(budget, compilations):
     return jaxmem.fit(*args, budget=budget, target="h100", compilations=compilations)
 
 
+@pytest.mark.slow
 def test_the_last_compilation_is_no_leap_to_the_fewest_bytes():
     """Of 64 microbatches, each a thirtieth as fast: projections are known by then, if not well."""
     two, six = (fitted(90, count) for count in (2, 6))
@@ -441,6 +443,7 @@ def test_stage_3_counts_the_parameters_that_xla_gathers():
     assert 0.8 * projected < report.device < 1.12 * projected, report.device / projected
 
 
+@pytest.mark.slow
 def test_residuals_of_a_scan_wait_in_host_memory_on_a_mesh():
     """Each device's share of them on its own host."""
     mesh = jax.sharding.AbstractMesh((4,), ("data",))

@@ -390,6 +390,7 @@ check()
 """
 
 
+@pytest.mark.slow
 def test_with_a_batch_sharded_over_eight_devices():
     script = SHARDED.format(tests=str(pathlib.Path(__file__).parent))
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}

@@ -22,7 +22,7 @@ from metamorphic import program
 ONE = os.environ.get("JAXMEM_SEED")
 COUNT = int(os.environ.get("JAXMEM_FUZZ", 400))
 CHUNK = 20
-EVERY_TIME = 3  # chunks that `make test` runs
+EVERY_TIME = 1  # chunks that `make test` runs
 DAY = os.environ.get("JAXMEM_DAY", datetime.date.today().strftime("%Y%m%d"))
 FIRST = int(DAY) * 100_000 if "JAXMEM_FUZZ" in os.environ else 0
 

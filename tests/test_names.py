@@ -195,7 +195,12 @@ def compiled(kind, policy):
 
 
 @pytest.mark.parametrize(
-    ("kind", "budget"), [(kind, budget) for kind in BUDGETS for budget in BUDGETS[kind]]
+    ("kind", "budget"),
+    [
+        pytest.param(kind, budget, marks=[pytest.mark.slow] * (at != 1 or kind == "unrolled"))
+        for kind in BUDGETS
+        for at, budget in enumerate(BUDGETS[kind])
+    ],
 )
 def test_the_policy_compiles_to_what_it_says_and_loses_to_no_built_in(kind, budget):
     policy = policy_for(kind, budget)
@@ -216,6 +221,7 @@ def test_the_policy_compiles_to_what_it_says_and_loses_to_no_built_in(kind, budg
     assert max(map(len, str(policy).splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_more_bytes_recompute_less():
     for kind in BUDGETS:
         flops = [policy_for(kind, budget).recompute for budget in BUDGETS[kind]]

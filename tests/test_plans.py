@@ -276,6 +276,7 @@ def test_the_lowest_budget_is_named_and_works():
     assert plan.compiled_bytes <= lowest
 
 
+@pytest.mark.slow
 def test_64_layers_in_520_mib_and_with_one_more_forward_pass():
     """Beyond arguments and gradients: 64 layers of 64 MiB each take 4160 MiB without a plan."""
 

@@ -147,6 +147,7 @@ def test_a_terminal_gets_colours_and_a_pipe_none(monkeypatch, capsys):
     assert capsys.readouterr().out == "\x1b[1;31mdoes not fit: 1\x1b[0m\nmore\n"
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_tables(tmp_path):
     """In a real kernel: reports, plans and fits as HTML."""
     nbclient = pytest.importorskip("nbclient")

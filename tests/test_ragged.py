@@ -72,6 +72,7 @@ def test_a_tpu_makes_no_copies():
     assert plan.projected_bytes == pytest.approx(plan.compiled_bytes, rel=0.3)
 
 
+@pytest.mark.slow
 def test_experts_are_planned():
     loss, args = experts()
     plain = jaxmem.plan(loss, *args, compilations=0).plain_bytes

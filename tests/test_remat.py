@@ -172,7 +172,8 @@ CASES = {
     "cond": cond_case,
     "integers_and_keys": integer_wrapped,
 }
-LARGE = ("cnn_batchnorm", "transformer_dropout")  # by the other planners with the heavy tests
+OTHERS = ("sqrt", "every_kernel")
+SLOW = {"cnn_batchnorm": OTHERS, "transformer_dropout": ("dp", *OTHERS)}  # planners by case
 
 
 def every_kernel(fun, *args):
@@ -191,9 +192,9 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize(
     ("name", "planned_by"),
     [
-        pytest.param(name, by, marks=[pytest.mark.slow] * (by != "dp" and name in LARGE))
+        pytest.param(name, by, marks=[pytest.mark.slow] * (by in SLOW.get(name, ())))
         for name in CASES
-        for by in ("dp", "sqrt", "every_kernel")
+        for by in ("dp", *OTHERS)
     ],
 )
 def test_value_and_gradient_equal_plain(name, planned_by):

@@ -86,7 +86,9 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one == "gelu")) for one in ACTIVATIONS]
+)
 def test_a_stack_that_begins_the_program_is_cut_where_the_least_crosses(name):
     """Layers that XLA fuses with each other: what comes before the first of them is no measure."""
 
@@ -515,7 +517,7 @@ def test_a_loss_of_shifted_tokens_is_projected():
     assert plan.recomputes and plan.projected_bytes == pytest.approx(report.peak_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.75])
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.75])
 def test_regions_on_the_steps_of_an_unrolled_loop_compute_their_matmuls_in_turn(share):
     """XLA would make one matmul of those of all steps, which have the weights in common."""
     width = 512

@@ -305,6 +305,7 @@ def many(params, x, key, flag):
     return jnp.sum(x**2), (x, jnp.argmax(x), key)
 
 
+@pytest.mark.slow
 def test_values_and_derivatives_are_those_of_the_function():
     keys = jax.random.split(jax.random.key(0), 9)
     params = [
