@@ -78,6 +78,7 @@ class Constraints:
         of = self.budget if budget is None else Budget(budget, self.budget.reserved)
         return of.reserve(self.as_run(program).boundary_bytes)
 
+    @uncollected()
     def plan(
         self, program: Program, planner: Planner | None = None, plain: Layout | None = None
     ) -> Plan:
@@ -98,6 +99,7 @@ class Constraints:
             raise self.too_small(program, least, budget.total(least.peak))
         return self.write(program, layout, plain or self.as_it_is(program))
 
+    @uncollected()
     def as_it_is(self, program: Program) -> Layout:
         """A program as JAX differentiates it: a plan has derivatives of its own, without regions
         too."""
