@@ -152,19 +152,18 @@ class Blocks:
 
     def _walk(self, stop: int, wanted: set[int], saved: frozenset[int], prices, known) -> None:
         """Fills in the prices to make what is wanted at a cut, from each of the cuts before it."""
-        passed, price = [], 0.0
+        passed, price, kernels = [], 0.0, self.program.kernels
         for block in reversed(range(stop)):
-            start = self.cuts[block]
-            key = (block + 1, frozenset(v for v in wanted if self.made[v] <= self.cuts[block + 1]))
+            key = (block + 1, frozenset(wanted))
             if key in known:
                 prices[: block + 1] = price + known[key]
                 break
             passed.append((key, price))
-            wanted = set(key[1])
-            for index in reversed(range(start, self.cuts[block + 1])):
-                kernel = self.program.kernels[index]
+            for index in reversed(range(self.cuts[block], self.cuts[block + 1])):
+                kernel = kernels[index]
                 if not wanted.isdisjoint(kernel.results):
                     price += self.prices[index]
+                    wanted.difference_update(kernel.results)
                     wanted.update(value for value in kernel.sources if value not in saved)
             prices[block] = price
         for (cut, needed), before in passed:
