@@ -20,6 +20,7 @@ from flax import nnx
 
 import jaxmem
 from jaxmem import cli
+from jaxmem.fitting import Search
 from jaxmem.fitting.verdicts import Verdicts
 from jaxmem.reports import Compiling
 
@@ -177,6 +178,9 @@ def test_where_there_are_no_operations_to_replace_the_table_says_so():
     assert "operations" not in fit("1GiB").fitting.refused
 
 
+EXACT = [(16, 1024, 1024), (4096, 1024)]  # of weights and rows
+
+
 def exact_loss(weights, x):
     """Of a scan in exact float32: work enough for copies to the host to run beside."""
 
@@ -191,7 +195,7 @@ def exact_loss(weights, x):
 def test_residuals_of_a_scan_wait_in_host_memory_where_that_is_needed(monkeypatch):
     # There is no room on the device for the states of a schedule: all of a layer's, or all but the
     # last one's, wait on the host.
-    weights, x = (jax.ShapeDtypeStruct(s, "float32") for s in [(16, 1024, 1024), (4096, 1024)])
+    weights, x = (jax.ShapeDtypeStruct(s, "float32") for s in EXACT)
     carries = 15 * x.size * 4
     common = {"target": "h200", "budget": "340MiB"}
     step = jaxmem.fit(exact_loss, ADAM, weights, x, keep="batch", **common)
@@ -206,6 +210,29 @@ def test_residuals_of_a_scan_wait_in_host_memory_where_that_is_needed(monkeypatc
     monkeypatch.setattr(jaxmem.MemoryReport, "host", 0)
     fitting = jaxmem.fit(exact_loss, ADAM, weights, x, keep="batch", **common).fitting
     why = "not searched: residuals in host memory: XLA keeps on the device what was to wait"
+    assert why in str(fitting) and not fitting.chosen.plan.predicted.host_bytes
+
+
+@pytest.mark.slow
+def test_where_nothing_compiles_that_waits_on_the_host_the_rest_is_searched(monkeypatch):
+    """The levers are not to blame: the same ones with all on the device fit."""
+    found = Search._finish
+
+    class Refusing(Compiling):
+        def __init__(self):
+            pass
+
+        def report(self, compile="buffers", timeout=3600):
+            raise jaxmem.CompileError("XLA could not compile the program for h200:\nno such output")
+
+    def finish(self, candidate, made):
+        waits = candidate.plan.predicted.host_bytes
+        return found(self, candidate, Refusing() if waits else made)
+
+    monkeypatch.setattr(Search, "_finish", finish)
+    args = exact_loss, ADAM, *(jax.ShapeDtypeStruct(s, "float32") for s in EXACT)
+    fitting = jaxmem.fit(*args, keep="batch", target="h200", budget="340MiB").fitting
+    why = "not searched: residuals in host memory: XLA could not compile it: no such output"
     assert why in str(fitting) and not fitting.chosen.plan.predicted.host_bytes
 
 

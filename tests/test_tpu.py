@@ -483,3 +483,36 @@ def test_gradients_are_those_of_the_function(share):
 def test_a_plan_is_of_one_program_whatever_it_is_planned_for():
     plans = [jaxmem.plan(tanh_loss, *TANH, target=name, compilations=0) for name in ("v5e", "h200")]
     assert plans[0].fingerprint == plans[1].fingerprint
+
+
+@needs_libtpu
+def test_what_waits_in_host_memory_passes_no_barrier_of_a_region():
+    """On a slice libtpu takes it for a result of the program, and compiles none."""
+
+    def layer(x, weights):
+        inner, outer, up, gate, down = weights
+        keys = normed(x) @ inner
+        scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", keys, keys).astype(jnp.float32))
+        x = x + jnp.einsum("bqk,bkd->bqd", scores.astype(x.dtype), keys) @ outer
+        return x + (jax.nn.silu(normed(x) @ up) * (normed(x) @ gate)) @ down, None
+
+    def normed(x):
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)
+        return (wide * scale).astype(x.dtype)
+
+    def loss(weights, x):
+        return jnp.mean(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2)
+
+    mesh = AbstractMesh((4,), ("data",))
+    half = functools.partial(shape, dtype="bfloat16")
+    weights = [
+        half(8, *sizes, sharding=NamedSharding(mesh, P()))
+        for sizes in ((512, 128), (128, 512), (512, 2048), (512, 2048), (2048, 512))
+    ]
+    x = half(4, 2048, 512, sharding=NamedSharding(mesh, P("data")))
+    common = {"target": jaxmem.target("v5e", count=4), "compilations": 1}
+    plain = jaxmem.plan(loss, weights, x, **common).plain_bytes
+    plan = jaxmem.plan(loss, weights, x, budget=int(0.17 * plain), offload=True, **common)
+    assert any(loop.regions for loop in plan.loops) and plan.predicted.host_bytes
+    assert plan.compiled_bytes <= plan.budget

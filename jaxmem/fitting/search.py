@@ -272,12 +272,14 @@ class Search:
             report = made.report()
         except CompileError as error:
             why = f"XLA could not compile it: {_reason(error)}"
-            self.options = [option for option in self.options if option != levers]
+            if candidate.plan.predicted.host_bytes:
+                self._refuse_offload(why)
+            else:
+                self.options = [option for option in self.options if option != levers]
             return outcome(f": {about}: {why}", verdict=why)
         if not waits(candidate.plan, report.host - self.workload.host_bytes(levers)):
             why = "XLA keeps on the device what was to wait in host memory"
-            self.workload.refused["residuals in host memory"] = why
-            self.workload.offload = False
+            self._refuse_offload(why)
             return outcome(f": {about}: {why}", verdict=why)
         self.reports[key] = report
         said = (
@@ -285,6 +287,10 @@ class Search:
             f"(projected {format_bytes(candidate.projected)})"
         )
         return outcome(said, compiled=report.device, report=report)
+
+    def _refuse_offload(self, why: str) -> None:
+        self.workload.refused["residuals in host memory"] = why
+        self.workload.offload = False
 
 
 def _reason(error: CompileError) -> str:

@@ -56,7 +56,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     hosted: list[Body] = []
     if rates.host:
         for one in bodies:
-            for values in {one.carried, (*one.carried, *one.loop.saved)} - {()}:
+            for values in {one.carried, (*one.carried, *_hostable(one, first.body))} - {()}:
                 hosted.append(_offloaded(one, values, first.body, rates))
     if others:  # where the inner ones take the fewest bytes, what is beside them counts
         bodies += others[-1].saving()
@@ -66,6 +66,16 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     found += [option for one in bodies for option in one.menu(rates.host)]
     own = (*bodies, *_undominated(hosted))
     return [plain, *_pareto([dataclasses.replace(option, bodies=own) for option in found])]
+
+
+def _hostable(one: Body, body: Program) -> tuple[int, ...]:
+    """What an iteration saves and may have in host memory."""
+    if body.rules.hosts_in_regions:
+        return one.loop.saved
+    spans = [range(region.start + 1, region.stop + 1) for region in one.loop.regions]
+    return tuple(
+        value for value in one.loop.saved if not any(body.made[value] in span for span in spans)
+    )
 
 
 def _inside(body: Program, rates: Rates) -> list[list[LoopOption]]:

@@ -61,6 +61,9 @@ class Rules:
         row_major: whether what a scan keeps had better lie row by row. Who reads it may ask for
             another layout, of the layers' axis too, and XLA then makes a copy of the whole stack
             between the passes (plans of attention compiled to 1.4 times their bytes).
+        hosts_in_regions: whether what is made in a region inside of a loop's body may wait in host
+            memory: it comes back through the region's barrier, which libtpu takes for a result of
+            the program ("OutputLocationMismatch").
         library: the dtypes of matmuls that a library has kernels for and the compiler has none, and
             the bytes of the workspace that it gives each of them.
         parts: into how many the sums of a matmul are cut; None: into none.
@@ -82,6 +85,7 @@ class Rules:
     picks_poolings: bool = True
     widens: bool = False
     row_major: bool = True
+    hosts_in_regions: bool = True
     library: tuple[frozenset[str], int] = (frozenset(), 0)
     parts: Callable[[Matmul], int] | None = None
     cycles: Cycles | None = None

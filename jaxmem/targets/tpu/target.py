@@ -24,6 +24,7 @@ RULES = Rules(
     tile=(8, 128),
     picks_poolings=False,
     row_major=False,
+    hosts_in_regions=False,
 )
 
 
