@@ -85,6 +85,59 @@ def test_small_layers_are_projected(activation, dtype):
     assert plain == pytest.approx(compiled.device, rel=0.09)
 
 
+def stack(weights, x):
+    for w in weights:
+        x = jax.nn.relu(x @ w)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+OF_FEW_ROWS = [
+    ("h100", "float32", 6, 1000, 32),
+    ("h100", "bfloat16", 6, 1000, 64),
+    ("h100", "float32", 3, 4104, 2),
+    ("rtx-3090", "float32", 6, 1000, 128),
+    ("h100", "float32", 4, 1024, 32),  # in equal parts: none is padded
+    ("t4", "float32", 4, 1000, 32),  # a library's matmuls are in one
+]
+
+
+def few_rows(dtype, layers, width, rows):
+    weights = [jax.ShapeDtypeStruct((width, width), dtype)] * layers
+    return weights, jax.ShapeDtypeStruct((rows, width), dtype)
+
+
+@pytest.mark.parametrize(("target", "dtype", "layers", "width", "rows"), OF_FEW_ROWS)
+def test_padded_copies_of_weights_wait_for_the_backward_pass(target, dtype, layers, width, rows):
+    """One kernel pads a weight for the matmul and for its gradient. Without the second copy all of
+    them were a third too low."""
+    args = few_rows(dtype, layers, width, rows)
+    compiled = jaxmem.memory(jax.value_and_grad(stack), *args, target=target, timeline=False)
+    plain = jaxmem.plan(stack, *args, target=target, compilations=0).plain_bytes
+    assert plain == pytest.approx(compiled.device, rel=0.09)
+
+
+def test_regions_part_the_two_copies_of_a_weight():
+    """So a region round each layer spares them, and recomputes nothing but them."""
+    args = few_rows("float32", 6, 1000, 32)
+    plain = jaxmem.plan(stack, *args, target="h100", compilations=0).plain_bytes
+    plan = jaxmem.plan(stack, *args, target="h100", compilations=1, budget=int(0.8 * plain))
+    assert plan.compiled_bytes == pytest.approx(plan.projected_bytes, rel=0.05)
+    assert plan.regions and not plan.predicted.recompute_flops
+
+
+def test_what_is_padded_for_its_gradient_alone_is_so_when_that_is_made():
+    """A head of 50,257 words: the gradient of what it reads is a sum over them."""
+
+    def loss(head, x):
+        logits = (x @ head).astype(jnp.float32)
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[:, 0])
+
+    args = [jax.ShapeDtypeStruct(one, "float32") for one in ((768, 50257), (256, 768))]
+    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False)
+    plain = jaxmem.plan(loss, *args, target="h100", compilations=0).plain_bytes
+    assert plain == pytest.approx(compiled.device, rel=0.09)
+
+
 def test_what_is_not_known_of_a_matmul_is_in_one_part():
     args = [jax.ShapeDtypeStruct((0, 8), "float32"), jax.ShapeDtypeStruct((8, 4), "float32")]
     traced = TracedFunction(lambda x, w: jnp.sum(x @ w), args, {}, 0, False)

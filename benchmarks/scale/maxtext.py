@@ -3,14 +3,14 @@
     python -m benchmarks.scale.maxtext             # both slices, a quarter of an hour on two cores
     python -m benchmarks.scale.maxtext "v5e, 256"  # these rows; the others stay
 
-A Llama of 8 billion parameters (`examples/llama`) in bfloat16, AdamW in float32, a sequence of 8,192
-tokens for each chip, all spread (FSDP), with `jaxmem.ops` in the place of attention and
-cross-entropy. The policies are MaxText's (github.com/AI-Hypercomputer/maxtext, `remat_policy` in its
-configuration): the names that it keeps of each layer, or lets wait in host memory, in a
+A Llama of 8 billion parameters (`examples/llama`) in bfloat16, AdamW in float32, a sequence of
+8,192 tokens for each chip, all spread (FSDP), with `jaxmem.ops` in the place of attention and
+cross-entropy. The policies are MaxText's (github.com/AI-Hypercomputer/maxtext, `remat_policy` in
+its configuration): the names that it keeps of each layer, or lets wait in host memory, in a
 `jax.checkpoint` on the layer that a scan goes over; "custom" is one with the layer's input on the
 host. The budget of `fit` is what the policy takes, or the chip's memory if that is less; it may use
-host memory where the policy does. FLOPs are those of matmuls in the optimised HLO beside the same
-step's without any region.
+host memory where the policy does, and takes the step of the least predicted time. FLOPs are those
+of matmuls in the optimised HLO beside the same step's without any region.
 """
 
 import dataclasses

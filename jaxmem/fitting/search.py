@@ -273,13 +273,13 @@ class Search:
         except CompileError as error:
             why = f"XLA could not compile it: {_reason(error)}"
             if candidate.plan.predicted.host_bytes:
-                self._refuse_offload(why)
+                self.workload.refuse_offload(why)
             else:
                 self.options = [option for option in self.options if option != levers]
             return outcome(f": {about}: {why}", verdict=why)
         if not waits(candidate.plan, report.host - self.workload.host_bytes(levers)):
             why = "XLA keeps on the device what was to wait in host memory"
-            self._refuse_offload(why)
+            self.workload.refuse_offload(why)
             return outcome(f": {about}: {why}", verdict=why)
         self.reports[key] = report
         said = (
@@ -287,10 +287,6 @@ class Search:
             f"(projected {format_bytes(candidate.projected)})"
         )
         return outcome(said, compiled=report.device, report=report)
-
-    def _refuse_offload(self, why: str) -> None:
-        self.workload.refused["residuals in host memory"] = why
-        self.workload.offload = False
 
 
 def _reason(error: CompileError) -> str:

@@ -93,6 +93,11 @@ class Workload:
         )
         self.options = [levers for levers in every if self._divides(levers)]
 
+    def refuse_offload(self, why: str) -> None:
+        """Residuals of scans may not wait in host memory."""
+        self.refused["residuals in host memory"] = why
+        self.offload = False
+
     def _divides(self, levers: Levers) -> bool:
         """Whether the part of the batch that a device has is cut into whole slices."""
         sizes = {leaf.shape[0] if leaf.shape else 1 for leaf in jax.tree.leaves(self.batch)}

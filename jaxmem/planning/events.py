@@ -26,6 +26,7 @@ class Event:
     completed: Sequence[int] = ()  # kernels whose derivatives make the rest of its cotangents
     turned: Sequence[int] = ()  # what it uses in another order than it writes
     run: int = 0  # of a region, which it is in: barriers part one from another. 0: of none
+    copies: bool = False  # whether it is no run of its kernel, but copies what that reads
 
 
 def alive(

@@ -109,3 +109,15 @@ def loops_as_emitted(program: Program, loops: Sequence[Loop]) -> tuple[Loop, ...
 def _emitted_before(program: Program) -> list[int]:
     """For each kernel, and the end, how many are emitted before it."""
     return [0, *itertools.accumulate(int(not kernel.sent) for kernel in program.kernels)]
+
+
+def pieces(regions: Sequence[Region], start: int, stop: int) -> list:
+    """Kernels ``start`` to ``stop - 1``: the numbers of those outside the regions, and the
+    regions."""
+    found: list = []
+    for region in regions:
+        found.extend(range(start, region.start))
+        found.append(region)
+        start = region.stop
+    found.extend(range(start, stop))
+    return found

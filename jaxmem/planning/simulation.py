@@ -12,7 +12,7 @@ from collections.abc import Container, Mapping, Sequence, Set
 
 from jaxmem.planning.derivative_fusion import fused
 from jaxmem.planning.events import Event, alive
-from jaxmem.planning.regions import Region, saved_by
+from jaxmem.planning.regions import Region, pieces, saved_by
 from jaxmem.program import Program
 
 
@@ -46,7 +46,7 @@ def recomputed(program: Program, regions: Sequence[Region]) -> dict[Region, froz
     """For each region, nested ones too, the kernels that its recomputation runs, those of regions
     inside it as their forward pass."""
     _, layout = _simulate(program, regions)
-    needed = set(map(id, layout.events))
+    needed = {id(event) for event in layout.events if not event.copies}
     return {
         region: frozenset(event.kernel for event in events if id(event) in needed)
         for region, events in layout.passes
@@ -56,7 +56,7 @@ def recomputed(program: Program, regions: Sequence[Region]) -> dict[Region, froz
 def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, "_Layout"]:
     layout = _Layout(program, False, program.in_loop, saved_by(regions))
     made = {value: layout.instance(value, free=True) for value in range(program.input_count)}
-    tape = layout.forward(_pieces(regions, 0, len(program.kernels)), made, {})
+    tape = layout.forward(pieces(regions, 0, len(program.kernels)), made, {})
     outputs = [value for value in program.outputs if value in made]
     cotangents = {value: [layout.instance(value)] for value in outputs if program.active[value]}
     layout.first = len(layout.events)
@@ -105,7 +105,7 @@ def simulate_block(
     }
     live = [*given.values(), *(i for instances in cotangents.values() for i in instances)]
     layout.run = layout.runs = int(recomputes)
-    tape = layout.forward(_pieces(regions, start, stop), made, given)
+    tape = layout.forward(pieces(regions, start, stop), made, given)
     layout.first = 0 if recomputes else len(layout.events)
     layout.backward(tape, cotangents)
     if looped and program.rules.fuses_derivatives:
@@ -189,13 +189,18 @@ class _Layout:
         self.cut: set[int] = set()  # those that pieces of are padded where they are read
         # What cotangents are made of with those of a reduction, by its kernel and by their values.
         self.waiting: dict[tuple[int, int], list[int]] = {}
+        # Copies of operands that gradients read, by the run of a region and the operand.
+        self.copied: dict[tuple[int, int], int] = {}
         # Copies of rows by the run of a region that writes them, and their groups.
         self.copies: dict[tuple[int, int], list[int]] = {}
         self.ways = program.ways
         self.scans = set(program.scans)
 
     def instance(self, value: int, free: bool = False) -> int:
-        self.sizes.append(0 if free else self.program.sizes[value])
+        return self.of_bytes(0 if free else self.program.sizes[value])
+
+    def of_bytes(self, size: int) -> int:
+        self.sizes.append(size)
         return len(self.sizes) - 1
 
     def zeros(self, value: int) -> int:
@@ -204,13 +209,13 @@ class _Layout:
         self.events.append(Event(0, [], [made], True))
         return made
 
-    def forward(self, pieces: list, made: dict[int, int], given: dict[int, int]) -> list:
+    def forward(self, order: list, made: dict[int, int], given: dict[int, int]) -> list:
         """Runs kernels and regions; returns what their backward passes start from.
 
         ``given`` are instances of saved values that an earlier pass left: not made again.
         """
         tape: list = []
-        for piece in pieces:
+        for piece in order:
             if isinstance(piece, int):
                 self.execute(piece, made, given)
                 tape.append((piece, [made[value] for value in self.kernels[piece].reads]))
@@ -235,6 +240,12 @@ class _Layout:
             event.inside, event.run = kernel.workspace, self.run
             if kernel.aliasing.turned:
                 event.turned = [made[value] for value in kernel.aliasing.turned]
+            for value, size in kernel.gradients.copies:
+                if (self.run, value) not in self.copied:
+                    self.copied[self.run, value] = copy = self.of_bytes(size)
+                    self.events.append(
+                        Event(number, event.uses, [copy], False, run=self.run, copies=True)
+                    )
             self.events.append(event)
 
     def backward(self, tape: list, cotangents: dict[int, list[int]]) -> None:
@@ -242,10 +253,10 @@ class _Layout:
             if isinstance(piece, int):
                 self.derive(piece, live, cotangents)
             else:
-                pieces = _pieces(piece.regions, piece.start, piece.stop)
+                within = pieces(piece.regions, piece.start, piece.stop)
                 start, outer = len(self.events), self.run
                 self.run = self.runs = self.runs + 1
-                inner = self.forward(pieces, _Again(live), *given)
+                inner = self.forward(within, _Again(live), *given)
                 self.passes.append((piece, self.events[start:]))
                 self.backward(inner, cotangents)
                 self.run = outer
@@ -259,9 +270,7 @@ class _Layout:
             rounded = self.instance(kernel.results[0])
             self.events.append(Event(number, incoming, [rounded], True))
             incoming = [rounded]
-        for value in kernel.results:
-            if not self._written_first(number, value):
-                continue
+        for value in [v for v in kernel.results if self._written_first(number, v)]:
             whole = self.instance(value)
             self.events.append(Event(number, incoming, [whole], True, apart=True))
             incoming = [whole]
@@ -305,6 +314,11 @@ class _Layout:
         if number in self.program.regions:
             inside += _inside(self.program, number)
         uses = [*reads, *incoming]
+        for value, size in kernel.gradients.copies:
+            if (copy := self.copied.get((self.run, value))) is None:
+                inside += size
+            else:
+                uses.append(copy)
         groups = kernel.gradients.groups
         if groups is not None and self.run:
             copies = self.copies.setdefault((self.run, groups), [])
@@ -365,7 +379,8 @@ class _Layout:
         for event in events:
             event.makes = [instance for instance in event.makes if instance in needed]
         self.events = events
-        runs = collections.Counter(event.kernel for event in events if not event.backward)
+        own = (event for event in events if not (event.backward or event.copies))
+        runs = collections.Counter(event.kernel for event in own)
         live = [instance for instance in live if instance in needed]
         merges = self.program.rules.fuses_derivatives
         ends = kept, live, results or {}, merges
@@ -376,15 +391,3 @@ class _Layout:
             self.ran, sizes = order
             self.alive, peak, at = alive(self.kernels, self.ran, sizes, *ends)
         return Cost(peak, self.ran[at].kernel if events else 0, runs)
-
-
-def _pieces(regions: Sequence[Region], start: int, stop: int) -> list:
-    """Kernels ``start`` to ``stop - 1``: the numbers of those outside the regions, and the
-    regions."""
-    found: list = []
-    for region in regions:
-        found.extend(range(start, region.start))
-        found.append(region)
-        start = region.stop
-    found.extend(range(start, stop))
-    return found

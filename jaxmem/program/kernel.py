@@ -35,12 +35,15 @@ class Gradients:
             one may be made first. (Those of convolutions are made side by side: a U-Net.)
         parts: the bytes of parts of sums (`jaxmem.program.splitting`) that the gradient of each
             source takes, which are among those that the derivative takes inside.
+        copies: operands, and the bytes of copies of them that are made for the matmul itself and
+            kept: padded ones, or in float32.
         groups: of rows in groups, the value that has their lengths: the residuals are copies of
             rows, which a region writes together with those for the same groups.
     """
 
     in_turn: bool = False
     parts: tuple[int, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
     groups: int | None = None
 
 

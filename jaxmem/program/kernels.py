@@ -7,7 +7,6 @@ none to make again.
 """
 
 import functools
-import math
 
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.kernel import Aliasing, Gradients, Kernel
@@ -20,13 +19,13 @@ from jaxmem.program.readers import (
     is_matmul,
     is_view,
     read_by_derivative,
-    shape_of,
     takes_few,
     views_of,
 )
 from jaxmem.program.repeats import Repeats
 from jaxmem.program.row_norms import RowNorms, row_norms
-from jaxmem.program.splitting import bytes_of_parts
+from jaxmem.program.splitting import bytes_of_parts, padded_copies
+from jaxmem.program.workspaces import for_library, sorted_rows
 from jaxmem.targets.links import Ring
 
 # A fused value that several kernels read is computed in each of them, unless that takes more than
@@ -126,18 +125,20 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         moved = sum(program.sizes[value] for value in (*(sources - again), *results))
         moved += gathered_again
         dtype = dtype_of(program, operation.inputs[0]) if operation.inputs else ""
-        workspace = max(operation.workspace, _sorted(program, operation))
+        workspace = max(operation.workspace, sorted_rows(program, operation))
         # (What is reduced may be a number of the program's.)
         takes = reduces or operation.name == "gather"
         if takes and operation.inputs and not stored[operation.inputs[0]]:
             workspace += norms.written_for(operation, program.sizes)
             if program.rules.writes_gathered and operation.name == "gather":
                 workspace += program.sizes[operation.inputs[0]]
-        library = _for_library(program, operation)
+        library = for_library(program, operation)
         forward, gradients = bytes_of_parts(program, operation)
         parts = {source: size for v, size in gradients.items() for source in made(operation, v)}
-        workspace += library + forward
-        inside += library + max(gradients.values(), default=0)
+        padded = padded_copies(program, operation, functools.partial(made, operation))
+        copies_kept = padded.kept
+        workspace += library + forward + padded.forward
+        inside += library + max(gradients.values(), default=0) + padded.backward
         rows = norms.sources.get(index, frozenset())
         computed = (v for number in ordered for v in program.operations[number].outputs)
         normalised = norms.sources_of(computed)
@@ -147,8 +148,15 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             dtype = "float32"
             left, right, wide = (_copy(program, v) for v in (*operation.inputs, *results))
             # What is rounded is made, in the place of what was wide, once the operands are gone.
-            workspace += left + right + wide // 2
-            inside += left // 2 + right + wide
+            workspace += wide // 2
+            inside += wide
+            if program.as_jax_derives:  # XLA keeps the copies of the operands for the derivative
+                pairs = zip(operation.inputs, (left, right), strict=True)
+                copies_kept = tuple((value, size) for value, size in pairs if size)
+                reads -= dict(copies_kept).keys()
+            else:
+                workspace += left + right
+                inside += left // 2 + right
         kernels.append(
             Kernel(
                 ordered,
@@ -173,6 +181,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                     and is_matmul(operation)
                     and all(is_view(program.operations[number]) for number in ordered[:-1]),
                     tuple(parts.get(value, 0) for value in sorted(sources)),
+                    copies_kept,
                     groups_of(operation) if program.rules.copies_groups else None,
                 ),
             )
@@ -222,23 +231,6 @@ def _cut(program, stored: list[bool]) -> dict[int, int]:
                 found[number] = program.sizes[value]
             under[value] = made or number in found
     return found
-
-
-def _sorted(program, operation) -> int:
-    """Bytes in which a ``top_k`` sorts all that it takes so many of, with where it was."""
-    if operation.name != "top_k":
-        return 0
-    (operand,) = operation.inputs
-    taken = shape_of(program, operation.outputs[0])[-1]
-    if taken <= program.rules.takes_of_rows:
-        return 0
-    return program.sizes[operand] + 4 * math.prod(shape_of(program, operand))
-
-
-def _for_library(program, operation) -> int:
-    """Bytes in which a library multiplies matrices."""
-    dtypes, size = program.rules.library
-    return size * (is_matmul(operation) and dtype_of(program, operation.outputs[0]) in dtypes)
 
 
 def _gather(

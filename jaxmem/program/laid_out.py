@@ -22,7 +22,7 @@ def compiled_by(program: Program, rules: Rules) -> Program:
 
 def _compiled_by(program: Program, rules: Rules) -> Program:
     program = program.widened if rules.widens else program
-    multiplies = rules.multiplies_vectors and program.has_vectors
+    multiplies = rules.multiplies_vectors and _has_vectors(program)
     like_default = dataclasses.replace(rules, widens=False, multiplies_vectors=False) == Rules()
     if like_default and not multiplies:
         return program
@@ -53,6 +53,15 @@ def _compiled_by(program: Program, rules: Rules) -> Program:
         found,
         sizes=sizes(program.types, program.sizes),
         whole_sizes=sizes(program.whole_types, program.whole_sizes),
+    )
+
+
+def _has_vectors(program: Program) -> bool:
+    """Whether any operation is a matmul of one row or column each time."""
+    return any(
+        operation.contraction.vectors
+        or (operation.body is not None and _has_vectors(operation.body))
+        for operation in program.operations
     )
 
 

@@ -6,8 +6,8 @@ import hashlib
 import itertools
 from collections.abc import Mapping
 
-from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.cotangents import Way, active_of, ways_of
+from jaxmem.program.float32 import computed_in_float32, in_float32
 from jaxmem.program.kernel import Kernel
 from jaxmem.program.kernels import read_kernels
 from jaxmem.targets import Rules
@@ -107,8 +107,9 @@ class Program:
     devices sizes, types and costs are those of one, and ``whole_sizes`` and ``whole_types`` those
     of all devices together: kernels are told by them, so that they are the same ones wherever the
     function is traced. ``gradient_bytes`` are those of all gradients; None: those of the inputs.
-    ``in_loop``: it is the body of a loop, of which XLA sees the derivative without it. ``saves``
-    are the values that the policy of a user's own region saves, whose body it is."""
+    ``as_jax_derives``: without derivatives of our own. ``in_loop``: it is the body of a loop, of
+    which XLA sees the derivative without it. ``saves`` are the values that the policy of a user's
+    own region saves, whose body it is."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
@@ -121,6 +122,7 @@ class Program:
     whole_sizes: tuple[int, ...] = ()
     whole_types: tuple[str, ...] = ()
     gradient_bytes: int | None = None
+    as_jax_derives: bool = False
     in_loop: bool = False
     saves: frozenset[int] = frozenset()
 
@@ -281,27 +283,9 @@ class Program:
         )
 
     @functools.cached_property
-    def has_vectors(self) -> bool:
-        """Whether any operation is a matmul of one row or column each time."""
-        return any(
-            operation.contraction.vectors
-            or (operation.body is not None and operation.body.has_vectors)
-            for operation in self.operations
-        )
-
-    @functools.cached_property
     def widened(self) -> "Program":
         """The program on a device without bfloat16 units; itself, where it needs none."""
-        operations = []
-        for operation in self.operations:
-            if operation.name in CONTRACTIONS:
-                kinds = [self.types[value] for value in operation.inputs]
-                wide = any(kind.startswith("bfloat16") for kind in kinds)
-                operation = dataclasses.replace(operation, widened=wide and len(kinds) == 2)
-            elif operation.residuals is not None and operation.body and not operation.is_region:
-                operation = dataclasses.replace(operation, body=operation.body.widened)
-            operations.append(operation)
-        program = dataclasses.replace(self, operations=tuple(operations))
+        program = computed_in_float32(self)
         return program if program.widens else self
 
     @functools.cached_property
@@ -317,15 +301,19 @@ class Program:
     @functools.cached_property
     def as_written(self) -> "Program":
         """The program as JAX differentiates it, without derivatives of our own: what a user's own
-        regions act on. Its gathers scatter."""
-        operations = []
+        regions act on. Its gathers scatter. What is computed in float32 is kept so: XLA leaves out
+        what rounds it and widens it again."""
+        operations, wide = [], set()
         for operation in self.operations:
+            if operation.widened:
+                wide.update(set(operation.outputs) - set(self.outputs))
             if operation.name == "gather" and not self.gathers_again(operation):
                 operation = dataclasses.replace(operation, fused=False)
             elif operation.body:
                 operation = dataclasses.replace(operation, body=operation.body.as_written)
             operations.append(operation)
-        return dataclasses.replace(self, operations=tuple(operations))
+        found = dataclasses.replace(self, operations=tuple(operations), as_jax_derives=True)
+        return in_float32(found, wide) if wide else found
 
     def with_loops(self, loops: Mapping[int, tuple[int, int]]) -> "Program":
         """The program with other bytes of residuals, and inside the derivative, of some scans, by

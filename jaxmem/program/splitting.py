@@ -1,10 +1,12 @@
 """Matmuls whose sums are cut into parts (`Rules.parts`), and what these take in memory.
 
 The sums of the parts are there until they are added up. Where the parts are not equally long,
-operands are padded as they are written.
+operands are padded as they are written, and those that are inputs of the program in a copy.
 """
 
+import dataclasses
 import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxmem.program.readers import dtype_of, is_matmul, shape_of
@@ -21,8 +23,53 @@ def parts_of(one: Matmul, rules: Any) -> int:
 
 def has_padded_parts(one: Matmul, rules: Any) -> bool:
     """Whether the parts of its sums would not be equally long."""
+    return _padded(one, rules) > one.depth
+
+
+def _padded(one: Matmul, rules: Any) -> int:
+    """How many products each sum of a matmul is of, with the zeros that make its parts equal."""
     parts = parts_of(one, rules)
-    return parts > 1 and one.depth % (parts * max(_ALIGNED // one.itemsize, 1)) != 0
+    equal = parts * max(_ALIGNED // one.itemsize, 1) if parts > 1 else 1
+    return math.ceil(one.depth / equal) * equal
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copies:
+    """Bytes of padded copies of operands: of those that a matmul reads, of those that its
+    derivative reads, and of the others that this reads by operand: one kernel writes them with the
+    first."""
+
+    forward: int = 0
+    backward: int = 0
+    kept: tuple[tuple[int, int], ...] = ()
+
+
+def padded_copies(
+    program: Any, operation: Any, sources_of: Callable[[int], Collection[int]]
+) -> Copies:
+    """The padded copies of those operands of a matmul that are inputs of the program, or made of
+    them element by element."""
+    one = matmul_of(program, operation)
+    if one is None or program.in_loop or not program.rules.parts:
+        return Copies()
+    forward = backward = 0
+    kept = []
+    left, right = operation.inputs[0], operation.inputs[-1]
+    for value, other, gradient in ((left, right, one.of_right), (right, left, one.of_left)):
+        if max(sources_of(value)) >= program.input_count:
+            continue
+        read, derived = (
+            program.sizes[value] * _padded(each, program.rules) // each.depth
+            if each and has_padded_parts(each, program.rules)
+            else 0
+            for each in (one, gradient if program.active[other] else None)
+        )
+        forward += read
+        if read and derived:
+            kept.append((value, derived))
+        else:
+            backward += derived
+    return Copies(forward, backward, tuple(kept))
 
 
 def matmul_of(program: Any, operation: Any) -> Matmul | None:

@@ -95,7 +95,7 @@ class CudaTarget(Target):
             blocks_of_rows=ampere,
             merges_reductions=not ampere,
             library=(_COMPLEX if ampere else _COMPLEX | _REAL, _workspace(self.compute_capability)),
-            parts=Splitting(self.core_count, self.compute_capability),
+            parts=Splitting(self.core_count, self.compute_capability) if ampere else None,
             cycles=Cycles(
                 dear_operations(self.compute_capability),
                 per_byte=cycles_per_second / self.memory_bandwidth,
