@@ -90,6 +90,7 @@ def test_a_chain_by_hand():
     assert least_recomputed(chain(5), 0) == pytest.approx(50_000, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_no_schedule_is_below_it(part):
     above = 0

@@ -85,6 +85,7 @@ def test_the_cpu_is_calibrated_and_forgotten(capsys, calibrations):
         jaxmem.memory(deep, *SHAPES, target="local").time  # noqa: B018
 
 
+@pytest.mark.slow
 def test_what_is_not_kept_changes_nothing(calibrations):
     found = jaxmem.calibrate(seconds=1, keep=False)
     assert found.error <= found.high_error and found.path == ""

@@ -130,6 +130,7 @@ def test_what_is_mapped_may_be_frozen():
         jax.eval_shape(jax.grad(plan.apply(loss), places), head, *frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_axes_may_be_left_to_the_compiler(in_scan):
     """Planning crashed: nobody had bound the names of the other axes."""
@@ -166,6 +167,7 @@ def test_axes_may_be_left_to_the_compiler(in_scan):
     assert plan.recomputes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "stacked"), MAPPED[1:4])
 def test_plans_go_into_shard_map(loss, stacked):
     """A plan inside recomputes no more than one of the same layers outside."""

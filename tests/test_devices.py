@@ -75,12 +75,14 @@ def test_what_else_could_be_allowed_can_be():
     assert f"({caught.value.lowest} bytes " in said
 
 
+@pytest.mark.slow
 def test_one_device_is_told_as_one(caplog):
     needed = jaxmem.devices_needed(*workload()[:4], target="h100", budget="1GiB")
     assert "jaxmem: fit on 1 device" in [record.getMessage() for record in caplog.records]
     assert str(needed).startswith("1 device is needed, of NVIDIA H100")
 
 
+@pytest.mark.slow
 def test_a_byte_more_than_the_budget_shows_in_the_table():
     needed = jaxmem.devices_needed(*workload()[:4], target="h100", budget="1GiB")
     tried = devices.Tried(1, 2**30 + 1, False, "too large")
@@ -92,6 +94,7 @@ def test_numbers_in_a_batch_are_no_arrays_to_divide():
     assert devices._counts({"x": shapes(24)[1], "weight": 0.5}, 64, jaxmem.target("h100")) == [1]
 
 
+@pytest.mark.slow
 def test_the_command_line(capsys):
     assert cli.main(["devices", f"{__name__}:workload", "--json"]) == 0
     about = json.loads(capsys.readouterr().out)

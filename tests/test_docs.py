@@ -22,6 +22,7 @@ README = ROOT / "README.md"
 DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "results.md"]
 PAGES = [README, *DOCS]
 ALONE = [ROOT / "docs" / "guides" / "sharding.md"]  # each block runs by itself
+QUICK = ("README", "index", "start", "fit")  # pages whose code runs every time
 TPUS = ROOT / "docs" / "guides" / "tpus.md"
 
 
@@ -33,9 +34,7 @@ def as_users_run_it():
 
 
 def marks_of(page) -> list:
-    return [needs_libtpu] * (page == TPUS) + [pytest.mark.slow] * (
-        page.stem in ("loops", "sharding")
-    )
+    return [needs_libtpu] * (page == TPUS) + [pytest.mark.slow] * (page.stem not in QUICK)
 
 
 @pytest.mark.parametrize(

@@ -398,6 +398,7 @@ def test_the_last_compilation_is_no_leap_to_the_fewest_bytes():
     assert two.fitting.chosen.seconds < 1.5 * six.fitting.chosen.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compilations", [2, 3])
 @pytest.mark.parametrize("budget", [65, 90])
 def test_no_budget_is_refused_that_the_fewest_bytes_meet(budget, compilations):

@@ -397,6 +397,7 @@ def test_with_a_batch_sharded_over_eight_devices():
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=600)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 @given(st.lists(INSTRUCTION, min_size=4, max_size=12), st.sampled_from(["dp", "dots", "sqrt"]))
 def test_planners_on_random_programs(instructions, planner):

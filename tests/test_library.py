@@ -57,6 +57,7 @@ def recurrent(layers, x):
     return jnp.mean(x**2)
 
 
+@pytest.mark.slow
 def test_complex_recurrences_are_projected():
     square, row = (
         jax.ShapeDtypeStruct((128, 128), "float32"),

@@ -143,6 +143,7 @@ def test_random_keys_are_carried():
     equal(got, jax.grad(loss, has_aux=True)(H, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["dp", "sqrt", "dots"])
 @pytest.mark.parametrize(
     "share", [0.3, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.0, 0.7, 1.0))]

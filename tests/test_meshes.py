@@ -374,6 +374,7 @@ def test_what_tensor_parallelism_sums_is_sent_within_a_node():
     assert more == pytest.approx(sent * (1 / 45e9 - 1 / 450e9) / inside.shares.link, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_bound_is_no_more_than_any_plan_takes():
     search = Search(workload(split=SPLIT))
     for levers in search.options:
@@ -383,6 +384,7 @@ def test_the_bound_is_no_more_than_any_plan_takes():
             assert search.costs.least_bytes(levers) <= plain.projected
 
 
+@pytest.mark.slow
 def test_the_shape_is_chosen_with_everything_else_and_named(capsys):
     given = loss_fn, ADAM, PARAMS, rows(512)
     step = jaxmem.fit(*given, target=slow(1e8), devices=16, budget="300MiB")

@@ -22,7 +22,6 @@ from metamorphic import program
 ONE = os.environ.get("JAXMEM_SEED")
 COUNT = int(os.environ.get("JAXMEM_FUZZ", 400))
 CHUNK = 20
-EVERY_TIME = 1  # chunks that `make test` runs
 DAY = os.environ.get("JAXMEM_DAY", datetime.date.today().strftime("%Y%m%d"))
 FIRST = int(DAY) * 100_000 if "JAXMEM_FUZZ" in os.environ else 0
 
@@ -34,13 +33,8 @@ def report(failures):
 
 
 @pytest.mark.skipif(ONE is not None, reason="JAXMEM_SEED asks for one program")
-@pytest.mark.parametrize(
-    "chunk",
-    [
-        pytest.param(chunk, marks=[pytest.mark.slow] * (chunk >= EVERY_TIME))
-        for chunk in range(-(-COUNT // CHUNK))
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(-(-COUNT // CHUNK)))
 def test_random_programs(chunk):
     start = FIRST + chunk * CHUNK
     failures, made, unusable = [], 0, collections.Counter()

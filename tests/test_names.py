@@ -282,6 +282,7 @@ def test_the_policy_saves_what_it_names_and_nothing_else():
     assert sorted(one.bytes for one in kept) == sorted(one.bytes for one in named)
 
 
+@pytest.mark.slow
 def test_names_wait_in_host_memory_where_that_recomputes_less():
     plan = jaxmem.plan(scanned, *shapes(scanned), budget="24MiB", target=TARGET, compilations=0)
     policy = plan.as_policy(offload=True, fixed={"mlp": "offload"})

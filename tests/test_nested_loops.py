@@ -216,6 +216,7 @@ def test_two_scans_in_the_body_of_one_at_the_lowest_budget(same, read):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "jitted"),
     [

@@ -246,6 +246,7 @@ def test_regions_is_open_or_keep():
             call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", ["nothing", "names", "dots_with_no_batch_dims", "dots", "everything"]
 )

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from sklearn.datasets import load_digits
 
 import jaxmem
 from jaxmem.optim.codecs.eight_bits import table
@@ -258,6 +257,7 @@ def test_wrong_uses_are_refused():
         half.update(PARAMS, half.init(PARAMS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "dtype", "each"),
     [
@@ -289,6 +289,8 @@ def test_nothing_is_expanded_as_a_whole(wrap, dtype, each):
 
 
 def _digits():
+    from sklearn.datasets import load_digits  # slow to import
+
     data = load_digits()
     return jnp.asarray(data.data / 16, jnp.float32), jnp.asarray(data.target)
 

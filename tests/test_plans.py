@@ -415,6 +415,7 @@ def scanned(weights, x):
 STACK = (jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32), SHAPES[1])
 
 
+@pytest.mark.slow
 def test_a_scan_is_planned_from_inside():
     plain = compiled(scanned, *STACK)
     budget = int(0.5 * plain.device)
@@ -461,6 +462,7 @@ def stacked(*shape, sharding=None):
 ATTENDING = (stacked(8, 1024, 24 * 64), stacked(8, 1024, 1024))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.55, 0.9])
 @pytest.mark.parametrize("devices", [1, 4])
 def test_what_a_scan_keeps_is_not_laid_out_anew(devices, share):
@@ -519,6 +521,7 @@ def exact(weights, x):
     return jax.lax.scan(body, x, weights)[0]
 
 
+@pytest.mark.slow
 def test_residuals_of_a_scan_wait_in_host_memory(monkeypatch):
     def loss(weights, x):
         return jnp.sum(exact(weights, x) ** 2)

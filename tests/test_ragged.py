@@ -57,6 +57,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_copies_of_rows_are_there_together(name):
     loss, args = experts(**VARIANTS[name])

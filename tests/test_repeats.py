@@ -134,6 +134,7 @@ def test_bfloat16_is_computed_in_itself_where_xla_does():
     assert abs(off(chain("tanh", 1, residual, 5), "h100", jnp.bfloat16)) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_gelu_behind_a_normalisation_is_kept(times):
     assert abs(off(chain("exact gelu", times, normalised, 2), "h100")) < 0.22

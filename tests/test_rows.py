@@ -201,6 +201,7 @@ def rows_are_less(monkeypatch):
     compiling(monkeypatch, lambda plan: 0.6 if is_row(plan) else 1.1)
 
 
+@pytest.mark.slow
 def test_the_fewest_bytes_are_not_all_that_is_left(monkeypatch):
     """Where plans that peak at other places are off in other ways, one more is compiled that fits
     if none is further off, before the fewest bytes at any price."""
@@ -240,6 +241,7 @@ def test_the_last_compilation_is_for_what_is_known_to_fit(monkeypatch):
     assert plan.predicted.recompute_flops < 0.7 * fewest.recompute_flops
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rows_are_less")
 def test_rows_are_compiled_where_nothing_else_fits():
     fun = functools.partial(loss, lambda f: f)
@@ -517,6 +519,7 @@ def test_a_loss_of_shifted_tokens_is_projected():
     assert plan.recomputes and plan.projected_bytes == pytest.approx(report.peak_bytes, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.75])
 def test_regions_on_the_steps_of_an_unrolled_loop_compute_their_matmuls_in_turn(share):
     """XLA would make one matmul of those of all steps, which have the weights in common."""

@@ -184,6 +184,7 @@ def test_blocks_end_where_the_least_crosses_of_all_of_them():
     assert found == [(2, 1, 4)] * 3 + [(2, 2, 5)] * 4 + [(2, 1, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "policy"), CASES)
 def test_a_plan_fits_where_one_line_does_and_recomputes_no_more(program, policy):
     by_hand, args = program(POLICIES[policy])

@@ -84,6 +84,7 @@ def transformer(kind: str, form: str, layers: int = 4):
     return loss, (params, array((ROWS, TOKENS), data, dtype=jnp.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [pytest.param("unrolled", marks=pytest.mark.slow), "scan"])
 @pytest.mark.parametrize("kind", MESHES)
 def test_bytes_and_flops_are_those_of_one_device(kind, form):

@@ -253,6 +253,7 @@ def test_what_fits_by_the_memory_of_the_chip_is_not_recomputed(count, rows):
     assert plan.bound.recompute_flops == 0
 
 
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("share", [0.8, 0.5])
 def test_no_plan_recomputes_less_than_its_bound(share):

@@ -253,10 +253,10 @@ class _Layout:
             if isinstance(piece, int):
                 self.derive(piece, live, cotangents)
             else:
-                within = pieces(piece.regions, piece.start, piece.stop)
+                order = pieces(piece.regions, piece.start, piece.stop)
                 start, outer = len(self.events), self.run
                 self.run = self.runs = self.runs + 1
-                inner = self.forward(within, _Again(live), *given)
+                inner = self.forward(order, _Again(live), *given)
                 self.passes.append((piece, self.events[start:]))
                 self.backward(inner, cotangents)
                 self.run = outer
