@@ -138,6 +138,19 @@ def test_what_is_padded_for_its_gradient_alone_is_so_when_that_is_made():
     assert plain == pytest.approx(compiled.device, rel=0.09)
 
 
+def test_an_operand_that_is_made_of_nothing_is_no_weight():
+    """Positions, say."""
+
+    def loss(w):
+        rows = jax.lax.broadcasted_iota("float32", (32, 1000), 0)
+        return jnp.mean((rows @ w) ** 2)
+
+    w = jax.ShapeDtypeStruct((1000, 1000), "float32")
+    compiled = jaxmem.memory(jax.value_and_grad(loss), w, target="h100", timeline=False)
+    plain = jaxmem.plan(loss, w, target="h100", compilations=0).plain_bytes
+    assert plain == pytest.approx(compiled.device, rel=0.15)
+
+
 def test_what_is_not_known_of_a_matmul_is_in_one_part():
     args = [jax.ShapeDtypeStruct((0, 8), "float32"), jax.ShapeDtypeStruct((8, 4), "float32")]
     traced = TracedFunction(lambda x, w: jnp.sum(x @ w), args, {}, 0, False)

@@ -56,7 +56,7 @@ def padded_copies(
     kept = []
     left, right = operation.inputs[0], operation.inputs[-1]
     for value, other, gradient in ((left, right, one.of_right), (right, left, one.of_left)):
-        if max(sources_of(value)) >= program.input_count:
+        if max(sources_of(value), default=program.input_count) >= program.input_count:
             continue
         read, derived = (
             program.sizes[value] * _padded(each, program.rules) // each.depth
