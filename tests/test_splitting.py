@@ -138,8 +138,8 @@ def test_what_is_padded_for_its_gradient_alone_is_so_when_that_is_made():
     assert plain == pytest.approx(compiled.device, rel=0.09)
 
 
-def test_an_operand_that_is_made_of_nothing_is_no_weight():
-    """Positions, say."""
+def test_what_is_padded_for_the_matmul_alone_does_not_wait():
+    """What it multiplies, positions, has no gradient."""
 
     def loss(w):
         rows = jax.lax.broadcasted_iota("float32", (32, 1000), 0)
