@@ -24,7 +24,7 @@ from jaxmem.program.readers import (
 )
 from jaxmem.program.repeats import Repeats
 from jaxmem.program.row_norms import RowNorms, row_norms
-from jaxmem.program.splitting import bytes_of_parts, padded_copies
+from jaxmem.program.splitting import bytes_of_parts, matmul_of, padded_copies
 from jaxmem.program.workspaces import for_library, sorted_rows
 from jaxmem.targets.links import Ring
 
@@ -133,9 +133,10 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             if program.rules.writes_gathered and operation.name == "gather":
                 workspace += program.sizes[operation.inputs[0]]
         library = for_library(program, operation)
-        forward, gradients = bytes_of_parts(program, operation)
+        matmul = matmul_of(program, operation)
+        forward, gradients = bytes_of_parts(program, operation, matmul)
         parts = {source: size for v, size in gradients.items() for source in made(operation, v)}
-        padded = padded_copies(program, operation, functools.partial(made, operation))
+        padded = padded_copies(program, operation, matmul, functools.partial(made, operation))
         copies_kept = padded.kept
         workspace += library + forward + padded.forward
         inside += library + max(gradients.values(), default=0) + padded.backward

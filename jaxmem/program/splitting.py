@@ -45,25 +45,28 @@ class Copies:
 
 
 def padded_copies(
-    program: Any, operation: Any, sources_of: Callable[[int], Collection[int]]
+    program: Any,
+    operation: Any,
+    one: Matmul | None,
+    sources_of: Callable[[int], Collection[int]],
 ) -> Copies:
-    """The padded copies of those operands of a matmul that are inputs of the program, or made of
-    them element by element."""
-    one = matmul_of(program, operation)
-    if one is None or program.in_loop or not program.rules.parts:
+    """The padded copies of those operands of an operation, the matmul that it is, which are inputs
+    of the program or made of them element by element."""
+    if one is None or program.in_loop:
         return Copies()
     forward = backward = 0
     kept = []
+
+    def copy(of: Matmul, value: int) -> int:
+        padded = _padded(of, program.rules)
+        return program.sizes[value] * padded // of.depth if padded > of.depth else 0
+
     left, right = operation.inputs[0], operation.inputs[-1]
     for value, other, gradient in ((left, right, one.of_right), (right, left, one.of_left)):
         if max(sources_of(value), default=program.input_count) >= program.input_count:
             continue
-        read, derived = (
-            program.sizes[value] * _padded(each, program.rules) // each.depth
-            if each and has_padded_parts(each, program.rules)
-            else 0
-            for each in (one, gradient if program.active[other] else None)
-        )
+        read = copy(one, value)
+        derived = copy(gradient, value) if program.active[other] else 0
         forward += read
         if read and derived:
             kept.append((value, derived))
@@ -73,8 +76,9 @@ def padded_copies(
 
 
 def matmul_of(program: Any, operation: Any) -> Matmul | None:
-    """The matmul that an operation is; None: it is none, or nothing is known of it."""
-    if not is_matmul(operation) or not program.types:
+    """The matmul that an operation is; None: it is none, no sums are cut, or nothing is known of
+    it."""
+    if not (program.rules.parts and program.types and is_matmul(operation)):
         return None
     left, right, result = (
         math.prod(shape_of(program, value))
@@ -97,9 +101,9 @@ def matmul_of(program: Any, operation: Any) -> Matmul | None:
     )
 
 
-def bytes_of_parts(program: Any, operation: Any) -> tuple[int, dict[int, int]]:
-    """Bytes of the parts of an operation, and of those of the gradients of its operands."""
-    one = matmul_of(program, operation)
+def bytes_of_parts(program: Any, operation: Any, one: Matmul | None) -> tuple[int, dict[int, int]]:
+    """Bytes of the parts of an operation, the matmul that it is, and of those of the gradients of
+    its operands."""
     if one is None:
         return 0, {}
 
