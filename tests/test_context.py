@@ -14,8 +14,8 @@ from benchmarks.scale import context
 from jaxmem.targets.cuda.family import Cuda
 
 CASES = [
-    pytest.param(context.ring, "scan", id="ring", marks=pytest.mark.slow),
-    pytest.param(context.all_to_all, "scan", id="all-to-all", marks=pytest.mark.slow),
+    pytest.param(context.ring, "scan", id="ring"),
+    pytest.param(context.all_to_all, "scan", id="all-to-all"),
 ]
 
 
@@ -24,6 +24,7 @@ def bytes_of(fun, args):
     return jaxmem.memory(step, *args, target=context.TARGET, timeline=False).device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "form"), CASES)
 def test_what_runs_inside_of_shard_map_is_projected(attention, form):
     """Scores of 8 GiB, three at a time in the backward pass, are in no value of the program."""
@@ -131,7 +132,7 @@ def test_what_is_mapped_may_be_frozen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("in_scan", [False, True])
 def test_axes_may_be_left_to_the_compiler(in_scan):
     """Planning crashed: nobody had bound the names of the other axes."""
     automatic = (jax.sharding.AxisType.Auto,) * 2  # jax 0.12 has others

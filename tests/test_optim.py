@@ -262,7 +262,7 @@ def test_wrong_uses_are_refused():
     ("wrap", "dtype", "each"),
     [
         (jaxmem.optim.small_moments, jnp.float32, 8 + 2.04),
-        pytest.param(jaxmem.optim.half_params, jnp.bfloat16, 4 + 8, marks=pytest.mark.slow),
+        (jaxmem.optim.half_params, jnp.bfloat16, 4 + 8),
         (lambda tx: KINDS["8bit, bf16 parameters"](tx), jnp.bfloat16, 4 + 2.04),
     ],
     ids=["8bit", "half", "half 8bit"],

@@ -135,7 +135,7 @@ def test_bfloat16_is_computed_in_itself_where_xla_does():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, 2])
 def test_a_gelu_behind_a_normalisation_is_kept(times):
     assert abs(off(chain("exact gelu", times, normalised, 2), "h100")) < 0.22
     assert abs(off(chain("gelu", times, normalised, 2), "h100")) < 0.15
