@@ -29,8 +29,11 @@ from benchmarks._record import record_parts
 LLAMA = example("llama")
 LENGTH = 8192
 SLICES = {"v5e, 256": ("v5e", 256), "v6e, 64": ("v6e", 64)}
-ATTENTION = ("query_proj", "key_proj", "value_proj")
-MATMULS = (*ATTENTION, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
+# MaxText's names of the results of a layer's matmuls.
+NAMES = {name: f"{name}_proj" for name in ("query", "key", "value", "out")}
+NAMES |= {"gate": "mlpwi_0", "up": "mlpwi_1", "down": "mlpwo"}
+ATTENTION = tuple(NAMES[name] for name in ("query", "key", "value"))
+MATMULS = tuple(NAMES.values())
 # Names that are kept, and names that wait in host memory.
 POLICIES: dict[str, tuple] = {
     "full": ((), ()),
@@ -55,25 +58,10 @@ class Named(LLAMA.Llama):
         return jax.checkpoint(self.layer, policy=self.policy)(x, layer)
 
     def layer(self, x, layer):
-        layer = jax.tree.map(lambda leaf: leaf.astype(x.dtype), layer)
-        batch, length, _ = x.shape
-        x = named(x, "decoder_layer_input")
-        y = LLAMA.normalized(x, layer["before"])
-        query, key, value = (
-            LLAMA.rotated(
-                named(y @ layer[name], f"{name}_proj").reshape(batch, length, count, -1),
-                name != "value",
-            )
-            for name, count in (("query", self.heads), ("key", self.keys), ("value", self.keys))
-        )
-        mixed = self.mixed(query, key, value).reshape(batch, length, -1)
-        x = x + named(mixed @ layer["out"], "out_proj")
-        y = LLAMA.normalized(x, layer["between"])
-        return x + self.network(y, layer), None
+        return super().block(named(x, "decoder_layer_input"), layer)
 
-    def network(self, y, layer):
-        gate, up = named(y @ layer["gate"], "mlpwi_0"), named(y @ layer["up"], "mlpwi_1")
-        return named((jax.nn.silu(gate) * up) @ layer["down"], "mlpwo")
+    def times(self, x, layer, name):
+        return named(super().times(x, layer, name), NAMES[name])
 
 
 def model(policy=None):

@@ -78,17 +78,22 @@ class Llama:
         batch, length, _ = x.shape
         y = normalized(x, layer["before"])
         query, key, value = (
-            rotated((y @ layer[name]).reshape(batch, length, count, -1), name != "value")
+            rotated(self.times(y, layer, name).reshape(batch, length, count, -1), name != "value")
             for name, count in (("query", self.heads), ("key", self.keys), ("value", self.keys))
         )
         mixed = self.mixed(query, key, value)
-        x = x + mixed.reshape(batch, length, -1) @ layer["out"]
+        x = x + self.times(mixed.reshape(batch, length, -1), layer, "out")
         y = normalized(x, layer["between"])
         return x + self.network(y, layer), None
 
     def network(self, y, layer):
         """The gated network of a layer."""
-        return (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+        hidden = jax.nn.silu(self.times(y, layer, "gate")) * self.times(y, layer, "up")
+        return self.times(hidden, layer, "down")
+
+    def times(self, x, layer, name):
+        """A matmul of a layer; who gives its result a name for policies has their own."""
+        return x @ layer[name]
 
     def mixed(self, query, key, value):
         """What attention makes of them; who spreads sequences over devices has their own."""
