@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +11,7 @@ import jaxmem
 from jaxmem.program import compiled_by
 from jaxmem.program.splitting import has_padded_parts, parts_of
 from jaxmem.rematerialization.traced import TracedFunction
-from jaxmem.targets import Matmul
+from jaxmem.targets import Matmul, known_targets
 
 # Batch, rows, columns, depth; none is padded. On a T4 cuBLAS has a workspace beside.
 SHAPES = [
@@ -156,3 +157,21 @@ def test_what_is_not_known_of_a_matmul_is_in_one_part():
     traced = TracedFunction(lambda x, w: jnp.sum(x @ w), args, {}, 0, False)
     program = compiled_by(traced.program, jaxmem.target("h100").rules)
     assert all(not kernel.workspace for kernel in program.kernels)
+
+
+@pytest.mark.parametrize("target", sorted(known_targets()))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_plan_is_emitted_by_the_kernels_that_it_was_planned_by(target, dtype):
+    """Widths that some GPUs cut the sums of matmuls at, and others pad or multiply in a library."""
+    loss = layers(jnp.tanh)
+    shapes = [
+        [jax.ShapeDtypeStruct((1000, 1000), dtype)] * 6,
+        jax.ShapeDtypeStruct((4096, 1000), dtype),
+    ]
+    lowest = jaxmem.plan(loss, *shapes, target=target, compilations=0).projected_bytes
+    plan = jaxmem.plan(loss, *shapes, target=target, compilations=0, budget=f"{lowest * 11 // 10}B")
+    assert plan.recomputes
+    assert plan.rules == known_targets()[target].rules
+    assert jaxmem.Plan.from_json(plan.to_json()) == plan
+    gradients = jax.eval_shape(jax.grad(plan.apply(loss)), *shapes)
+    chex.assert_trees_all_equal_shapes_and_dtypes(gradients, shapes[0])

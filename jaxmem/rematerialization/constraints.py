@@ -22,7 +22,7 @@ from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.plan import Plan, PlannedFor, Predicted
 from jaxmem.rematerialization.timelines import Timeline
-from jaxmem.targets import Target, family_of
+from jaxmem.targets import Rules, Target, family_of
 
 
 class Constraints:
@@ -66,7 +66,12 @@ class Constraints:
 
     def as_run(self, program: Program) -> Program:
         """A program as the device runs it."""
-        return compiled_by(program, self.device.rules if self.device else family_of(None).rules)
+        return compiled_by(program, self.rules)
+
+    @property
+    def rules(self) -> Rules:
+        """How the device's compiler fuses and lays out."""
+        return self.device.rules if self.device else family_of(None).rules
 
     @uncollected()
     def planner(self, program: Program) -> Planner:
@@ -133,7 +138,7 @@ class Constraints:
             reserved=self.budget.reserved,
             budget=self.budget.allowed,
             target=self.device.name if self.device else "",
-            planned_for=PlannedFor(self.device.family if self.device else "", program.rules.cycles),
+            planned_for=PlannedFor(self.device.family if self.device else "", self.rules),
             time_error=self.device.time_error if self.device else None,
             widens=program.widens,
             segments=layout.segments,

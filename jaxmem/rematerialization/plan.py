@@ -20,7 +20,9 @@ from jaxmem.rematerialization.emission import planned_function
 from jaxmem.rematerialization.named.policy import NamedPolicy
 from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
 from jaxmem.reports.drawn.tables import Part, Printed
-from jaxmem.targets import FAMILIES, Cycles, Family, Rules, Target, family_of
+from jaxmem.targets import FAMILIES, Family, Rules, Target, family_of
+
+_PLAIN = Rules()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,11 +93,10 @@ class Compiled:
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedFor:
     """The compiler that a plan is made for: of a ``family`` of targets (its name; none: without a
-    target), with ``cycles`` that operations cost on the target, by which it was told what is in
-    memory."""
+    target), and the ``rules`` of the target, by which it was told what the kernels are."""
 
     family: str = ""
-    cycles: Cycles | None = None
+    rules: Rules = _PLAIN
 
     @property
     def compiler(self) -> Family:
@@ -104,9 +105,8 @@ class PlannedFor:
     @classmethod
     def read(cls, row: dict[str, Any]) -> "PlannedFor":
         """What JSON has of it."""
-        if cycles := row["cycles"]:
-            cycles = Cycles(**cycles | {"dear": tuple(map(tuple, cycles["dear"]))})
-        return cls(row["family"], cycles)
+        found = cls(row["family"])
+        return dataclasses.replace(found, rules=Rules.read(row["rules"], found.compiler.splitting))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -221,8 +221,7 @@ class Plan(Printed):
     @property
     def rules(self) -> Rules:
         """How the target's compiler fuses and lays out."""
-        rules = self.planned_for.compiler.rules
-        return dataclasses.replace(rules, widens=self.widens, cycles=self.planned_for.cycles)
+        return self.planned_for.rules
 
     def apply(self, fun: Callable) -> Callable:
         """``fun`` with the plan's regions: `jaxmem.remat` with ``plan=``."""

@@ -3,12 +3,13 @@
 import abc
 import pathlib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cache import Compiled
+from jaxmem.targets.matmul import Matmul
 from jaxmem.targets.rules import Rules
 
 
@@ -37,6 +38,8 @@ class Family(abc.ABC):
         chip_bytes: how much these hold at most, on any of the targets: values that wait there are
             in no budget.
         rules: how it fuses and lays out.
+        splitting: what cuts the sums of matmuls into parts (`Rules.parts`), made of its own fields;
+            None: nothing does.
         custom_calls: what calls of kernels that are not XLA's compute, by what their names begin
             with, the longest first: a "dot", a "convolution", or its "gradient of the input" or
             "gradient of the kernel".
@@ -59,6 +62,7 @@ class Family(abc.ABC):
     chip_memories: Mapping[int, str] = types.MappingProxyType({})
     chip_bytes: int = 0
     rules: Rules = Rules()
+    splitting: Callable[..., Callable[[Matmul], int]] | None = None
     custom_calls: Mapping[str, str] = types.MappingProxyType({})
     checks_code: bool = True
 

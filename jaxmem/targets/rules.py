@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from jaxmem.targets.matmul import Matmul
 
@@ -86,9 +87,19 @@ class Rules:
     widens: bool = False
     row_major: bool = True
     hosts_in_regions: bool = True
-    library: tuple[frozenset[str], int] = (frozenset(), 0)
+    library: tuple[tuple[str, ...], int] = ((), 0)
     parts: Callable[[Matmul], int] | None = None
     cycles: Cycles | None = None
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any], splitting: Callable[..., Any] | None) -> "Rules":
+        """What JSON has of them (`dataclasses.asdict`); ``splitting`` makes ``parts`` of theirs."""
+        fields = {name: _with_tuples(value) for name, value in row.items()}
+        if cycles := fields["cycles"]:
+            fields["cycles"] = Cycles(**cycles)
+        if splitting and (parts := fields["parts"]):
+            fields["parts"] = splitting(**parts)
+        return cls(**fields)
 
     def bytes_of(self, shape: Sequence[int], itemsize: int, apart: Collection[int] = ()) -> int:
         """Bytes of an array as it is laid out: with the two dimensions innermost that are padded
@@ -112,3 +123,10 @@ class Rules:
 
 def _padding(length: int, tile: int) -> float:
     return math.ceil(length / tile) * tile / length
+
+
+def _with_tuples(value: Any) -> Any:
+    """What JSON has, with tuples in place of its lists."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(one) for name, one in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

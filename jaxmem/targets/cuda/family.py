@@ -11,6 +11,7 @@ from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cache import Compiled
 from jaxmem.targets.cuda.compiler import compile_module, worker_command
 from jaxmem.targets.cuda.install import find_compiler, install_compiler
+from jaxmem.targets.cuda.splitting import Splitting
 from jaxmem.targets.cuda.target import CudaTarget, known_gpus
 from jaxmem.targets.family import Family
 from jaxmem.targets.rules import Rules
@@ -50,6 +51,8 @@ class Cuda(Family):
         "__cudnn$convBackwardFilter": "gradient of the kernel",
         "__cudnn$conv": "convolution",
     }
+
+    splitting = Splitting
 
     @property
     def rules(self) -> Rules:  # type: ignore[override]

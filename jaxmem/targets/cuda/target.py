@@ -24,8 +24,8 @@ CONTEXT_BYTES = 512 * 2**20
 _TILE, _SPLIT = 128, 256
 
 # What cuBLAS multiplies on all GPUs, and on those before Ampere, for which XLA has no kernels.
-_COMPLEX = frozenset({"complex64", "complex128"})
-_REAL = frozenset({"bfloat16", "float16", "float32", "float64"})
+_COMPLEX = ("complex64", "complex128")
+_REAL = ("bfloat16", "float16", "float32", "float64")
 
 # Of all GPUs: found in what XLA makes of matmuls of many shapes for an H100 and a T4
 # (tests/test_vectors.py), and of graph networks and pair potentials (tests/test_graphs.py).
@@ -94,7 +94,10 @@ class CudaTarget(Target):
             fuses_derivatives=ampere,
             blocks_of_rows=ampere,
             merges_reductions=not ampere,
-            library=(_COMPLEX if ampere else _COMPLEX | _REAL, _workspace(self.compute_capability)),
+            library=(
+                _COMPLEX if ampere else (*_COMPLEX, *_REAL),
+                _workspace(self.compute_capability),
+            ),
             parts=Splitting(self.core_count, self.compute_capability) if ampere else None,
             cycles=Cycles(
                 dear_operations(self.compute_capability),
