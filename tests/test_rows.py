@@ -13,7 +13,7 @@ import pytest
 import jaxmem
 from jaxmem.fitting import Search
 from jaxmem.planning import Variant, one_liners
-from jaxmem.planning.rows import policies, row, tilings
+from jaxmem.planning.rows import policies, row, tilings, tilings_of_operations
 from jaxmem.program import Program
 from jaxmem.rematerialization import Constraints, TracedFunction
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
@@ -293,9 +293,34 @@ def test_the_first_block_may_differ_from_the_others():
     args = [pair] * LAYERS, jax.ShapeDtypeStruct((4096, 256), jnp.float32)
     constraints = Constraints.parse(None, 0, "h200", "dp")
     variant = constraints.planner(TracedFunction(deep, args, {}, 0).program).variants[0]
-    alike, every, halves = tilings(variant.program, variant.prices)
+    alike, every, halves, _ = tilings(variant.program, variant.prices)
     assert len(alike) == LAYERS - 1 and every[1:LAYERS] == alike and every[0][1] == alike[0][0]
     assert len(halves) == 2 * len(alike)  # both matmuls of a block are alike
+
+
+def test_layers_that_differ_in_what_costs_little_are_blocks():
+    """As in Gemma 2, where every second layer attends within a window: what repeats is a pair of
+    them, and what an author has a region on is each."""
+
+    def attention(params, x, window):
+        query, out = params
+        scores = jnp.einsum("bqd,bkd->bqk", x @ query, x)
+        ages = jnp.arange(512)[:, None] - jnp.arange(512)[None]
+        seen = (ages >= 0) & (ages < 128) if window else ages >= 0
+        return x + jax.nn.softmax(jnp.where(seen[None], scores, -1e9)) @ x @ out
+
+    def deep(params, x):
+        for number, layer in enumerate(params):
+            x = attention(layer, x, number % 2 == 0)
+        return jnp.sum(x**2)
+
+    pair = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2
+    args = [pair] * LAYERS, jax.ShapeDtypeStruct((8, 512, 256), jnp.float32)
+    constraints = Constraints.parse(None, 0, "h200", "dp")
+    program = TracedFunction(deep, args, {}, 0).program
+    variant = constraints.planner(program).variants[0]
+    assert LAYERS in map(len, tilings(variant.program, variant.prices))
+    assert LAYERS in map(len, tilings_of_operations(variant.program, variant.prices))
 
 
 def test_blocks_of_blocks_are_a_row_too():

@@ -1,6 +1,7 @@
 """What repeats in a program: stretches of operations that are the same again and again."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -29,19 +30,35 @@ def repeating_blocks(
     crossing: np.ndarray,
     whole: bool = True,
     finer: bool = False,
+    coarse: bool = False,
 ) -> Spans:
     """Stretches of operations that are the same again and again, the dearest row of them first,
     then those in what is left of the program before and after it; cut where the fewest bytes cross,
     of which ``crossing`` has those before each operation. If not ``whole``, what is left may be a
     part of a block: a row may begin and end with one. ``finer``: where most of a block is blocks
-    that repeat, they are those."""
+    that repeat, they are those. ``coarse``: blocks are the same whose matmuls and convolutions are,
+    such as layers that differ in a mask or an activation."""
+    operations = program.operations
+    cuts = list(range(len(operations) + 1))
+    if coarse:
+        operations = [one for one in operations if one.flops]
+        cuts = _cuts(program, crossing)
     kinds: dict[tuple, int] = {}
-    kind = [kinds.setdefault(_kind(program, one), len(kinds)) for one in program.operations]
-    price = np.zeros(len(kind) + 1)  # before each operation, of the kernels that are complete
+    kind = [kinds.setdefault(_kind(program, one), len(kinds)) for one in operations]
+    price = np.zeros(len(program.operations) + 1)  # before each one, of kernels that are complete
     for kernel, of_kernel in zip(program.kernels, prices, strict=True):
         price[kernel.operations[-1] + 1] += of_kernel
-    found = _Repeating(np.array(kind), np.cumsum(price), crossing, whole, finer)
-    return tuple(found.between(0, len(kind), 0.0))
+    found = _Repeating(np.array(kind), np.cumsum(price)[cuts], crossing[cuts], whole, finer)
+    return tuple((cuts[a], cuts[b]) for a, b in found.between(0, len(kind), 0.0))
+
+
+def _cuts(program: Program, crossing: np.ndarray) -> list[int]:
+    """Where the fewest bytes cross before each operation that has FLOPs and after the one before
+    it, and the end."""
+    dear = [number for number, one in enumerate(program.operations) if one.flops]
+    pairs = itertools.pairwise([-1, *dear])
+    cuts = [a + 1 + int(np.argmin(crossing[a + 1 : b + 1])) for a, b in pairs]
+    return [*cuts, len(program.operations)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,7 +100,10 @@ def _by_path(paths: Sequence[str]) -> Spans:
 def _repeating(program: Program, prices: Sequence[float], crossing: np.ndarray) -> list[Spans]:
     """Ways to see a program as what repeats in it."""
     ways: list[dict[str, bool]] = [{}, {"whole": False}, {"finer": True}]
-    return [repeating_blocks(program, prices, crossing, **way) for way in ways]
+    found = [repeating_blocks(program, prices, crossing, **way) for way in ways]
+    coarse = repeating_blocks(program, prices, crossing, coarse=True)
+    # Where it has as many blocks it has the same.
+    return found if len(coarse) in map(len, found) else [*found, coarse]
 
 
 def _crossing_kernels(program: Program) -> np.ndarray:

@@ -16,7 +16,7 @@ from jaxmem.program.derivatives import DERIVATIVES
 # scan, kernels, whatever comes new) is taken to be dear.
 _FUSED = frozenset(
     """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
+    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type
     broadcast_in_dim cbrt ceil clamp concatenate convert_element_type copy copy_p cos cosh pad
     device_put digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
     integer_pow iota is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg

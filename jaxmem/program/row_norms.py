@@ -20,6 +20,9 @@ _BETWEEN = frozenset(
     reshape rsqrt sqrt square squeeze stop_gradient sub
     """.split()
 )
+# Elements of a row: longer ones XLA sums up in parts (measured, from one more on: losses of 16,384
+# and of 16,385 classes, float32 and bfloat16, H100).
+_LONGEST = 16384
 _BOTH = frozenset("add div max min mul sub".split())
 
 
@@ -73,6 +76,13 @@ def row_norms(
     def of(value: int) -> frozenset[int]:
         return frozenset([value]) if stored[value] else under.get(value, frozenset())
 
+    chosen = {
+        value
+        for operation in program.operations
+        if operation.name in ("argmax", "argmin")
+        for value in operation.inputs
+    }
+
     def between(value: int) -> frozenset[int]:
         """The reductions that a row is of: what others read too is computed apart."""
         return by.get(value, frozenset()) if readers[value] == 1 else frozenset()
@@ -82,7 +92,8 @@ def row_norms(
         elements = frozenset().union(*map(of, inputs))
         found: frozenset[int] = frozenset()
         own = None
-        if operation.name in reductions and _of_rows(program, operation):
+        alone = chosen.isdisjoint(inputs)
+        if operation.name in reductions and alone and _of_rows(program, operation):
             found, reduced[number] = frozenset([number]), elements
         elif operation.name in _BETWEEN and len(inputs) == 1:
             found = between(inputs[0])
@@ -104,10 +115,11 @@ def row_norms(
 
 
 def _of_rows(program: Any, operation: Any) -> bool:
-    """Whether a reduction is along the last axis alone: of others XLA makes kernels apart."""
+    """Whether a reduction is along the last axis alone, and of rows that are no longer than XLA
+    sums up at once: of others it makes kernels apart."""
     if not program.types:
         return True
     if not operation.inputs:  # of a number of the program's
         return False
     shape, left = (shape_of(program, values[0]) for values in (operation.inputs, operation.outputs))
-    return left == shape[:-1]
+    return left == shape[:-1] and shape[-1] <= _LONGEST
