@@ -1,6 +1,7 @@
 """Matmuls whose sums XLA cuts into parts, as its estimate of their cost says."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -157,6 +158,25 @@ def test_what_is_not_known_of_a_matmul_is_in_one_part():
     traced = TracedFunction(lambda x, w: jnp.sum(x @ w), args, {}, 0, False)
     program = compiled_by(traced.program, jaxmem.target("h100").rules)
     assert all(not kernel.workspace for kernel in program.kernels)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rows", "width", "classes", "within"), [(2048, 256, 10001, 0.12), (1024, 256, 50257, 0.05)]
+)
+def test_a_cotangent_of_odd_length_is_there_padded_too(rows, width, classes, within, dtype):
+    """One gradient reads it along its padded axis, in parts, the other one along the other axis."""
+
+    def loss(weights, x):
+        inner, head = weights
+        logits = (x + jnp.tanh(x @ inner)) @ head
+        return jnp.mean(jax.nn.logsumexp(logits.astype(jnp.float32), -1))
+
+    shaped = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    args = [shaped((width, width)), shaped((width, classes))], shaped((rows, width))
+    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False)
+    plain = jaxmem.plan(loss, *args, target="h100", compilations=0).plain_bytes
+    assert plain == pytest.approx(compiled.device, rel=within)
 
 
 @pytest.mark.parametrize("target", sorted(known_targets()))

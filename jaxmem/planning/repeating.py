@@ -38,13 +38,10 @@ def repeating_blocks(
     part of a block: a row may begin and end with one. ``finer``: where most of a block is blocks
     that repeat, they are those. ``coarse``: blocks are the same whose matmuls and convolutions are,
     such as layers that differ in a mask or an activation."""
-    operations = program.operations
-    cuts = list(range(len(operations) + 1))
-    if coarse:
-        operations = [one for one in operations if one.flops]
-        cuts = _cuts(program, crossing)
+    chosen = [one for one in program.operations if one.flops or not coarse]
+    cuts = _cuts(program, crossing) if coarse else list(range(len(chosen) + 1))
     kinds: dict[tuple, int] = {}
-    kind = [kinds.setdefault(_kind(program, one), len(kinds)) for one in operations]
+    kind = [kinds.setdefault(_kind(program, one), len(kinds)) for one in chosen]
     price = np.zeros(len(program.operations) + 1)  # before each one, of kernels that are complete
     for kernel, of_kernel in zip(program.kernels, prices, strict=True):
         price[kernel.operations[-1] + 1] += of_kernel

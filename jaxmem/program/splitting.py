@@ -62,6 +62,10 @@ def padded_copies(
         return program.sizes[value] * padded // of.depth if padded > of.depth else 0
 
     left, right = operation.inputs[0], operation.inputs[-1]
+    if program.active[left] and program.active[right]:
+        # The cotangent, which the gradient of the other operand reads as it is. (Along its rows it
+        # is padded too, where a kernel of its own writes it: under a `silu`, not under a `relu`.)
+        backward += copy(one.of_left, operation.outputs[0])
     for value, other, gradient in ((left, right, one.of_right), (right, left, one.of_left)):
         if max(sources_of(value), default=program.input_count) >= program.input_count:
             continue
