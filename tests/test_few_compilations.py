@@ -40,3 +40,29 @@ def test_no_budget_is_refused_that_the_fewest_bytes_meet(name, spread, compilati
             search.planner = planner
             met = search.outcome(planner.smallest()).compiled <= total
             assert met and search.plan(compilations)
+
+
+@pytest.mark.parametrize("compilations", [2, 3])
+def test_what_misses_by_little_is_not_followed_by_the_fewest_bytes(compilations):
+    """Of plans that peak at other places nothing is known: they leave as much room as the only
+    compilation does."""
+    with jax.numpy_rank_promotion("allow"):
+        traced = sensitivity.traced(sensitivity.MIXER)
+    boundary = traced.program.boundary_bytes
+    planner = Constraints.parse(None, 0, "h200", "dp").planner(traced.program)
+
+    class Compiler(sensitivity.StandIn):
+        """Each plan peaks at a place of its own."""
+
+        def outcome(self, layout):
+            plain = self.planner.plain
+            self.plans[layout] = self.constraints.write(self.traced.program, layout, plain)
+            total = layout.peak + boundary
+            return Outcome("", layout.price, total, int(1.02 * total), layout)
+
+    total = int(0.75 * (planner.plain.peak + boundary))
+    search = Compiler(traced, Constraints.parse(total, 0, "h200", "dp"), 0)
+    search.planner = planner
+    plan = search.plan(compilations)
+    assert 0.7 * total < plan.projected_bytes < total
+    assert search.search.best.price < planner.smallest().price / 2

@@ -100,12 +100,12 @@ class CompiledPlans(PlanCompiler):
             if best and search.left == 1 and self.rows.may_fit(budget):
                 return  # the last one is a row's
             if len(search.outcomes) > 1 and search.left == 2 and not best:
-                # The last one is for the fewest bytes.
+                # The last one is for what leaves much room.
                 goal = self.safer(goal) / _MARGIN
                 if self.known_to_fit(goal) is None:
                     yield from self.rows.safe(budget, goal)
             cautious = search.outcomes and search.left == 1 and not search.best
-            wanted = self.known_to_fit(goal) if cautious else self.layout_for(goal)
+            wanted = self.sure(goal) if cautious else self.layout_for(goal)
             layout = planner.smallest() if wanted is None else wanted
             goals[layout] = goal
             if layout not in search.outcomes:
@@ -171,8 +171,7 @@ class CompiledPlans(PlanCompiler):
 
     def safer(self, goal: float) -> float:
         """Projected bytes that fit if nothing is further off than what was compiled, wherever it
-        peaks, by share or by bytes: after that only the fewest bytes are left to try, at any price.
-        """
+        peaks, by share or by bytes."""
         known = [one for one in self.search.outcomes.values() if one.compiled is not None]
         ratio = max((one.ratio for one in known), default=1.0)
         more = max(((one.compiled or 0) - one.projected for one in known), default=0)
@@ -185,6 +184,12 @@ class CompiledPlans(PlanCompiler):
         if layout is None or layout.place not in self.search.ratios:
             return None
         return layout if self.expected(layout) * _MARGIN <= self.search.allowed else None
+
+    def sure(self, goal: float) -> Layout | None:
+        """The layout for the last compilation, where nothing fits yet: what is known to fit, or
+        leaves as much room as the only one would; None: only the fewest bytes do, at any price."""
+        room = min(self.safer(goal), self.search.allowed / FIRST_ERROR)
+        return self.known_to_fit(goal) or self.layout_for(room)
 
     def gains(self, price: float) -> bool:
         """Whether that is less than the price of the best plan so far, by what a compilation is
