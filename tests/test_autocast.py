@@ -839,3 +839,27 @@ def test_convolutions_and_ragged_matmuls_of_one_product_are_products():
     for fun, args in ((scaled, (image, kernel)), (grouped, (rows, weights))):
         found = jaxmem.autocast(fun, "bf16")(*args)
         np.testing.assert_allclose(found, fun(*args), rtol=1e-6)
+
+
+@pytest.mark.parametrize("read", ["itself", "beside the count"])
+def test_a_fixed_point_is_found(read):
+    """In bfloat16 two rounds differ by more than that for ever."""
+    w = 0.4 * jax.random.orthogonal(jax.random.key(0), 32, dtype=jnp.float32)
+    x = jax.random.normal(jax.random.key(1), (8, 32), jnp.float32)
+
+    def loss(w, x):
+        def far(state):
+            off = jnp.max(jnp.abs(state[1] - state[2])) > 1e-6
+            return off & (state[0] < 500) if read == "beside the count" else off
+
+        def turn(state):
+            return state[0] + 1, jnp.tanh(state[1] @ w + x), state[1]
+
+        turns, fixed, _ = jax.lax.while_loop(far, turn, (0, x, x + 1))
+        return turns, fixed, fixed @ w
+
+    turns, fixed, product = jax.jit(jaxmem.autocast(loss, "bf16"))(w, x)
+    expected = jax.jit(loss)(w, x)
+    assert turns == expected[0] < 100
+    np.testing.assert_allclose(fixed, expected[1], 1e-5)
+    assert 1e-4 < jnp.max(jnp.abs(product - expected[2])) < 0.1  # outside of the loop

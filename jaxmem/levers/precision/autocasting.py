@@ -53,7 +53,8 @@ def autocast(
     kernels are not. A loop's carry keeps the dtype it starts in unless the body widens it, but a
     sum is float32: a carry that each round only adds to, scales, moves or selects from. So is what
     a loop carries for 256 rounds or more, those of loops inside counted, or for nobody knows how
-    many (`while_loop`). What all matmuls are asked for by `jax.default_matmul_precision` is no wish
+    many (`while_loop`). A `while_loop` that goes on until a number in floating point is small or
+    near enough (a fixed point) is left as it is: in 16 bits it might never be. What all matmuls are asked for by `jax.default_matmul_precision` is no wish
     of one: `Precision.HIGHEST` is heard where that is not "highest" already. Works on a
     gradient function as on what it is the gradient of, and under `jit`, `grad`, `vmap` and `scan`.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmem import jaxprs
 from jaxmem.levers.precision.accumulating import summed_carries
-from jaxmem.levers.precision.dtypes import cast_to, dtype_of, strong, wider
+from jaxmem.levers.precision.dtypes import cast_to, dtype_of, is_floating, strong, wider
 
 
 def body_shapes(body: Callable, carry: list[Any], slices: Sequence[Any]) -> list[Any]:
@@ -96,6 +96,8 @@ def scan(run, step, operands, stored) -> list[Any]:
 def while_loop(run, step, operands, stored) -> list[Any]:
     loop = jaxprs.loop_of(step.equation)
     assert loop.condition is not None
+    if _ends_by_values(loop):
+        return _as_traced(step, operands)
     condition, first = loop.condition, _with_wide_sums(loop, operands[loop.carry])
     outer = operands[loop.condition_consts], operands[loop.body_consts]
     no = [False] * len(first)
@@ -109,6 +111,20 @@ def while_loop(run, step, operands, stored) -> list[Any]:
 
     first, body = _steady(first, lambda carry: body_shapes(body, carry, ()), body)
     return jax.lax.while_loop(goes_on, lambda carry: body(carry, ())[0], first)
+
+
+def _ends_by_values(loop: jaxprs.Loop) -> bool:
+    """Whether a `while` goes on until what it carries, in floating point, is small or near enough:
+    rounded to 16 bits it may never be."""
+    condition, consts = loop.condition, loop.condition_consts
+    assert condition is not None
+    needed = {output for output in condition.outputs if isinstance(output, int)}
+    for step in reversed(condition.steps):
+        if not needed.isdisjoint(step.outputs):
+            needed.update(operand for operand in step.inputs if isinstance(operand, int))
+    first, count = consts.stop - consts.start, loop.carry.stop - loop.carry.start
+    carried = needed.intersection(range(first, first + count))
+    return any(is_floating(dtype_of(condition.avals[number])) for number in carried)
 
 
 def cond(run, step, operands, stored) -> list[Any]:
