@@ -54,9 +54,10 @@ def autocast(
     sum is float32: a carry that each round only adds to, scales, moves or selects from. So is what
     a loop carries for 256 rounds or more, those of loops inside counted, or for nobody knows how
     many (`while_loop`). A `while_loop` that goes on until a number in floating point is small or
-    near enough (a fixed point) is left as it is: in 16 bits it might never be. What all matmuls are asked for by `jax.default_matmul_precision` is no wish
-    of one: `Precision.HIGHEST` is heard where that is not "highest" already. Works on a
-    gradient function as on what it is the gradient of, and under `jit`, `grad`, `vmap` and `scan`.
+    near enough (a fixed point) is left as it is: in 16 bits it might never be. What all matmuls are
+    asked for by `jax.default_matmul_precision` is no wish of one: `Precision.HIGHEST` is heard
+    where that is not "highest" already. Works on a gradient function as on what it is the gradient
+    of, and under `jit`, `grad`, `vmap` and `scan`.
 
     Args:
         fun: any JAX function.
