@@ -26,6 +26,12 @@ def after(value: Any, other: Any) -> Any:
     return _after().bind(value, other)[0]
 
 
+def back_after(value: Any, other: Any) -> tuple[Any, Any]:
+    """Both as they are; the cotangent of ``value`` is not there before that of ``other`` is."""
+    first, second = _back_after().bind(value, other)
+    return first, second
+
+
 # Each primitive is made when it is first bound: its rules are registered with JAX's internals.
 
 
@@ -65,6 +71,30 @@ def _transposed_together(cotangents: Sequence[Any], *operands: Any) -> list[Any]
     wanted = [one for one, asked in zip(cotangents, linear, strict=True) if asked]
     made = iter(_of_nonzeros(_together().bind, wanted))
     return [next(made) if asked else None for asked in linear]
+
+
+@functools.cache
+def _back_after() -> Primitive:
+    """Of one operand, where the other one is no part of a transposition, it is the identity."""
+    barrier = identity("back_after")
+    internals.ad.primitive_jvps[barrier] = lambda values, tangents: (
+        list(values),
+        _of_nonzeros(barrier.bind, tangents),
+    )
+    internals.ad.primitive_transposes[barrier] = _transposed_after
+    internals.mlir.register_lowering(barrier, lambda _, *values: list(values))
+    internals.partial_eval.dce_rules[barrier] = _needed_together
+    return barrier
+
+
+def _transposed_after(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
+    there = [type(one) is not internals.ad.Zero for one in cotangents]
+    if len(operands) == 2 and all(there) and all(map(is_linear, operands)):
+        return [after(*cotangents), cotangents[1]]
+    return [
+        one if is_linear(operand) else None
+        for one, operand in zip(cotangents, operands, strict=True)
+    ]
 
 
 def identity(name: str) -> Primitive:

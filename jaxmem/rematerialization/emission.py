@@ -17,6 +17,7 @@ from jaxmem.program import Kernel, Program, compiled_by, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
 from jaxmem.rematerialization.segments import run_segments
 from jaxmem.rematerialization.traced import check_pure, input_names
+from jaxmem.rematerialization.turns import keep_in_turn
 from jaxmem.targets import Rules
 
 _EMISSIONS = itertools.count()
@@ -142,8 +143,10 @@ class _Emission:
 
     def run(self, start: int, stop: int, regions: Sequence[Region], values: dict[int, Any]) -> None:
         """Kernels ``start`` to ``stop - 1``, reading and writing ``values`` by number."""
-        for region in regions:
+        for before, region in zip([None, *regions], regions, strict=False):
             self.evaluate(start, region.start, values)
+            if before is not None:
+                keep_in_turn(self.program, before, region, values)
             self.checkpointed(region, values)
             if any(region.start <= scan < region.stop for scan in self.program.scans):
                 _part(self.program, region.stop, values)

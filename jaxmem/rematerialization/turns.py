@@ -1,0 +1,40 @@
+"""The backward passes of regions that are made of nothing of each other, one after the other.
+
+Two batches go through one network, a coarse network and a fine one each have a loss, two towers are
+compared: the backward pass of one part needs nothing of the other's. Projections have the last part
+first, as JAX's backward pass goes. XLA makes both again side by side, and holds what both take.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from jaxmem import jaxprs
+from jaxmem.planning import Region
+from jaxmem.program import Kernel, Program
+
+
+def keep_in_turn(program: Program, before: Region, region: Region, values: dict[int, Any]) -> None:
+    """Has what is made again for a region wait for the backward pass of the next region, if that
+    gives it no cotangent: cotangents of what is made of its results wait for those of what the next
+    region reads. ``values`` are those that are there where that begins, by number."""
+
+    def derived(start: int, stop: int) -> Iterator[tuple[set[int], Kernel]]:
+        """Kernels, each with those of its sources that have cotangents of it."""
+        for number in range(start, stop):
+            yield {way.value for way in program.ways[number]}, program.kernels[number]
+
+    under = {value for _, one in derived(before.start, before.stop) for value in one.results}
+    for sources, kernel in derived(before.stop, region.start):
+        if not under.isdisjoint(sources):
+            under.update(kernel.results)
+    reads = set[int]().union(*(sources for sources, _ in derived(region.start, region.stop)))
+    if not under.isdisjoint(reads):
+        return
+    wait = [
+        value
+        for value in sorted(under.intersection(values))
+        if program.active[value] and program.last_used[value] > region.start
+    ]
+    for one, other in itertools.product(wait, sorted(reads.intersection(values))):
+        values[one], values[other] = jaxprs.back_after(values[one], values[other])
