@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -101,3 +102,13 @@ def test_the_command_line(capsys):
     assert about["count"] == 4 and about["tried"][-1]["compiled"]
     assert cli.main(["devices", f"{__name__}:workload", "--most", "1"]) == 3
     assert "on no number of devices" in capsys.readouterr().err
+
+
+def test_shapes_of_meshes_are_searched_for_real_parameters_too():
+    def loss(params, batch):
+        return jnp.mean(jnp.tanh(batch @ params["w"]) ** 2)
+
+    for made in (jnp.ones, np.ones):
+        given = {"w": made((64, 64), "float32")}, made((64, 64), "float32")
+        step = jaxmem.fit(loss, optax.sgd(0.1), *given, target="h100", devices=8, compilations=1)
+        assert step.fitting.chosen.compiled

@@ -698,7 +698,7 @@ def test_losses_that_cannot_be_differentiated_and_batches_without_examples():
             )
     with pytest.raises(jaxmem.PlanError, match="a backward pass keeps, and there is none of a fun"):
         jaxmem.pareto(lambda x: jnp.argmax(x), BATCH["x"])
-    with pytest.raises(jaxmem.JaxmemError, match=r"no examples; its arrays are float32\[0, 512\]"):
+    with pytest.raises(jaxmem.JaxmemError, match=r"no examples \(.*float32\[0, 512\]"):
         jaxmem.fit(loss_fn, ADAM, PARAMS, {"x": EMPTY, "y": EMPTY}, target="h200")
 
 

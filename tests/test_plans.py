@@ -871,3 +871,16 @@ def test_integers_have_no_derivatives():
 def test_a_plan_says_what_its_compiled_bytes_need():
     plan = jaxmem.plan(tanh_chain, *SHAPES, budget=14 * ACTIVATION, target="h200", compilations=1)
     assert plan.compiler_options and " for h200 with plan.compiler_options: " in str(plan)
+
+
+@pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean, jnp.max, jnp.argmax, jnp.prod])
+def test_a_number_is_reduced(reduce):
+    """As where a loss sums up the squares of all parameters, and one is a number."""
+
+    def loss(params, x):
+        weights, scale = params
+        return jnp.mean(jnp.tanh(x @ weights)) * scale + 1e-4 * reduce(scale**2)
+
+    args = (jnp.eye(3), jnp.ones(())), jnp.ones((4, 3))
+    planned = jaxmem.plan(loss, *args, target="h100", compilations=0).apply(loss)
+    chex.assert_trees_all_close(jax.grad(planned)(*args), jax.grad(loss)(*args))

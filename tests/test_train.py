@@ -1504,3 +1504,42 @@ def test_a_line_search_that_keeps_the_gradient():
     step = jaxmem.train_step(loss, optimizer)
     state, _ = step(step.init(jnp.copy(params)), batch)
     np.testing.assert_allclose(state.params, optax.apply_updates(params, updates), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        jax.checkpoint_policies.dots_saveable,
+        jax.checkpoint_policies.everything_saveable,
+        jax.checkpoint_policies.save_only_these_names("a"),
+    ],
+)
+def test_a_policy_is_no_transformation(policy):
+    with pytest.raises(
+        jaxmem.JaxmemError, match=r"pass functools.partial\(jax.checkpoint, policy="
+    ):
+        jaxmem.train_step(loss_fn, optax.sgd(0.1), remat=policy)
+
+
+@pytest.mark.parametrize("remat", [jax.checkpoint, jax.remat, functools.partial(jax.checkpoint)])
+def test_regions_of_jax_are_transformations(remat):
+    params, batches = arguments()
+    step = jaxmem.train_step(loss_fn, optax.sgd(0.1), remat=remat)
+    assert jnp.isfinite(step(step.init(params), batches[0])[1]["loss"])
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), 0])
+def test_an_optimizer_keeps_the_arrays_that_it_holds(key):
+    """Its key is in the state that a step takes over, and in the optimizer, for the next state."""
+    noise = optax.add_noise(0.1, 0.5, key)
+    step = jaxmem.train_step(loss_fn, optax.chain(noise, optax.sgd(0.1)))
+    first, second = (step(step.init(arguments()[0]), arguments()[1][0])[0] for _ in range(2))
+    chex.assert_trees_all_equal(first.params, second.params)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_nnx_module_warns_of_nothing():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    step = jaxmem.train_step(lambda model, x: jnp.mean(model(x) ** 2), optax.sgd(0.1))
+    metrics = step(step.init(model), jnp.ones((4, 3)))[1]
+    assert jnp.isfinite(metrics["loss"])

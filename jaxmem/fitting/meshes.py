@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxmem import jaxprs
 from jaxmem.ground.checks import is_count, shown
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.words import counted
@@ -77,12 +78,13 @@ class Meshes:
         if self.mesh is not None or self.count == 1:
             return
         refused: list[str] = []
+        params = jax.tree.map(jaxprs.abstract, self._params)
         for lies_well in (_takes_nodes, _within_node, _is_whole):
             for shape in self._all(node, lies_well):
                 try:
                     sharding = self.sharding(shape, 3)
                     sharding.place_batch(self._batch)
-                    sharding.place_params(self._params)
+                    sharding.place_params(params)
                 except UndividedError as error:
                     refused.append(f"{told(shape)}: {error.what}")
                 else:

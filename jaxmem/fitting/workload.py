@@ -18,7 +18,7 @@ from jaxmem.fitting.levers import LEVERS, Levers, allowed, kept
 from jaxmem.fitting.meshes import Meshes, Split
 from jaxmem.fitting.sizes import bytes_of
 from jaxmem.ground.bytes import device_budget
-from jaxmem.ground.checks import check_callable, check_optimizer
+from jaxmem.ground.checks import check_batch, check_callable, check_optimizer
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.words import counted
 from jaxmem.levers.precision.loss_scale import LossScale
@@ -65,6 +65,7 @@ class Workload:
         check_optimizer(optimizer, "jaxmem.fit")
         self.loss_fn, self.optimizer = loss_fn, optimizer
         self.params, self.model_state, self.key = params, model_state, key
+        check_batch(batch)
         self.batch = jax.tree.map(_abstract, batch)
         self.precision = None if precision is None else parse_precision(precision)
         self.loss_scale = loss_scale
@@ -76,7 +77,6 @@ class Workload:
         self._place(resolve(target))
         budget = "100%" if budget is None else budget
         self.budget = device_budget(budget, self.target.usable_bytes, self.target.name)
-        self._check_batch()
         self.refused: dict[str, str] = {}
         self.reduction: str | None = None
         self._steps: dict[Levers, TrainStep] = {}  # before they are planned
@@ -152,12 +152,6 @@ class Workload:
         if self.mesh is None:
             return 1
         return math.prod(self.mesh.shape[axis] for axis in self.meshes.sharding(self.shape, 1).rows)
-
-    def _check_batch(self) -> None:
-        leaves = jax.tree.leaves(self.batch)
-        if any(leaf.shape[:1] == (0,) for leaf in leaves):
-            shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-            raise JaxmemError(f"The batch has no examples; its arrays are {shapes}.")
 
     def may(self, name: str) -> bool:
         """Whether something may be searched; if not, ``refused`` says why."""

@@ -89,7 +89,9 @@ def split(module: Any) -> tuple[Structure, Any, Any]:
 
     def pure(state):
         """The values themselves, not what hooks (``on_get_value=``) make of them."""
-        return nnx.to_pure_dict(state, lambda one: getattr(one, "raw_value", one))
+        return nnx.to_pure_dict(
+            state, lambda one: one.get_raw_value() if isinstance(one, nnx.Variable) else one
+        )
 
     return Structure(graphdef), pure(params), pure(others) or None
 

@@ -122,4 +122,4 @@ def _of_rows(program: Any, operation: Any) -> bool:
     if not operation.inputs:  # of a number of the program's
         return False
     shape, left = (shape_of(program, values[0]) for values in (operation.inputs, operation.outputs))
-    return left == shape[:-1] and shape[-1] <= _LONGEST
+    return bool(shape) and left == shape[:-1] and shape[-1] <= _LONGEST

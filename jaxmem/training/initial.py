@@ -20,7 +20,13 @@ from jaxmem.training.checks import (
     warn_of_bfloat16,
 )
 from jaxmem.training.loss import Loss
-from jaxmem.training.placement import commit, own_arrays, placed_like, without_sharing
+from jaxmem.training.placement import (
+    commit,
+    made_anew,
+    own_arrays,
+    placed_like,
+    without_sharing,
+)
 from jaxmem.training.settings import Settings
 from jaxmem.training.state import TrainState
 
@@ -79,7 +85,7 @@ class States:
         check_master_copy(params)
         step = jnp.zeros((), jnp.int32)
         scale = None if self.settings.loss_scale is None else self.settings.loss_scale.init()
-        opt_state = self.settings.optimizer.init(params)
+        opt_state = made_anew(self.settings.optimizer.init, params)
         if self.settings.precision is None:
             warn_of_bfloat16(params, opt_state)
         leaves_out = scale is not None or skipped(opt_state) is not None

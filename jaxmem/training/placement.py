@@ -1,5 +1,6 @@
 """Where the arrays of a state lie: devices, meshes, and who owns their memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,6 +50,20 @@ def without_sharing(tree: Any) -> Any:
         return leaf
 
     return jax.tree.map(own, tree)
+
+
+def made_anew(init: Callable[[Any], Any], params: Any) -> Any:
+    """``init(params)``, with copies of arrays that were there before, as `optax.add_noise` returns
+    its own key: a step takes over what it is given, and those are still needed."""
+    before = jax.live_arrays()
+    ids = {id(array) for array in before} - {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def own(leaf):
+        is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+        array = jax.random.key_data(leaf) if is_key else leaf
+        return jnp.copy(leaf) if id(array) in ids else leaf
+
+    return jax.tree.map(own, init(params))
 
 
 def commit(state: TrainState) -> TrainState:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -111,6 +112,12 @@ def train_step(
     transform: Callable[[Callable], Callable] | None
     if isinstance(remat, str):
         transform = plan_regions(planner=remat)
+    elif _is_policy(remat):
+        raise JaxmemError(
+            "remat= takes a transformation of the loss, and a policy of jax.checkpoint is none: "
+            "pass functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable), "
+            "say."
+        )
     elif remat is None or callable(remat):
         transform = remat
     else:
@@ -156,3 +163,9 @@ def train_step(
         sharding,
     )
     return TrainStep(settings, compiler_options)
+
+
+def _is_policy(remat: Any) -> bool:
+    """Whether it is one of `jax.checkpoint_policies`, or made by one of them."""
+    own = jax.checkpoint_policies.everything_saveable.__module__
+    return getattr(remat, "__module__", None) == own and remat not in (jax.checkpoint, jax.remat)
