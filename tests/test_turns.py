@@ -80,3 +80,22 @@ def test_derivatives_are_those_of_the_function(loss, planner):
     ):
         found, expected = (jax.jit(transform(f))(*args) for f in (planned, loss))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-10, 1e-12), found, expected)
+
+
+@LOSSES
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_planned_functions_are_cut_and_cast(loss, dtype):
+    """What is known of barriers is known of those in between."""
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+    layers, x, y = arguments(4, 3, 4, 8, lambda size: jax.random.normal(next(keys), size, dtype))
+    planned = jaxmem.remat(lambda layers, batch: loss(layers, *batch))
+    assert "back_after" in str(jax.make_jaxpr(planned)(layers, (x, y)))
+    if dtype == "float64":
+        found = jaxmem.microbatch(planned, 4)(layers, (x, y))
+        expected = jax.value_and_grad(loss)(layers, x, y)
+    else:
+        found = jax.grad(jaxmem.autocast(planned, "bf16"))(layers, (x, y))
+        expected = jax.grad(jaxmem.autocast(loss, "bf16"))(layers, x, y)
+    within = 1e-10 if dtype == "float64" else 1e-2
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, within, within), found, expected)

@@ -4,6 +4,7 @@ Tested on jax 0.10.2 to 0.12. What differs between versions is met here and nowh
 """
 
 from jaxmem.jaxprs.barriers import (
+    BARRIERS as BARRIERS,
     after as after,
     back_after as back_after,
     back_together as back_together,

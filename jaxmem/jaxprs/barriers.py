@@ -8,6 +8,9 @@ from jax.extend.core import Literal, Primitive
 
 from jaxmem.jaxprs import internals
 
+# What these return are their operands.
+BARRIERS = frozenset("after back_after back_together optimization_barrier together".split())
+
 
 def together(values: Sequence[Any]) -> list[Any]:
     """The values, none of which is there before all are: `jax.lax.optimization_barrier`, but
@@ -88,8 +91,8 @@ def _back_after() -> Primitive:
 
 
 def _transposed_after(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
-    there = [type(one) is not internals.ad.Zero for one in cotangents]
-    if len(operands) == 2 and all(there) and all(map(is_linear, operands)):
+    nonzero = [type(one) is not internals.ad.Zero for one in cotangents]
+    if len(operands) == 2 and all(nonzero) and all(map(is_linear, operands)):
         return [after(*cotangents), cotangents[1]]
     return [
         one if is_linear(operand) else None

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
+from jaxmem.jaxprs.barriers import BARRIERS
 from jaxmem.jaxprs.equations import (
     inlinable,
     inner_jaxprs,
@@ -62,9 +63,6 @@ def region_residuals(step: Step, constant: Sequence[bool]) -> "list[Kept]":
         for one in kept
         if one.equation and one.result < 0 and memory_space(one.aval) is not HOST
     ]
-
-
-_BARRIERS = ("together", "back_together", "after", "optimization_barrier")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ def _passed_on(equation: JaxprEqn, variable: Any) -> Any:
     name = operation_of(equation)
     if name == "name" or (name == "reduce_precision" and not _rounds(equation)):
         return equation.invars[0]
-    if operation_of(equation) in _BARRIERS:
+    if operation_of(equation) in BARRIERS:
         return equation.invars[equation.outvars.index(variable)]
     if is_region(equation) or equation.primitive.name in ("jit", "pjit"):
         (inner,) = inner_jaxprs(equation)

@@ -1,5 +1,6 @@
 """Operations none of whose operands has anything of the batch."""
 
+from jaxmem import jaxprs
 from jaxmem.levers.batch.independence.growth import grown
 from jaxmem.levers.batch.independence.kinds import Each, Free, Index, Kind, Unproved, close
 from jaxmem.levers.batch.independence.layout import resized_axes
@@ -7,7 +8,7 @@ from jaxmem.levers.batch.independence.operation import Operation
 
 RANDOM = frozenset("random_bits random_fold_in random_seed random_split random_wrap".split())
 # Operations whose results are their operands.
-PASSED = frozenset({"after", "back_together", "device_put", "optimization_barrier", "together"})
+PASSED = jaxprs.BARRIERS | {"device_put"}
 
 
 def of_free(op: Operation) -> list[Kind]:
