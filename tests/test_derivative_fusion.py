@@ -114,8 +114,9 @@ def test_plans_of_scans_over_attention(kind, share):
     fun = functools.partial(loss, layer, True)
     plain = jaxmem.plan(fun, *args, target="h100", compilations=0).plain_bytes
     budget = int(share * plain)
-    plan = jaxmem.plan(fun, *args, budget=budget, target="h100", compilations=2)
-    # Too many where one row is saved in a region inside, whose barrier XLA looks through.
+    # (The second plan of two leaves room for what may be off: it is another one.)
+    plan = jaxmem.plan(fun, *args, budget=budget, target="h100", compilations=5)
+    # Too few where one row is saved in a region inside, whose barrier XLA looks through.
     assert (-0.15 if kind == "causal" else -0.09) < off(plan) < 0.25
 
 
