@@ -57,13 +57,22 @@ def _after() -> Primitive:
 
 @functools.cache
 def _back_together() -> Primitive:
+    return _of_cotangents("back_together", _transposed_together)
+
+
+@functools.cache
+def _back_after() -> Primitive:
+    return _of_cotangents("back_after", _transposed_after)
+
+
+def _of_cotangents(name: str, transposed: Callable) -> Primitive:
     """A primitive, since only a primitive can say how it is transposed."""
-    barrier = identity("back_together")
+    barrier = identity(name)
     internals.ad.primitive_jvps[barrier] = lambda values, tangents: (
         list(values),
         _of_nonzeros(barrier.bind, tangents),
     )
-    internals.ad.primitive_transposes[barrier] = _transposed_together
+    internals.ad.primitive_transposes[barrier] = transposed
     internals.mlir.register_lowering(barrier, lambda _, *values: list(values))
     internals.partial_eval.dce_rules[barrier] = _needed_together
     return barrier
@@ -76,27 +85,19 @@ def _transposed_together(cotangents: Sequence[Any], *operands: Any) -> list[Any]
     return [next(made) if asked else None for asked in linear]
 
 
-@functools.cache
-def _back_after() -> Primitive:
-    """Of one operand, where the other one is no part of a transposition, it is the identity."""
-    barrier = identity("back_after")
-    internals.ad.primitive_jvps[barrier] = lambda values, tangents: (
-        list(values),
-        _of_nonzeros(barrier.bind, tangents),
-    )
-    internals.ad.primitive_transposes[barrier] = _transposed_after
-    internals.mlir.register_lowering(barrier, lambda _, *values: list(values))
-    internals.partial_eval.dce_rules[barrier] = _needed_together
-    return barrier
-
-
 def _transposed_after(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
+    """Of one operand, where the other one is no part of a transposition, there is nothing to wait
+    for."""
     nonzero = [type(one) is not internals.ad.Zero for one in cotangents]
     if len(operands) == 2 and all(nonzero) and all(map(is_linear, operands)):
         return [after(*cotangents), cotangents[1]]
+    return _handed_on(cotangents, *operands)
+
+
+def _handed_on(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
     return [
-        one if is_linear(operand) else None
-        for one, operand in zip(cotangents, operands, strict=True)
+        cotangent if is_linear(operand) else None
+        for cotangent, operand in zip(cotangents, operands, strict=True)
     ]
 
 
@@ -108,10 +109,7 @@ def identity(name: str) -> Primitive:
     primitive.def_abstract_eval(lambda *values: values)
     batchers = internals.batching.primitive_batchers
     batchers[primitive] = lambda values, axes: (primitive.bind(*values), axes)
-    internals.ad.primitive_transposes[primitive] = lambda cotangents, *operands: [
-        cotangent if is_linear(operand) else None
-        for cotangent, operand in zip(cotangents, operands, strict=True)
-    ]
+    internals.ad.primitive_transposes[primitive] = _handed_on
     _know_apart(primitive)
     return primitive
 

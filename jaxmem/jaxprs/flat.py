@@ -87,6 +87,14 @@ class FlatJaxpr:
         """The shape and dtype of one of its values."""
         return self.avals[value] if isinstance(value, int) else value.aval
 
+    def made_of(self, results: Iterable[int | Literal]) -> set[int]:
+        """The values that some values are made of, and these."""
+        found = {value for value in results if isinstance(value, int)}
+        for step in reversed(self.steps):
+            if not found.isdisjoint(step.outputs):
+                found.update(step.uses)
+        return found
+
     def run(self, steps: Iterable[Step], values: dict[int, Any]) -> None:
         """Evaluates equations, reading and writing ``values`` by number."""
         for step in steps:

@@ -22,8 +22,6 @@ from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
 from jaxmem.reports.drawn.tables import Part, Printed
 from jaxmem.targets import FAMILIES, Family, Rules, Target, family_of
 
-_PLAIN = Rules()
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Predicted:
@@ -96,7 +94,7 @@ class PlannedFor:
     target), and the ``rules`` of the target, by which it was told what the kernels are."""
 
     family: str = ""
-    rules: Rules = _PLAIN
+    rules: Rules = dataclasses.field(default_factory=Rules)
 
     @property
     def compiler(self) -> Family:

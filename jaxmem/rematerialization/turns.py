@@ -33,8 +33,8 @@ def keep_in_turn(program: Program, before: Region, region: Region, values: dict[
         return
     wait = [
         value
-        for value in sorted(under.intersection(values))
-        if program.active[value] and program.last_used[value] > region.start
+        for value in sorted(under)
+        if value in values and program.active[value] and program.last_used[value] > region.start
     ]
-    for one, other in itertools.product(wait, sorted(reads.intersection(values))):
+    for one, other in itertools.product(wait, [v for v in sorted(reads) if v in values]):
         values[one], values[other] = jaxprs.back_after(values[one], values[other])

@@ -118,12 +118,8 @@ def _ends_by_values(loop: jaxprs.Loop) -> bool:
     rounded to 16 bits it may never be."""
     condition, consts = loop.condition, loop.condition_consts
     assert condition is not None
-    needed = {output for output in condition.outputs if isinstance(output, int)}
-    for step in reversed(condition.steps):
-        if not needed.isdisjoint(step.outputs):
-            needed.update(operand for operand in step.inputs if isinstance(operand, int))
     first, count = consts.stop - consts.start, loop.carry.stop - loop.carry.start
-    carried = needed.intersection(range(first, first + count))
+    carried = condition.made_of(condition.outputs).intersection(range(first, first + count))
     return any(is_floating(dtype_of(condition.avals[number])) for number in carried)
 
 

@@ -165,10 +165,5 @@ def _read(found: dict[tuple[int, int], Kind], one: Any, two: Any) -> Kind:
 
 def _needed(flat: jaxprs.FlatJaxpr) -> list[jaxprs.Step]:
     """The steps that the results are made of: metrics beside a loss may be anything."""
-    wanted = {value for value in flat.outputs if isinstance(value, int)}
-    found = []
-    for step in reversed(flat.steps):
-        if not wanted.isdisjoint(step.outputs):
-            wanted.update(step.uses)
-            found.append(step)
-    return found[::-1]
+    wanted = flat.made_of(flat.outputs)
+    return [step for step in flat.steps if not wanted.isdisjoint(step.outputs)]
