@@ -841,21 +841,26 @@ def test_convolutions_and_ragged_matmuls_of_one_product_are_products():
         np.testing.assert_allclose(found, fun(*args), rtol=1e-6)
 
 
-@pytest.mark.parametrize("read", ["itself", "beside the count"])
+@pytest.mark.parametrize("read", ["itself", "beside the count", "by a flag"])
 def test_a_fixed_point_is_found(read):
     """In bfloat16 two rounds differ by more than that for ever."""
     w = 0.4 * jax.random.orthogonal(jax.random.key(0), 32, dtype=jnp.float32)
     x = jax.random.normal(jax.random.key(1), (8, 32), jnp.float32)
 
     def loss(w, x):
+        def is_far(one, other):
+            return jnp.max(jnp.abs(one - other)) > 1e-6
+
         def far(state):
-            off = jnp.max(jnp.abs(state[1] - state[2])) > 1e-6
-            return off & (state[0] < 500) if read == "beside the count" else off
+            count, one, other, flag = state
+            off = flag if read == "by a flag" else is_far(one, other)
+            return off & (count < 500) if read == "beside the count" else off
 
         def turn(state):
-            return state[0] + 1, jnp.tanh(state[1] @ w + x), state[1]
+            new = jnp.tanh(state[1] @ w + x)
+            return state[0] + 1, new, state[1], is_far(new, state[1])
 
-        turns, fixed, _ = jax.lax.while_loop(far, turn, (0, x, x + 1))
+        turns, fixed, *_ = jax.lax.while_loop(far, turn, (0, x, x + 1, True))
         return turns, fixed, fixed @ w
 
     turns, fixed, product = jax.jit(jaxmem.autocast(loss, "bf16"))(w, x)

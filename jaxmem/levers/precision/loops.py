@@ -114,13 +114,21 @@ def while_loop(run, step, operands, stored) -> list[Any]:
 
 
 def _ends_by_values(loop: jaxprs.Loop) -> bool:
-    """Whether a `while` goes on until what it carries, in floating point, is small or near enough:
-    rounded to 16 bits it may never be."""
-    condition, consts = loop.condition, loop.condition_consts
+    """Whether a `while` goes on until what it carries, in floating point, is small or near enough,
+    or until a flag says so that is made of such: rounded to 16 bits it may never be."""
+    condition, body = loop.condition, loop.body
     assert condition is not None
-    first, count = consts.stop - consts.start, loop.carry.stop - loop.carry.start
-    carried = condition.made_of(condition.outputs).intersection(range(first, first + count))
-    return any(is_floating(dtype_of(condition.avals[number])) for number in carried)
+    count = loop.carry.stop - loop.carry.start
+    decide = _carries(condition, condition.outputs, count)
+    while further := _carries(body, [body.outputs[at] for at in decide], count) - decide:
+        decide |= further
+    return any(is_floating(dtype_of(body.avals[body.input_count - count + at])) for at in decide)
+
+
+def _carries(flat: jaxprs.FlatJaxpr, results: Sequence[Any], count: int) -> set[int]:
+    """Which of a `while` loop's carries some results are made of: its last inputs."""
+    first = flat.input_count - count
+    return {at - first for at in flat.made_of(results) if first <= at < flat.input_count}
 
 
 def cond(run, step, operands, stored) -> list[Any]:
