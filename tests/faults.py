@@ -266,7 +266,7 @@ def damage_checkpoint(whole: Whole, dice: random.Random) -> Row:
 def checked(saved: pathlib.Path, step: int) -> bool:
     """Whether the examples take a checkpoint for a whole one."""
     sys.path.append(str(ROOT / "examples"))
-    from checkpoints import Checkpoints
+    from shared import Checkpoints
 
     options = argparse.Namespace(checkpoints=saved, save_every=1)
     return not Checkpoints(options, [])._check(step)[0]

@@ -13,6 +13,8 @@ import pytest
 import jaxmem
 from jaxmem import jaxprs
 from jaxmem.fitting import LEVERS
+from jaxmem.fitting.levers import Lever
+from jaxmem.fitting.levers.setting import register
 from jaxmem.jaxprs import internals
 from jaxmem.optim.codecs import CODECS
 from jaxmem.planning import PLANNERS
@@ -160,9 +162,18 @@ def test_the_table_of_the_workers_names_is_theirs():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxlib."):
                 used |= {f"{node.module}.{name.name}" for name in node.names}
-            of = getattr(node, "value", None)
-            if isinstance(node, ast.Attribute) and getattr(of, "id", "") == "xla_client":
-                used.add(f"xla_client.{node.attr}")
+            owner = getattr(getattr(node, "value", None), "id", "")
+            if isinstance(node, ast.Attribute) and (
+                owner in ("xla_client", "extension")
+                or (owner == "module" and "registrations" in node.attr)
+            ):
+                used.add(f"{owner}.{node.attr}")
+            if getattr(node, "attr", "").startswith("_make"):
+                used.add(f"topology.{node.attr}")
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr":
+                of, name = node.args[0], getattr(node.args[1], "value", None)
+                if getattr(of, "id", "") == "module":
+                    used.add(f"module.{name}")
     told = set()
     for names, _ in tables()[-1]:
         first, *others = re.findall("`(.*?)`", names)
@@ -176,3 +187,36 @@ def test_every_wing_is_told_of():
         "jaxmem/__init__.py",
         "jaxmem/pytest.py",
     }
+
+
+class Half(Lever):
+    """bfloat16 compute by what CONTRIBUTING.md says of levers alone."""
+
+    name = "half_compute"
+    allowed = {"half_compute": "compute in bfloat16"}  # noqa: RUF012
+    changes_loss = own_ratio = True
+    changes_state = False
+
+    def values(self, workload):
+        return [False, True] if workload.may(self.name) else [False]
+
+    def text(self, value):
+        return "bfloat16 compute"
+
+    def loss(self, workload, loss_fn, value):
+        return jaxmem.autocast(loss_fn, "bf16")
+
+
+def test_a_lever_that_makes_the_loss_faster_is_chosen():
+    register(Half())
+    wide = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 6
+    given = loss, optax.adam(1e-3), wide, jax.ShapeDtypeStruct((32768, 2048), jnp.float32)
+    options = {"target": "h200", "budget": "20GiB", "compilations": 2}
+    found = {
+        allow: jaxmem.fit(*given, allow=allow, **options).fitting.chosen
+        for allow in ("precision", "half_compute")
+    }
+    assert found["half_compute"].levers.half_compute
+    assert found["half_compute"].seconds == pytest.approx(found["precision"].seconds, rel=0.1)
+    faster = jaxmem.fit(*given, **options).fitting.chosen
+    assert found["half_compute"].seconds < 0.7 * faster.seconds

@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from PIL import Image
 
 from benchmarks import _record, figures, page
 from benchmarks.__main__ import GROUPS, modules
@@ -32,6 +33,15 @@ def test_figures_are_those_of_the_results_and_an_altered_one_is_found(page):
 def test_most_pages_with_figures_are_marked():
     marked = [page.stem for page in figures.pages() if figures.MARKED.search(page.read_text())]
     assert {"README", "ops", "state", "precision", "remat", "comparison"} <= set(marked)
+
+
+@pytest.mark.parametrize("name", ["fit", "fit-dark"])
+def test_the_first_picture_says_what_the_readme_says(name):
+    said = Image.open(figures.ROOT / "docs" / "images" / f"{name}.png").text["Description"]
+    before, after = re.findall(r"(\d+\.\d+ GiB)", said)
+    assert figures.ROOT.joinpath("README.md").read_text().count(f"{before}<!--") == 1
+    marked = "<!--=fit[problem=ResNet50, 224x224, batch 200].compiled-->"
+    assert f"{after}{marked}" in figures.ROOT.joinpath("README.md").read_text()
 
 
 RESULT = {

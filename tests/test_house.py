@@ -17,7 +17,11 @@ from jaxmem.jaxprs import internals
 ROOT = pathlib.Path(jaxmem.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Words of one family of targets, which no other wing says but in its documentation.
-OF_A_FAMILY = re.compile(r"cuda|\bgpus?\b|_gpu|gpu_|nvidia|h200|pinned_host", re.IGNORECASE)
+# (cuDNN is the name of an implementation of attention in JAX itself.)
+OF_A_FAMILY = re.compile(
+    r"cuda|\bgpus?\b|_gpu|gpu_|nvidia|[hav]\d00|\brtx\b|pinned_host|cublas|triton|nccl",
+    re.IGNORECASE,
+)
 
 
 def trees():

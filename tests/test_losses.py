@@ -70,3 +70,16 @@ def test_of_a_large_vocabulary_too(name, dtype):
 def test_beside_the_largest_logit(dtype, classes):
     """XLA takes it with the maximum of the row, which is in no kernel with the sum then."""
     check(*step("one-hot", dtype, classes, right=True), 0.12, has_aux=True)
+
+
+@pytest.mark.parametrize("classes", [16000, 32000])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_of_the_next_token(dtype, classes):
+    def loss(params, tokens):
+        words, last = params
+        logits = (jnp.tanh(words[tokens]) @ last).astype(jnp.float32)[:, :-1]
+        label = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - label)
+
+    params = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((classes, 128), (128, classes))]
+    check(loss, (params, jax.ShapeDtypeStruct((8, 512), jnp.int32)), 0.05)

@@ -15,6 +15,7 @@ from jaxmem.planning.dp import DP, _depth, together
 from jaxmem.planning.loops import LoopOption, loop_options
 from jaxmem.planning.sqrt import Sqrt, _Chain
 from jaxmem.program import Operation, Program
+from jaxmem.program.operations import Source
 
 RATES = Rates(jaxmem.target("h200"))
 
@@ -382,7 +383,7 @@ def test_one_liners_need_blocks():
     assert list(one_liners(chain([1, 2, 3, 4]), RATES)) == ["everything_saveable"]
     assert "nothing_saveable on each of 3 blocks" in one_liners(chain([1] * 4), RATES)
     operations = [
-        dataclasses.replace(op, path=f"Net/Block_{index // 3}/Dense_{index % 3}")
+        dataclasses.replace(op, source=Source(f"Net/Block_{index // 3}/Dense_{index % 3}"))
         for index, op in enumerate(chain([100] * 12).operations)
     ]
     program = dataclasses.replace(chain([100] * 12), operations=tuple(operations))

@@ -223,7 +223,7 @@ def constants() -> list[Constant]:
         *of("planning.dp", "_SLOTS"),
         *of("planning.dp", "_HEADROOM", margin=True),
         *of("planning.dp", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
-        *of("planning.dp", "_BEYOND", "_REACH", "_STRIDE"),
+        *of("planning.dp", "_BEYOND", "_REACH"),
         *of("planning.dp", "_ROOM", most=0.99),
         *of("planning.dp", "_LOWER", "_WORTH", "_NEAR", margin=True),
         *of(
@@ -251,12 +251,11 @@ def constants() -> list[Constant]:
         ),
         *of(SEARCH, "_WORTH", programs=SEARCHED, searched=True),
         *of(
-            *(SEARCH, "_MORE", "_ABOVE", "_SAME", "_MARGIN", "_ALTERNATIVE", "_LOWER"),
+            *(SEARCH, "_MORE", "_ABOVE", "_MARGIN", "_ALTERNATIVE"),
             programs=SEARCHED,
             searched=True,
             margin=True,
         ),
-        *of(FIT, "_LINE", programs=SEARCHED),
         *of(FIT, "_CLOSE", "_NEAR", "_ABOVE", "_OVER", programs=SEARCHED, margin=True),
         *of(FIT, "_ALTERNATIVE", programs=SEARCHED, margin=True),
         *of("fitting.verdicts", "GAIN", programs=SEARCHED),

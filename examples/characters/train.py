@@ -23,8 +23,7 @@ from transformer import Transformer, loss_fn
 import jaxmem
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
-from checkpoints import Checkpoints, digest
-from shared import count, parser, run
+from shared import Checkpoints, count, digest, parser, run
 
 TEXT = pathlib.Path(__file__).with_name("text.txt")
 

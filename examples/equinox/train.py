@@ -20,8 +20,7 @@ from model import Classifier
 import jaxmem
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
-from checkpoints import Checkpoints, digest
-from shared import digits, parser, run
+from shared import Checkpoints, digest, digits, parser, run
 
 
 def make_loss(static):

@@ -25,8 +25,7 @@ from model import CONTEXT, VOCABULARY, block, loss_fn, make_params
 import jaxmem
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
-from checkpoints import Checkpoints, digest
-from shared import parser
+from shared import Checkpoints, digest, parser
 
 BATCH = 8
 

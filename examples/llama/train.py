@@ -29,8 +29,7 @@ from model import SIZES
 import jaxmem
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
-from checkpoints import Checkpoints, digest
-from shared import parser, run
+from shared import Checkpoints, digest, parser, run
 
 
 def options():

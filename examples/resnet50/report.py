@@ -87,7 +87,9 @@ def draw(before, after, target, path: pathlib.Path, scheme: str) -> None:
     colors = dict.fromkeys("text.color axes.labelcolor axes.edgecolor ytick.color".split(), ink)
     with rc_context(colors | {"axes.facecolor": paper}):
         figure = draw_both(before, after, target, red)
-        figure.savefig(path, facecolor=paper)
+        # What it says is in the file too: tests compare it with the results.
+        said = ", ".join(axes.get_title() for axes in figure.axes)
+        figure.savefig(path, facecolor=paper, metadata={"Description": said})
 
 
 def draw_both(before, after, target, red: str) -> Figure:

@@ -29,8 +29,7 @@ from PIL import Image
 import jaxmem
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
-from checkpoints import Checkpoints, digest
-from shared import count, digits, parser, run
+from shared import Checkpoints, count, digest, digits, parser, run
 
 # ---- data: {"image": float32 [height, width, 3], "label": int32 []}, by index
 

@@ -18,8 +18,7 @@ from model import UNet, make_loss
 import jaxmem
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))  # what all examples share is there
-from checkpoints import Checkpoints, digest
-from shared import count, parser, run
+from shared import Checkpoints, count, digest, parser, run
 
 
 def discs(images: int, side: int, seed: int) -> dict[str, np.ndarray]:

@@ -2,18 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 
-from jaxmem.fitting.levers import Levers
+from jaxmem.fitting.levers import LEVERS, Levers
 from jaxmem.fitting.sizes import bytes_of, slice_of, whole
 from jaxmem.fitting.table import Candidate
 from jaxmem.fitting.workload import Workload
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
-from jaxmem.planning import Layout, Planner, one_liners, rows_to_compile, sums_seconds
-from jaxmem.program import Kernel, Program
+from jaxmem.planning import Layout, Planner, one_liners, rows_to_compile
+from jaxmem.program import Program
 from jaxmem.rematerialization import (
     AsWritten,
     Constraints,
@@ -90,6 +90,10 @@ class Costs:
     def _read(self, loss: Levers) -> Program:
         return self._traced(loss).program
 
+    def program(self, levers: Levers) -> Program:
+        """The loss with some levers."""
+        return self._program(_of_loss(levers))
+
     def written(self) -> Written | None:
         """What the loss costs with its own regions, everything else as it is: bytes of the whole
         step; None: it has none, or they stay."""
@@ -104,7 +108,7 @@ class Costs:
         name, projected bytes and predicted seconds of the whole step."""
         as_is = self.workload.as_is
         limits, constraints = self.budget(as_is), self._constraints(False)
-        program = self._program(_of_loss(as_is))
+        program = self.program(as_is)
         total = constraints.budget_for(program).total
         plain = self.priced(as_is, self.plain(as_is)).seconds
         found = one_liners(constraints.as_run(program), constraints.rates)
@@ -162,54 +166,14 @@ class Costs:
         return Candidate(levers, plan, projected, seconds + self.overhead(levers), host)
 
     def bound(self, levers: Levers) -> float:
-        """No plan of these levers takes less time: the whole batch at once takes the fewest
-        launches and the least traffic of parameters."""
-        changes = {"precision": levers.precision, "operations": levers.operations}
-        as_is = self.workload.as_is.replace(**changes)
-        if levers.stage == 3:
-            as_is = as_is.replace(stage=3)
-        seconds = self.plain(as_is).predicted.seconds
-        if levers.stage == 3:
-            gathered = levers.microbatches * self._gathering(levers, as_is)
-            seconds += gathered - self._gathering(as_is, as_is)
-        if levers.mesh not in ((), as_is.mesh):
-            seconds += self._summing(levers, as_is) - self._reading(levers)
-        return 3 * seconds + self.overhead(levers)
-
-    def _gathering(self, levers: Levers, first: Levers) -> float:
-        """Seconds in which all parameters are gathered once: as many bytes as on the first mesh,
-        from those that have them on that of the levers."""
-        workload = self.workload.on(levers)
-        sharding = workload.sharding(3)
-        assert sharding is not None
-        cut, count = workload.meshes.model(sharding), sharding.count
-        params = bytes_of(jax.tree.map(whole, workload.state(first).params))
-        sent = min(gathered_bytes(self._program(_of_loss(first))), params) // cut
-        return workload.device.sending_seconds(sent * (count - 1) / count, count, cut)
-
-    def _summing(self, levers: Levers, first: Levers) -> float:
-        """Seconds in which results of matmuls are summed along axes that the model names: as many
-        bytes as on the mesh where one of those axes has the fewest devices, times those."""
-        seconds, apart, workload = 0.0, 1, self.workload
-        for name, size in reversed(levers.mesh):
-            alone = workload.meshes.alone(name) if size > 1 else None
-            if alone is not None:
-                program = self._program(_of_loss(first.replace(mesh=alone)))
-                sent = summed_bytes(program) * (size - 1) / (dict(alone)[name] - 1)
-                seconds += sums_seconds(workload.device, sent, size, apart)
-            apart *= size
-        return seconds
-
-    def _reading(self, levers: Levers) -> float:
-        """Seconds, at most, in which a device reads the parameters that are cut along axes that the
-        model names, and others have: twice where they are cast."""
-        workload = self.workload.on(levers)
-        sharding = workload.sharding(levers.stage or 1)
-        assert sharding is not None
-        params = bytes_of(jax.tree.map(whole, workload.state(levers).params))
-        others = params - params // workload.meshes.model(sharding)
-        device = workload.device
-        return 2 * others / (device.shares.memory * device.memory_bandwidth)
+        """No plan of these levers takes less time."""
+        changing = [lever for lever in LEVERS.values() if lever.changes_loss]
+        workload, values = self.workload, levers.to_dict()
+        least = workload.as_is.replace(
+            **{lever.name: lever.least(workload, values[lever.name]) for lever in changing}
+        )
+        more = sum(lever.least_seconds(self, levers, least) for lever in changing)
+        return 3 * (self.plain(least).predicted.seconds + more) + self.overhead(levers)
 
     def least_bytes(self, levers: Levers) -> int:
         """Bytes of the arguments: no plan of these levers takes fewer."""
@@ -221,8 +185,7 @@ class Costs:
         """Seconds of a step outside the loss and its gradient."""
         workload = self.workload.on(levers)
         params = bytes_of(workload.state(levers).params)
-        # 8-bit moments are expanded to be updated: they move as many bytes as whole ones.
-        moments = bytes_of(workload.state(levers.replace(moments=False)).opt_state)
+        moments = bytes_of(workload.state(levers).opt_state)
         moved = 3 * params + 2 * moments  # parameters and gradients read, parameters written
         added = sum(lever.seconds(workload, levers) for lever, _ in levers.used())
         return moved / workload.device.memory_bandwidth + added
@@ -235,28 +198,6 @@ class Costs:
             lever.reserved_bytes(workload, levers) for lever, _ in levers.used()
         )
         return Budget(allowed, reserved)
-
-
-def gathered_bytes(program: Program) -> int:
-    """Bytes of what devices are sent before it is read, whole, in one forward pass."""
-
-    def of(kernel: Kernel) -> int:
-        devices = kernel.ring.devices if kernel.ring else 1
-        return kernel.sent * devices // max(devices - 1, 1)
-
-    return _over_forward(program, of)
-
-
-def summed_bytes(program: Program) -> int:
-    """Bytes that a device sends where results of matmuls are summed, in one forward pass."""
-    return _over_forward(program, lambda kernel: kernel.summed)
-
-
-def _over_forward(program: Program, of: Callable[[Kernel], int]) -> int:
-    """The sum over all kernels of a forward pass, those of a scan as often as it runs them."""
-    loops = map(program.operation_of, program.loops)
-    inside = sum(loop.length * _over_forward(loop.body, of) for loop in loops if loop.body)
-    return inside + sum(map(of, program.kernels))
 
 
 def _of_loss(levers: Levers) -> Levers:

@@ -34,7 +34,6 @@ _OPTIONS = {
     for name, one in inspect.signature(Workload).parameters.items()
     if one.kind is one.KEYWORD_ONLY and name not in {*_KNOWN, "target"}
 }
-_NODE = 8  # counts above are multiples of it, as devices are rented; below, powers of two
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -195,11 +194,15 @@ def devices_needed(
 
 
 def _counts(batch: Any, most: int, target: Target | LocalDevice) -> list[int]:
-    """Numbers of devices that divide the batch, as they are rented."""
+    """Numbers of devices that divide the batch, as they are rented: in a node powers of two, else
+    whole nodes."""
+    known = target if isinstance(target, Target) else target.known
+    node = known.links.node if known else 1
+    inside = [2**power for power in range(node.bit_length()) if 2**power < node]
     sizes = {(*np.shape(leaf), 1)[0] for leaf in jax.tree.leaves(batch)}
     return [
         count
-        for count in (1, 2, 4, *range(_NODE, most + 1, _NODE))
+        for count in (*inside, *range(node, most + 1, node))
         if count <= most and all(size % count == 0 for size in sizes) and _has(target, count)
     ]
 

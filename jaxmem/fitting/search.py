@@ -32,7 +32,6 @@ from jaxmem.training import TrainStep
 # benchmarks/planner/sensitivity.py; the step that is returned was compiled and fits in any case.
 _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between
-_LINE = 0.02  # of the best step's time, that another compilation is to save
 _ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less
 _OVER = 1.01  # times the ratio of what did not fit: the next one differs from it
 # Expected bytes of a candidate over those of the one that is compiled beside it, as for plans.
@@ -222,7 +221,7 @@ class Search:
         error = min([1.0, *self.compiled.ratios.values()])
         rows = self.costs.by_one_line(
             levers,
-            (1 - _LINE) * best.seconds if best else math.inf,
+            best.seconds if best else math.inf,
             NEARLY * self.workload.budget / error,
         )
         return next((one for one in rows if key_of(one) not in self.found), None)
@@ -236,7 +235,7 @@ class Search:
         # What was not compiled borrows the last one, rounded up to 2 %: fewer plans are made so.
         # The only one to be compiled has no other to learn from.
         ratios = self.compiled.ratios
-        alike = [ratio for place, ratio in ratios.items() if place.stage == levers.stage]
+        alike = [ratio for place, ratio in ratios.items() if _alone(place) == _alone(levers)]
         alone = self.compiled.compilations == 1 and not self.found
         last = FIRST_ERROR if alone else 1.0
         last = math.ceil(alike[-1] * 50) / 50 if alike else last
@@ -297,6 +296,11 @@ def _reason(error: CompileError) -> str:
 def _place(levers: Levers) -> Levers:
     """What levers have in common whose projections are off alike."""
     return Levers(**{lever.name: value for lever, value in levers.used() if lever.own_ratio})
+
+
+def _alone(levers: Levers) -> tuple:
+    """What settings have in common that learn from each other how far projections are off."""
+    return tuple(getattr(levers, name) for name, lever in LEVERS.items() if lever.alone)
 
 
 def _shrunk(levers: Levers) -> tuple:

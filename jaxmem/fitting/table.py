@@ -7,7 +7,7 @@ import re
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from jaxmem.fitting.levers import AS_IT_IS, Levers
+from jaxmem.fitting.levers import Levers
 from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.rematerialization import Plan, Written, checked
 from jaxmem.reports import MemoryReport
@@ -47,7 +47,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """The levers in a few words."""
-        return str(self.levers).removeprefix(AS_IT_IS).lstrip(", ") or "as it is"
+        return self.levers.text or "as it is"
 
     @property
     def remat(self) -> str:

@@ -64,7 +64,8 @@ class FlatJaxpr:
     ones (``consts``, possibly tracers) first. ``regions`` are the bounds of the user's own regions
     that were written in place among the steps, and ``opened`` is how many there were, with those in
     the bodies of scans. ``scans`` are the scans among the steps that had some in their bodies, by
-    number of the step, as they were written.
+    number of the step, as they were written. ``merged`` are values that are computed several times
+    as they were written.
     """
 
     steps: tuple[Step, ...]
@@ -76,6 +77,7 @@ class FlatJaxpr:
     regions: tuple[tuple[int, int], ...] = ()
     opened: int = 0
     scans: tuple[tuple[int, JaxprEqn], ...] = ()
+    merged: frozenset[int] = frozenset()
 
     @property
     def arrays_closed_over(self) -> set[int]:
@@ -172,6 +174,7 @@ def flatten_jaxpr(
     scans: list[tuple[int, JaxprEqn]] = []
     in_scans = 0
     computed = Computed()
+    merged: set[int] = set()
     moving: set[int] = set()  # numbers of what a derivative may be taken of
 
     def new(variable) -> int:
@@ -213,6 +216,7 @@ def flatten_jaxpr(
                 earlier = computed.again(equation, inputs) if merge else None
                 if earlier and not moving.isdisjoint(earlier):
                     made = earlier
+                    merged.update(earlier)
                 else:
                     made = tuple(map(new, equation.outvars))
                     steps.append(Step(equation, inputs, made, names, callers))
@@ -249,6 +253,7 @@ def flatten_jaxpr(
         tuple(regions),
         len(regions) + in_scans,
         tuple(scans),
+        frozenset(merged),
     )
 
 

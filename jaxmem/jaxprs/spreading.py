@@ -5,7 +5,8 @@ Shardy is asked about the program as it is written, with all of its values as re
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,23 +92,36 @@ class Spread:
         cut = {axis for value in step.uses for axis in self._axes(value) if axis[0] in automatic}
         return EvenSpread.of(body, self.mesh, tuple(sorted(cut)))
 
-    def inside(self, body: FlatJaxpr, operands: Sequence[Any]) -> "Spread":
+    def inside(
+        self,
+        body: FlatJaxpr,
+        operands: Sequence[Any],
+        alike: Mapping[int, int] = types.MappingProxyType({}),
+    ) -> "Spread":
         """How a program inside of a step is spread, given its operands as values of this one or
-        literals."""
-        return self._inside(body, operands, len(operands))
+        literals; ``alike`` are values of it that lie as operands do, by their places."""
+        return self._inside(body, operands, len(operands), alike)
 
     def of_turn(self, scan: Step, body: FlatJaxpr) -> "Spread":
         """How the body of a scan is spread; of some operands it has an element at a time."""
         return self._inside(body, scan.inputs, loop_of(scan.equation).carry.stop)
 
-    def _inside(self, body: FlatJaxpr, operands: Sequence[Any], whole: int) -> "Spread":
+    def _inside(
+        self,
+        body: FlatJaxpr,
+        operands: Sequence[Any],
+        whole: int,
+        alike: Mapping[int, int] = types.MappingProxyType({}),
+    ) -> "Spread":
         if self.mesh is None:
             return Spread(body)
         given = [
             self._sharding(operand, at >= whole) if isinstance(operand, int) else None
             for at, operand in enumerate(operands)
         ]
-        return spread(body, given, self.mesh)
+        pairs = ((value, given[at]) for value, at in alike.items())
+        asked = {value: one for value, one in pairs if one is not None and any(one.spec)}
+        return spread(body, given, self.mesh, asked)
 
     def _axes(self, value: int) -> set[tuple[str, int]]:
         return {axis for part in self.parts[value] for axis in part}
@@ -136,13 +150,19 @@ class EvenSpread(Spread):
     def of(cls, flat: FlatJaxpr, mesh: Any, axes: Part) -> "EvenSpread":
         return cls(flat, mesh, tuple(_evenly(aval, axes) for aval in flat.avals), (), axes)
 
-    def _inside(self, body: FlatJaxpr, operands: Sequence[Any], whole: int) -> Spread:
+    def _inside(self, body, operands, whole, alike=types.MappingProxyType({})) -> Spread:
         return EvenSpread.of(body, self.mesh, self.axes)
 
 
-def spread(flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None) -> Spread:
+def spread(
+    flat: FlatJaxpr,
+    given: Sequence[Any],
+    mesh: Any = None,
+    asked: Mapping[int, Any] = types.MappingProxyType({}),
+) -> Spread:
     """How a program is spread whose last inputs have the shardings that are ``given`` (None: not
-    known); over the mesh of those that are on several devices, if none is named."""
+    known), and of whose values some are ``asked`` to have others; over the mesh of those that are
+    on several devices, if none is named."""
     mesh = mesh or _mesh_of([*given, *_written(flat)])
     if mesh is None:
         return Spread(flat)
@@ -155,6 +175,9 @@ def spread(flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None) -> Spread:
     def everything(*inputs):
         values = dict(enumerate(inputs))
         flat.run(flat.steps, values)
+        values |= {
+            at: jax.lax.with_sharding_constraint(values[at], one) for at, one in asked.items()
+        }
         return [values[at] for at in arrays]
 
     found = propagated(everything, flat.avals, [*own, *given], mesh)

@@ -1,4 +1,9 @@
-"""Arithmetic in blocks: loops over pieces of an axis, and what their sums need."""
+"""Arithmetic in blocks: loops over pieces of an axis, and what their sums need.
+
+What is made of a block is made in a `jax.checkpoint`, in forward passes too. Where a loop around
+them is differentiated, JAX looks for what is the same at each of its turns, such as masks, makes it
+before, and keeps it: of all blocks that is as large as what blocks are there to avoid.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +26,9 @@ def block_size(total: int, most: int) -> int:
 
 
 def fold(fun: Callable, carry: Any, total: int, block: int) -> Any:
-    """``carry = fun(carry, start, size)`` over the blocks of an axis, the odd one last."""
+    """``carry = fun(carry, start, size)`` over the blocks of an axis, the odd one last; of what
+    ``fun`` makes nothing is kept."""
+    fun = jax.checkpoint(fun, static_argnums=2)
     count, rest = divmod(total, block)
     if count == 1:
         carry = fun(carry, 0, block)

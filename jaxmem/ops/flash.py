@@ -111,13 +111,15 @@ class _How:
 
     def loop(self, add: Callable, start: Sequence[jax.Array]) -> list[jax.Array]:
         """``carry = add(carry, row, column)`` over the blocks of each row of blocks, from
-        ``start``; the rows of blocks joined along the queries.
+        ``start``; the rows of blocks joined along the queries. Of what ``add`` makes nothing is
+        kept.
 
         Causal ones are two by two, the first with the last: so many blocks on and below the
         diagonal are in each two, and none above it is computed.
         """
         rows, columns = self.counts
         members = 2 if self.is_causal else 1
+        add = jax.checkpoint(add)
 
         def of_group(group):
             def step(carry, slot):
@@ -183,7 +185,6 @@ def _attend_jvp(how: _How, primals, tangents):
     *tangents, d_hidden = tangents
 
     # Linear in the tangents: all the rest is made again when it is needed.
-    @jax.checkpoint
     def add(carry, row, column):
         operands = _operands((query, key, value, *others), row, column, how)
         along = _operands(tangents, row, column, how)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from jaxmem import jaxprs
+from jaxmem.jaxprs import internals
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3))
@@ -42,7 +42,7 @@ wide_einsum.defjvp(_jvp, symbolic_zeros=True)
 def tangent_einsum(spec: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
     """`wide_einsum` where one of the two is a tangent, for rules of derivatives."""
     left, right = jaxprs.varying(left, right), jaxprs.varying(right, left)
-    return _einsum_p.bind(left, right, spec=spec, dtype=np.dtype(dtype))
+    return _product().bind(left, right, spec=spec, dtype=np.dtype(dtype))
 
 
 def _compute(left, right, *, spec: str, dtype):
@@ -85,9 +85,13 @@ def _labels(spec: str) -> list[str]:
     return spec.replace("->", ",").split(",")
 
 
-_einsum_p = Primitive("wide_einsum")
-_einsum_p.def_impl(jax.jit(_compute, static_argnames=("spec", "dtype")))
-_einsum_p.def_abstract_eval(_abstract)
-ad.defbilinear(_einsum_p, _transpose_left, _transpose_right)
-batching.primitive_batchers[_einsum_p] = _batch
-mlir.register_lowering(_einsum_p, mlir.lower_fun(_compute, multiple_results=False))
+@functools.cache
+def _product() -> Primitive:
+    product = Primitive("wide_einsum")
+    product.def_impl(jax.jit(_compute, static_argnames=("spec", "dtype")))
+    product.def_abstract_eval(_abstract)
+    internals.ad.defbilinear(product, _transpose_left, _transpose_right)
+    internals.batching.primitive_batchers[product] = _batch
+    lowering = internals.mlir.lower_fun(_compute, multiple_results=False)
+    internals.mlir.register_lowering(product, lowering)
+    return product

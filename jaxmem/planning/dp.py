@@ -38,10 +38,9 @@ _BEYOND = 6
 _ROOM = 0.7
 # Each round of the search for the least peak solves the chain for this share of the last. Chosen.
 _LOWER = 0.9
-# Memories from the chain's least on that are tried, one in so many. Chosen: they bound the time of
-# planning where the layout takes more than the chain counts.
+# Memories from the chain's least on that are tried. Chosen: it bounds the time of planning where
+# the layout takes more than the chain counts.
 _REACH = 25
-_STRIDE = 3
 _WORTH = 0.95  # of the last peak: worth one more round. Chosen: it bounds the rounds
 # Times the least peak: as good, for a lower price. Chosen.
 _NEAR = 1.02
@@ -346,7 +345,7 @@ class Variant:
         while True:
             _, solution = self.solution(int(best.peak * _LOWER))
             low = solution.smallest()
-            memories = range(low, min(low + _REACH, solution.slots + 1), _STRIDE)
+            memories = range(low, min(low + _REACH, solution.slots + 1))
             found = [lay for memory in memories if (lay := self.proposed(solution, memory))]
             lower = min(found, key=lambda layout: layout.peak, default=best)
             if lower.peak >= _WORTH * best.peak:

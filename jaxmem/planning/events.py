@@ -40,8 +40,9 @@ def alive(
 ) -> tuple[list[int], int, int]:
     """The bytes that are alive at each of some events in their order, the most of them, and the
     number of the event where that is: ``live`` from the beginning, ``kept`` to the end. ``results``
-    have memory of their own, so many bytes each. ``in_turn``: where there is a recomputation, the
-    two gradients of a matmul are made so that less is alive."""
+    have memory of their own, so many bytes each. ``in_turn``: where there is a recomputation, or an
+    operand was gathered from other devices, the two gradients of a matmul are made so that less is
+    alive."""
     last: dict[int, int] = {}
     for index, event in enumerate(events):
         for instance in event.makes:
@@ -52,6 +53,7 @@ def alive(
         sizes = _lend(events, sizes, results, last)
     seen, total = set(live), []
     runs: dict[int, int] = {}  # in which what is recomputed was made
+    gathered: set[int] = set()
     now = peak = sum(sizes[instance] for instance in live)
     at = 0
     for index, event in enumerate(events):
@@ -69,13 +71,15 @@ def alive(
                 ends.append(instance)
                 freed += sizes[instance]
         kernel = kernels[event.kernel]
+        if kernel.sent and not event.backward:
+            gathered.update(event.makes)
         if kernel.fused:
             dies = [one for one in ends if runs.get(one, event.run) == event.run]
             live_now = max(before, now - _over(event, sizes, dies))
         elif (
             in_turn
-            and event.run
             and event.backward
+            and (event.run or not gathered.isdisjoint(event.uses))
             and kernel.gradients.in_turn
             and event.makes[1:]
         ):

@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping, Sequence, Set
 from jaxmem.planning.derivative_fusion import fused
 from jaxmem.planning.events import Event, alive
 from jaxmem.planning.regions import Region, pieces, saved_by
-from jaxmem.program import Program
+from jaxmem.program import Program, gradient_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, "_Layo
     for value in range(program.input_count):
         if program.active[value] and value not in cotangents and program.kernels:
             cotangents[value] = [layout.zeros(value)]
-        results |= dict.fromkeys(cotangents.get(value, ())[-1:], program.sizes[value])
+        results |= dict.fromkeys(cotangents.get(value, ())[-1:], gradient_size(program, value))
     return layout.sweep(set(results), (), results), layout
 
 
@@ -182,6 +182,7 @@ class _Layout:
         self.sizes: list[int] = []
         self.alive: list[int] = []  # bytes at each event, once it is swept
         self.shifted: set[int] = set()  # values whose cotangents are not written over them
+        self.scattered: dict[int, int] = {}  # what is beside the cotangents that are scattered into
         self.rows: set[int] = set()  # nor those of these, where only reductions of rows make them
         self.own: set[int] = set()  # values of which a kernel has written a cotangent
         self.turned: set[int] = set()  # those whose cotangents are written in another order
@@ -272,7 +273,8 @@ class _Layout:
             incoming = [rounded]
         for value in [v for v in kernel.results if self._written_first(number, v)]:
             whole = self.instance(value)
-            self.events.append(Event(number, incoming, [whole], True, apart=True))
+            beside = self.scattered.get(value, 0)
+            self.events.append(Event(number, incoming, [whole], True, beside, apart=True))
             incoming = [whole]
         count = self.program.input_count
         fresh, completed, in_rows = [], [], False
@@ -299,6 +301,7 @@ class _Layout:
                 self.cut.add(value)
             else:
                 self.own.add(value)
+                self.scattered[value] = max(self.scattered.get(value, 0), kernel.scattered)
                 if value in kernel.aliasing.turned:
                     self.turned.add(value)
                 in_rows |= in_one
@@ -308,9 +311,10 @@ class _Layout:
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).append(fresh[-1])
         inside = kernel.inside
-        if kernel.flops and not self.turned.isdisjoint(kernel.results):
+        if kernel.flops:
             # Its gradients read a copy of the cotangent, in their own order.
-            inside += sum(self.program.sizes[value] for value in kernel.results)
+            turned_results = self.turned.intersection(kernel.results)
+            inside += sum(self.program.sizes[value] for value in turned_results)
         if number in self.program.regions:
             inside += _inside(self.program, number)
         uses = [*reads, *incoming]

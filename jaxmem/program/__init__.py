@@ -14,7 +14,11 @@ from jaxmem.program.graph import (
 from jaxmem.program.kernel import Kernel as Kernel
 from jaxmem.program.kernels import NAMED as NAMED, read_kernels as read_kernels
 from jaxmem.program.laid_out import compiled_by as compiled_by
-from jaxmem.program.operations import Operation as Operation, Program as Program
+from jaxmem.program.operations import (
+    Operation as Operation,
+    Program as Program,
+    gradient_size as gradient_size,
+)
 from jaxmem.program.reading import (
     read_program as read_program,
     size_of as size_of,

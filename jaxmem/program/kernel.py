@@ -64,6 +64,8 @@ class Kernel:
         moved: bytes read and written.
         fused: whether it is made of operations that XLA fuses, none of them dear.
         inside: bytes that its derivative takes beside sources, results and cotangents.
+        scattered: those of them by which a cotangent that its derivative scatters into is larger
+            than its source: until that is rounded, say, and written where it belongs.
         workspace: those that it takes itself beside sources and results.
         widened: whether it is computed in float32, from copies, and its result rounded.
         residuals: the one of its results that only its own derivative reads (a scan's), or None.
@@ -95,6 +97,7 @@ class Kernel:
     ring: Ring | None = None
     summed: int = 0
     aliasing: Aliasing = _ALL
+    scattered: int = 0
     dear: bool = False
     gradients: Gradients = _NONE
 

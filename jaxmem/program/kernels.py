@@ -15,11 +15,12 @@ from jaxmem.program.ragged import copies_of_groups, groups_of
 from jaxmem.program.readers import (
     SLICES,
     SMALL,
+    derived_together,
     dtype_of,
     is_matmul,
     is_view,
     read_by_derivative,
-    takes_few,
+    scatters_few,
     views_of,
 )
 from jaxmem.program.repeats import Repeats
@@ -64,6 +65,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     if program.rules.blocks_of_rows:
         norms = row_norms(program, stored, _REDUCTIONS)
     cut, copies = _cut(program, stored), copies_of_groups(program)
+    together = derived_together(program, whole.sizes)
     reduced = False  # whether the kernel before is a reduction
     for index, operation in enumerate(program.operations):
         results = tuple(value for value in operation.outputs if stored[value])
@@ -101,7 +103,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             else:
                 read = read_by_derivative(member, program.active)
                 reads |= frozenset().union(*(made(member, value) for value in read))
-            if member.name in _SHIFTS:
+            if member.name in _SHIFTS and together.isdisjoint(member.outputs):
                 shifted |= under
             if member.name == "transpose":
                 turned |= under
@@ -114,10 +116,12 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         inside = max(operation.inside, copies.get(index, 0)) + sum(
             cut.pop(number, 0) for number in ordered
         )
-        if _takes_few(operation, whole.sizes) and not stored[operation.inputs[0]]:
+        scattered = 0
+        if scatters_few(operation, whole.sizes) and not stored[operation.inputs[0]]:
             # Its derivative scatters into a cotangent of the operand, which it has to write.
             of_few = sum(program.sizes[v] for v in made(operation, operation.inputs[0]))
-            inside += max(program.sizes[operation.inputs[0]] - of_few, 0)
+            scattered = max(program.sizes[operation.inputs[0]] - of_few, 0)
+            inside += scattered
         reduces = _reduces(operation, program.sizes)
         # Reductions of the same values are one kernel of several results: it reads them once.
         again = set(kernels[-1].sources) if reduces and reduced else set()
@@ -176,6 +180,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 summed=_sent_for_sum(operation, sum(program.sizes[value] for value in results)),
                 ring=operation.exchange.summed,
                 aliasing=Aliasing(shifted, turned, rows, normalised),
+                scattered=scattered,
                 dear=dear.issuperset(results),
                 gradients=Gradients(
                     len(sources) == 2
@@ -305,7 +310,7 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
                 wanted[value] = True  # and what it is computed of, which the forward pass reads
             wanted[in_matmuls[value] if computed else value] |= not (
                 operation.fused
-                or _takes_few(operation, sizes)
+                or scatters_few(operation, sizes)
                 or (in_place and constant[value])
                 or (in_place and operation.name != "sort" and value != operation.inputs[0])
                 or (rules.fuses_operands and operation.name in CONTRACTIONS)
@@ -379,10 +384,3 @@ def _reduces(operation, sizes) -> bool:
     if operation.name == "gather" and operation.fused:
         return sizes[operation.outputs[0]] < sizes[operation.inputs[0]]
     return operation.name in _REDUCTIONS or (operation.fused and operation.name == "dot_general")
-
-
-def _takes_few(operation, sizes) -> bool:
-    """Whether it scatters in its derivative, and takes few elements of its operand: those alone are
-    computed for it."""
-    scatters = not operation.fused and operation.derivative_reads != "nothing"
-    return scatters and takes_few(operation, sizes)

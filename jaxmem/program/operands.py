@@ -3,7 +3,7 @@
 By `Rules.fuses_elements` XLA computes in the kernel of a matmul what its operand is made of,
 element by element, as long as that reads no more than it makes: a `relu`, a `sin`, a product with a
 constant or with a parameter that is broadcast, but not a `gelu`, which reads its operand several
-times (its GemmFusion, for kernels of Triton's; tests/test_operands.py).
+times (its GemmFusion; tests/test_operands.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -72,8 +72,8 @@ def is_padded(program: Any, operation: Any, value: int) -> bool:
 
 def _name(operation: Any) -> str:
     """Of the only elementwise operation that there is inside of a call, or of what is no call."""
-    inside = [name for name in operation.calls if name not in ("jit", "pjit")]
-    return (inside[0] if len(inside) == 1 else "") if operation.calls else operation.name
+    inside = [name for name in operation.source.calls if name not in ("jit", "pjit")]
+    return (inside[0] if len(inside) == 1 else "") if operation.source.calls else operation.name
 
 
 def _has_dtype(program: Any, values: Sequence[int]) -> bool:

@@ -49,11 +49,27 @@ class Exchange:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """How the function says an operation.
+
+    Attributes:
+        path: of the module (``ResNet/Block_3/Conv_1``).
+        line: of the user's source.
+        calls: the primitives inside of a call that is fused.
+        merged: whether it is said several times.
+    """
+
+    path: str = ""
+    line: str = ""
+    calls: tuple[str, ...] = ()
+    merged: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
     """One operation: the values it reads and makes (by number), its FLOPs, whether XLA fuses it
     with its neighbours, what its derivative reads (``"nothing"``, its ``"result"``, its
-    ``"operands"``, or some of those: see `derivative_reads`), and where it came from: the module
-    path (``ResNet/Block_3/Conv_1``) and the user's source line.
+    ``"operands"``, or some of those: see `derivative_reads`), and where it came from.
 
     A `scan` also has ``body``, what it repeats ``length`` times; ``carry`` are the inputs of the
     body that one iteration hands to the next. A user's own `jax.checkpoint` has the ``body`` that
@@ -64,7 +80,6 @@ class Operation:
     returns. ``reads`` are those of them that its derivative reads, where that is known exactly.
     ``inside`` are bytes that the derivative takes beside all of that, ``workspace`` those that the
     operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
-    ``calls`` are the primitives inside of a call that is fused.
     """
 
     name: str
@@ -73,8 +88,7 @@ class Operation:
     flops: int
     fused: bool
     derivative_reads: str
-    path: str = ""
-    line: str = ""
+    source: Source = Source()
     body: "Program | None" = None
     length: int = 1
     carry: tuple[int, ...] = ()
@@ -86,7 +100,16 @@ class Operation:
     results: int = 0
     contraction: Contraction = Contraction()
     exchange: Exchange = Exchange()
-    calls: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """That of the module."""
+        return self.source.path
+
+    @property
+    def line(self) -> str:
+        """That of the user's source."""
+        return self.source.line
 
     def read_as(self, value: int) -> int:
         """An operand as it is read, where devices send it each other first."""
@@ -106,7 +129,8 @@ class Program:
     written in place. Sizes and kernels are those that a compiler makes by ``rules``. On several
     devices sizes, types and costs are those of one, and ``whole_sizes`` and ``whole_types`` those
     of all devices together: kernels are told by them, so that they are the same ones wherever the
-    function is traced. ``gradient_bytes`` are those of all gradients; None: those of the inputs.
+    function is traced. ``gradient_sizes`` are the bytes that each input's gradient has in the end,
+    where they are known to be others than the input's.
     ``as_jax_derives``: without derivatives of our own. ``in_loop``: it is the body of a loop, of
     which XLA sees the derivative without it. ``saves`` are the values that the policy of a user's
     own region saves, whose body it is."""
@@ -121,7 +145,7 @@ class Program:
     rules: Rules = _PLAIN
     whole_sizes: tuple[int, ...] = ()
     whole_types: tuple[str, ...] = ()
-    gradient_bytes: int | None = None
+    gradient_sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     as_jax_derives: bool = False
     in_loop: bool = False
     saves: frozenset[int] = frozenset()
@@ -135,10 +159,8 @@ class Program:
     def boundary_bytes(self) -> int:
         """Bytes of inputs, outputs and gradients: XLA holds them from the first kernel of
         ``value_and_grad`` to the last."""
-        gradients = self.gradient_bytes
-        if gradients is None:
-            wanted = (value for value in range(self.input_count) if self.active[value])
-            gradients = sum(self.sizes[value] for value in wanted)
+        wanted = (value for value in range(self.input_count) if self.active[value])
+        gradients = sum(gradient_size(self, value) for value in wanted)
         return self.input_bytes + gradients + sum(self.sizes[v] for v in set(self.outputs))
 
     @functools.cached_property
@@ -326,3 +348,8 @@ class Program:
             sizes[operation.residuals] = residuals
             operations[index] = dataclasses.replace(operation, inside=inside)
         return dataclasses.replace(self, operations=tuple(operations), sizes=tuple(sizes))
+
+
+def gradient_size(program: Program, value: int) -> int:
+    """Bytes of the gradient by an input, once it is complete."""
+    return program.gradient_sizes.get(value, program.sizes[value])

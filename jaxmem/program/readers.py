@@ -96,3 +96,19 @@ def takes_few(operation: Any, sizes: Sequence[int]) -> bool:
     if operation.name != "gather":
         return False
     return sizes[operation.outputs[0]] * SMALL < sizes[operation.inputs[0]]
+
+
+def scatters_few(operation: Any, sizes: Sequence[int]) -> bool:
+    """Whether it scatters in its derivative, and takes few elements of its operand: those alone are
+    computed for it."""
+    scatters = not operation.fused and operation.derivative_reads != "nothing"
+    return scatters and takes_few(operation, sizes)
+
+
+def derived_together(program: Any, sizes: Sequence[int]) -> set[int]:
+    """The values whose cotangents add up, in what one of their readers scatters into, before they
+    go on to what the values are made of. Not of what JAX derives several times."""
+    read = Counter(value for one in program.operations for value in one.inputs)
+    scattered = {one.inputs[0] for one in program.operations if scatters_few(one, sizes)}
+    apart = {v for one in program.operations if one.source.merged for v in one.outputs}
+    return {value for value in scattered if read[value] > 1} - apart

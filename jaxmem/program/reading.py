@@ -32,7 +32,7 @@ from jaxmem.program.costs import (
     slides,
 )
 from jaxmem.program.opaque import Halves, halves, peak
-from jaxmem.program.operations import Contraction, Exchange, Operation, Program
+from jaxmem.program.operations import Contraction, Exchange, Operation, Program, Source
 from jaxmem.program.ragged import shared_copies
 
 # What has a program inside that nothing is planned in.
@@ -82,8 +82,12 @@ def read_program(
                 _flops(step, interior.body, spread),
                 is_fused(step.equation),
                 derivative_reads(step),
-                str(step.name_stack),
-                step.line,
+                Source(
+                    str(step.name_stack),
+                    step.line,
+                    calls(step.equation),
+                    not flat.merged.isdisjoint(step.outputs),
+                ),
                 interior.body,
                 step.equation.params["length"] if step.primitive == "scan" else 1,
                 _carry(step, interior.body),
@@ -99,7 +103,6 @@ def read_program(
                     precision_of(step.equation.params),
                 ),
                 exchange=Exchange(summed=spread.summed(step)),
-                calls=calls(step.equation),
             )
         )
     for value in shared_copies(operations):
@@ -267,16 +270,21 @@ def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Int
     except Exception:
         return None
     results = {value for value in joint.results if isinstance(value, int)}
-    gradients = {  # one of a value, however often it is an operand
-        step.inputs[at]: value
+    derived = {
+        at: value
         for at, value in zip(real, joint.flat.outputs[len(joint.results) :], strict=True)
         if isinstance(value, int) and isinstance(step.inputs[at], int)
     }
+    # One of a value, however often it is an operand.
+    gradients = {step.inputs[at]: value for at, value in derived.items()}
     floating = moving([variable.aval for variable in step.equation.outvars])
     if step.primitive == "shard_map":
         inside = spread.mapped(step, joint.flat)
     else:
-        inside = spread.inside(joint.flat, [*step.inputs, *(step.outputs[at] for at in floating)])
+        # Gradients go on to where operands came from, and lie as they do.
+        alike = {value: at for at, value in derived.items()}
+        given = [*step.inputs, *(step.outputs[at] for at in floating)]
+        inside = spread.inside(joint.flat, given, alike)
     # What is gathered of an operand is counted where the operation reads it.
     program = _forward(joint.flat, dataclasses.replace(inside, gathers=()))
 

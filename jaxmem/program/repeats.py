@@ -140,7 +140,7 @@ class Repeats:
         return sum(self.made_of[value].values())
 
     def _cycles_of(self, operation: Any, result: int) -> int:
-        names = [operation.name, *operation.calls]
+        names = [operation.name, *operation.source.calls]
         if dtype_of(self.program, result) == "bfloat16":
             names = [name for name in names if name not in _IN_BFLOAT16]
         return sum(self._dear.get(name, 0) for name in names)

@@ -19,12 +19,13 @@ _WORTH = 0.01  # of the step's time: the price that one more compilation should 
 _MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
 # Times the budget: what may yet fit where nothing below did; ever closer to one another.
 _ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
-_SAME = 1.002  # projected bytes this near are one plan
 _MARGIN = 1.003  # between what is expected of a plan and its budget
 # Projected bytes of a plan over those of the one that is compiled beside it, for where it does not
 # fit: first projections are off by about as much (benchmarks/planner/projected.py).
 _ALTERNATIVE = 1.04
-_LOWER = 0.97  # times the projected bytes that did not fit: a plan or two lower
+# Derived: bytes of a plan are counted in steps of a 200th (planning.dp._SLOTS). Of two budgets that
+# are nearer to each other the plans hardly differ.
+_SAME = 1.002
 
 
 class CompiledPlans(PlanCompiler):
@@ -144,7 +145,7 @@ class CompiledPlans(PlanCompiler):
                 # Another plan may well compile to less of what is projected than this one.
                 goal = max(corrected, fits * _MORE)
             if not fits < goal < fails:
-                goal = (fits + fails) / 2 if fits else _LOWER * fails
+                goal = (fits + fails) / 2
 
     def corrected(self, layout: Layout, budget: int) -> float:
         """Projected bytes of which the budget is expected to be compiled, after a layout was. What

@@ -56,8 +56,8 @@ def remat_policy(
         *args, **kwargs: its arguments, real or abstract.
         budget: device bytes for ``value_and_grad(fun)`` and what is reserved, as for
             `jaxmem.plan`. None: the least memory.
-        target: the accelerator whose rates decide; None: the attached one if it is known, else an
-            H200.
+        target: the accelerator whose rates decide; None: the attached one if it is known, else
+            the default target.
         reserved: bytes of the budget spoken for outside of ``fun``.
         argnums: the differentiated arguments.
 

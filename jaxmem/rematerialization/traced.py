@@ -54,7 +54,7 @@ class TracedFunction:
         first = self.flat.input_count - len(call.leaves)
         check_pure(self.flat)
         self._differentiated = frozenset(first + at for at in self.wanted)
-        self._gradient_bytes = (
+        self._gradient_sizes = (
             self._propagated_gradients()
             if gradient_bytes is None
             else self._late_gradients(gradient_bytes)
@@ -84,25 +84,25 @@ class TracedFunction:
     def read(self, flat: jaxprs.FlatJaxpr) -> Program:
         """The program of the function, or of what was made of it."""
         program = read_program(flat, self._differentiated, spread=self.spread(flat))
-        return dataclasses.replace(program, gradient_bytes=self._gradient_bytes)
+        return dataclasses.replace(program, gradient_sizes=self._gradient_sizes)
 
-    def _propagated_gradients(self) -> int | None:
-        """Bytes of gradients that one device has where nobody says how they are spread; None: as
-        many as of what is differentiated, since there is only one."""
+    def _propagated_gradients(self) -> dict[int, int]:
+        """Bytes of each gradient that one device has where nobody says how they are spread; on one
+        device they are those of what is differentiated."""
         if self.spread(self.flat).mesh is None:
-            return None
+            return {}
         differentiable = [
             at
             for at in sorted(self._differentiated)
             if jnp.issubdtype(self.flat.avals[at].dtype, jnp.inexact)
         ]
         pieces = jaxprs.gradient_pieces(self.flat, self.shardings, differentiable)
-        return sum(map(size_of, pieces))
+        return dict(zip(differentiable, map(size_of, pieces), strict=True))
 
-    def _late_gradients(self, spread: Sequence[int]) -> int:
-        """Bytes of gradients that one device has if they are spread so in the end. Those of what a
-        loop slices are, turn by turn; of others XLA combines several to one sum, as late as may
-        be, and until then there is as much of each as of what it is the gradient of."""
+    def _late_gradients(self, spread: Sequence[int]) -> dict[int, int]:
+        """Bytes of each gradient that one device has if they are spread so in the end. Those of
+        what a loop slices are, turn by turn; of others XLA combines several to one sum, as late as
+        may be, and until then there is as much of each as of what it is the gradient of."""
         turns = {
             value
             for step in self.flat.steps
@@ -110,10 +110,10 @@ class TracedFunction:
             for value in step.inputs[jaxprs.loop_of(step.equation).carry.stop :]
         }
         pieces = self.spread(self.flat)
-        return sum(
-            size if value in turns else size_of(pieces.aval(value))
+        return {
+            value: size if value in turns else size_of(pieces.aval(value))
             for value, size in zip(sorted(self._differentiated), spread, strict=True)
-        )
+        }
 
     def check_loss(self, name: str, scalar: bool) -> None:
         """Raises `PlanError` if nothing that the function takes or returns can be differentiated,

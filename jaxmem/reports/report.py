@@ -111,7 +111,7 @@ class MemoryReport(Sized, Printed):
 
     @property
     def has_timeline(self) -> bool:
-        """Whether XLA said where the bytes lie: of what was compiled for a GPU."""
+        """Whether XLA said where the bytes lie: of what was compiled for a known target."""
         return set(self.dump) == set(DUMPED)
 
     @property

@@ -20,7 +20,7 @@ from tests import faults
 
 sys.path.append(str(faults.ROOT / "examples"))
 
-import checkpoints
+import shared
 
 SEED = 20260101
 
@@ -63,13 +63,13 @@ BATCH = jnp.ones((2, 3))
 
 def options(folder, **changes):
     parser = argparse.ArgumentParser()
-    checkpoints.add_options(parser, every=2)
+    shared.add_checkpoint_options(parser, every=2)
     parser.set_defaults(**{"seed": 0, "learning_rate": 0.1} | changes)
     return parser.parse_args(["--checkpoints", str(folder)])
 
 
 def begin(folder, **changes):
-    found = checkpoints.Checkpoints(options(folder, **changes), ["seed", "learning_rate"])
+    found = shared.Checkpoints(options(folder, **changes), ["seed", "learning_rate"])
     params = {"w": jnp.ones((3, 4)), "b": jnp.zeros(4)}
     return found, STEP.init(params)
 
@@ -81,7 +81,7 @@ def train(folder, until: int):
     for index in range(first + 1, until + 1):
         state, _ = STEP(state, BATCH)
         saved.save_at(index, state, last=index == until)
-    return first, checkpoints.digest(state)
+    return first, shared.digest(state)
 
 
 def test_a_run_is_resumed_where_it_was_saved(tmp_path, capsys):
@@ -95,7 +95,7 @@ def test_a_run_is_resumed_where_it_was_saved(tmp_path, capsys):
     memory = saved.resume(state)[1].opt_state[0].mu["w"].sharding.memory_kind
     assert memory == "pinned_host"
     none = argparse.Namespace(checkpoints=None, save_every=1)
-    assert checkpoints.Checkpoints(none, []).resume(state) == (0, state)
+    assert shared.Checkpoints(none, []).resume(state) == (0, state)
 
 
 def test_every_damaged_file_sends_the_run_to_the_checkpoint_before(tmp_path, capsys):
@@ -124,7 +124,7 @@ def test_every_damaged_file_sends_the_run_to_the_checkpoint_before(tmp_path, cap
 
 def test_without_a_whole_checkpoint_nothing_is_begun_anew_unasked(tmp_path):
     train(tmp_path, 2)
-    (tmp_path / "2" / checkpoints.LIST).write_text("")
+    (tmp_path / "2" / shared.LIST).write_text("")
     with pytest.raises(SystemExit, match=r"cannot be resumed: no checkpoint is whole. Remove the"):
         train(tmp_path, 4)
     assert faults.steps(tmp_path) == [2]
@@ -182,7 +182,7 @@ def test_a_folder_that_is_a_file(tmp_path):
 
 def test_the_list_of_files_is_readable(tmp_path):
     train(tmp_path, 2)
-    about = json.loads((tmp_path / "2" / checkpoints.LIST).read_text().partition("\n")[2])
+    about = json.loads((tmp_path / "2" / shared.LIST).read_text().partition("\n")[2])
     assert about["settings"] == {"seed": 0, "learning_rate": 0.1}
     assert all(len(checksum) == 64 for checksum in about["files"].values())
-    assert checkpoints.digest(jax.random.normal(jax.random.key(0), 3)) != checkpoints.digest(0)
+    assert shared.digest(jax.random.normal(jax.random.key(0), 3)) != shared.digest(0)

@@ -7,7 +7,7 @@ from jaxmem.fitting.levers.microbatches import MicrobatchesLever
 from jaxmem.fitting.levers.moments import MomentsLever
 from jaxmem.fitting.levers.operations import OperationsLever
 from jaxmem.fitting.levers.precision import PrecisionLever
-from jaxmem.fitting.levers.setting import AS_IT_IS as AS_IT_IS, Levers as Levers, register
+from jaxmem.fitting.levers.setting import Levers as Levers, register
 from jaxmem.fitting.levers.stage import StageLever
 
 # In the order in which they wrap the optimizer: what goes outside comes last.

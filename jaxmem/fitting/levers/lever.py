@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import optax
 
 if TYPE_CHECKING:
+    from jaxmem.fitting.costs import Costs
     from jaxmem.fitting.levers.setting import Levers
     from jaxmem.fitting.workload import Workload
 
@@ -22,6 +23,8 @@ class Lever:
         changes_state: whether the state of a step depends on it.
         changes_loss: whether the loss that is planned depends on it.
         own_ratio: whether projections are off in a way of their own where it is used.
+        alone: whether those of other values of it say nothing of how far.
+        unused: what stands in a line of the search where it is not used; empty: nothing.
     """
 
     name: str
@@ -32,6 +35,8 @@ class Lever:
     changes_state = True
     changes_loss = False
     own_ratio = False
+    alone = False
+    unused = ""
 
     def as_is(self, workload: "Workload") -> Any:
         """Its value in the step as the user has it."""
@@ -67,6 +72,16 @@ class Lever:
 
     def seconds(self, workload: "Workload", levers: "Levers") -> float:
         """What a value that is not neutral adds to a step outside the loss and its gradient."""
+        return 0.0
+
+    def least(self, workload: "Workload", value: Any) -> Any:
+        """The value of which the loss takes no more time than of this one: `fit` asks how long a
+        setting takes at least before it plans it. Asked of levers that change the loss."""
+        return value
+
+    def least_seconds(self, costs: "Costs", levers: "Levers", least: "Levers") -> float:
+        """Seconds that a forward pass takes more with a value than with its `least`, which is in
+        the setting ``least``."""
         return 0.0
 
 

@@ -60,6 +60,10 @@ class MicrobatchesLever(Lever):
     def text(self, value):
         return f"{value} microbatches"
 
+    def least(self, workload, value):
+        """The whole batch at once takes the fewest launches and the least traffic of parameters."""
+        return self.neutral
+
     def options(self, workload, value):
         return {"microbatches": value}
 

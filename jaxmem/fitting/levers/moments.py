@@ -1,6 +1,7 @@
 """8-bit moments as a lever."""
 
 from jaxmem.fitting.levers.lever import Lever
+from jaxmem.fitting.sizes import bytes_of
 from jaxmem.optim import small_moments
 
 
@@ -19,3 +20,11 @@ class MomentsLever(Lever):
 
     def optimizer(self, workload, optimizer, value):
         return small_moments(optimizer)
+
+    def seconds(self, workload, levers):
+        """They are expanded to be updated: they move as many bytes as whole ones."""
+        whole, small = (
+            bytes_of(workload.state(levers.replace(moments=value)).opt_state)
+            for value in (False, True)
+        )
+        return 2 * (whole - small) / workload.device.memory_bandwidth

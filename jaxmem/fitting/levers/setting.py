@@ -6,7 +6,6 @@ from typing import Any
 from jaxmem.fitting.levers.lever import Lever
 from jaxmem.ground.errors import JaxmemError
 
-AS_IT_IS = "precision as it is"
 _levers: dict[str, Lever] = {}
 
 
@@ -52,8 +51,13 @@ class Levers:
         """The value of every lever, by name."""
         return {name: getattr(self, name) for name in _levers}
 
+    @property
+    def text(self) -> str:
+        """What is used, in words; empty: nothing is."""
+        return ", ".join(lever.text(value) for lever, value in self.used())
+
     def __str__(self):
-        parts = [] if self.precision else [AS_IT_IS]
-        return ", ".join(parts + [lever.text(value) for lever, value in self.used()])
+        unused = [lever.unused for name, lever in _levers.items() if name not in dict(self.values)]
+        return ", ".join(filter(None, [*unused, self.text]))
 
     __repr__ = __str__

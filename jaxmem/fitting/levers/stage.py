@@ -1,16 +1,23 @@
 """ZeRO's stages as a lever."""
 
+from typing import TYPE_CHECKING
+
 import jax
 
 from jaxmem.fitting.levers.lever import Lever
+from jaxmem.fitting.sent import gathered_bytes
 from jaxmem.fitting.sizes import bytes_of, whole
+
+if TYPE_CHECKING:
+    from jaxmem.fitting.costs import Costs
+    from jaxmem.fitting.levers.setting import Levers
 
 
 class StageLever(Lever):
     """``stage``: ZeRO's on the mesh; 0: there is none."""
 
     name, neutral = "stage", 0
-    shrinks_state = changes_loss = own_ratio = True
+    shrinks_state = changes_loss = own_ratio = alone = True
 
     def as_is(self, workload):
         return 0 if workload.mesh is None else 1
@@ -31,6 +38,16 @@ class StageLever(Lever):
     def options(self, workload, value):
         return {"sharding": workload.sharding(value)}
 
+    def least(self, workload, value):
+        return value if value == 3 else self.as_is(workload)
+
+    def least_seconds(self, costs, levers, least):
+        """At stage 3 parameters are gathered in the loss, those of each slice."""
+        if levers.stage < 3:
+            return 0.0
+        gathered = levers.microbatches * _gathering(costs, levers, least)
+        return gathered - _gathering(costs, least, least)
+
     def seconds(self, workload, levers):
         """Gradients are summed, those of each slice, and updates gathered. At stage 3 both are in
         the time of the loss and its gradient: parameters are gathered where they are read. What is
@@ -48,3 +65,15 @@ class StageLever(Lever):
             sent = 2 * levers.microbatches * params // count * (copies - 1) // copies
             seconds += device.sending_seconds(sent, copies, cut * count)
         return seconds
+
+
+def _gathering(costs: "Costs", levers: "Levers", first: "Levers") -> float:
+    """Seconds in which all parameters are gathered once: as many bytes as on the first mesh, from
+    those that have them on that of the levers."""
+    workload = costs.workload.on(levers)
+    sharding = workload.sharding(3)
+    assert sharding is not None
+    cut, count = workload.meshes.model(sharding), sharding.count
+    params = bytes_of(jax.tree.map(whole, workload.state(first).params))
+    sent = min(gathered_bytes(costs.program(first)), params) // cut
+    return workload.device.sending_seconds(sent * (count - 1) / count, count, cut)

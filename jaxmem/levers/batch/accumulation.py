@@ -71,7 +71,7 @@ def accumulate(
             f"jaxmem.accumulate takes every=, the number of micro-gradients in a cycle, as an int "
             f"of 1 or more; got {shown(every)}."
         )
-    counters = ("held", "skipped") if skip_nonfinite else ("held",)
+    counters = ("averaged", "skipped") if skip_nonfinite else ("averaged",)
 
     def init(params):
         def zeros(leaf):
@@ -92,7 +92,7 @@ def accumulate(
         """One call: ``finish`` of the updates where the cycle ends, ``result`` where it does not;
         and the next state."""
         good = _all_finite(gradients) if skip_nonfinite else jnp.asarray(True)
-        averaged = state.skip_state["held"] + good.astype(jnp.int32)  # micro-gradients in the mean
+        averaged = state.skip_state["averaged"] + good.astype(jnp.int32)  # micro-gradients in the mean
 
         def add(total, new):
             share = jnp.maximum(averaged, 1).astype(total.dtype)
@@ -114,7 +114,7 @@ def accumulate(
             return finish(updates, result), inner, zeros
 
         result, inner, mean = update_if(applies, apply, (result, state.inner_opt_state, mean))
-        counts = {"held": jnp.where(ends, 0, averaged)}
+        counts = {"averaged": jnp.where(ends, 0, averaged)}
         if skip_nonfinite:
             counts["skipped"] = state.skip_state["skipped"] + (~good).astype(jnp.int32)
         return result, optax.MultiStepsState(

@@ -1,6 +1,6 @@
 """Optimizer state in host memory.
 
-ZeRO-Offload and PatrickStar keep optimizer state in CPU memory and move it through the GPU. Here
+ZeRO-Offload and PatrickStar keep optimizer state in CPU memory and move it through the device. Here
 the transfers are part of the one XLA program of the step, and they are staged: XLA's scheduler
 alone would fetch the whole state at once, since nothing tells it not to.
 """
@@ -36,7 +36,7 @@ def offload(
     what: Callable[[str, Any], bool] = _everything,
     fraction: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optimizer`` whose array state lives in ``pinned_host`` memory.
+    """``optimizer`` whose array state lives in host memory.
 
     Inside a jitted step the state comes to the device, is used and goes back, one parameter after
     another: the update is traced, and what each parameter's update needs is fetched only when the

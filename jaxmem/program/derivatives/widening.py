@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from jaxmem import jaxprs
+from jaxmem.jaxprs import internals
 from jaxmem.program.derivatives.derivative import Derivative
 
 _barrier = jax.lax.optimization_barrier
@@ -42,7 +42,7 @@ def widened(step: jaxprs.Step, left: jax.Array, right: jax.Array) -> jax.Array:
         out = contracted(*primals)
         if not moving:
             return out, jax.numpy.zeros_like(out)
-        return out, _tangent_p.bind(*primals, *moving, step=step, linear=tuple(linear))
+        return out, _tangent_product().bind(*primals, *moving, step=step, linear=tuple(linear))
 
     contracted.defjvp(jvp, symbolic_zeros=True)
     return contracted(left, right)
@@ -64,7 +64,7 @@ def _tangent(left, right, *tangents, step: jaxprs.Step, linear: tuple[bool, bool
 def _transpose(cotangent, left, right, *tangents, step: jaxprs.Step, linear: tuple[bool, bool]):
     """One after the other, and none without the other: XLA puts off the gradients of parameters,
     and holds copies of what they are made from until the end of the program."""
-    if type(cotangent) is ad.Zero:
+    if type(cotangent) is internals.ad.Zero:
         return [None] * (2 + len(tangents))
     found: list[jax.Array] = []
     if linear[1]:
@@ -79,7 +79,7 @@ def _transpose(cotangent, left, right, *tangents, step: jaxprs.Step, linear: tup
 
 
 def _jvp(primals: Sequence, tangents: Sequence, **parameters):
-    tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    tangents = [internals.ad.instantiate_zeros(tangent) for tangent in tangents]
     return jax.jvp(functools.partial(_tangent, **parameters), tuple(primals), tuple(tangents))
 
 
@@ -87,14 +87,18 @@ def _batch(operands: Sequence, axes: Sequence, **parameters):
     return jax.vmap(functools.partial(_tangent, **parameters), axes)(*operands), 0
 
 
-_tangent_p = Primitive("widened_tangent")
-_tangent_p.def_impl(_tangent)
-_tangent_p.def_abstract_eval(
-    lambda left, right, *_, step, linear: jaxprs.result_of(
-        step.equation.primitive, [left, right], step.equation.params
+@functools.cache
+def _tangent_product() -> Primitive:
+    product = Primitive("widened_tangent")
+    product.def_impl(_tangent)
+    product.def_abstract_eval(
+        lambda left, right, *_, step, linear: jaxprs.result_of(
+            step.equation.primitive, [left, right], step.equation.params
+        )
     )
-)
-ad.primitive_jvps[_tangent_p] = _jvp
-ad.primitive_transposes[_tangent_p] = _transpose
-batching.primitive_batchers[_tangent_p] = _batch
-mlir.register_lowering(_tangent_p, mlir.lower_fun(_tangent, multiple_results=False))
+    internals.ad.primitive_jvps[product] = _jvp
+    internals.ad.primitive_transposes[product] = _transpose
+    internals.batching.primitive_batchers[product] = _batch
+    lowering = internals.mlir.lower_fun(_tangent, multiple_results=False)
+    internals.mlir.register_lowering(product, lowering)
+    return product

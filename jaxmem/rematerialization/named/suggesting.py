@@ -51,7 +51,7 @@ def suggest_names(
     Args:
         fun: a differentiable function, usually the loss.
         *args, **kwargs: its arguments, real or abstract; nothing is allocated, nothing compiled.
-        target: the accelerator whose rates decide; None: an H200.
+        target: the accelerator whose rates decide; None: the default target.
         budget: device bytes as for `jaxmem.plan`: what it would choose is in the rows. None: no
             choice.
         reserved, argnums, has_aux: as for `jaxmem.plan`.

@@ -130,7 +130,7 @@ def calibrate(*, seconds: float = 60, keep: bool = True) -> Calibration:
     from their predictions is the error that is printed beside predicted times from then on.
 
     Args:
-        seconds: about how long it may take. A GPU wants a minute, most of which is autotuning.
+        seconds: about how long it may take. An accelerator wants a minute, mostly for autotuning.
         keep: whether plans, reports and `fit` use the result from now on. It is kept in the user's
             cache, one file for each kind of device and version of jaxlib, and holds for
             ``target="local"`` as for the target's name.

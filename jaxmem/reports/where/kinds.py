@@ -3,7 +3,7 @@
 An argument is what `describe_arguments` says, and so is what replaces it in its own memory at the
 end; ``outputs`` are other results; ``gradients`` were made by the backward pass for the update;
 ``residuals`` were made before the backward pass and are read in it; ``workspace`` is scratch of
-cuDNN and cuBLAS; everything else is ``temporaries``.
+the vendor's libraries; everything else is ``temporaries``.
 """
 
 from jaxmem.reports.xla.dump import Value

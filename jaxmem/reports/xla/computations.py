@@ -1,6 +1,6 @@
 """The computations of optimised HLO, with the number of turns of every loop that counts.
 
-XLA for GPUs writes how often a loop runs; XLA for TPUs does not. It is read off here: the loop's
+Not every compiler of XLA's writes how often a loop runs. Else it is read off here: the loop's
 condition compares a counter with a limit, its body adds a number to it, and all three are constants
 or come from outside as they are.
 """

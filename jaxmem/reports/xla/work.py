@@ -143,7 +143,7 @@ def _convolution_flops(line: str, computation: Lines, kind: str = "") -> int:
 def _pairs(
     line: str, labels: re.Match, lhs: list[int], kernel: list[int], result: list[int]
 ) -> int:
-    """Products of a convolution, zeros of the padding among them, as of a GPU's: each tap meets
+    """Products of a convolution, zeros of the padding among them: each tap meets
     each place in the result, or each element of the operand where those are fewer, as in a
     derivative. A batched matmul, which for TPUs is a convolution with strides over elements that
     lie apart, has only the taps that fall on one: hardly any does."""
