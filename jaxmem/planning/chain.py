@@ -55,6 +55,7 @@ class Solution:
         # By number of blocks, [level, start, slots + 1 + memory]; what is below is out of memory.
         self.pad = slots + 1
         self.tables: list[np.ndarray] = []
+        self._found: dict[tuple[int, int], tuple[int, int | None, int]] = {}
         self._fill()
         self._top()
 
@@ -119,6 +120,30 @@ class Solution:
                 cost = top[stop, at - min(used, self.pad)] + table[level, start, at]
                 yield cost, stop, level, used
 
+    def _best(self, start: int, memory: int) -> tuple[int, int | None, int]:
+        """The way of the lowest price: its end, level or None, and the memory used; of several the
+        first to end."""
+        found = self._found.get((start, memory))
+        if found is None:
+            at, pad, stops = self.pad + memory, self.pad, range(start + 1, self.count)
+            (price, *first), *_ = self._choices(start, memory)
+            used = self.chain.keeps[:, start, start + 1 : self.count]  # [level, stop]
+            costs = self.top[np.asarray(stops, int), at - np.minimum(used, pad)]
+            costs = costs + self._within(start, memory)
+            found = (*first,)
+            if costs.size and (lowest := costs.min()) < price:
+                stop = int(np.flatnonzero((costs == lowest).any(0))[0])
+                level = int(np.flatnonzero(costs[:, stop] == lowest)[0])
+                found = (stops[stop], level, int(used[level, stop]))
+            self._found[start, memory] = found
+        return found
+
+    def _within(self, start: int, memory: int) -> np.ndarray:
+        """[level, stop]: the prices of regions from a block on, within a memory."""
+        at, ends = self.pad + memory, range(1, self.count - start)
+        tables = [self.tables[length][:, start, at] for length in ends]
+        return np.stack(tables, 1) if tables else np.empty((self.levels, 0), np.float32)
+
     def price(self, memory: int) -> float:
         """The lowest price within a memory; infinite if nothing fits."""
         return float(self.top[0, self.pad + memory])
@@ -141,9 +166,7 @@ class Solution:
         """The regions that reach `price`."""
         found, start = [], 0
         while start < self.count:
-            _, stop, level, used = min(
-                self._choices(start, memory), key=lambda choice: (choice[0], choice[1])
-            )
+            stop, level, used = self._best(start, memory)
             if level is not None:
                 inner = self.inner(level, start, stop, memory)
                 found.append(Stretch(start, stop, level, inner))

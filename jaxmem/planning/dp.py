@@ -144,7 +144,8 @@ class DP:
         with recomputation that grows faster and faster."""
         forward = sum(self.variants[0].seconds)
         found = [self.plain, *self.rows()]
-        found += [variant.smallest_in(forward) for variant in self.variants]
+        fast = (variant for variant in self.variants if variant.loops_seconds <= forward)
+        found += [variant.smallest_in(forward) for variant in fast]
         return min(
             (layout for layout in found if layout.seconds <= forward),
             key=lambda layout: (layout.peak, layout.price),
@@ -170,6 +171,7 @@ class Variant:
         self.program = program.with_loops(found) if found else program  # its kernels are known
         self.options = options
         self.loops_price = sum(option.price for option in options)
+        self.loops_seconds = sum(option.seconds for option in options)
         # At the scan that takes the most, some of it in the memory of gradients that are to come.
         lent = program.boundary_bytes - program.input_bytes
         self.least = max((option.bytes for option in options), default=0) - lent
@@ -232,8 +234,7 @@ class Variant:
             + sum(option.flops for option in self.options),
             sum(kernels[k].moved * n for k, n in again.items())
             + sum(option.moved for option in self.options),
-            sum(self.seconds[k] * n for k, n in again.items())
-            + sum(option.seconds for option in self.options),
+            sum(self.seconds[k] * n for k, n in again.items()) + self.loops_seconds,
             sum(self.prices[k] * n for k, n in again.items()) + self.loops_price,
             sum(option.host for option in self.options),
             functools.cache(functools.partial(live_bytes, self.program, regions)),
