@@ -173,7 +173,7 @@ def test_rows_that_many_read_are_computed_once():
     args = arrays()
     program = TracedFunction(loss, args, {}, 0, False).program
     program = compiled_by(program, jaxmem.target("h100").rules)
-    calls = {operation.outputs[0] for operation in program.operations if operation.calls}
+    calls = {operation.outputs[0] for operation in program.operations if operation.source.calls}
     assert calls & {value for kernel in program.kernels for value in kernel.results}
 
 
