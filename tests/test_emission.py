@@ -14,7 +14,8 @@ import jaxmem
 from jaxmem import jaxprs
 from jaxmem.planning import Loop, Region
 from jaxmem.program import read_program
-from jaxmem.rematerialization.plan import Plan, Predicted
+from jaxmem.rematerialization.plan import Plan
+from jaxmem.rematerialization.plan_facts import OwnRegions, Predicted
 
 PLANNERS = ["dp", "dots", "sqrt"]
 
@@ -23,7 +24,8 @@ def plan_of(fun, args, *regions, loops=(), keeps=False):
     leaves = [jaxprs.abstract(x) for x in args]
     program = read_program(jaxprs.flatten(fun, leaves, not keeps, merge=True))
     costs = Predicted(0, 0, program.flops, 0)
-    return Plan("by hand", program.fingerprint, regions, tuple(loops), costs, keeps_regions=keeps)
+    own = OwnRegions(kept=keeps)
+    return Plan("by hand", program.fingerprint, regions, tuple(loops), costs, own_regions=own)
 
 
 def kept(fun, *args):
@@ -361,14 +363,16 @@ def test_the_users_own_regions_are_known(flag):
     np.testing.assert_allclose(
         jax.grad(jaxmem.remat(loss))(w, x), jax.grad(loss)(w, x), rtol=1e-9, atol=1e-12
     )
-    assert jaxmem.plan(loss, w, x).opened == 4
+    assert jaxmem.plan(loss, w, x).own_regions.count == 4
 
     def scanned(w, x):
         body = jax.checkpoint(lambda x, w: (jnp.tanh(jnp.sin(x @ w) @ w), None))
         return jnp.sum(jax.lax.scan(body, x, jnp.stack([w] * 4))[0] ** 2)
 
     plan = jaxmem.plan(scanned, w, x)
-    assert plan.opened == 1 and plan.loops and plan.written.recompute_flops > 0
+    assert (
+        plan.own_regions.count == 1 and plan.loops and plan.own_regions.written.recompute_flops > 0
+    )
     np.testing.assert_allclose(
         jax.grad(plan.apply(scanned))(w, x), jax.grad(scanned)(w, x), rtol=1e-9, atol=1e-12
     )

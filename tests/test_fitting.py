@@ -836,7 +836,7 @@ def test_command_line_plan(capsys, tmp_path):
     assert plan.compiled_bytes <= 70 * MIB and '"time_error": null' in text
     assert page.read_text().startswith("<!doctype html>") and "h200" in page.read_text()
     assert cli.main(["plan", name, "--regions", "keep", "--json"]) == 0
-    assert jaxmem.Plan.from_json(capsys.readouterr().out).keeps_regions
+    assert jaxmem.Plan.from_json(capsys.readouterr().out).own_regions.kept
     assert cli.main(["plan", name, "--budget", "70MiB", "--html", str(page)]) == 1
     assert "name a target to compile for" in capsys.readouterr().err
     assert cli.main([*common, "1MiB"]) == 3

@@ -56,7 +56,12 @@ def test_a_plan_is_made_for_the_bytes_of_each_one_liner(frontier):
 def test_plans_that_are_as_fast_within_the_error_are_told(frontier):
     assert "are as fast as the first one" not in str(frontier)  # unchecked: nobody knows
     for error, count in [(1e-6, 1), (10.0, len(frontier.plans))]:
-        plans = tuple(dataclasses.replace(plan, time_error=error) for plan in frontier.plans)
+        plans = tuple(
+            dataclasses.replace(
+                plan, planned_for=dataclasses.replace(plan.planned_for, time_error=error)
+            )
+            for plan in frontier.plans
+        )
         text = str(dataclasses.replace(frontier, plans=plans))
         least = jaxmem.format_bytes(plans[-1].projected_bytes)
         told = f"{count} plans, down to {least}, are as fast as the first one within ±1000%"

@@ -21,7 +21,8 @@ from jaxmem import jaxprs
 from jaxmem.loops import Schedule
 from jaxmem.planning import Head, Loop, Region
 from jaxmem.program import Program, read_program
-from jaxmem.rematerialization.plan import Plan, Predicted
+from jaxmem.rematerialization.plan import Plan
+from jaxmem.rematerialization.plan_facts import OwnRegions, Predicted
 
 PROGRAMS = int(os.environ.get("JAXMEM_FUZZ", "400"))
 N = 4  # every value is [N, N], so that each operation is compiled once
@@ -294,7 +295,9 @@ def cases(draw):
     regions = draw_regions(draw, program, 0, len(program.kernels), 3)
     loops = draw_loops(draw, program, 2)
     plan = Plan("random", program.fingerprint, regions, loops, Predicted(0, 0, program.flops, 0))
-    return fun, dataclasses.replace(plan, widens=draw(st.booleans()), keeps_regions=keeps)
+    return fun, dataclasses.replace(
+        plan, widens=draw(st.booleans()), own_regions=OwnRegions(kept=keeps)
+    )
 
 
 def arguments():

@@ -71,7 +71,7 @@ def test_plans_are_those_of_the_function_without_its_regions(fun, kind):
         assert plan.projected_bytes <= budget
         if kind not in ("planned already",):  # whose barriers stay
             assert (plan.projected_bytes == other.projected_bytes) == (regions == "open")
-        assert plan.opened == (regions == "open") * plan.opened
+        assert plan.own_regions.count == (regions == "open") * plan.own_regions.count
     assert plan.plain_bytes >= 0.99 * plain.plain_bytes or regions == "keep"
 
 
@@ -104,18 +104,18 @@ def test_a_plan_says_what_the_regions_cost():
     """24 layers under `jax.checkpoint` were one plan at every budget."""
     written = functools.partial(scanned, jax.checkpoint)
     plan = jaxmem.plan(written, *SHAPES, budget="2GiB", target="h200")
-    assert plan.opened == 1 and not plan.keeps_regions
-    assert plan.written.recompute_flops == LAYERS * 2 * 2 * ROWS * WIDTH * WIDTH
+    assert plan.own_regions.count == 1 and not plan.own_regions.kept
+    assert plan.own_regions.written.recompute_flops == LAYERS * 2 * 2 * ROWS * WIDTH * WIDTH
     assert plan.predicted.recompute_flops == 0
     report = jaxmem.memory(jax.value_and_grad(written), *SHAPES, target="h200")
-    assert abs(plan.written.bytes - report.device) <= 0.1 * report.device
-    assert plan.written.bytes < plan.plain_bytes / 2
+    assert abs(plan.own_regions.written.bytes - report.device) <= 0.1 * report.device
+    assert plan.own_regions.written.bytes < plan.plain_bytes / 2
     text = " ".join(str(plan).split())
-    size = jaxmem.format_bytes(plan.written.bytes)
+    size = jaxmem.format_bytes(plan.own_regions.written.bytes)
     assert f"as written, with 1 region of its own: projected {size}, recomputes 103.1 GF" in text
-    saved = jaxmem.plan(functools.partial(scanned, REGIONS["dots"]), *SHAPES).written
-    assert saved.recompute_flops == 0 and saved.bytes > 2 * plan.written.bytes
-    assert jaxmem.plan(functools.partial(scanned, lambda f: f), *SHAPES).written is None
+    saved = jaxmem.plan(functools.partial(scanned, REGIONS["dots"]), *SHAPES).own_regions.written
+    assert saved.recompute_flops == 0 and saved.bytes > 2 * plan.own_regions.written.bytes
+    assert jaxmem.plan(functools.partial(scanned, lambda f: f), *SHAPES).own_regions.written is None
     again = type(plan).from_json(plan.to_json())
     assert again == plan
 
@@ -165,7 +165,7 @@ def test_linen_and_nnx_layers_in_a_scan():
         return jnp.mean(layers.apply(params, x, None)[0] ** 2)
 
     plan = jaxmem.plan(loss, params)
-    assert plan.opened == 1 and plan.recomputes
+    assert plan.own_regions.count == 1 and plan.recomputes
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-12),
         jax.grad(plan.apply(loss))(params),
@@ -187,7 +187,7 @@ def test_linen_and_nnx_layers_in_a_scan():
         return jnp.mean(apply(x, stack) ** 2)
 
     plan = jaxmem.plan(of_model, stack)
-    assert plan.opened == 1 and plan.recomputes
+    assert plan.own_regions.count == 1 and plan.recomputes
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-12),
         nnx.grad(plan.apply(of_model))(stack),
@@ -276,7 +276,7 @@ def test_what_policies_of_regions_save_is_projected(policy):
     kept = jaxmem.plan(loss, *args, budget="10GiB", target="h100", regions="keep", compilations=1)
     assert kept.projected_bytes == pytest.approx(kept.compiled_bytes, rel=0.12)
     opened = jaxmem.plan(loss, *args, target="h100", compilations=0)
-    assert opened.written.bytes == kept.projected_bytes
+    assert opened.own_regions.written.bytes == kept.projected_bytes
 
 
 @pytest.mark.parametrize("offloaded", [["hidden", "out"], ["hidden"]])
@@ -300,7 +300,7 @@ def test_what_a_policy_sends_to_the_host_is_not_counted_on_the_device(offloaded)
     kept = jaxmem.plan(loss, *args, budget="10GiB", target="h100", regions="keep", compilations=1)
     assert kept.projected_bytes == pytest.approx(kept.compiled_bytes, rel=0.1)
     opened = jaxmem.plan(loss, *args, target="h100", compilations=0)
-    assert opened.written.bytes == kept.projected_bytes
+    assert opened.own_regions.written.bytes == kept.projected_bytes
 
 
 def two_layers(x, weights):

@@ -17,7 +17,8 @@ import jaxmem
 from jaxmem import jaxprs
 from jaxmem.planning import Region
 from jaxmem.program import read_program
-from jaxmem.rematerialization.plan import Plan, Predicted
+from jaxmem.rematerialization.plan import Plan
+from jaxmem.rematerialization.plan_facts import Predicted
 
 WIDTH = 8
 

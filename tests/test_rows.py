@@ -159,7 +159,7 @@ def test_what_a_one_liner_costs_is_what_it_compiles_to(name):
     total = program()[1].budget_for(program()[0]).total(layout.peak)
     assert total == pytest.approx(written.device, rel=0.1)
     found = jaxmem.plan(functools.partial(loss, region), *arguments(), compilations=0)
-    assert found.written.recompute_flops == layout.flops
+    assert found.own_regions.written.recompute_flops == layout.flops
 
 
 def test_no_plan_loses_to_a_one_liner():
@@ -413,13 +413,17 @@ def test_scans_in_scans_are_checkpointed_inside_and_outside():
 
 def test_what_is_written_stays_where_nothing_else_recomputes_less(monkeypatch):
     """XLA makes half of what is projected of the author's own regions."""
-    compiling(monkeypatch, lambda plan: 0.5 if plan.keeps_regions else 1.0)
+    compiling(monkeypatch, lambda plan: 0.5 if plan.own_regions.kept else 1.0)
     fun = functools.partial(recurrent, jax.checkpoint)
     args = of_a_sequence()
-    written = jaxmem.plan(fun, *args, compilations=0, target="h200").written
+    written = jaxmem.plan(fun, *args, compilations=0, target="h200").own_regions.written
     plan = jaxmem.plan(fun, *args, budget=int(0.5 * written.bytes), target="h200")
-    assert plan.keeps_regions and not plan.regions and not plan.loops
-    assert plan.predicted.recompute_flops == written.recompute_flops == plan.written.recompute_flops
+    assert plan.own_regions.kept and not plan.regions and not plan.loops
+    assert (
+        plan.predicted.recompute_flops
+        == written.recompute_flops
+        == plan.own_regions.written.recompute_flops
+    )
     said = str(plan)
     assert "dp plan, none better than the function's own regions, which stay" in said
     assert "as written, with 1 region of its own: projected " in said

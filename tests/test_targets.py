@@ -51,6 +51,11 @@ def test_thirteen_gpus_are_known():
     assert str(jaxmem.target("h100", count=8)).startswith("h100: 8 x NVIDIA H100")
 
 
+def test_names_may_be_written_as_their_makers_do():
+    assert jaxmem.target("H100") == jaxmem.target("h100")
+    assert jaxmem.target("RTX-2080-Ti", count=2).count == 2
+
+
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(jaxmem.JaxmemError) as caught:
         jaxmem.target("h20")

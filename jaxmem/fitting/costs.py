@@ -98,7 +98,7 @@ class Costs:
         """What the loss costs with its own regions, everything else as it is: bytes of the whole
         step; None: it has none, or they stay."""
         as_is = self.workload.as_is
-        if not self.plain(as_is).opened:
+        if not self.plain(as_is).own_regions.count:
             return None
         found = written(self._traced(_of_loss(as_is)), self._constraints(False))
         return found and dataclasses.replace(found, bytes=self.budget(as_is).total(found.bytes))

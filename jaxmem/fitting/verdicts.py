@@ -139,7 +139,7 @@ def key_of(candidate: Candidate) -> tuple:
     plan = candidate.plan
     return (
         candidate.levers,
-        plan and (plan.regions, plan.loops, plan.segments, plan.keeps_regions),
+        plan and (plan.regions, plan.loops, plan.segments, plan.own_regions.kept),
     )
 
 

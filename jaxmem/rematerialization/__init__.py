@@ -18,14 +18,14 @@ from jaxmem.rematerialization.named.suggestions import (
     Suggestion as Suggestion,
     Suggestions as Suggestions,
 )
-from jaxmem.rematerialization.plan import (
+from jaxmem.rematerialization.plan import Plan as Plan
+from jaxmem.rematerialization.plan_compiler import waits as waits
+from jaxmem.rematerialization.plan_facts import (
     Compiled as Compiled,
-    Plan as Plan,
     PlannedFor as PlannedFor,
     Predicted as Predicted,
     Written as Written,
 )
-from jaxmem.rematerialization.plan_compiler import waits as waits
 from jaxmem.rematerialization.plan_text import checked as checked
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
 from jaxmem.rematerialization.search import (

@@ -9,7 +9,8 @@ from jaxmem.planning import of_each, simulate_block
 from jaxmem.program import Kernel, Program
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
-from jaxmem.rematerialization.plan import Plan, Written
+from jaxmem.rematerialization.plan import Plan
+from jaxmem.rematerialization.plan_facts import OwnRegions, Written
 from jaxmem.rematerialization.timelines import Timeline
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import LocalDevice, Target
@@ -71,7 +72,8 @@ class AsWritten:
             recompute_seconds=cost.recompute_seconds,
             seconds=cost.seconds,
         )
-        return dataclasses.replace(plan, predicted=predicted, opened=opened.opened)
+        own = OwnRegions(opened.opened, plan.own_regions.kept)
+        return dataclasses.replace(plan, predicted=predicted, own_regions=own)
 
     def _again(self, rate: Callable[[Kernel], float]) -> float:
         return sum(_again(self.traced.flat, self.traced.program, rate))

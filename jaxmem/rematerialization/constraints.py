@@ -20,7 +20,8 @@ from jaxmem.planning import (
 from jaxmem.program import Program, compiled_by
 from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.limits import Limits
-from jaxmem.rematerialization.plan import Plan, PlannedFor, Predicted
+from jaxmem.rematerialization.plan import Plan
+from jaxmem.rematerialization.plan_facts import OwnRegions, PlannedFor, Predicted
 from jaxmem.rematerialization.timelines import Timeline
 from jaxmem.targets import Rules, Target, family_of
 
@@ -137,16 +138,20 @@ class Constraints:
             choices=tuple(choices_of(program, self.rates, layout)),
             reserved=self.budget.reserved,
             budget=self.budget.allowed,
-            target=self.device.name if self.device else "",
-            planned_for=PlannedFor(self.device.family if self.device else "", self.rules),
-            time_error=self.device.time_error if self.device else None,
+            planned_for=self._planned_for,
             widens=program.widens,
             segments=layout.segments,
             inputs=program.together.types[: program.input_count],
             differentiated=None if wanted is None else tuple(sorted(wanted)),
-            opened=program.opened,
-            keeps_regions=self.keeps_regions,
+            own_regions=OwnRegions(program.opened, self.keeps_regions),
         )
+
+    @property
+    def _planned_for(self) -> PlannedFor:
+        device = self.device
+        if device is None:
+            return PlannedFor(rules=self.rules)
+        return PlannedFor(device.family, self.rules, device.name, device.time_error)
 
     def _one_liner(self, program: Program, compiled: Mapping[tuple, int]) -> str:
         """What regions on every block would take, in words."""

@@ -10,101 +10,17 @@ from typing import Any, ClassVar
 
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import PlanError
-from jaxmem.loops import Schedule
-from jaxmem.planning import Head, Loop, Region, Segment
+from jaxmem.planning import Loop, Region, Segment
 from jaxmem.program import Program
 from jaxmem.rematerialization import plan_text
 from jaxmem.rematerialization.bounds import Bound, bound_of
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.emission import planned_function
 from jaxmem.rematerialization.named.policy import NamedPolicy
-from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
+from jaxmem.rematerialization.plan_facts import Compiled, OwnRegions, PlannedFor, Predicted
+from jaxmem.rematerialization.plan_json import read_fields
 from jaxmem.reports.drawn.tables import Part, Printed
-from jaxmem.targets import FAMILIES, Family, Rules, Target, family_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Predicted:
-    """What a plan costs by jaxmem's own arithmetic.
-
-    Attributes:
-        plain_bytes, bytes: projected, without and with the regions, of the whole of
-            ``value_and_grad(fun)``: arguments, gradients, residuals and what is reserved.
-        flops: of the forward pass (matmuls and convolutions); ``recompute_flops`` and
-            ``recompute_moved`` (bytes read and written) are what the plan adds.
-        seconds, recompute_seconds: of the plain forward pass and of what the plan adds, at the
-            target's rates.
-        host_bytes: of the residuals that wait in host memory, in no other count.
-        timeline, plain_timeline: projected bytes along the step, with and without the regions.
-    """
-
-    plain_bytes: int
-    bytes: int
-    flops: int
-    recompute_flops: int
-    recompute_moved: int = 0
-    seconds: float = 0.0
-    recompute_seconds: float = 0.0
-    host_bytes: int = 0
-    timeline: Timeline = UNKNOWN
-    plain_timeline: Timeline = UNKNOWN
-
-    @property
-    def recompute_share(self) -> float:
-        """Seconds of recomputation, of those of a plain step: three times a forward pass."""
-        return self.recompute_seconds / max(3 * self.seconds, 1e-30)  # a program may do nothing
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Written:
-    """What a function costs with the user's own regions, by jaxmem's own arithmetic: projected
-    bytes and seconds of a forward pass as in `Predicted`, and what the regions recompute."""
-
-    bytes: int
-    recompute_flops: int
-    recompute_seconds: float
-    seconds: float
-
-    @property
-    def recompute_share(self) -> float:
-        """Seconds of recomputation, of those of a plain step: three times a forward pass."""
-        return self.recompute_seconds / max(3 * self.seconds, 1e-30)  # a program may do nothing
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Compiled:
-    """What XLA's compiler says of a plan, for the target: device bytes, FLOPs (matmuls and
-    convolutions) and bytes read and written of the whole of ``value_and_grad(fun)``.
-    ``xla_pass_bytes`` are the bytes with XLA's own rematerialization pass on, where it would act.
-    ``timeline`` has the bytes along the compiled schedule, where a plan fits. ``options`` are names
-    and values of flags without which XLA does not compile it.
-    """
-
-    bytes: int
-    flops: int | None = None
-    moved: int | None = None
-    xla_pass_bytes: int | None = None
-    timeline: Timeline = UNKNOWN
-    options: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlannedFor:
-    """The compiler that a plan is made for: of a ``family`` of targets (its name; none: without a
-    target), and the ``rules`` of the target, by which it was told what the kernels are."""
-
-    family: str = ""
-    rules: Rules = dataclasses.field(default_factory=Rules)
-
-    @property
-    def compiler(self) -> Family:
-        return FAMILIES[self.family] if self.family else family_of(None)
-
-    @classmethod
-    def read(cls, row: dict[str, Any]) -> "PlannedFor":
-        """What JSON has of it."""
-        found = cls(row["family"])
-        return dataclasses.replace(found, rules=Rules.read(row["rules"], found.compiler.splitting))
+from jaxmem.targets import Rules, Target
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -123,15 +39,12 @@ class Plan(Printed):
         rows, choices: the plan in words: its regions, and its larger values.
         reserved: bytes of the budget spoken for outside of the function.
         budget: bytes asked for, or None.
-        target: name of the accelerator that it is planned for, and ``planned_for`` its compiler.
-        time_error: how far its predicted times may be off (`Target.time_error`); None: unchecked.
+        planned_for: the accelerator, and its compiler.
         widens: whether the target has no bfloat16 units and the program has matmuls or convolutions
             in bfloat16: computed in float32, from copies.
         inputs: dtypes and shapes of the arrays that the program takes.
         differentiated: the numbers of those that gradients are taken of; None: of all.
-        opened: how many regions of the user's own the plan takes the place of; those stay where it
-            ``keeps_regions``.
-        written: what those cost; None: there are none.
+        own_regions: those that the function has already.
     """
 
     planner: str
@@ -145,17 +58,23 @@ class Plan(Printed):
     choices: tuple[Choice, ...] = ()
     reserved: int = 0
     budget: int | None = None
-    target: str = ""
-    planned_for: PlannedFor = PlannedFor()
-    time_error: float | None = None
+    planned_for: PlannedFor = dataclasses.field(default_factory=PlannedFor)
     widens: bool = False
     inputs: tuple[str, ...] = ()
     differentiated: tuple[int, ...] | None = None
-    opened: int = 0
-    keeps_regions: bool = False
-    written: Written | None = None
+    own_regions: OwnRegions = dataclasses.field(default_factory=OwnRegions)
     # What it was made of: the function, its abstract arguments, and how it is differentiated.
     _call: ClassVar[Any] = None
+
+    @property
+    def target(self) -> str:
+        """The name of the accelerator that it is planned for; empty: none was named."""
+        return self.planned_for.target
+
+    @property
+    def time_error(self) -> float | None:
+        """How far its predicted times may be off; None: unchecked."""
+        return self.planned_for.time_error
 
     @property
     def plain_bytes(self) -> int:
@@ -193,12 +112,12 @@ class Plan(Printed):
     @property
     def stays(self) -> bool:
         """Whether the function's own regions stay, as nothing better was found in their place."""
-        return bool(self.keeps_regions and self.opened)
+        return bool(self.own_regions.kept and self.own_regions.count)
 
     @property
     def changes(self) -> bool:
         """Whether the planned function is another program than the function."""
-        return bool(self.recomputes or self.widens or self.opened)
+        return bool(self.recomputes or self.widens or self.own_regions.count)
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -223,7 +142,8 @@ class Plan(Printed):
 
     def apply(self, fun: Callable) -> Callable:
         """``fun`` with the plan's regions: `jaxmem.remat` with ``plan=``."""
-        return planned_function(fun, self.layout_for, self.keeps_regions, self.differentiated)
+        kept = self.own_regions.kept
+        return planned_function(fun, self.layout_for, kept, self.differentiated)
 
     def layout_for(
         self, program: Program, inputs: Callable[[], Sequence[tuple[str, str]]]
@@ -329,53 +249,7 @@ class Plan(Printed):
         Raises:
             PlanError: the text is not a plan.
         """
-        try:
-            fields = json.loads(text)
-            fields["regions"] = _regions(fields["regions"])
-            fields["loops"] = tuple(map(_loop, fields["loops"]))
-            fields["segments"] = tuple(Segment(**one) for one in fields["segments"])
-            predicted = fields["predicted"]
-            for name in ("timeline", "plain_timeline"):  # none in files of earlier versions
-                predicted[name] = Timeline.read(predicted.get(name))
-            fields["predicted"] = Predicted(**predicted)
-            if compiled := fields["compiled"]:
-                compiled["timeline"] = Timeline.read(compiled.get("timeline"))
-                compiled["options"] = tuple(map(tuple, compiled.get("options", ())))
-                fields["compiled"] = Compiled(**compiled)
-            fields["written"] = fields["written"] and Written(**fields["written"])
-            fields["planned_for"] = PlannedFor.read(fields["planned_for"])
-            fields["inputs"] = tuple(fields["inputs"])
-            if fields["differentiated"] is not None:
-                fields["differentiated"] = tuple(fields["differentiated"])
-            fields["rows"] = tuple(Row(**row) for row in fields["rows"])
-            fields["choices"] = tuple(Choice(**choice) for choice in fields["choices"])
-            return cls(**fields)
-        except (ValueError, TypeError, KeyError) as error:
-            raise PlanError(
-                f"This is not the JSON of a plan ({error}); pass text that Plan.to_json() wrote."
-            ) from error
+        return cls(**read_fields(text))
 
     def _parts(self) -> Iterable[Part]:
         return plan_text.plan_parts(self)
-
-
-def _loop(row: dict[str, Any]) -> Loop:
-    regions, schedule, head = _regions(row["regions"]), row["schedule"], row.get("head")
-    return Loop(
-        row["kernel"],
-        tuple(row["saved"]),
-        regions,
-        tuple(row["offloaded"]),
-        schedule and Schedule(**schedule),
-        row["whole"],
-        tuple(map(_loop, row.get("loops", ()))),
-        head and Head(head["count"], _loop(head["loop"])),
-        row["parted"],
-    )
-
-
-def _regions(rows: list[dict[str, Any]]) -> tuple[Region, ...]:
-    return tuple(
-        Region(row["start"], row["stop"], tuple(row["saved"]), _regions(row["regions"]))
-        for row in rows
-    )

@@ -13,7 +13,8 @@ from jaxmem.ground.garbage import uncollected
 from jaxmem.planning import Layout
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.emission import emit
-from jaxmem.rematerialization.plan import Compiled, Plan
+from jaxmem.rematerialization.plan import Plan
+from jaxmem.rematerialization.plan_facts import Compiled
 from jaxmem.rematerialization.search import Begun, Outcome, Search
 from jaxmem.rematerialization.timelines import Timeline
 from jaxmem.rematerialization.traced import TracedFunction

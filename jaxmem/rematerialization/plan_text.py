@@ -57,12 +57,12 @@ def plan_parts(plan: Any) -> Iterator[Part]:
         f"  projected {format_bytes(plan.projected_bytes)}, without regions "
         f"{format_bytes(plan.plain_bytes)}"
     )
-    if plan.written:
+    if plan.own_regions.written:
         yield (
-            f"  as written, with {counted(plan.opened, 'region')} of its own: projected "
-            f"{format_bytes(plan.written.bytes)}, recomputes "
-            f"{plan.written.recompute_flops / 1e9:.4g} GFLOP "
-            f"({plan.written.recompute_share:.1%} of a step)"
+            f"  as written, with {counted(plan.own_regions.count, 'region')} of its own: projected "
+            f"{format_bytes(plan.own_regions.written.bytes)}, recomputes "
+            f"{plan.own_regions.written.recompute_flops / 1e9:.4g} GFLOP "
+            f"({plan.own_regions.written.recompute_share:.1%} of a step)"
         )
     if plan.compiled:
         work = ""

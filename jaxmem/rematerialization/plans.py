@@ -53,9 +53,9 @@ def plan(
             that takes less predicted time than to recompute them. (Elsewhere XLA drops it.)
         regions: what becomes of those that ``fun`` has already (`jax.checkpoint`, ``nn.remat``,
             ``nnx.remat``; in the bodies of scans too). They change nothing of what is computed, so
-            ``"open"`` plans in their place, and the plan prints what they cost (``plan.written``);
-            ``"keep"`` leaves them whole, and plans beside them. Where they recompute less than what
-            is found, and fit, they stay.
+            ``"open"`` plans in their place, and the plan prints what they cost
+            (``plan.own_regions.written``); ``"keep"`` leaves them whole, and plans beside them.
+            Where they recompute less than what is found, and fit, they stay.
         compilations: how many at most; 0: none. The only one leaves room for what a projection may
             be off by, since no other corrects it.
 
@@ -91,7 +91,8 @@ def plan(
         found = constraints.plan(traced.program)
     else:
         found = _compiled(traced, constraints, resolve(target), compilations, own)
-    found = dataclasses.replace(found, written=own.cost if own else None)
+    known = dataclasses.replace(found.own_regions, written=own.cost if own else None)
+    found = dataclasses.replace(found, own_regions=known)
     how = {"argnums": argnums, "has_aux": has_aux, "target": constraints.device}
     return remembered(found, fun, args, kwargs, how)
 

@@ -57,7 +57,8 @@ def target(
     """The accelerator of that name, to plan and compile for.
 
     Args:
-        name: one of `known_targets`, or ``"local"`` for the attached device.
+        name: one of `known_targets`, in any case (``"H100"``), or ``"local"`` for the attached
+            device.
         count: how many of them run the step together (SPMD over a mesh): 1 if nothing is said.
         topology: of TPUs the shape of the slice in chips, as in ``"4x8"``, instead of a count.
 
@@ -72,6 +73,8 @@ def target(
     if name == "local":
         return _local(1 if count is None else count)
     known = known_targets()
+    if isinstance(name, str) and name not in known:
+        name = name.lower() if name.lower() in known else name
     if not isinstance(name, str) or name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""

@@ -45,7 +45,7 @@ def policy_of(
     check_call(fun, args, kwargs, "Plan.as_policy")
     check_count("Plan.as_policy", "compilations", limits["compilations"], 0)
     traced = TracedFunction(fun, args, kwargs, how["argnums"], how["has_aux"])
-    if plan.keeps_regions:
+    if plan.own_regions.kept:
         whole = TracedFunction(fun, args, kwargs, how["argnums"], how["has_aux"], False)
     else:
         whole = traced

@@ -1,0 +1,66 @@
+"""The text of a plan, and what it has of each field."""
+
+import json
+from typing import Any
+
+from jaxmem.ground.errors import PlanError
+from jaxmem.loops import Schedule
+from jaxmem.planning import Head, Loop, Region, Segment
+from jaxmem.rematerialization.choices import Choice, Row
+from jaxmem.rematerialization.plan_facts import Compiled, OwnRegions, PlannedFor, Predicted
+from jaxmem.rematerialization.timelines import Timeline
+
+
+def read_fields(text: str) -> dict[str, Any]:
+    """The fields of the plan whose JSON it is.
+
+    Raises:
+        PlanError: the text is not a plan.
+    """
+    try:
+        fields = json.loads(text)
+        fields["regions"] = _regions(fields["regions"])
+        fields["loops"] = tuple(map(_loop, fields["loops"]))
+        fields["segments"] = tuple(Segment(**one) for one in fields["segments"])
+        predicted = fields["predicted"]
+        for name in ("timeline", "plain_timeline"):  # none in files of earlier versions
+            predicted[name] = Timeline.read(predicted.get(name))
+        fields["predicted"] = Predicted(**predicted)
+        if compiled := fields["compiled"]:
+            compiled["timeline"] = Timeline.read(compiled.get("timeline"))
+            compiled["options"] = tuple(map(tuple, compiled.get("options", ())))
+            fields["compiled"] = Compiled(**compiled)
+        fields["own_regions"] = OwnRegions.read(fields["own_regions"])
+        fields["planned_for"] = PlannedFor.read(fields["planned_for"])
+        fields["inputs"] = tuple(fields["inputs"])
+        if fields["differentiated"] is not None:
+            fields["differentiated"] = tuple(fields["differentiated"])
+        fields["rows"] = tuple(Row(**row) for row in fields["rows"])
+        fields["choices"] = tuple(Choice(**choice) for choice in fields["choices"])
+        return fields
+    except (ValueError, TypeError, KeyError) as error:
+        raise PlanError(
+            f"This is not the JSON of a plan ({error}); pass text that Plan.to_json() wrote."
+        ) from error
+
+
+def _loop(row: dict[str, Any]) -> Loop:
+    regions, schedule, head = _regions(row["regions"]), row["schedule"], row.get("head")
+    return Loop(
+        row["kernel"],
+        tuple(row["saved"]),
+        regions,
+        tuple(row["offloaded"]),
+        schedule and Schedule(**schedule),
+        row["whole"],
+        tuple(map(_loop, row.get("loops", ()))),
+        head and Head(head["count"], _loop(head["loop"])),
+        row["parted"],
+    )
+
+
+def _regions(rows: list[dict[str, Any]]) -> tuple[Region, ...]:
+    return tuple(
+        Region(row["start"], row["stop"], tuple(row["saved"]), _regions(row["regions"]))
+        for row in rows
+    )
