@@ -418,3 +418,61 @@ def test_conditionals_that_hand_an_operand_on():
 
 def _whole(args):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+
+
+@pytest.mark.parametrize("budget", [0.5, pytest.param(0.4, marks=pytest.mark.slow)])
+def test_sequences_that_are_cut(budget):
+    """The loss of the next token takes a slice of logits that lie on other devices, and writes its
+    derivative over them; gradients of `jaxmem.ops.attention` lie as its operands do."""
+    mesh = _mesh({"data": 2, "context": 4})
+    rows, length, width, words = 4, 4096, 512, 32768
+
+    def array(shape, *parts, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*parts)))
+
+    def lies(x):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", "context", None)))
+
+    def block(x, w):
+        x = lies(x)
+        q, k, v = ((x @ one).reshape(rows, length, 8, -1) for one in w["heads"])
+        mixed = jaxmem.ops.attention(q, k, v, is_causal=True, block=(256, 256))
+        x = x + mixed.reshape(x.shape) @ w["out"]
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+    def loss(params, tokens):
+        x, _ = jax.lax.scan(block, params["words"][tokens], params["blocks"])
+        logits = (lies(x) @ params["words"].T).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits[:, :-1], -1) - picked)
+
+    both = ("data", "context")
+    matrix = array((4, width, width), None, both)
+    blocks = {
+        "heads": [matrix] * 3,
+        "out": matrix,
+        "up": array((4, width, 4 * width), None, None, both),
+        "down": array((4, 4 * width, width), None, both),
+    }
+    params = {"words": array((words, width), None, both), "blocks": blocks}
+    args = params, array((rows, length), "data", "context", dtype=jnp.int32)
+    traced = TracedFunction(loss, args, {}, 0, gradient_bytes=_pieces(params))
+    target = jaxmem.target("h100", count=8)
+    plain = Constraints.parse("70GiB", 0, target, "dp").plan(traced.program).plain_bytes
+    plan = Constraints.parse(int(budget * plain), 0, target, "dp").plan(traced.program)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    step = jax.jit(
+        jax.value_and_grad(plan.apply(loss)),
+        out_shardings=(NamedSharding(mesh, P()), shardings),
+    )
+    compiled = jaxmem.memory(step, *args, target=target, timeline=False).device
+    # The rest is what XLA gathers of keys and values for each block of attention.
+    assert plan.projected_bytes == pytest.approx(compiled, rel=0.12)
+
+
+def _pieces(arrays):
+    """Bytes of each array that one device has."""
+    return [
+        leaf.dtype.itemsize * int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
+        for leaf in jax.tree.leaves(arrays)
+    ]

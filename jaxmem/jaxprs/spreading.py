@@ -84,6 +84,19 @@ class Spread:
         both = axes[0] & axes[1]
         return ring(self.mesh, both) if both else None
 
+    def aligned(self, step: Step) -> bool:
+        """Whether each device has of a slice the places that it has of what that is taken of: it
+        begins there and ends sooner, along axes that are cut into pieces, the last of which is
+        padded."""
+        if self.mesh is None or step.primitive != "slice":
+            return False
+        (value,), given = step.inputs, step.equation.params
+        if not isinstance(value, int) or given["strides"] is not None:
+            return False
+        ends = zip(given["limit_indices"], self.flat.avals[value].shape, strict=True)
+        shorter = [axis for axis, (end, length) in enumerate(ends) if end < length]
+        return not any(given["start_indices"]) and all(self.parts[value][at] for at in shorter)
+
     def mapped(self, step: Step, body: FlatJaxpr) -> "Spread":
         """How a program inside of a `jax.shard_map` is spread, of which it has the pieces."""
         automatic = automatic_axes(step.equation)

@@ -103,7 +103,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             else:
                 read = read_by_derivative(member, program.active)
                 reads |= frozenset().union(*(made(member, value) for value in read))
-            if member.name in _SHIFTS and together.isdisjoint(member.outputs):
+            shifts = member.name in _SHIFTS and not member.exchange.aligned
+            if shifts and together.isdisjoint(member.outputs):
                 shifted |= under
             if member.name == "transpose":
                 turned |= under

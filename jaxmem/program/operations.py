@@ -42,10 +42,12 @@ class Exchange:
         gathers: operands that they send each other first: the value as it is made, and as it is
             read, and among which devices.
         summed: among which devices a matmul is summed, that are cut along what it sums.
+        aligned: whether a slice lies on each device where what it is taken of does.
     """
 
     gathers: tuple[tuple[int, int, Ring], ...] = ()
     summed: Ring | None = None
+    aligned: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

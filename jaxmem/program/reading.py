@@ -102,7 +102,7 @@ def read_program(
                     slides(step.equation),
                     precision_of(step.equation.params),
                 ),
-                exchange=Exchange(summed=spread.summed(step)),
+                exchange=Exchange((), spread.summed(step), spread.aligned(step)),
             )
         )
     for value in shared_copies(operations):
