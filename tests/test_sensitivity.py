@@ -65,6 +65,14 @@ NEEDED = {
     "planning.loops._APART": "test_both_schedules_are_about_the_best_together",
     "planning.repeating._ALIKE": "test_blocks_are_found_by_what_repeats",
     "planning.repeating._INSIDE": "test_blocks_end_where_the_least_crosses_of_all_of_them",
+    "planning.repeating._PART": "test_the_first_block_may_differ_from_the_others",
+    "rematerialization.search.NEARLY": "test_rows_are_compiled_where_they_cost_less_than_what_fits",
+    "rematerialization.compiled_plans._ABOVE": (
+        "test_what_is_projected_a_little_too_large_is_tried_last"
+    ),
+    "rematerialization.compiled_plans._MARGIN": (
+        "test_no_plan_loses_to_a_region_on_the_body_of_a_scan"
+    ),
     "fitting.search._NEAR": "test_plans_between_two_that_do_not_fit_are_tried",
     "fitting.search._ABOVE": "test_plans_above_those_that_do_not_fit_are_tried",
 }
