@@ -118,7 +118,7 @@ def test_a_bar_in_a_terminal(monkeypatch):
     read = terminal(monkeypatch)
     with progress("planning"), counting(6) as bar:
         bar.begin(2)
-        expect(90.0)
+        expect(45.0)
         bar.show("compiling dp, " + "a very long name of it " * 9)
         assert seen(read, r"0 of at most 6, \d+ s, up to about \d\d s more")
         bar.finish()

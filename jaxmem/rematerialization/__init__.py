@@ -22,6 +22,7 @@ from jaxmem.rematerialization.plan import Plan as Plan
 from jaxmem.rematerialization.plan_compiler import waits as waits
 from jaxmem.rematerialization.plan_facts import (
     Compiled as Compiled,
+    OwnRegions as OwnRegions,
     PlannedFor as PlannedFor,
     Predicted as Predicted,
     Written as Written,
