@@ -118,9 +118,9 @@ def test_a_bar_in_a_terminal(monkeypatch):
     read = terminal(monkeypatch)
     with progress("planning"), counting(6) as bar:
         bar.begin(2)
-        expect(45.0)
+        expect(900.0)  # so long that a slow machine does not end it
         bar.show("compiling dp, " + "a very long name of it " * 9)
-        assert seen(read, r"0 of at most 6, \d+ s, up to about \d\d s more")
+        assert seen(read, r"0 of at most 6, \d+ s, up to about \d+ (s|min) more")
         bar.finish()
         tell("jaxmem: compiled 1 of at most 6")
         assert seen(read, r"1 of at most 6, \d+ s")
