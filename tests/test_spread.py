@@ -476,3 +476,33 @@ def _pieces(arrays):
         leaf.dtype.itemsize * int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
         for leaf in jax.tree.leaves(arrays)
     ]
+
+
+@pytest.mark.parametrize(
+    ("end", "aligned"), [(4095, True), (4090, True), (3584, False), (2048, False), (10, False)]
+)
+def test_slices_that_lie_where_they_were(end, aligned):
+    mesh = _mesh({"data": 8})
+    lies = NamedSharding(mesh, P("data", None))
+    x = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=lies)
+    program = TracedFunction(lambda x: jnp.sum(jnp.sin(x[:end])), (x,), {}, 0).program
+    (found,) = (one for one in program.operations if one.name == "slice")
+    assert found.exchange.aligned == aligned
+
+
+def test_rules_on_explicit_axes():
+    """Whose values have their shardings in their types."""
+
+    @jax.custom_vjp
+    def rule(x):
+        return jnp.sin(x)
+
+    rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+
+    def branch(x):
+        return jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x).sum()
+
+    mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, P("data", None)))
+    for loss in (lambda x: rule(x).sum(), branch):
+        assert TracedFunction(loss, (x,), {}, 0).program.kernels

@@ -34,6 +34,7 @@ _OPTIONS = {
     for name, one in inspect.signature(Workload).parameters.items()
     if one.kind is one.KEYWORD_ONLY and name not in {*_KNOWN, "target"}
 }
+_NODE = 8  # devices of a node, where the target's are not known: as of all that are
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ def _counts(batch: Any, most: int, target: Target | LocalDevice) -> list[int]:
     """Numbers of devices that divide the batch, as they are rented: in a node powers of two, else
     whole nodes."""
     known = target if isinstance(target, Target) else target.known
-    node = known.links.node if known else 1
+    node = known.links.node if known else _NODE
     inside = [2**power for power in range(node.bit_length()) if 2**power < node]
     sizes = {(*np.shape(leaf), 1)[0] for leaf in jax.tree.leaves(batch)}
     return [

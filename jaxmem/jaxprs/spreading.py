@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
 from jaxmem.jaxprs.mapped import automatic_axes
@@ -86,16 +86,16 @@ class Spread:
 
     def aligned(self, step: Step) -> bool:
         """Whether each device has of a slice the places that it has of what that is taken of: it
-        begins there and ends sooner, along axes that are cut into pieces, the last of which is
-        padded."""
+        begins there and ends so little sooner that its pieces are as large, the last one padded."""
         if self.mesh is None or step.primitive != "slice":
             return False
         (value,), given = step.inputs, step.equation.params
-        if not isinstance(value, int) or given["strides"] is not None:
+        (made,) = step.outputs
+        if not isinstance(value, int) or any(given["start_indices"]):
             return False
-        ends = zip(given["limit_indices"], self.flat.avals[value].shape, strict=True)
-        shorter = [axis for axis, (end, length) in enumerate(ends) if end < length]
-        return not any(given["start_indices"]) and all(self.parts[value][at] for at in shorter)
+        if set(given["strides"] or [1]) != {1} or self.parts[made] != self.parts[value]:
+            return False
+        return self.aval(made).shape == self.aval(value).shape
 
     def mapped(self, step: Step, body: FlatJaxpr) -> "Spread":
         """How a program inside of a `jax.shard_map` is spread, of which it has the pieces."""
@@ -134,6 +134,8 @@ class Spread:
         ]
         pairs = ((value, given[at]) for value, at in alike.items())
         asked = {value: one for value, one in pairs if one is not None and any(one.spec)}
+        if AxisType.Explicit in self.mesh.axis_types:
+            asked = {}  # types say already how each value lies, and JAX takes no constraints
         return spread(body, given, self.mesh, asked)
 
     def _axes(self, value: int) -> set[tuple[str, int]]:

@@ -147,7 +147,7 @@ class Program:
     rules: Rules = _PLAIN
     whole_sizes: tuple[int, ...] = ()
     whole_types: tuple[str, ...] = ()
-    gradient_sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    gradient_sizes: Mapping[int, int] = dataclasses.field(default_factory=dict, hash=False)
     as_jax_derives: bool = False
     in_loop: bool = False
     saves: frozenset[int] = frozenset()

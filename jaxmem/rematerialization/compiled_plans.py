@@ -145,7 +145,7 @@ class CompiledPlans(PlanCompiler):
                 # Another plan may well compile to less of what is projected than this one.
                 goal = max(corrected, fits * _MORE)
             if not fits < goal < fails:
-                goal = (fits + fails) / 2
+                goal = (fits + fails) / 2 if fits else fails / _ALTERNATIVE
 
     def corrected(self, layout: Layout, budget: int) -> float:
         """Projected bytes of which the budget is expected to be compiled, after a layout was. What
