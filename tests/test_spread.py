@@ -33,14 +33,16 @@ def _mesh(axes):
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=automatic)
 
 
+def placed(mesh, shape, *parts, dtype=jnp.bfloat16):
+    """An abstract array that lies in pieces on a mesh."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*parts)))
+
+
 def transformer(kind: str, form: str, layers: int = 4):
     """A decoder as its users write one, with arguments that say where they lie."""
     axes, data, model, fsdp = MESHES[kind]
     mesh = _mesh(axes)
-    own = data if fsdp else None
-
-    def array(shape, *parts, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*parts)))
+    own, array = data if fsdp else None, functools.partial(placed, mesh)
 
     shapes = {
         "qkv": ((WIDTH, 3, HEADS, WIDTH // HEADS), (own, None, model, None)),
@@ -136,9 +138,7 @@ def test_half_of_the_bytes_for_little(kind, form):
 @pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_plans_made_for_several_devices_are_plans_of_the_function(scanned):
     mesh = _mesh({"data": 8})
-
-    def array(shape, *parts):
-        return jax.ShapeDtypeStruct(shape, jnp.float64, sharding=NamedSharding(mesh, P(*parts)))
+    array = functools.partial(placed, mesh, dtype=jnp.float64)
 
     def layer(x, w):
         return jnp.tanh(x @ w) @ w.T + jnp.sin(x)
@@ -177,8 +177,7 @@ def test_what_cannot_be_asked_is_spread_evenly(monkeypatch):
 MESH = _mesh({"data": 4, "model": 2})
 
 
-def _array(shape, *parts):
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, P(*parts)))
+_array = functools.partial(placed, MESH, dtype=jnp.float32)
 
 
 ROWS_OF = _array((32768, 512), "data")
@@ -292,9 +291,7 @@ def test_an_axis_that_does_not_divide_inside_of_a_loop():
 def test_a_vector_that_scales_features_does_not_spread_them():
     """As XLA has it: an axis of one element comes by a reshape, which Shardy looks through."""
     mesh = _mesh({"data": 8})
-
-    def array(shape, *parts, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*parts)))
+    array = functools.partial(placed, mesh)
 
     def layer(x, scaled):
         scale, w = scaled
@@ -374,8 +371,7 @@ def test_what_is_sent_may_be_made_of_what_was_sent():
     """A sequence that is cut for the residual stream alone: it is gathered after it was cut."""
     mesh = _mesh({"data": 4, "model": 2})
 
-    def array(shape, *parts):
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*parts)))
+    array = functools.partial(placed, mesh, dtype=jnp.float32)
 
     def loss(params, x):
         def layer(x, w):
@@ -426,9 +422,7 @@ def test_sequences_that_are_cut(budget):
     derivative over them; gradients of `jaxmem.ops.attention` lie as its operands do."""
     mesh = _mesh({"data": 2, "context": 4})
     rows, length, width, words = 4, 4096, 512, 32768
-
-    def array(shape, *parts, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*parts)))
+    array = functools.partial(placed, mesh)
 
     def lies(x):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", "context", None)))

@@ -202,4 +202,4 @@ class Costs:
 
 def _of_loss(levers: Levers) -> Levers:
     """Those that the program of the loss depends on."""
-    return Levers(**{lever.name: value for lever, value in levers.used() if lever.changes_loss})
+    return levers.only(lambda lever: lever.changes_loss)

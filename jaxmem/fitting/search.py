@@ -235,7 +235,7 @@ class Search:
         # What was not compiled borrows the last one, rounded up to 2 %: fewer plans are made so.
         # The only one to be compiled has no other to learn from.
         ratios = self.compiled.ratios
-        alike = [ratio for place, ratio in ratios.items() if _alone(place) == _alone(levers)]
+        alike = [ratio for place, ratio in ratios.items() if _apart(place) == _apart(levers)]
         alone = self.compiled.compilations == 1 and not self.found
         last = FIRST_ERROR if alone else 1.0
         last = math.ceil(alike[-1] * 50) / 50 if alike else last
@@ -295,12 +295,12 @@ def _reason(error: CompileError) -> str:
 
 def _place(levers: Levers) -> Levers:
     """What levers have in common whose projections are off alike."""
-    return Levers(**{lever.name: value for lever, value in levers.used() if lever.own_ratio})
+    return levers.only(lambda lever: lever.own_ratio)
 
 
-def _alone(levers: Levers) -> tuple:
+def _apart(levers: Levers) -> Levers:
     """What settings have in common that learn from each other how far projections are off."""
-    return tuple(getattr(levers, name) for name, lever in LEVERS.items() if lever.alone)
+    return levers.only(lambda lever: lever.ratio_apart)
 
 
 def _shrunk(levers: Levers) -> tuple:

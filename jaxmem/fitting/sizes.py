@@ -45,6 +45,11 @@ def bytes_of(tree: Any) -> int:
     )
 
 
+def bytes_together(tree: Any) -> int:
+    """Of abstract arrays, as if one device had all of each."""
+    return bytes_of(jax.tree.map(whole, tree))
+
+
 def bytes_in_float32(gradients: Any) -> int:
     """Bytes on each device of the gradients' sum over microbatches."""
     return sum(

@@ -210,7 +210,7 @@ class Workload:
 
     def state(self, levers: Levers) -> TrainState:
         """The abstract state of the levers' step."""
-        alike = Levers(**{lever.name: v for lever, v in levers.used() if lever.changes_state})
+        alike = levers.only(lambda lever: lever.changes_state)
         if alike not in self._states:
             self._states[alike] = self.step(alike).abstract(
                 self.params, model_state=self.model_state, key=self.key

@@ -21,6 +21,8 @@ from jaxmem.jaxprs.placement import abstract, of_shape
 from jaxmem.jaxprs.shardy import Part, Parts, Propagated, propagated
 from jaxmem.targets.links import Ring
 
+_NONE: Mapping[int, Any] = types.MappingProxyType({})
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gather:
@@ -109,22 +111,19 @@ class Spread:
         self,
         body: FlatJaxpr,
         operands: Sequence[Any],
-        alike: Mapping[int, int] = types.MappingProxyType({}),
+        alike: Mapping[int, int] = _NONE,
     ) -> "Spread":
         """How a program inside of a step is spread, given its operands as values of this one or
-        literals; ``alike`` are values of it that lie as operands do, by their places."""
+        literals; ``alike`` are values of the body that lie as operands do, with the places of
+        those."""
         return self._inside(body, operands, len(operands), alike)
 
     def of_turn(self, scan: Step, body: FlatJaxpr) -> "Spread":
         """How the body of a scan is spread; of some operands it has an element at a time."""
-        return self._inside(body, scan.inputs, loop_of(scan.equation).carry.stop)
+        return self._inside(body, scan.inputs, loop_of(scan.equation).carry.stop, _NONE)
 
     def _inside(
-        self,
-        body: FlatJaxpr,
-        operands: Sequence[Any],
-        whole: int,
-        alike: Mapping[int, int] = types.MappingProxyType({}),
+        self, body: FlatJaxpr, operands: Sequence[Any], whole: int, alike: Mapping[int, int]
     ) -> "Spread":
         if self.mesh is None:
             return Spread(body)
@@ -132,10 +131,10 @@ class Spread:
             self._sharding(operand, at >= whole) if isinstance(operand, int) else None
             for at, operand in enumerate(operands)
         ]
+        if AxisType.Explicit in self.mesh.axis_types:
+            alike = _NONE  # types say how each value lies, and JAX takes no constraints
         pairs = ((value, given[at]) for value, at in alike.items())
         asked = {value: one for value, one in pairs if one is not None and any(one.spec)}
-        if AxisType.Explicit in self.mesh.axis_types:
-            asked = {}  # types say already how each value lies, and JAX takes no constraints
         return spread(body, given, self.mesh, asked)
 
     def _axes(self, value: int) -> set[tuple[str, int]]:
@@ -165,7 +164,9 @@ class EvenSpread(Spread):
     def of(cls, flat: FlatJaxpr, mesh: Any, axes: Part) -> "EvenSpread":
         return cls(flat, mesh, tuple(_evenly(aval, axes) for aval in flat.avals), (), axes)
 
-    def _inside(self, body, operands, whole, alike=types.MappingProxyType({})) -> Spread:
+    def _inside(
+        self, body: FlatJaxpr, operands: Sequence[Any], whole: int, alike: Mapping[int, int]
+    ) -> Spread:
         return EvenSpread.of(body, self.mesh, self.axes)
 
 
@@ -173,7 +174,7 @@ def spread(
     flat: FlatJaxpr,
     given: Sequence[Any],
     mesh: Any = None,
-    asked: Mapping[int, Any] = types.MappingProxyType({}),
+    asked: Mapping[int, Any] = _NONE,
 ) -> Spread:
     """How a program is spread whose last inputs have the shardings that are ``given`` (None: not
     known), and of whose values some are ``asked`` to have others; over the mesh of those that are

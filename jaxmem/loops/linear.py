@@ -12,6 +12,7 @@ from jax.extend.core import Primitive
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.placement import stack_of
+from jaxmem.jaxprs.primitives import computed_by
 
 # Of residuals and of operands, a list each, to a list of results.
 Function = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -77,16 +78,11 @@ class Linear:
 
 @functools.cache
 def _linear() -> Primitive:
-    """Made when it is first bound: its rules are registered with JAX's internals."""
-    linear = Primitive("linear_with_transpose")
-    linear.multiple_results = True
-    linear.def_impl(_run)
-    linear.def_abstract_eval(lambda *_, rule, **__: list(rule.results))
+    linear = computed_by(
+        "linear_with_transpose", _run, lambda *_, rule, **__: list(rule.results), _batched, True
+    )
     internals.ad.primitive_jvps[linear] = _jvp
     internals.ad.primitive_transposes[linear] = _transpose
-    internals.batching.primitive_batchers[linear] = _batched
-    lowered = internals.mlir.lower_fun(_run, multiple_results=True)
-    internals.mlir.register_lowering(linear, lowered)
     return linear
 
 

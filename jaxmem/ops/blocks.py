@@ -1,8 +1,8 @@
 """Arithmetic in blocks: loops over pieces of an axis, and what their sums need.
 
-What is made of a block is made in a `jax.checkpoint`, in forward passes too. Where a loop around
-them is differentiated, JAX looks for what is the same at each of its turns, such as masks, makes it
-before, and keeps it: of all blocks that is as large as what blocks are there to avoid.
+What a sum adds up of a block is made in a `jax.checkpoint`, in forward passes too. Where a loop
+around them is differentiated, JAX looks for what is the same at each of its turns, such as masks,
+makes it before, and keeps it: of all blocks that is as large as what blocks are there to avoid.
 """
 
 from collections.abc import Callable

@@ -184,7 +184,7 @@ def _attend_jvp(how: _How, primals, tangents):
     ]
     *tangents, d_hidden = tangents
 
-    # Linear in the tangents: all the rest is made again when it is needed.
+    # Linear in the tangents: of all the rest the loop keeps nothing.
     def add(carry, row, column):
         operands = _operands((query, key, value, *others), row, column, how)
         along = _operands(tangents, row, column, how)

@@ -225,7 +225,7 @@ def _statistics_jvp(how: _How, primals, tangents):
     )
 
     def of_rows(at, size):
-        # Linear in the tangents: all the rest is made again when it is needed.
+        # Linear in the tangents: of all the rest `fold` keeps nothing.
         def add(carry, column, width):
             rows, row_labels, largest = (
                 jax.lax.dynamic_slice_in_dim(array, at, size)

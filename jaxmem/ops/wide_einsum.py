@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 
 from jaxmem import jaxprs
 from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.primitives import computed_by
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3))
@@ -87,11 +88,7 @@ def _labels(spec: str) -> list[str]:
 
 @functools.cache
 def _product() -> Primitive:
-    product = Primitive("wide_einsum")
+    product = computed_by("wide_einsum", _compute, _abstract, _batch)
     product.def_impl(jax.jit(_compute, static_argnames=("spec", "dtype")))
-    product.def_abstract_eval(_abstract)
     internals.ad.defbilinear(product, _transpose_left, _transpose_right)
-    internals.batching.primitive_batchers[product] = _batch
-    lowering = internals.mlir.lower_fun(_compute, multiple_results=False)
-    internals.mlir.register_lowering(product, lowering)
     return product

@@ -101,48 +101,36 @@ class Solution:
         self.top = np.full((self.count + 1, self.pad + self.slots + 1), np.inf, dtype=np.float32)
         self.top[self.count, self.pad :] = 0
         for start in reversed(range(self.count)):
-            best = np.full(self.slots + 1, np.inf, dtype=np.float32)
-            for cost, *_ in self._choices(start, np.arange(self.slots + 1)):
-                np.minimum(best, cost, out=best)
-            self.top[start, self.pad :] = best
+            alone, _, regions, _ = self._ways(start, np.arange(self.slots + 1))
+            self.top[start, self.pad :] = np.minimum(alone, regions.min((0, 1), initial=np.inf))
 
-    def _choices(self, start: int, memory):
-        """Ways to go on at the top level within a memory, or each of several: (price, end, level or
-        None, memory used)."""
+    def _ways(self, start: int, memory) -> tuple[np.ndarray, int, np.ndarray, np.ndarray]:
+        """Ways to go on at the top level within a memory, or each of several: the price of a block
+        that runs in no region, and what it uses; [level, stop]: those of regions from it on."""
         chain, top, at = self.chain, self.top, self.pad + memory
-        last = start + 1 == self.count
-        used = 0 if last else int(chain.stays[0, start])
-        kept = top[start + 1, at - min(used, self.pad)]
-        yield np.where(chain.inside[0, start] <= memory, kept, np.inf), start + 1, None, used
-        for stop in range(start + 1, self.count):
-            table = self.tables[stop - start]
-            for level, used in enumerate(chain.keeps[:, start, stop].tolist()):
-                cost = top[stop, at - min(used, self.pad)] + table[level, start, at]
-                yield cost, stop, level, used
+        used = 0 if start + 1 == self.count else int(chain.stays[0, start])
+        rest = top[start + 1, at - min(used, self.pad)]
+        alone = np.where(chain.inside[0, start] <= memory, rest, np.inf)
+        stops = range(start + 1, self.count)
+        uses = chain.keeps[:, start, start + 1 : self.count]
+        regions = np.full((*uses.shape, *np.shape(memory)), np.inf, np.float32)
+        for number, stop in enumerate(stops):
+            left = np.subtract.outer(at, np.minimum(uses[:, number], self.pad)).T
+            regions[:, number] = top[stop, left] + self.tables[stop - start][:, start, at]
+        return alone, used, regions, uses
 
     def _best(self, start: int, memory: int) -> tuple[int, int | None, int]:
         """The way of the lowest price: its end, level or None, and the memory used; of several the
         first to end."""
         found = self._found.get((start, memory))
         if found is None:
-            at, pad, stops = self.pad + memory, self.pad, range(start + 1, self.count)
-            (price, *first), *_ = self._choices(start, memory)
-            used = self.chain.keeps[:, start, start + 1 : self.count]  # [level, stop]
-            costs = self.top[np.asarray(stops, int), at - np.minimum(used, pad)]
-            costs = costs + self._within(start, memory)
-            found = (*first,)
-            if costs.size and (lowest := costs.min()) < price:
-                stop = int(np.flatnonzero((costs == lowest).any(0))[0])
-                level = int(np.flatnonzero(costs[:, stop] == lowest)[0])
-                found = (stops[stop], level, int(used[level, stop]))
+            alone, used, regions, uses = self._ways(start, memory)
+            found = start + 1, None, used
+            if (lowest := regions.min(initial=np.inf)) < alone:
+                stop, level = map(int, np.argwhere(lowest == regions.T)[0])
+                found = start + 1 + stop, level, int(uses[level, stop])
             self._found[start, memory] = found
         return found
-
-    def _within(self, start: int, memory: int) -> np.ndarray:
-        """[level, stop]: the prices of regions from a block on, within a memory."""
-        at, ends = self.pad + memory, range(1, self.count - start)
-        tables = [self.tables[length][:, start, at] for length in ends]
-        return np.stack(tables, 1) if tables else np.empty((self.levels, 0), np.float32)
 
     def price(self, memory: int) -> float:
         """The lowest price within a memory; infinite if nothing fits."""

@@ -14,8 +14,8 @@ from jaxmem.planning.regions import Head, Loop
 # The bytes of schedules in a menu are so many times apart. Chosen: a plan asks for the schedule of
 # the bytes that are left to it anyway (`LoopOption.with_room`).
 _STEP = 1.2
-# Ways to run several scans. Chosen: a plan fills what one of them leaves anyway, and each takes as
-# long as a program without scans.
+# Ways to run several scans. Chosen: a plan fills what one of them leaves anyway, and each is
+# planned like a program without scans.
 _TOGETHER = 24
 
 

@@ -182,7 +182,8 @@ class _Layout:
         self.sizes: list[int] = []
         self.alive: list[int] = []  # bytes at each event, once it is swept
         self.shifted: set[int] = set()  # values whose cotangents are not written over them
-        self.scattered: dict[int, int] = {}  # what is beside the cotangents that are scattered into
+        # Bytes by which cotangents that are scattered into are larger than their values.
+        self.scattered: dict[int, int] = {}
         self.rows: set[int] = set()  # nor those of these, where only reductions of rows make them
         self.own: set[int] = set()  # values of which a kernel has written a cotangent
         self.turned: set[int] = set()  # those whose cotangents are written in another order

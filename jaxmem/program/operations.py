@@ -52,13 +52,13 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """How the function says an operation.
+    """Where an operation comes from in the user's code.
 
     Attributes:
         path: of the module (``ResNet/Block_3/Conv_1``).
         line: of the user's source.
         calls: the primitives inside of a call that is fused.
-        merged: whether it is said several times.
+        merged: whether it stands there several times.
     """
 
     path: str = ""

@@ -1,4 +1,4 @@
-"""The text of a plan, and what it has of each field."""
+"""Reads a plan from its JSON."""
 
 import json
 from typing import Any
@@ -23,12 +23,12 @@ def read_fields(text: str) -> dict[str, Any]:
         fields["loops"] = tuple(map(_loop, fields["loops"]))
         fields["segments"] = tuple(Segment(**one) for one in fields["segments"])
         predicted = fields["predicted"]
-        for name in ("timeline", "plain_timeline"):  # none in files of earlier versions
-            predicted[name] = Timeline.read(predicted.get(name))
+        for name in ("timeline", "plain_timeline"):
+            predicted[name] = Timeline.read(predicted[name])
         fields["predicted"] = Predicted(**predicted)
         if compiled := fields["compiled"]:
-            compiled["timeline"] = Timeline.read(compiled.get("timeline"))
-            compiled["options"] = tuple(map(tuple, compiled.get("options", ())))
+            compiled["timeline"] = Timeline.read(compiled["timeline"])
+            compiled["options"] = tuple(map(tuple, compiled["options"]))
             fields["compiled"] = Compiled(**compiled)
         fields["own_regions"] = OwnRegions.read(fields["own_regions"])
         fields["planned_for"] = PlannedFor.read(fields["planned_for"])
@@ -45,7 +45,7 @@ def read_fields(text: str) -> dict[str, Any]:
 
 
 def _loop(row: dict[str, Any]) -> Loop:
-    regions, schedule, head = _regions(row["regions"]), row["schedule"], row.get("head")
+    regions, schedule, head = _regions(row["regions"]), row["schedule"], row["head"]
     return Loop(
         row["kernel"],
         tuple(row["saved"]),
@@ -53,7 +53,7 @@ def _loop(row: dict[str, Any]) -> Loop:
         tuple(row["offloaded"]),
         schedule and Schedule(**schedule),
         row["whole"],
-        tuple(map(_loop, row.get("loops", ()))),
+        tuple(map(_loop, row["loops"])),
         head and Head(head["count"], _loop(head["loop"])),
         row["parted"],
     )

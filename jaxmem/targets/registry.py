@@ -73,8 +73,8 @@ def target(
     if name == "local":
         return _local(1 if count is None else count)
     known = known_targets()
-    if isinstance(name, str) and name not in known:
-        name = name.lower() if name.lower() in known else name
+    if isinstance(name, str) and name not in known and name.lower() in known:
+        name = name.lower()
     if not isinstance(name, str) or name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""

@@ -23,7 +23,8 @@ class Lever:
         changes_state: whether the state of a step depends on it.
         changes_loss: whether the loss that is planned depends on it.
         own_ratio: whether projections are off in a way of their own where it is used.
-        alone: whether those of other values of it say nothing of how far.
+        ratio_apart: with ``own_ratio``: whether how far they are off at one of its values says
+            nothing of another.
         unused: what stands in a line of the search where it is not used; empty: nothing.
     """
 
@@ -35,7 +36,7 @@ class Lever:
     changes_state = True
     changes_loss = False
     own_ratio = False
-    alone = False
+    ratio_apart = False
     unused = ""
 
     def as_is(self, workload: "Workload") -> Any:

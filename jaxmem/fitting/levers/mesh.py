@@ -2,12 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-import jax
-
 from jaxmem.fitting.levers.lever import Lever
 from jaxmem.fitting.meshes import told
 from jaxmem.fitting.sent import summed_bytes
-from jaxmem.fitting.sizes import bytes_of, whole
+from jaxmem.fitting.sizes import bytes_together
 from jaxmem.planning import sums_seconds
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ def _reading(costs: "Costs", levers: "Levers") -> float:
     workload = costs.workload.on(levers)
     sharding = workload.sharding(levers.stage or 1)
     assert sharding is not None
-    params = bytes_of(jax.tree.map(whole, workload.state(levers).params))
+    params = bytes_together(workload.state(levers).params)
     others = params - params // workload.meshes.model(sharding)
     device = workload.device
     return 2 * others / (device.shares.memory * device.memory_bandwidth)

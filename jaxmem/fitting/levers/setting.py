@@ -1,6 +1,7 @@
 """One setting of all levers."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jaxmem.fitting.levers.lever import Lever
@@ -42,6 +43,10 @@ class Levers:
         """The setting with other values of some."""
         return Levers(**{**dict(self.values), **changes})
 
+    def only(self, which: Callable[[Lever], bool]) -> "Levers":
+        """The setting with some levers, and the others neutral."""
+        return Levers(**{lever.name: value for lever, value in self.used() if which(lever)})
+
     def used(self) -> list[tuple[Lever, Any]]:
         """The levers whose values are not neutral, with those, in the order of the registry."""
         values = dict(self.values)
@@ -57,7 +62,8 @@ class Levers:
         return ", ".join(lever.text(value) for lever, value in self.used())
 
     def __str__(self):
-        unused = [lever.unused for name, lever in _levers.items() if name not in dict(self.values)]
+        used = dict(self.values)
+        unused = [lever.unused for name, lever in _levers.items() if name not in used]
         return ", ".join(filter(None, [*unused, self.text]))
 
     __repr__ = __str__

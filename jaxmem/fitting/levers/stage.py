@@ -2,11 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-import jax
-
 from jaxmem.fitting.levers.lever import Lever
 from jaxmem.fitting.sent import gathered_bytes
-from jaxmem.fitting.sizes import bytes_of, whole
+from jaxmem.fitting.sizes import bytes_together
 
 if TYPE_CHECKING:
     from jaxmem.fitting.costs import Costs
@@ -17,7 +15,7 @@ class StageLever(Lever):
     """``stage``: ZeRO's on the mesh; 0: there is none."""
 
     name, neutral = "stage", 0
-    shrinks_state = changes_loss = own_ratio = alone = True
+    shrinks_state = changes_loss = own_ratio = ratio_apart = True
 
     def as_is(self, workload):
         return 0 if workload.mesh is None else 1
@@ -54,7 +52,7 @@ class StageLever(Lever):
         left there are the sums over copies."""
         sharding, device = workload.sharding(levers.stage), workload.device
         cut, count = workload.meshes.model(sharding), sharding.count
-        params = bytes_of(jax.tree.map(whole, workload.state(levers).params)) // cut
+        params = bytes_together(workload.state(levers).params) // cut
         seconds = 0.0
         if levers.stage < 3:
             crossings = levers.microbatches + 1
@@ -74,6 +72,6 @@ def _gathering(costs: "Costs", levers: "Levers", first: "Levers") -> float:
     sharding = workload.sharding(3)
     assert sharding is not None
     cut, count = workload.meshes.model(sharding), sharding.count
-    params = bytes_of(jax.tree.map(whole, workload.state(first).params))
+    params = bytes_together(workload.state(first).params)
     sent = min(gathered_bytes(costs.program(first)), params) // cut
     return workload.device.sending_seconds(sent * (count - 1) / count, count, cut)

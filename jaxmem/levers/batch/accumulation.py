@@ -92,9 +92,8 @@ def accumulate(
         """One call: ``finish`` of the updates where the cycle ends, ``result`` where it does not;
         and the next state."""
         good = _all_finite(gradients) if skip_nonfinite else jnp.asarray(True)
-        averaged = state.skip_state["averaged"] + good.astype(
-            jnp.int32
-        )  # micro-gradients in the mean
+        # Micro-gradients in the mean.
+        averaged = state.skip_state["averaged"] + good.astype(jnp.int32)
 
         def add(total, new):
             share = jnp.maximum(averaged, 1).astype(total.dtype)

@@ -8,6 +8,7 @@ from jax.extend.core import Primitive
 
 from jaxmem import jaxprs
 from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.primitives import computed_by
 from jaxmem.program.derivatives.derivative import Derivative
 
 _barrier = jax.lax.optimization_barrier
@@ -87,18 +88,13 @@ def _batch(operands: Sequence, axes: Sequence, **parameters):
     return jax.vmap(functools.partial(_tangent, **parameters), axes)(*operands), 0
 
 
+def _abstract(left, right, *_, step: jaxprs.Step, linear: tuple[bool, bool]):
+    return jaxprs.result_of(step.equation.primitive, [left, right], step.equation.params)
+
+
 @functools.cache
 def _tangent_product() -> Primitive:
-    product = Primitive("widened_tangent")
-    product.def_impl(_tangent)
-    product.def_abstract_eval(
-        lambda left, right, *_, step, linear: jaxprs.result_of(
-            step.equation.primitive, [left, right], step.equation.params
-        )
-    )
+    product = computed_by("widened_tangent", _tangent, _abstract, _batch)
     internals.ad.primitive_jvps[product] = _jvp
     internals.ad.primitive_transposes[product] = _transpose
-    internals.batching.primitive_batchers[product] = _batch
-    lowering = internals.mlir.lower_fun(_tangent, multiple_results=False)
-    internals.mlir.register_lowering(product, lowering)
     return product
