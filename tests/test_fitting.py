@@ -895,3 +895,21 @@ def test_what_was_compiled_before_is_returned_where_the_best_has_no_code(monkeyp
     )
     step = fit(budget, keep=("batch", "placement"), compilations=2)
     assert not answers and step.fitting.chosen.compiled == int(0.5 * budget)
+
+
+def test_a_step_without_regions_has_the_derivatives_that_it_is_projected_with():
+    """JAX's derivative of the label's logit scatters into an array as large as all of them; the
+    search projected ours, compiled JAX's, and refused what fits."""
+
+    def loss(params, tokens):
+        words, last = params
+        logits = (jnp.tanh(words[tokens]) @ last).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits[:, :-1], -1) - picked)
+
+    params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16000, 128), (128, 16000))]
+    tokens = jax.ShapeDtypeStruct((8, 512), jnp.int32)
+    options = {"target": "h100", "budget": "700MiB", "keep": ("batch", "placement")}
+    chosen = jaxmem.fit(loss, optax.sgd(1e-3), params, tokens, **options).fitting.chosen
+    assert chosen.remat == "none"
+    assert chosen.compiled == pytest.approx(chosen.projected, rel=0.05)

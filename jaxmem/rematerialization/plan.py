@@ -116,8 +116,10 @@ class Plan(Printed):
 
     @property
     def changes(self) -> bool:
-        """Whether the planned function is another program than the function."""
-        return bool(self.recomputes or self.widens or self.own_regions.count)
+        """Whether the planned function is another program than the function: derivatives of
+        jaxmem's own, which take other bytes than JAX's, are in it without regions too."""
+        derived = self.projected_bytes != self.plain_bytes
+        return bool(self.recomputes or self.widens or self.own_regions.count or derived)
 
     @property
     def compiler_options(self) -> dict[str, Any]:
