@@ -55,9 +55,6 @@ def test_a_projected_timeline_has_the_projected_peak(frontier):
         assert max(predicted.plain_timeline.live) == plan.plain_bytes
         assert 0 < predicted.timeline.backward < len(predicted.timeline.live) <= 400
         assert jaxmem.Plan.from_json(plan.to_json()) == plan
-    old = json.loads(frontier.plans[-1].to_json())
-    del old["predicted"]["timeline"], old["predicted"]["plain_timeline"]
-    assert jaxmem.Plan.from_json(json.dumps(old)).predicted.timeline.live == ()
 
 
 def test_a_page_is_one_small_file(path, frontier, fitted):
@@ -189,9 +186,6 @@ def test_a_compiled_timeline_has_the_compiled_peak(fitted, compiled_plan):
     assert 0.95 * compiled_plan.compiled_bytes < max(live) <= compiled_plan.compiled_bytes
     assert 100 < len(live) <= 400 and compiled_plan.compiled.timeline.backward == 0
     assert jaxmem.Plan.from_json(compiled_plan.to_json()) == compiled_plan
-    old = json.loads(compiled_plan.to_json())
-    del old["compiled"]["timeline"]
-    assert jaxmem.Plan.from_json(json.dumps(old)).compiled.timeline.live == ()
     assert fitted.chosen.report.device == fitted.chosen.compiled
     assert [one.report is None for one in fitted.considered] == [
         one.compiled is None for one in fitted.considered
