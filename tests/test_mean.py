@@ -141,7 +141,7 @@ def solved_across(batch, w):
     [
         (solved_across, "its examples see one another ("),
         (
-            lambda batch, w: jnp.sum(each(batch, w) * (batch[1] > 0)) / jnp.sum(batch[1] > 0),
+            lambda batch, w: jnp.sum(each(batch, w)) / jnp.sum(batch[1] > 0),
             "it is no plain mean over examples (div at test_mean.py:",
         ),
         (lambda batch, w: jnp.sqrt(jnp.mean(each(batch, w))), "it is no plain mean over examples"),

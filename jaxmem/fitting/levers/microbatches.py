@@ -24,8 +24,9 @@ class MicrobatchesLever(Lever):
         return self._provable(workload, counts) if len(counts) > 1 else counts
 
     def _provable(self, workload, counts: list[int]) -> list[int]:
-        """The counts for which the loss of the batch is proved to be the mean, or the sum, of its
-        slices', and the model state the same; all of them where that does not matter."""
+        """The counts for which the loss of the batch is proved to be the mean (weighted or not), or
+        the sum, of its slices', and the model state the same; all of them where that does not
+        matter."""
         step, state = (
             workload.step(workload.as_is),
             jax.tree.map(whole, workload.state(workload.as_is)),
@@ -50,7 +51,8 @@ class MicrobatchesLever(Lever):
             same = alone.reduction == proof.reduction and not alone.state
             return counts if same else fewer
         if "statistics" in workload.allow:
-            workload.reduction = proof.reduction or "mean"
+            if proof.divisor is None:  # else slices are weighted, and not averaged
+                workload.reduction = proof.reduction or "mean"
             return counts
         kept = "it is to be kept" if "statistics" in workload.keep else "allow=('statistics',)"
         why = proof.why or f"its model state would be another one: {proof.state}"

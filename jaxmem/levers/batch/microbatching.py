@@ -28,11 +28,13 @@ def microbatch(
     """Value and gradient of ``loss_fn`` over ``count`` slices of a batch, one after the other.
 
     The memory is that of one slice and one sum of gradients, whatever the count. The result is that
-    of the whole batch, up to rounding, if the loss is a mean (or a sum) over examples that do not
-    see each other. That is proved from the loss, traced for the whole batch and for a slice, and a
-    `JaxmemWarning` names the operation that stands in the way. Batch norm does see the batch: each
-    slice is normalised by its own statistics, and the running ones are carried from slice to slice,
-    as in ``count`` small steps. If that is what you want, pass ``reduction="mean"``.
+    of the whole batch, up to rounding, if the loss is a mean (or a sum, or a masked mean) over
+    examples that do not see each other. That is proved from the loss, traced for the whole batch
+    and for a slice, and a `JaxmemWarning` names the operation that stands in the way. Slices of a
+    masked mean weigh what each is divided by: ``mask.sum()``, or ``max(mask.sum(), 1)``. Batch norm
+    does see the batch: each slice is normalised by its own statistics, and the running ones are
+    carried from slice to slice, as in ``count`` small steps. If that is what you want, pass
+    ``reduction="mean"``.
 
     Each metric becomes what it is for the whole batch, as far as that is proved from its program:
     means are averaged, sums and counts added, arrays with a row for each example joined in the
@@ -52,10 +54,10 @@ def microbatch(
         reduction: ``"mean"`` or ``"sum"``, whichever the loss is over its examples; None: the one
             that is proved. Given, it is taken at your word, unless the other one is proved, and
             for metrics too of which nothing is proved.
-        weight: for a mean over something else than examples, what a slice has of it, a number:
-            ``lambda batch: batch["mask"].sum()`` where the loss is a mean over tokens. A slice of
-            weight 0 contributes nothing, whatever its loss; where all weigh 0, loss and gradients
-            are 0. That the loss is such a mean is not checked.
+        weight: for a mean over something else than examples that is not proved, what a slice has of
+            it, a number: ``lambda batch: batch["mask"].sum()`` where the loss is a mean over
+            tokens. A slice of weight 0 contributes nothing, whatever its loss; where all weigh 0,
+            loss and gradients are 0. That the loss is such a mean is not checked.
         uneven: let the last slice be smaller where the batch does not divide; its gradient is
             compiled apart.
         sharding: the batch's, with its first axis over devices. Each device then takes slices of
@@ -111,7 +113,8 @@ def microbatch(
     proofs: dict[Any, Proof] = {}  # by the shapes of the arguments
 
     def rules(size, shards, arguments):
-        """What becomes of the slices' losses, and of each of their metrics by its path."""
+        """What becomes of the slices' losses, of each of their metrics by its path, and what the
+        slices are weighted by, if that is proved."""
         shapes = jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), arguments)
         seen = str(shapes) in proofs
         if not seen:
@@ -122,7 +125,8 @@ def microbatch(
         if weight is None:
             loss = checked(proof, reduction, count, silent=seen)
         silent = seen or reduction is not None
-        return loss, of_metrics(proof.metrics, loss, count, silent)
+        divisor = proof.divisor if weight is None and loss == "weighted" else None
+        return loss, of_metrics(proof.metrics, loss, count, silent), divisor
 
     def value_and_grad(params, batch, *, model_state=None, key=None):
         jaxprs.check_devices(params=params, batch=batch)
@@ -130,21 +134,23 @@ def microbatch(
         shards = mesh and product(mesh.shape[axis] for axis in axes)
         cuts = count > 1 or shards
         size = batch_size(batch) if cuts else 1
-        of_loss, of_metrics = "sum" if weight is None else "weighted", {}
+        of_loss, of_metrics, divisor = "sum" if weight is None else "weighted", {}, None
         if cuts:
             check_sizes(size, count, uneven, shards)
             arguments = params, batch, model_state, key
-            of_loss, of_metrics = rules(size, shards, arguments)
+            of_loss, of_metrics, divisor = rules(size, shards, arguments)
 
         def shares(part):
-            """What the terms of a slice are multiplied with, by rule."""
-            return {
-                "mean": jnp.asarray(batch_size(part) / size if cuts else 1.0),
-                "sum": jnp.asarray(1.0),
-                "weighted": jnp.asarray(1.0) if weight is None else weight_of(weight, part),
-            }
+            """What the terms of a slice are multiplied with, by rule; and its count."""
+            share, one = jnp.asarray(batch_size(part) / size if cuts else 1.0), jnp.asarray(1.0)
+            by_weight = count_of = one
+            if weight is not None:
+                by_weight = count_of = weight_of(weight, part)
+            elif divisor is not None:
+                by_weight, count_of = divisor.of_slice(part, share)
+            return {"mean": share, "sum": one, "weighted": by_weight}, count_of
 
-        sums = Sums(loss_fn, count, shares, of_loss, of_metrics)
+        sums = Sums(loss_fn, count, shares, of_loss, of_metrics, proved=divisor is not None)
         whole = sums.over_slices
         if shards:
             replicated, split = PartitionSpec(), PartitionSpec(axes)
@@ -165,8 +171,10 @@ def microbatch(
                 check_vma=False,
             )
         terms, carried, rows = whole(params, batch, model_state, key)
-        if weight is not None:
-            terms = sums.divided(terms)
+        if weight is not None:  # 0 where all slices weigh nothing
+            terms = sums.divided(terms, jnp.where(terms.count == 0, 1, terms.count))
+        elif divisor is not None:
+            terms = sums.divided(terms, divisor.divisor(terms.count))
         gradients = jax.tree.map(lambda g, like: g.astype(like.dtype), terms.gradients, params)
         metrics = merged(terms.metrics, carried.metrics, rows)
         return as_returned(terms.loss, carried.model_state, metrics), gradients

@@ -28,6 +28,8 @@ def sizes_of(size: int, count: int) -> set[int]:
 
 def checked(proof: Proof, given: str | None, count: int, silent: bool) -> str:
     """The reduction to use, if the one that is given is not proved wrong."""
+    if proof.reduction == "weighted" and given is not None:
+        return given
     if proof.reduction is not None:
         if given not in (None, proof.reduction):
             raise JaxmemError(

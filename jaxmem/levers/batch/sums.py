@@ -16,12 +16,13 @@ from jaxmem.levers.batch.slices import batch_size, cut_leaf, part_of
 
 
 class Terms(NamedTuple):
-    """What is added up over slices; ``weight`` is of a slice, or of all."""
+    """What is added up over slices; ``count`` is what a slice, or all, have of what the loss is a
+    mean over."""
 
     gradients: Any
     loss: Any
     metrics: Any
-    weight: Any
+    count: Any
 
 
 class Carried(NamedTuple):
@@ -36,15 +37,18 @@ class Sums:
     """How the results of slices become those of the batch.
 
     Attributes:
-        shares: by rule, what the terms of a slice are multiplied with.
+        shares: by rule, what the terms of a slice are multiplied with; and the slice's count.
         of_loss, of_metrics: the rule of the loss, and of each metric by its path.
+        proved: nobody says that a slice of weight 0 contributes nothing: if it has something that
+            was divided by 0, the sum is NaN.
     """
 
     loss_fn: Callable
     count: int
-    shares: Callable[[Any], dict[str, jax.Array]]
+    shares: Callable[[Any], tuple[dict[str, jax.Array], jax.Array]]
     of_loss: str
     of_metrics: dict[str, str]
+    proved: bool = False
 
     def rule(self, path: Any) -> str:
         """Of a metric. `train_step` adds the loss to them, whose rule it has."""
@@ -69,18 +73,18 @@ class Sums:
                 return results.loss, results
 
             gradients, results = jax.grad(loss_of, has_aux=True)(params)
-            shares = self.shares(part)
+            shares, count = self.shares(part)
             share = shares[self.of_loss]
 
             def term(path, leaf):
-                return weighted(leaf, shares[self.rule(path)])
+                return self.weighted(leaf, shares[self.rule(path)])
 
             added = self.only(results.metrics, *shares)
             terms = Terms(
-                jax.tree.map(lambda leaf: weighted(leaf, share), gradients),
-                weighted(results.loss, share),
+                jax.tree.map(lambda leaf: self.weighted(leaf, share), gradients),
+                self.weighted(results.loss, share),
                 jax.tree_util.tree_map_with_path(term, added),
-                share,
+                count,
             )
             carried = Carried(results.model_state, self.only(results.metrics, "same"))
             return terms, carried, self.only(results.metrics, "rows")
@@ -114,12 +118,23 @@ class Sums:
             rows = jax.tree.map(lambda *parts: jnp.concatenate(parts), rows, more)
         return done[0], done[1], rows
 
-    def divided(self, terms: Terms) -> Terms:
-        """The sums of what is weighted as means; 0 where all slices weigh nothing."""
-        total = jnp.where(terms.weight == 0, 1, terms.weight)
+    def weighted(self, leaf: jax.Array, share: jax.Array) -> jax.Array:
+        """A term of a sum, in float32 or wider; 0 where the share is, whatever the term."""
+        leaf = jnp.asarray(leaf)
+        if not is_inexact(leaf):
+            return leaf
+        leaf = leaf.astype(at_least(jnp.float32, leaf.dtype))
+        share = share.astype(leaf.dtype)
+        nothing = jnp.zeros_like(leaf)
+        if self.proved:
+            nothing = jnp.where(jnp.isinf(leaf), jnp.nan, nothing)
+        return jnp.where(share == 0, nothing, leaf * share)
+
+    def divided(self, terms: Terms, divisor: jax.Array) -> Terms:
+        """The sums of what is weighted as means."""
 
         def mean(leaf):
-            return leaf / total.astype(leaf.dtype) if is_inexact(leaf) else leaf
+            return leaf / divisor.astype(leaf.dtype) if is_inexact(leaf) else leaf
 
         def mean_metric(path, leaf):
             return mean(leaf) if self.rule(path) == "weighted" else leaf
@@ -128,7 +143,7 @@ class Sums:
             jax.tree.map(mean, terms.gradients),
             mean(terms.loss),
             jax.tree_util.tree_map_with_path(mean_metric, terms.metrics),
-            terms.weight,
+            terms.count,
         )
 
 
@@ -158,16 +173,6 @@ def merged(*trees: Any) -> Any:
 def in_order(rows: jax.Array) -> jax.Array:
     """Rows of slices, ``[slices, each, ...]``, in the order of the batch that `cut_leaf` cut."""
     return rows.swapaxes(0, 1).reshape(-1, *rows.shape[2:])
-
-
-def weighted(leaf: jax.Array, share: jax.Array) -> jax.Array:
-    """A term of a sum, in float32 or wider; 0 where the share is, whatever the term."""
-    leaf = jnp.asarray(leaf)
-    if not is_inexact(leaf):
-        return leaf
-    leaf = leaf.astype(at_least(jnp.float32, leaf.dtype))
-    share = share.astype(leaf.dtype)
-    return jnp.where(share == 0, jnp.zeros_like(leaf), leaf * share)
 
 
 def mean_over(leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -71,7 +71,7 @@ class Operation:
         """Whether both traces have the same parameters, but for some."""
         one, two = (step.equation.params for step in self.steps)
         return one.keys() == two.keys() and all(
-            name in but or _equal(one[name], two[name]) for name in one
+            name in but or equal(one[name], two[name]) for name in one
         )
 
     def inexact(self) -> bool:
@@ -106,7 +106,8 @@ class Operation:
         return [kind] * len(self.results)
 
 
-def _equal(one: Any, two: Any) -> bool:
+def equal(one: Any, two: Any) -> bool:
+    """Whether two parameters of a primitive are the same."""
     try:
         return one is two or bool(one == two)
     except (TypeError, ValueError):  # arrays and such

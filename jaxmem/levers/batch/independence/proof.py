@@ -1,12 +1,14 @@
 """The question that is asked of the proof, and its answer."""
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmem import jaxprs
 from jaxmem.levers.batch.independence.kinds import (
@@ -23,6 +25,7 @@ from jaxmem.levers.batch.independence.kinds import (
     mean_growth,
 )
 from jaxmem.levers.batch.independence.layout import Shapes, resized_axes
+from jaxmem.levers.batch.independence.ratios import Divisor, divisor_of
 from jaxmem.levers.batch.independence.states import given_state, state_after
 from jaxmem.levers.batch.independence.walk import Walk
 
@@ -31,8 +34,9 @@ class Metric(NamedTuple):
     """What a metric beside the loss is over the examples.
 
     Attributes:
-        reduction: ``"mean"`` or ``"sum"``; ``"rows"``: a row for each example, along the first
-            axis; ``"same"``: nothing of the batch; None: ``why`` says what is in the way.
+        reduction: ``"mean"`` or ``"sum"``; ``"weighted"``: as the loss, whose divisor it has;
+            ``"rows"``: a row for each example, along the first axis; ``"same"``: nothing of the
+            batch; None: ``why`` says what is in the way.
         why: a clause.
         shape, dtype: for the whole batch.
         form: ``"rows"``: along the first axis, and there alone, it has as many as there are
@@ -47,14 +51,16 @@ class Metric(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """``reduction`` is ``"mean"`` or ``"sum"``, or None where ``why`` says what is in the way.
-    ``metrics`` are those beside the loss, by path. ``state`` is a clause that says how the model
-    state may be another than after the whole batch; the loss does not hang on that."""
+    """``reduction`` is ``"mean"``, ``"sum"``, ``"weighted"`` (slices are averaged, and weigh what
+    the ``divisor`` says), or None where ``why`` says what is in the way. ``metrics`` are those
+    beside the loss, by path. ``state`` is a clause that says how the model state may be another
+    than after the whole batch; the loss does not hang on that."""
 
     reduction: str | None
     why: str = ""
     state: str = ""
     metrics: Mapping[str, Metric] = types.MappingProxyType({})
+    divisor: Divisor | None = None
 
 
 def reduction_of(
@@ -92,7 +98,21 @@ def reduction_of(
         found = _both(found, proof) if number else proof
         if found.reduction is None and not found.metrics:
             break  # no other size can change that
-    return found
+    if found.divisor is None:
+        return found
+    trace = _later(loss, jax.tree.map(_abstract, (batch, params, model_state, key)))
+    return found._replace(divisor=dataclasses.replace(found.divisor, trace=trace))
+
+
+def _later(loss: Callable, arguments: tuple) -> Callable[[int], jaxprs.FlatJaxpr]:
+    return lambda size: _traced(loss, size, *arguments)
+
+
+def _abstract(leaf: Any) -> Any:
+    """What is traced of an argument, without its numbers."""
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return leaf
+    return jaxprs.struct_of(jax.typeof(leaf))
 
 
 def _both(one: Proof, other: Proof) -> Proof:
@@ -103,6 +123,8 @@ def _both(one: Proof, other: Proof) -> Proof:
         if before.reduction not in (None, metric.reduction):
             metrics[path] = metric._replace(reduction=None, why=metric.why or ANOTHER.why)
     found = one if one.reduction is None else other
+    if None not in (one.reduction, other.reduction) and one.reduction != other.reduction:
+        found = Proof(None, ANOTHER.why)
     return found._replace(metrics=metrics, state=one.state or other.state)
 
 
@@ -141,6 +163,14 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple) -> Proof:
 
     (kind,) = kinds([(whole.outputs[0], sliced.outputs[0])], differentiated=True)
     proof = Proof(None, kind.why) if isinstance(kind, Unproved) else _told(kind, sizes)
+    before = range(first + len(batch))  # what is closed over, and the batch
+    divided = functools.partial(divisor_of, (whole, sliced), allowed=before, sizes=sizes)
+    ratios = None
+    if proof.reduction is None:
+        kinds_of = functools.partial(kinds, differentiated=True)
+        ratios = divided((whole.outputs[0], sliced.outputs[0]), kinds=kinds_of)
+    if ratios is not None:
+        proof = Proof("weighted", divisor=ratios)
     proof = proof._replace(state=state_after((whole, sliced), state_numbers, sizes, kinds))
     if whole.out_tree != sliced.out_tree:
         return proof
@@ -149,6 +179,10 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple) -> Proof:
         (kind,) = kinds([(whole.outputs[at], sliced.outputs[at])])
         one, two = (flat.aval(flat.outputs[at]) for flat in (whole, sliced))
         metrics[path] = _metric(kind, one, two, sizes)
+        if metrics[path].reduction is None and ratios is not None:
+            pair = whole.outputs[at], sliced.outputs[at]
+            if ratios.divides(divided(pair, kinds=kinds), (whole, sliced)):
+                metrics[path] = metrics[path]._replace(reduction="weighted", why="")
     return proof._replace(metrics=metrics)
 
 

@@ -1,0 +1,323 @@
+"""Losses that are one sum over the examples divided by another: means over what a mask leaves.
+
+Slices of such a loss are weighted by what each is divided by. The divisor may be bounded
+(``max(mask.sum(), 1)``) after it was summed: so it is the sum that is added up over slices.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem import jaxprs
+from jaxmem.ground.widths import at_least
+from jaxmem.levers.batch.independence.kinds import Kind, Sizes, Total, close, mean_growth
+from jaxmem.levers.batch.independence.operation import equal
+
+Makers = Mapping[int, jaxprs.Step]  # of each value of a trace
+# Of one operand, whose sum over examples they leave one.
+_LINEAR = frozenset("convert_element_type copy copy_p neg reshape squeeze".split())
+# Of one operand and a number: what a sum is bounded by, or kept from 0 with.
+_BOUNDS = frozenset("add max".split())
+_SAME = frozenset("broadcast_in_dim convert_element_type copy reshape".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """A quotient in one trace of a program.
+
+    Attributes:
+        numerators: the values that are divided and added up.
+        divisor: what all of them are divided by.
+        count: the sum that the divisor is made of,
+        bounds: by these steps, in order.
+        summed: what is summed up for it, where that is known.
+        masked: whether nothing is divided where that is 0 all over.
+    """
+
+    numerators: tuple[int, ...]
+    divisor: int
+    count: int
+    bounds: tuple["Bound", ...]
+    summed: int | None
+    masked: bool
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether a slice of which nothing is counted adds what it should: it is not divided by 0,
+        or there is nothing to divide."""
+        bounded = any(number is not None and number > 0 for one in self.bounds for number in one[1])
+        return bounded or self.masked
+
+
+class Bound(NamedTuple):
+    """A step that a count goes through, and its operands: None is the count, others are numbers."""
+
+    step: jaxprs.Step
+    numbers: tuple[float | None, ...]
+
+    def form(self) -> tuple:
+        return self.step.primitive, str(self.step.equation.outvars[0].aval.dtype), self.numbers
+
+
+def ratio_in(flat: jaxprs.FlatJaxpr, result: Any) -> Ratio | None:
+    """The quotient that a result of a program is; None: it is none."""
+    makers = _makers(flat)
+    found = _quotients(makers, result)
+    if not found or not all(_alike(makers, found[0][1], other) for _, other in found):
+        return None
+    divisor = found[0][1]
+    count, bounds = divisor, []
+    while step := makers.get(count):
+        numbers = [_number(makers, one) for one in step.inputs]
+        bounded = step.primitive in _BOUNDS and len(numbers) == 2 and numbers.count(None) == 1
+        if not bounded and (step.primitive != "convert_element_type" or None not in numbers):
+            break
+        operand = step.inputs[numbers.index(None)]
+        if not isinstance(operand, int):
+            break
+        count = operand
+        bounds.append(Bound(step, tuple(numbers)))
+    numerators = tuple(numerator for numerator, _ in found)
+    summed = _summed(makers, count)
+    masked = summed is not None and all(_masked(makers, one, summed) for one in numerators)
+    return Ratio(numerators, divisor, count, tuple(bounds[::-1]), summed, masked)
+
+
+def _makers(flat: jaxprs.FlatJaxpr) -> Makers:
+    return {value: step for step in flat.steps for value in step.outputs}
+
+
+def _number(makers: Makers, value: Any) -> float | None:
+    """The number that an operand is wherever the program runs; None: it is none."""
+    if not isinstance(value, int):
+        return float(value.val) if np.ndim(value.val) == 0 else None
+    step = makers.get(value)
+    return _number(makers, step.inputs[0]) if step and step.primitive in _SAME else None
+
+
+def _alike(makers: Makers, one: Any, other: Any) -> bool:
+    """Whether two values are computed in the same way from the same ones."""
+    pending, seen = [(one, other)], set()
+    while pending:
+        pair = one, other = pending.pop()
+        if not (isinstance(one, int) and isinstance(other, int)):
+            if isinstance(one, int) or isinstance(other, int) or not equal(one.val, other.val):
+                return False
+            continue
+        if one == other or pair in seen:
+            continue
+        seen.add(pair)
+        first, second = makers.get(one), makers.get(other)
+        if first is None or second is None or first.primitive != second.primitive:
+            return False
+        places = first.outputs.index(one), second.outputs.index(other)
+        given, also = first.equation.params, second.equation.params
+        if places[0] != places[1] or given.keys() != also.keys():
+            return False
+        if not all(equal(given[name], also[name]) for name in given):
+            return False
+        pending.extend(zip(first.inputs, second.inputs, strict=True))
+    return True
+
+
+def _quotients(makers: Makers, value: Any) -> list[tuple[int, int]]:
+    """The numerators and divisors that a value is the sum of, each times a number; none, where it
+    is something else."""
+    found, seen, pending = [], set(), [value]
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        step = makers.get(value) if isinstance(value, int) else None
+        if step is None:
+            return []
+        if step.primitive == "div" and all(isinstance(one, int) for one in step.inputs):
+            numerator, divisor = step.inputs
+            found.append((numerator, divisor))
+        elif step.primitive in ("add", "add_any", "sub"):
+            pending.extend(step.inputs)
+        elif step.primitive in _LINEAR or _is_multiple(step):
+            pending.append(next(step.uses))
+        else:
+            return []
+    return found
+
+
+def _is_multiple(step: jaxprs.Step) -> bool:
+    """Whether it multiplies a value with a number."""
+    scaled = step.primitive == "mul" or (
+        step.primitive == "div" and not isinstance(step.inputs[1], int)
+    )
+    return scaled and isinstance(_with_number(step), int)
+
+
+def _with_number(step: jaxprs.Step) -> int | None:
+    """The only operand of a step that is no number."""
+    used = list(step.uses)
+    return used[0] if len(step.inputs) == 2 and len(used) == 1 else None
+
+
+def _summed(makers: Makers, count: int) -> int | None:
+    """What is summed up for a count, from all its elements."""
+    while step := makers.get(count):
+        if step.primitive == "reduce_sum":
+            return next(step.uses, None)
+        if not (step.primitive in _LINEAR or _is_multiple(step)):
+            return None
+        count = next(step.uses)
+    return None
+
+
+def _masked(makers: Makers, numerator: int, mask: int) -> bool:
+    """Whether a sum is one of products with a mask, or with what a mask is a product of."""
+    summed = _summed(makers, numerator)
+    if summed is None:
+        return False
+    factors = _factors(makers, summed)
+    return all(
+        any(_alike(makers, factor, other) for other in factors) for factor in _factors(makers, mask)
+    )
+
+
+def _factors(makers: Makers, value: Any) -> list[Any]:
+    """What a value is a product of, whatever its shape and its dtype."""
+    found, seen, pending = [], set(), [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, int) and value in seen:
+            continue
+        step = makers.get(value) if isinstance(value, int) else None
+        if step is not None:
+            seen.add(value)
+        if step is not None and step.primitive in _SAME:
+            pending.append(step.inputs[0])
+        elif step is not None and step.primitive == "mul":
+            pending.extend(step.inputs)
+        elif step is not None and _is_zero_but_where(makers, step):
+            pending.extend((step.inputs[0], step.inputs[2]))
+        else:
+            found.append(value)
+    return found
+
+
+def _is_zero_but_where(makers: Makers, step: jaxprs.Step) -> bool:
+    """Whether it is 0 where its condition does not hold."""
+    chooses = step.primitive == "select_n" and len(step.inputs) == 3
+    return chooses and _number(makers, step.inputs[1]) == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Divisor:
+    """What the slices of a loss are weighted by.
+
+    Attributes:
+        ratios: the loss in the traces for a batch and for a slice.
+        of_numerators, of_count: ``"mean"`` or ``"sum"``: what the values that are divided, and the
+            count that they are divided by, are over examples.
+        trace: the program of the loss for so many examples.
+    """
+
+    ratios: tuple[Ratio, Ratio]
+    of_numerators: str
+    of_count: str
+    trace: Callable[[int], jaxprs.FlatJaxpr] | None = None
+
+    def divides(self, other: "Divisor | None", flats: Sequence[jaxprs.FlatJaxpr]) -> bool:
+        """Whether another result is a quotient by the same divisor."""
+        return (
+            other is not None
+            and self.of_numerators == other.of_numerators
+            and self.of_count == other.of_count
+            and all(
+                _alike(_makers(flat), one.divisor, two.divisor)
+                for flat, one, two in zip(flats, self.ratios, other.ratios, strict=True)
+            )
+        )
+
+    def of_slice(self, part: Any, share: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The weight of a slice that has this share of the examples, and its part of the count.
+
+        If a slice is divided by 0, though it does not count zeros alone, nothing tells what was
+        divided: its weight is NaN.
+        """
+        leaves = [leaf for leaf in jax.tree.leaves(part) if jaxprs.is_array(leaf)]
+        assert self.trace is not None
+        flat = self.trace(leaves[0].shape[0])
+        ratio = ratio_in(flat, flat.outputs[0])
+        assert ratio is not None  # it was one when it was proved
+        wanted = [ratio.count] if ratio.summed is None else [ratio.count, ratio.summed]
+        parts = flat.made_of(wanted)
+        values = dict(enumerate([*flat.consts, *leaves]))
+        flat.run((step for step in flat.steps if not parts.isdisjoint(step.outputs)), values)
+        count = values[ratio.count]
+        weight = jnp.asarray(self.divisor(count))
+        weight = weight.astype(at_least(jnp.float32, weight.dtype))
+        empty = ratio.summed is not None and jnp.all(values[wanted[-1]] == 0)
+        weight = jnp.where((weight == 0) & jnp.logical_not(empty), jnp.nan, weight)
+        if jnp.issubdtype(count.dtype, jnp.inexact):
+            count = count.astype(at_least(jnp.float32, count.dtype))
+        if self.of_numerators == "mean":
+            weight = weight * share.astype(weight.dtype)
+        if self.of_count == "mean":
+            count = count * share.astype(count.dtype)
+        return weight, count
+
+    def divisor(self, count: jax.Array) -> jax.Array:
+        """What is divided by if this is counted."""
+        for step, numbers in self.ratios[0].bounds:
+            operands = [
+                jnp.asarray(count if number is None else number, variable.aval.dtype)
+                for number, variable in zip(numbers, step.equation.invars, strict=True)
+            ]
+            (count,) = jaxprs.evaluate(step, operands)
+        return count
+
+
+def divisor_of(
+    flats: Sequence[jaxprs.FlatJaxpr],
+    results: tuple[Any, Any],
+    allowed: range,
+    kinds: Callable[[list[tuple[Any, Any]]], list[Kind]],
+    sizes: Sizes,
+) -> Divisor | None:
+    """What divides a result; None: it is no quotient of two sums over the examples.
+
+    Args:
+        flats: the traces.
+        results: the result in both.
+        allowed: the inputs that a count may be made of: the batch, and what is closed over.
+        kinds: the kinds of values, given for both traces.
+        sizes: the numbers of examples of both.
+    """
+    one, two = (ratio_in(flat, result) for flat, result in zip(flats, results, strict=True))
+    if one is None or two is None or len(one.numerators) != len(two.numerators):
+        return None
+    if not (one.is_safe and two.is_safe):
+        return None
+    if [bound.form() for bound in one.bounds] != [bound.form() for bound in two.bounds]:
+        return None
+    for flat, ratio in zip(flats, (one, two), strict=True):
+        made_of = flat.made_of([ratio.count])
+        if any(value < flat.input_count and value not in allowed for value in made_of):
+            return None
+    *numerators, count = kinds(
+        [*zip(one.numerators, two.numerators, strict=True), (one.count, two.count)]
+    )
+    over, of_count = {_over(kind, sizes) for kind in numerators}, _over(count, sizes)
+    of_numerators = over.pop()
+    if over or of_numerators is None or of_count is None:
+        return None
+    return Divisor((one, two), of_numerators, of_count)
+
+
+def _over(kind: Kind, sizes: Sizes) -> str | None:
+    if isinstance(kind, Total) and close(kind.growth, 1):
+        return "sum"
+    if isinstance(kind, Total) and close(kind.growth, mean_growth(sizes)):
+        return "mean"
+    return None

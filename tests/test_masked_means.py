@@ -1,0 +1,252 @@
+"""Means over what a mask leaves: their slices weigh what each is divided by."""
+
+import warnings
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmem
+
+EXAMPLES = 12
+
+
+def data(empty: bool = False) -> dict:
+    """A batch of sequences; ``empty``: some slices of four have nothing that is counted."""
+    random = np.random.default_rng(0)
+    mask = random.integers(0, 2, (EXAMPLES, 5))
+    signs = random.choice([-1.0, 1.0, 2.0], (EXAMPLES, 5))
+    if empty:
+        mask[1::4] = 0
+        signs[1::4] = [1, -1, 1, -1, 0]
+    return {
+        "x": jnp.asarray(random.normal(size=(EXAMPLES, 5, 4))),
+        "y": jnp.asarray(random.integers(0, 3, (EXAMPLES, 5))),
+        "mask": jnp.asarray(mask, float),
+        "seen": jnp.asarray(mask > 0),
+        "signs": jnp.asarray(signs),
+    }
+
+
+def each(w, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ w, batch["y"])
+
+
+def of_mask(w, batch):
+    return jnp.sum(each(w, batch) * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+def bounded(w, batch):
+    return jnp.sum(each(w, batch) * batch["mask"]) / jnp.maximum(batch["mask"].sum(), 1)
+
+
+def clipped(w, batch):
+    return jnp.sum(each(w, batch) * batch["mask"]) / jnp.clip(batch["mask"].sum(), 1)
+
+
+def kept_from_zero(w, batch):
+    return jnp.sum(each(w, batch) * batch["mask"]) / (batch["mask"].sum() + 1e-6)
+
+
+def where(w, batch):
+    return jnp.mean(each(w, batch), where=batch["seen"])
+
+
+def chosen(w, batch):
+    return jnp.where(batch["seen"], each(w, batch), 0).sum() / batch["seen"].sum()
+
+
+def of_labels(w, batch):
+    wanted = batch["y"] != 0
+    return jnp.sum(each(w, batch) * wanted) / jnp.maximum(jnp.sum(batch["y"] != 0), 1)
+
+
+def of_means(w, batch):
+    return jnp.mean(each(w, batch) * batch["mask"]) / jnp.mean(batch["mask"])
+
+
+def of_sum_and_mean(w, batch):
+    return jnp.sum(each(w, batch) * batch["mask"]) / jnp.mean(batch["mask"])
+
+
+def weighted(w, batch):
+    return jnp.average(each(w, batch), weights=batch["mask"])
+
+
+def of_two_masks(w, batch):
+    both = batch["mask"] * batch["seen"]
+    return jnp.sum(each(w, batch) * batch["mask"] * batch["seen"]) / jnp.sum(both)
+
+
+def two_terms(w, batch):
+    squares = jnp.square((batch["x"] @ w).sum(-1))
+    more = jnp.sum(squares * batch["mask"]) / batch["mask"].sum()
+    return of_mask(w, batch) - 0.1 * more
+
+
+def negative(w, batch):
+    return -0.5 * of_mask(w, batch)
+
+
+PROVED = [
+    of_mask,
+    bounded,
+    clipped,
+    kept_from_zero,
+    where,
+    chosen,
+    of_labels,
+    of_means,
+    of_sum_and_mean,
+    weighted,
+    of_two_masks,
+    two_terms,
+    negative,
+]
+
+
+@pytest.fixture
+def weights():
+    return jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)))
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jaxmem.JaxmemWarning)
+        yield
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("loss", PROVED)
+def test_slices_give_the_whole_batch(loss, empty, weights):
+    batch = data(empty)
+    expected = jax.value_and_grad(loss)(weights, batch)
+    for count in (4, 12):
+        found = jax.jit(jaxmem.microbatch(loss, count))(weights, batch)
+        chex.assert_trees_all_close(found, expected, rtol=1e-11)
+
+
+def test_a_smaller_last_slice(weights):
+    batch = jax.tree.map(lambda leaf: leaf[:11], data())
+    for loss in (of_mask, of_means, of_sum_and_mean):
+        found = jaxmem.microbatch(loss, 4, uneven=True)(weights, batch)
+        chex.assert_trees_all_close(found, jax.value_and_grad(loss)(weights, batch), rtol=1e-11)
+
+
+def test_nothing_at_all_is_what_it_is_for_the_whole_batch(weights):
+    batch = {**data(), "mask": jnp.zeros((EXAMPLES, 5))}
+    assert jnp.isnan(jaxmem.microbatch(of_mask, 4)(weights, batch)[0])
+    assert jaxmem.microbatch(bounded, 4)(weights, batch)[0] == 0
+
+
+def test_metrics_with_the_same_divisor(weights):
+    def loss(w, batch):
+        right = (batch["x"] @ w).argmax(-1) == batch["y"]
+        count = batch["mask"].sum()
+        accuracy = jnp.sum(right * batch["mask"]) / batch["mask"].sum()
+        return of_mask(w, batch), {"accuracy": accuracy, "count": count, "each": each(w, batch)}
+
+    expected = jax.value_and_grad(loss, has_aux=True)(weights, data(True))
+    found = jaxmem.microbatch(loss, 4)(weights, data(True))
+    chex.assert_trees_all_close(found, expected, rtol=1e-11)
+
+
+def test_a_metric_with_another_divisor_is_told_of(weights):
+    def loss(w, batch):
+        return bounded(w, batch), {"where": where(w, batch)}
+
+    with pytest.raises(jaxmem.JaxmemWarning, match=r"metrics\['where'\], .* averaged by weight"):
+        jaxmem.microbatch(loss, 4)(weights, data())
+
+
+def unmasked(w, batch):
+    return jnp.sum(each(w, batch)) / batch["mask"].sum()
+
+
+def of_parameters(w, batch):
+    return jnp.sum(each(w, batch)) / jnp.maximum(jnp.sum(batch["x"] @ w), 1)
+
+
+def regularised(w, batch):
+    return of_mask(w, batch) + jnp.sum(w**2)
+
+
+def two_divisors(w, batch):
+    return of_mask(w, batch) + bounded(w, batch)
+
+
+def bounded_by_examples(w, batch):
+    return jnp.sum(each(w, batch)) / jnp.maximum(batch["mask"].sum(), len(batch["x"]))
+
+
+def of_a_root(w, batch):
+    return jnp.sum(each(w, batch) * batch["mask"]) / jnp.sqrt(batch["mask"].sum())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [unmasked, of_parameters, regularised, two_divisors, bounded_by_examples, of_a_root],
+)
+def test_what_is_no_such_mean_is_told_of(loss, weights):
+    with pytest.raises(jaxmem.JaxmemWarning, match="not proved to be a mean or a sum"):
+        jaxmem.microbatch(loss, 4)(weights, data())
+
+
+def test_weights_that_cancel_are_not_lost(weights):
+    """Their sum over a slice is 0, and what it was divided into is not known any more."""
+
+    def loss(w, batch):
+        return jnp.sum(each(w, batch) * batch["signs"]) / batch["signs"].sum()
+
+    batch = data()
+    expected = jax.value_and_grad(loss)(weights, batch)
+    found = jaxmem.microbatch(loss, 2)(weights, batch)
+    chex.assert_trees_all_close(found, expected, rtol=1e-10)
+    value, gradient = jaxmem.microbatch(loss, 4)(weights, data(empty=True))
+    assert jnp.isnan(value) and jnp.isnan(gradient).all()
+
+
+def test_low_precision_counts_in_float32(weights):
+    """256 ones in bfloat16 and one more are 256."""
+
+    def loss(w, batch):
+        masked = jnp.sum(batch["x"] * w * batch["mask"].astype(jnp.float32))
+        return masked / jnp.sum(batch["mask"]).astype(jnp.float32)
+
+    batch = {"x": jnp.ones((600, 1), jnp.float32), "mask": jnp.ones((600, 1), jnp.bfloat16)}
+    found, _ = jaxmem.microbatch(loss, 300)(jnp.float32(1.0), batch)
+    np.testing.assert_allclose(found, 1, rtol=1e-2)
+
+
+def test_a_train_step_and_its_plan(weights):
+    """What recomputes is planned for a slice, and what is weighted is the loss as it is."""
+
+    def loss(w, batch):
+        return of_mask(jnp.tanh(w), batch)
+
+    batch = data()
+    plain = jaxmem.train_step(loss, optax.sgd(0.1))
+    sliced = jaxmem.train_step(loss, optax.sgd(0.1), microbatches=4, remat="sqrt")
+    states = [step(step.init(jnp.copy(weights)), batch)[0].params for step in (plain, sliced)]
+    chex.assert_trees_all_close(*states, rtol=1e-11)
+
+
+def test_fit_cuts_a_batch_of_masked_sequences():
+    def loss(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        losses = jnp.mean(jnp.square(x - batch["y"]), -1)
+        return jnp.sum(losses * batch["mask"]) / jnp.maximum(batch["mask"].sum(), 1)
+
+    params = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6
+    rows = jax.ShapeDtypeStruct((64, 64, 256), jnp.float32)
+    batch = {"x": rows, "y": rows, "mask": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    step = jaxmem.fit(
+        loss, optax.sgd(0.1), params, batch, budget="24MiB", target="h100", keep="placement"
+    )
+    assert step.fitting.chosen.levers.microbatches > 1
