@@ -163,6 +163,51 @@ def test_a_metric_with_another_divisor_is_told_of(weights):
         jaxmem.microbatch(loss, 4)(weights, data())
 
 
+def with_metrics(w, batch):
+    right = (batch["x"] @ w).argmax(-1) == batch["y"]
+    return of_mask(w, batch), {"accuracy": jnp.sum(right * batch["mask"]) / batch["mask"].sum()}
+
+
+def test_a_reduction_that_is_given_holds_for_metrics_too(weights):
+    """As before there was a proof: slices are averaged."""
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i::4], data()) for i in range(4)]
+    expected = np.mean([with_metrics(weights, part)[1]["accuracy"] for part in parts])
+    (_, metrics), _ = jaxmem.microbatch(with_metrics, 4, reduction="mean")(weights, data())
+    np.testing.assert_allclose(metrics["accuracy"], expected)
+
+
+def test_whole_numbers_are_no_means(weights):
+    def loss(w, batch):
+        value, metrics = with_metrics(w, batch)
+        return value, {"per cent": (100 * metrics["accuracy"]).astype(int)}
+
+    with pytest.raises(jaxmem.JaxmemWarning, match="Nothing is proved of these: .*'per cent'"):
+        jaxmem.microbatch(loss, 4)(weights, data())
+
+
+def test_a_bound_that_changes_is_read_again(weights):
+    least = [1.0]
+
+    def loss(w, batch):
+        counted = jnp.maximum(batch["mask"].sum(), least[0])
+        return jnp.sum(each(w, batch) * batch["mask"]) / counted
+
+    sliced = jaxmem.microbatch(loss, 4)
+    sliced(weights, data())
+    least[0] = 60.0
+    expected = jax.value_and_grad(loss)(weights, data())
+    chex.assert_trees_all_close(sliced(weights, data()), expected, rtol=1e-11)
+
+
+def test_a_loss_that_is_no_quotient_any_more(weights):
+    of = [of_mask]
+    sliced = jaxmem.microbatch(lambda w, batch: of[0](w, batch), 4)
+    sliced(weights, data())
+    of[0] = lambda w, batch: jnp.mean(each(w, batch))
+    with pytest.raises(jaxmem.JaxmemError, match="no longer the quotient of two sums that it was"):
+        sliced(weights, data())
+
+
 def unmasked(w, batch):
     return jnp.sum(each(w, batch)) / batch["mask"].sum()
 
@@ -187,9 +232,60 @@ def of_a_root(w, batch):
     return jnp.sum(each(w, batch) * batch["mask"]) / jnp.sqrt(batch["mask"].sum())
 
 
+def one_less(w, batch):
+    return 1 - of_mask(w, batch)
+
+
+def with_a_negated_number(w, batch):
+    return of_mask(w, batch) + jax.lax.neg(1.0)
+
+
+def complex_divisor(w, batch):
+    return jnp.real(jnp.sum(each(w, batch) * batch["mask"]) / (batch["mask"].sum() + 1j))
+
+
+def rounded(w, batch):
+    return (100 * of_mask(w, batch)).astype(int).astype(float) + 0 * jnp.sum(w)
+
+
+def rounded_mask(w, batch):
+    """Where nothing is counted, something may be left of the mask."""
+    half = batch["mask"] / 2
+    return jnp.sum(each(w, batch) * half) / jnp.sum(half.astype(int))
+
+
+def rounded_bound(w, batch):
+    return jnp.sum(each(w, batch)) / jnp.maximum(batch["mask"].sum(), 0.5).astype(int)
+
+
+def bounded_and_less(w, batch):
+    return jnp.sum(each(w, batch)) / (jnp.maximum(batch["mask"].sum(), 1) + -1.0)
+
+
+def factors_that_lie_otherwise(w, batch):
+    one, other = batch["mask"], batch["mask"][:, ::-1]
+    pairs = one[:, :, None] * other[:, None]
+    return jnp.sum(each(w, batch)[:, :, None] * pairs) / jnp.sum(one * other)
+
+
 @pytest.mark.parametrize(
     "loss",
-    [unmasked, of_parameters, regularised, two_divisors, bounded_by_examples, of_a_root],
+    [
+        unmasked,
+        of_parameters,
+        regularised,
+        two_divisors,
+        bounded_by_examples,
+        of_a_root,
+        one_less,
+        with_a_negated_number,
+        complex_divisor,
+        rounded,
+        rounded_mask,
+        rounded_bound,
+        bounded_and_less,
+        factors_that_lie_otherwise,
+    ],
 )
 def test_what_is_no_such_mean_is_told_of(loss, weights):
     with pytest.raises(jaxmem.JaxmemWarning, match="not proved to be a mean or a sum"):

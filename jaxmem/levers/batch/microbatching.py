@@ -126,7 +126,10 @@ def microbatch(
             loss = checked(proof, reduction, count, silent=seen)
         silent = seen or reduction is not None
         divisor = proof.divisor if weight is None and loss == "weighted" else None
-        return loss, of_metrics(proof.metrics, loss, count, silent), divisor
+        metrics = proof.metrics
+        if divisor is None:  # then no metric is weighted by what the loss is divided by
+            metrics = {path: metric.unweighted for path, metric in metrics.items()}
+        return loss, of_metrics(metrics, loss, count, silent), divisor
 
     def value_and_grad(params, batch, *, model_state=None, key=None):
         jaxprs.check_devices(params=params, batch=batch)
@@ -174,7 +177,7 @@ def microbatch(
         if weight is not None:  # 0 where all slices weigh nothing
             terms = sums.divided(terms, jnp.where(terms.count == 0, 1, terms.count))
         elif divisor is not None:
-            terms = sums.divided(terms, divisor.divisor(terms.count))
+            terms = sums.divided(terms, divisor.divisor(terms.count, batch_size(batch)))
         gradients = jax.tree.map(lambda g, like: g.astype(like.dtype), terms.gradients, params)
         metrics = merged(terms.metrics, carried.metrics, rows)
         return as_returned(terms.loss, carried.model_state, metrics), gradients

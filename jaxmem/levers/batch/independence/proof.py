@@ -49,6 +49,13 @@ class Metric(NamedTuple):
     dtype: Any
     form: str
 
+    @property
+    def unweighted(self) -> "Metric":
+        """Of slices that are not weighted by the divisor."""
+        if self.reduction != "weighted":
+            return self
+        return self._replace(reduction=None, why="it is a mean over something else than examples")
+
 
 class Proof(NamedTuple):
     """``reduction`` is ``"mean"``, ``"sum"``, ``"weighted"`` (slices are averaged, and weigh what
@@ -123,9 +130,17 @@ def _both(one: Proof, other: Proof) -> Proof:
         if before.reduction not in (None, metric.reduction):
             metrics[path] = metric._replace(reduction=None, why=metric.why or ANOTHER.why)
     found = one if one.reduction is None else other
-    if None not in (one.reduction, other.reduction) and one.reduction != other.reduction:
+    if one.reduction and other.reduction and not _is_same_rule(one, other):
         found = Proof(None, ANOTHER.why)
     return found._replace(metrics=metrics, state=one.state or other.state)
+
+
+def _is_same_rule(one: Proof, other: Proof) -> bool:
+    divisors = [
+        proof.divisor and (proof.divisor.of_numerators, proof.divisor.of_count)
+        for proof in (one, other)
+    ]
+    return one.reduction == other.reduction and divisors[0] == divisors[1]
 
 
 def _traced(loss, size, batch, params, model_state, key) -> jaxprs.FlatJaxpr:
@@ -179,7 +194,8 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple) -> Proof:
         (kind,) = kinds([(whole.outputs[at], sliced.outputs[at])])
         one, two = (flat.aval(flat.outputs[at]) for flat in (whole, sliced))
         metrics[path] = _metric(kind, one, two, sizes)
-        if metrics[path].reduction is None and ratios is not None:
+        whole_number = not jnp.issubdtype(one.dtype, jnp.inexact)
+        if metrics[path].reduction is None and ratios is not None and not whole_number:
             pair = whole.outputs[at], sliced.outputs[at]
             if ratios.divides(divided(pair, kinds=kinds), (whole, sliced)):
                 metrics[path] = metrics[path]._replace(reduction="weighted", why="")

@@ -5,6 +5,7 @@ Slices of such a loss are weighted by what each is divided by. The divisor may b
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import jaxprs
+from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.widths import at_least
 from jaxmem.levers.batch.independence.kinds import Kind, Sizes, Total, close, mean_growth
 from jaxmem.levers.batch.independence.operation import equal
@@ -22,7 +24,8 @@ Makers = Mapping[int, jaxprs.Step]  # of each value of a trace
 _LINEAR = frozenset("convert_element_type copy copy_p neg reshape squeeze".split())
 # Of one operand and a number: what a sum is bounded by, or kept from 0 with.
 _BOUNDS = frozenset("add max".split())
-_SAME = frozenset("broadcast_in_dim convert_element_type copy reshape".split())
+_ELEMENTWISE = frozenset("convert_element_type copy".split())
+_SAME = _ELEMENTWISE | {"broadcast_in_dim", "reshape"}  # shows the same numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +52,14 @@ class Ratio:
     def is_safe(self) -> bool:
         """Whether a slice of which nothing is counted adds what it should: it is not divided by 0,
         or there is nothing to divide."""
-        bounded = any(number is not None and number > 0 for one in self.bounds for number in one[1])
-        return bounded or self.masked
+        least = -math.inf
+        for step, numbers in self.bounds:
+            number = next((one for one in numbers if one is not None), None)
+            if number is not None:
+                least = max(least, number) if step.primitive == "max" else least + number
+            if math.isfinite(least):
+                least = float(np.asarray(least).astype(step.equation.outvars[0].aval.dtype))
+        return least > 0 or self.masked
 
 
 class Bound(NamedTuple):
@@ -92,11 +101,15 @@ def _makers(flat: jaxprs.FlatJaxpr) -> Makers:
 
 
 def _number(makers: Makers, value: Any) -> float | None:
-    """The number that an operand is wherever the program runs; None: it is none."""
+    """The real number that an operand is wherever the program runs; None: it is none."""
     if not isinstance(value, int):
-        return float(value.val) if np.ndim(value.val) == 0 else None
+        return None if np.ndim(value.val) or np.iscomplexobj(value.val) else float(value.val)
     step = makers.get(value)
-    return _number(makers, step.inputs[0]) if step and step.primitive in _SAME else None
+    dtype = step.equation.outvars[0].aval.dtype if step else None
+    if step is None or step.primitive not in _SAME or jnp.issubdtype(dtype, jnp.complexfloating):
+        return None
+    number = _number(makers, step.inputs[0])
+    return None if number is None else float(np.asarray(number).astype(dtype))
 
 
 def _alike(makers: Makers, one: Any, other: Any) -> bool:
@@ -130,22 +143,28 @@ def _quotients(makers: Makers, value: Any) -> list[tuple[int, int]]:
     found, seen, pending = [], set(), [value]
     while pending:
         value = pending.pop()
-        if value in seen:
+        if isinstance(value, int) and value in seen:
             continue
-        seen.add(value)
         step = makers.get(value) if isinstance(value, int) else None
-        if step is None:
+        if step is None or not _is_inexact(step):
             return []
+        seen.add(value)
         if step.primitive == "div" and all(isinstance(one, int) for one in step.inputs):
             numerator, divisor = step.inputs
             found.append((numerator, divisor))
         elif step.primitive in ("add", "add_any", "sub"):
             pending.extend(step.inputs)
         elif step.primitive in _LINEAR or _is_multiple(step):
-            pending.append(next(step.uses))
+            pending.append(next(step.uses, None))
         else:
             return []
     return found
+
+
+def _is_inexact(step: jaxprs.Step) -> bool:
+    """Whether it is of floating-point numbers: those of integers are rounded."""
+    variables = *step.equation.invars, *step.equation.outvars
+    return all(jnp.issubdtype(one.aval.dtype, jnp.inexact) for one in variables)
 
 
 def _is_multiple(step: jaxprs.Step) -> bool:
@@ -162,47 +181,68 @@ def _with_number(step: jaxprs.Step) -> int | None:
     return used[0] if len(step.inputs) == 2 and len(used) == 1 else None
 
 
-def _summed(makers: Makers, count: int) -> int | None:
+def _summed(makers: Makers, count: Any) -> int | None:
     """What is summed up for a count, from all its elements."""
-    while step := makers.get(count):
+    while step := makers.get(count) if isinstance(count, int) else None:
         if step.primitive == "reduce_sum":
             return next(step.uses, None)
         if not (step.primitive in _LINEAR or _is_multiple(step)):
             return None
-        count = next(step.uses)
+        count = next(step.uses, None)
     return None
 
 
 def _masked(makers: Makers, numerator: int, mask: int) -> bool:
-    """Whether a sum is one of products with a mask, or with what a mask is a product of."""
+    """Whether a sum is 0 where a mask is 0 all over: it is one of products with the mask, or, of
+    elements that lie alike, with all that the mask is a product of."""
     summed = _summed(makers, numerator)
     if summed is None:
         return False
-    factors = _factors(makers, summed)
+    factors, of_mask = _factors(makers, summed), _factors(makers, mask, exact=True)
     return all(
-        any(_alike(makers, factor, other) for other in factors) for factor in _factors(makers, mask)
+        any(
+            _alike(makers, one, other) and (len(of_mask) == 1 or (lies and also))
+            for other, also in factors
+        )
+        for one, lies in of_mask
     )
 
 
-def _factors(makers: Makers, value: Any) -> list[Any]:
-    """What a value is a product of, whatever its shape and its dtype."""
-    found, seen, pending = [], set(), [value]
+def _factors(makers: Makers, value: Any, exact: bool = False) -> list[tuple[Any, bool]]:
+    """What a value is a product of, whatever its shape and its dtype, and whether its elements lie
+    as the value's do; ``exact``: only what is 0 where the value is."""
+    found, seen, pending = [], set(), [(value, True)]
     while pending:
-        value = pending.pop()
-        if isinstance(value, int) and value in seen:
-            continue
+        value, lies = pending.pop()
         step = makers.get(value) if isinstance(value, int) else None
-        if step is not None:
-            seen.add(value)
-        if step is not None and step.primitive in _SAME:
-            pending.append(step.inputs[0])
-        elif step is not None and step.primitive == "mul":
-            pending.extend(step.inputs)
-        elif step is not None and _is_zero_but_where(makers, step):
-            pending.extend((step.inputs[0], step.inputs[2]))
+        if step is None:
+            found.append((value, lies))
+            continue
+        if (value, lies) in seen:
+            continue
+        seen.add((value, lies))
+        if step.primitive in _SAME and not (exact and _makes_zeros(step)):
+            pending.append((step.inputs[0], lies and step.primitive in _ELEMENTWISE))
+        elif step.primitive == "mul":
+            pending.extend((one, lies) for one in step.inputs)
+        elif not exact and _is_zero_but_where(makers, step):
+            pending.extend((step.inputs[at], lies) for at in (0, 2))
         else:
-            found.append(value)
+            found.append((value, lies))
     return found
+
+
+def _makes_zeros(step: jaxprs.Step) -> bool:
+    """Whether it is a conversion that may make 0 of something else: to whole numbers, or to fewer
+    digits."""
+    one, other = (
+        variable.aval.dtype for variable in (step.equation.invars[0], step.equation.outvars[0])
+    )
+    if one == other or one == jnp.bool_:
+        return False
+    if jnp.issubdtype(one, jnp.integer):
+        return not jnp.issubdtype(other, jnp.inexact) and other.itemsize < one.itemsize
+    return not jnp.issubdtype(other, jnp.inexact) or other.itemsize <= one.itemsize
 
 
 def _is_zero_but_where(makers: Makers, step: jaxprs.Step) -> bool:
@@ -246,16 +286,14 @@ class Divisor:
         divided: its weight is NaN.
         """
         leaves = [leaf for leaf in jax.tree.leaves(part) if jaxprs.is_array(leaf)]
-        assert self.trace is not None
-        flat = self.trace(leaves[0].shape[0])
-        ratio = ratio_in(flat, flat.outputs[0])
-        assert ratio is not None  # it was one when it was proved
+        flat = self._traced(leaves[0].shape[0])
+        ratio = self._ratio(flat)
         wanted = [ratio.count] if ratio.summed is None else [ratio.count, ratio.summed]
         parts = flat.made_of(wanted)
         values = dict(enumerate([*flat.consts, *leaves]))
         flat.run((step for step in flat.steps if not parts.isdisjoint(step.outputs)), values)
         count = values[ratio.count]
-        weight = jnp.asarray(self.divisor(count))
+        weight = jnp.asarray(_bounded(ratio, count))
         weight = weight.astype(at_least(jnp.float32, weight.dtype))
         empty = ratio.summed is not None and jnp.all(values[wanted[-1]] == 0)
         weight = jnp.where((weight == 0) & jnp.logical_not(empty), jnp.nan, weight)
@@ -267,15 +305,34 @@ class Divisor:
             count = count * share.astype(count.dtype)
         return weight, count
 
-    def divisor(self, count: jax.Array) -> jax.Array:
-        """What is divided by if this is counted."""
-        for step, numbers in self.ratios[0].bounds:
-            operands = [
-                jnp.asarray(count if number is None else number, variable.aval.dtype)
-                for number, variable in zip(numbers, step.equation.invars, strict=True)
-            ]
-            (count,) = jaxprs.evaluate(step, operands)
-        return count
+    def divisor(self, count: jax.Array, size: int) -> jax.Array:
+        """What a loss of so many examples is divided by if this is counted."""
+        return _bounded(self._ratio(self._traced(size)), count)
+
+    def _traced(self, size: int) -> jaxprs.FlatJaxpr:
+        # Anew: what the loss closes over may be another value now, or a tracer.
+        assert self.trace is not None
+        return self.trace(size)
+
+    def _ratio(self, flat: jaxprs.FlatJaxpr) -> Ratio:
+        ratio = ratio_in(flat, flat.outputs[0])
+        if ratio is None:
+            raise JaxmemError(
+                "The loss is no longer the quotient of two sums that it was when it was first "
+                "traced with these shapes. Make a new jaxmem.microbatch of what it is now."
+            )
+        return ratio
+
+
+def _bounded(ratio: Ratio, count: jax.Array) -> jax.Array:
+    """The divisor, of its count."""
+    for step, numbers in ratio.bounds:
+        operands = [
+            jnp.asarray(count if number is None else number, variable.aval.dtype)
+            for number, variable in zip(numbers, step.equation.invars, strict=True)
+        ]
+        (count,) = jaxprs.evaluate(step, operands)
+    return count
 
 
 def divisor_of(
