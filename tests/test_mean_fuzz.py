@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+import jaxmem
 from jaxmem.levers.batch.independence import reduction_of
 
 LENGTH, WIDTH, CLASSES = 4, 6, 5
@@ -487,16 +488,22 @@ def cut(batch, each):
 
 def wrong(loss, reduction, size, parts):
     """How far the gradient of slices is from that of the batch."""
-    derive, join = jax.value_and_grad(loss), {"mean": jnp.mean, "sum": jnp.sum}[reduction]
+    derive = jax.value_and_grad(loss)
+    join = {"mean": jnp.mean, "sum": jnp.sum}.get(reduction)
+
+    def of_slices(params, batch, each):
+        if join is None:  # slices have weights
+            return jaxmem.microbatch(loss, size // each)(params, batch)
+        slices = jax.lax.map(lambda part: derive(params, part), cut(batch, each))
+        return jax.tree.map(lambda leaf: join(leaf, 0), slices)
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def errors(params, batch):
         expected, found = derive(params, batch), []
         for each in parts:
-            slices = jax.lax.map(lambda part: derive(params, part), cut(batch, each))
-            for one, two in zip(jax.tree.leaves(slices), jax.tree.leaves(expected), strict=True):
-                scale = 1e-9 + jnp.abs(two).max()
-                found.append(jnp.abs(join(one, 0) - two).max() / scale)
+            joined = of_slices(params, batch, each)
+            for one, two in zip(jax.tree.leaves(joined), jax.tree.leaves(expected), strict=True):
+                found.append(jnp.abs(one - two).max() / (1e-9 + jnp.abs(two).max()))
         return jnp.max(jnp.stack(found))
 
     return float(errors(params_of(), batch_of(size)))
