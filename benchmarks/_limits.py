@@ -11,14 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from benchmarks._held_out import shape
+
 ROWS, WIDTH, LAYERS = 16_384, 1_024, 4
 
 PROGRAMS: dict[str, Callable[[], tuple[Callable, tuple]]] = {}
-
-
-def of(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
-    """An abstract array."""
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def program(name: str):
@@ -59,7 +56,7 @@ def _states():
         _, states = lax.associative_scan(join, (jnp.broadcast_to(rate, state.shape), state), axis=1)
         return x + jnp.sum(states, -1) @ leave
 
-    return layers(layer, (of(128, 128),) * 3, of(8, 1_024, 128))
+    return layers(layer, (shape(128, 128),) * 3, shape(8, 1_024, 128))
 
 
 @program("logsumexp of a middle axis, in a scan")
@@ -72,7 +69,7 @@ def _hidden_markov():
         last, _ = lax.scan(step, jnp.zeros_like(emissions[0]), emissions)
         return -jnp.mean(jax.nn.logsumexp(last, -1))
 
-    return loss, (of(256, 256), of(128, 64, 256))
+    return loss, (shape(256, 256), shape(128, 64, 256))
 
 
 @program("masks of blocks, in a scan over layers")
@@ -106,8 +103,8 @@ def _blocks_of_ones_own():
         return jnp.mean(lax.scan(layer, x, weights)[0].astype(jnp.float32))
 
     side = heads * width
-    x = of(batch, length, heads, width, dtype="bfloat16")
-    return loss, (of(LAYERS, side, side, dtype="bfloat16"), x)
+    x = shape(batch, length, heads, width, dtype="bfloat16")
+    return loss, (shape(LAYERS, side, side, dtype="bfloat16"), x)
 
 
 @program("rows of neighbours, concatenated")
@@ -120,8 +117,8 @@ def _edges():
             x = x + jnp.max(jax.nn.relu(edges @ second), 1)
         return jnp.mean(jnp.square(x))
 
-    params = [(of(128, 64), of(64, 64))] * 8
-    return loss, (params, of(ROWS, 64), of(ROWS, 16, dtype="int32"))
+    params = [(shape(128, 64), shape(64, 64))] * 8
+    return loss, (params, shape(ROWS, 64), shape(ROWS, 16, dtype="int32"))
 
 
 @program("convolutions by Fourier transforms")
@@ -133,7 +130,7 @@ def _fourier():
         )
         return x + jax.nn.gelu(jnp.fft.irfft(wave, axis=1)[:, : x.shape[1]]) @ mix
 
-    return layers(layer, (of(2_048, 128), of(128, 128)), of(8, 2_048, 128))
+    return layers(layer, (shape(2_048, 128), shape(128, 128)), shape(8, 2_048, 128))
 
 
 @program("a loss of short-time Fourier transforms")
@@ -147,7 +144,7 @@ def _spectra():
             for size in (512, 1_024, 2_048)
         )
 
-    return loss, (of(16, 131_072), of(16, 131_072))
+    return loss, (shape(16, 131_072), shape(16, 131_072))
 
 
 @program("an activation of a sum of two matmuls")
@@ -158,18 +155,20 @@ def _low_rank():
             x = x + jax.nn.silu(rows @ weight + (rows @ down) @ up)
         return jnp.mean(jnp.square(x))
 
-    trained = [(of(WIDTH, 8), of(8, WIDTH))] * LAYERS
-    return loss, (trained, [of(WIDTH, WIDTH)] * LAYERS, of(ROWS, WIDTH))
+    trained = [(shape(WIDTH, 8), shape(8, WIDTH))] * LAYERS
+    return loss, (trained, [shape(WIDTH, WIDTH)] * LAYERS, shape(ROWS, WIDTH))
 
 
 @program("matmuls of few rows and columns")
 def _few():
-    return layers(lambda x, w: x + jax.nn.gelu(normalised(x) @ w), of(512, 512), of(512, 512))
+    return layers(lambda x, w: x + jax.nn.gelu(normalised(x) @ w), shape(512, 512), shape(512, 512))
 
 
 @program("an activation added to what is normalised")
 def _activated():
-    return layers(lambda x, w: x + jax.nn.gelu(normalised(x) @ w), of(512, 512), of(ROWS, 512))
+    return layers(
+        lambda x, w: x + jax.nn.gelu(normalised(x) @ w), shape(512, 512), shape(ROWS, 512)
+    )
 
 
 @program("several batches through one network")
@@ -184,7 +183,7 @@ def _siamese():
         apart = jnp.sum(jnp.square(own - one), -1) - jnp.sum(jnp.square(own - other), -1)
         return jnp.mean(jax.nn.relu(apart + 1))
 
-    return loss, ([of(64, 64, 3, 3)] * LAYERS, *[of(32, 64, 64, 64)] * 3)
+    return loss, ([shape(64, 64, 3, 3)] * LAYERS, *[shape(32, 64, 64, 64)] * 3)
 
 
 @program("a chain of sines")
@@ -192,15 +191,15 @@ def _sines():
     def layer(x, weight):
         return x + jnp.sin(x + weight) * jnp.cos(jnp.roll(x, 1, 0))
 
-    return layers(layer, of(WIDTH), of(ROWS, WIDTH))
+    return layers(layer, shape(WIDTH), shape(ROWS, WIDTH))
 
 
 def _loss_of_logits(of_logits: Callable, classes: int, dtype: str = "float32"):
     def loss(weight, x, labels):
         return jnp.mean(of_logits(jnp.tanh(x) @ weight, labels))
 
-    x, labels = of(8_192, WIDTH, dtype=dtype), of(8_192, dtype="int32")
-    return loss, (of(WIDTH, classes, dtype=dtype), x, labels)
+    x, labels = shape(8_192, WIDTH, dtype=dtype), shape(8_192, dtype="int32")
+    return loss, (shape(WIDTH, classes, dtype=dtype), x, labels)
 
 
 @program("sigmoid_binary_cross_entropy")
@@ -220,8 +219,8 @@ def _temperature():
         picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
-    x, labels = of(8_192, WIDTH), of(8_192, dtype="int32")
-    return loss, ((of(WIDTH, 32_768), of()), x, labels)
+    x, labels = shape(8_192, WIDTH), shape(8_192, dtype="int32")
+    return loss, ((shape(WIDTH, 32_768), shape()), x, labels)
 
 
 @program("a loss of similarities of two batches")
@@ -236,7 +235,7 @@ def _contrastive():
         )
         return jnp.mean(one + other)
 
-    return loss, ((of(512, 256), of(512, 256), of()), of(8_192, 512), of(8_192, 512))
+    return loss, ((shape(512, 256), shape(512, 256), shape()), shape(8_192, 512), shape(8_192, 512))
 
 
 @program("the label's log_softmax of bfloat16 logits")
@@ -285,7 +284,7 @@ def _one_hot():
             optax.softmax_cross_entropy(logits, jax.nn.one_hot(tokens[:, 1:], logits.shape[-1]))
         )
 
-    return loss, (of(WIDTH, 8_192), of(8, 1_024, WIDTH), of(8, 1_024, dtype="int32"))
+    return loss, (shape(WIDTH, 8_192), shape(8, 1_024, WIDTH), shape(8, 1_024, dtype="int32"))
 
 
 @program("3-D convolutions, channels last")
@@ -295,7 +294,7 @@ def _volumes():
         out = lax.conv_general_dilated(x, kernel, (1, 1, 1), "SAME", dimension_numbers=axes)
         return jax.nn.relu(out)
 
-    return layers(layer, of(3, 3, 3, 16, 16), of(4, 64, 64, 64, 16))
+    return layers(layer, shape(3, 3, 3, 16, 16), shape(4, 64, 64, 64, 16))
 
 
 @program("a gradient penalty")
@@ -308,7 +307,7 @@ def _penalty():
     def loss(params, x):
         return jnp.mean(jnp.square(jax.grad(score, 1)(params, x)))
 
-    return loss, ([of(512, 512)] * LAYERS, of(ROWS, 512))
+    return loss, ([shape(512, 512)] * LAYERS, shape(ROWS, 512))
 
 
 @program("matmuls of many small vectors")
@@ -317,7 +316,7 @@ def _vectors():
         mixed = jax.nn.silu(jnp.einsum("ehk,hk->eh", x, w))
         return x + jnp.tanh(mixed)[..., None] * w
 
-    return layers(layer, of(8, 16), of(131_072, 8, 16))
+    return layers(layer, shape(8, 16), shape(131_072, 8, 16))
 
 
 @program("a Gaussian process")
@@ -329,7 +328,7 @@ def _process():
         solved = jax.scipy.linalg.cho_solve((root, True), y)
         return y @ solved / 2 + jnp.sum(jnp.log(jnp.diag(root)))
 
-    return loss, ((of(4), of()), of(4_096, 4), of(4_096))
+    return loss, ((shape(4), shape()), shape(4_096, 4), shape(4_096))
 
 
 @program("one query over many keys")
@@ -340,7 +339,7 @@ def _query():
             query = query + jnp.einsum("bk,bkd->bd", weights, keys @ into_value)
         return jnp.mean(jnp.square(query))
 
-    return loss, ([(of(256, 256),) * 2] * LAYERS, of(16, 256), of(16, 4_096, 256))
+    return loss, ([(shape(256, 256),) * 2] * LAYERS, shape(16, 256), shape(16, 4_096, 256))
 
 
 @program("sums into few rows")
@@ -352,7 +351,7 @@ def _segments():
             x = x + sums[rows]
         return jnp.mean(jnp.square(x))
 
-    return loss, ([of(256, 256)] * LAYERS, of(65_536, 256), of(65_536, dtype="int32"))
+    return loss, ([shape(256, 256)] * LAYERS, shape(65_536, 256), shape(65_536, dtype="int32"))
 
 
 @program("linear attention in chunks")
@@ -374,4 +373,4 @@ def _linear():
         _, out = lax.scan(chunk, start, tuple(given))
         return x + normalised(out.swapaxes(0, 1).reshape(x.shape)) @ params[3]
 
-    return layers(layer, (of(256, 256),) * 4, of(8, 2_048, 256))
+    return layers(layer, (shape(256, 256),) * 4, shape(8, 2_048, 256))

@@ -28,3 +28,27 @@ def compile_plain(loss_fn, optimizer, params, batch, target, **options):
     return jaxmem.memory(
         plain_step(loss_fn, optimizer), params, state, batch, target=target, **options
     )
+
+
+def projections(plan, loss, args, target, digits=1):
+    """What is projected and compiled of a loss's value and gradient, as columns: of the step as it
+    is, and of a plan of the loss. Beside them the report of the step as it is."""
+
+    def compiled(fun, options=None):
+        step = jax.value_and_grad(fun)
+        return jaxmem.memory(step, *args, target=target, timeline=False, compiler_options=options)
+
+    def off(bytes_compiled, projected):
+        beyond = round(bytes_compiled / projected - 1, digits + 2) + 0.0  # (never -0 %)
+        return f"{beyond:+.{digits}%}"
+
+    plain, planned = compiled(loss), compiled(plan.apply(loss), plan.compiler_options)
+    columns = {
+        "projected": jaxmem.format_bytes(plan.plain_bytes),
+        "compiled": jaxmem.format_bytes(plain.device),
+        "off": off(plain.device, plan.plain_bytes),
+        "plan, projected": jaxmem.format_bytes(plan.projected_bytes),
+        "plan, compiled": jaxmem.format_bytes(planned.device),
+        "plan, off": off(planned.device, plan.projected_bytes),
+    }
+    return columns, plain

@@ -12,6 +12,7 @@ import jax
 import jaxmem
 from benchmarks._models import of_tests
 from benchmarks._record import record
+from benchmarks._steps import projections
 
 
 def programs():
@@ -25,22 +26,9 @@ def programs():
 
 def row(name, loss, args) -> dict:
     plan = jaxmem.plan(loss, *args, compilations=0)
-
-    def compiled(fun, options=None):
-        step = jax.value_and_grad(fun)
-        return jaxmem.memory(step, *args, target="h200", timeline=False, compiler_options=options)
-
-    plain, planned = compiled(loss), compiled(plan.apply(loss), plan.compiler_options)
-    return {
-        "layers": name,
-        "projected": jaxmem.format_bytes(plan.plain_bytes),
-        "compiled": jaxmem.format_bytes(plain.device),
-        "off": f"{plain.device / plan.plain_bytes - 1:+.1%}",
-        "plan, projected": jaxmem.format_bytes(plan.projected_bytes),
-        "plan, compiled": jaxmem.format_bytes(planned.device),
-        "plan, off": f"{planned.device / plan.projected_bytes - 1:+.1%}",
-        "FLOPs": f"{1 + plan.predicted.recompute_flops / max(plain.work.flops, 1):.3f}x",
-    }
+    columns, plain = projections(plan, loss, args, "h200")
+    more = plan.predicted.recompute_flops / max(plain.work.flops, 1)
+    return {"layers": name} | columns | {"FLOPs": f"{1 + more:.3f}x"}
 
 
 def main():

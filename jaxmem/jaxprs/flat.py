@@ -89,6 +89,10 @@ class FlatJaxpr:
         """The shape and dtype of one of its values."""
         return self.avals[value] if isinstance(value, int) else value.aval
 
+    def makers(self) -> dict[int, Step]:
+        """The step that makes each value, but for inputs."""
+        return {value: step for step in self.steps for value in step.outputs}
+
     def made_of(self, results: Iterable[int | Literal]) -> set[int]:
         """The values that some values are made of, and these."""
         found = {value for value in results if isinstance(value, int)}

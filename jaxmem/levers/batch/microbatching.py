@@ -125,7 +125,9 @@ def microbatch(
         if weight is None:
             loss = checked(proof, reduction, count, silent=seen)
         silent = seen or reduction is not None
-        divisor = proof.divisor if weight is None and loss == "weighted" else None
+        divisor = None
+        if proof.divisor is not None and weight is None and loss == "weighted":
+            divisor = proof.divisor.afresh()
         metrics = proof.metrics
         if divisor is None:  # then no metric is weighted by what the loss is divided by
             metrics = {path: metric.unweighted for path, metric in metrics.items()}
@@ -177,7 +179,8 @@ def microbatch(
         if weight is not None:  # 0 where all slices weigh nothing
             terms = sums.divided(terms, jnp.where(terms.count == 0, 1, terms.count))
         elif divisor is not None:
-            terms = sums.divided(terms, divisor.divisor(terms.count, batch_size(batch)))
+            each = max(sizes_of(size // (shards or 1), count))
+            terms = sums.divided(terms, divisor.of_all(terms.count, each))
         gradients = jax.tree.map(lambda g, like: g.astype(like.dtype), terms.gradients, params)
         metrics = merged(terms.metrics, carried.metrics, rows)
         return as_returned(terms.loss, carried.model_state, metrics), gradients

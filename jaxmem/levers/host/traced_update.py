@@ -36,7 +36,7 @@ class TracedUpdate:
             call, [_stand_in(leaf, id(leaf) in self._stacked) for leaf in leaves]
         )
         self.operands = [*flat.consts, *leaves]
-        self.maker = {value: step for step in flat.steps for value in step.outputs}
+        self.maker = flat.makers()
         self._name_results(gradients, state, params)
         # What is on the device and comes in order all the same.
         ordered = [] if state_on_host else list(filter(offloadable, jax.tree.leaves(state)))

@@ -98,6 +98,13 @@ def mean_growth(sizes: Sizes) -> float:
     return sizes[1] / sizes[0]
 
 
+def of_total(kind: Kind, sizes: Sizes) -> str | None:
+    """``"mean"`` or ``"sum"``, where a value is one over the examples."""
+    if isinstance(kind, Total) and close(kind.growth, mean_growth(sizes)):
+        return "mean"
+    return "sum" if isinstance(kind, Total) and close(kind.growth, 1) else None
+
+
 def close(one: float, two: float) -> bool:
     """Growths are products of constants, in float32 mostly."""
     return math.isclose(one, two, rel_tol=1e-5)

@@ -17,12 +17,12 @@ from jaxmem.levers.batch.independence.kinds import (
     Free,
     Kind,
     Sizes,
-    Total,
     Unproved,
     close,
     first_line,
     is_same,
     mean_growth,
+    of_total,
 )
 from jaxmem.levers.batch.independence.layout import Shapes, resized_axes
 from jaxmem.levers.batch.independence.ratios import Divisor, divisor_of
@@ -94,6 +94,7 @@ def reduction_of(
     ((size,),) = shapes
     found = Proof("mean")
     whole: jaxprs.FlatJaxpr | None = None
+    later = _later(loss, jax.tree.map(_abstract, (batch, params, model_state, key)))
     for number, part in enumerate(sorted(set(slices) - {size})):
         try:
             whole = whole or _traced(loss, size, batch, params, model_state, key)
@@ -101,17 +102,15 @@ def reduction_of(
         except Exception as error:
             said = f"it cannot be traced with a slice of the batch ({first_line(error)})"
             return Proof(None, said)
-        proof = _compared(whole, sliced, (size, part), (batch, params, model_state, key))
+        proof = _compared(whole, sliced, (size, part), (batch, params, model_state, key), later)
         found = _both(found, proof) if number else proof
         if found.reduction is None and not found.metrics:
             break  # no other size can change that
-    if found.divisor is None:
-        return found
-    trace = _later(loss, jax.tree.map(_abstract, (batch, params, model_state, key)))
-    return found._replace(divisor=dataclasses.replace(found.divisor, trace=trace))
+    return found
 
 
 def _later(loss: Callable, arguments: tuple) -> Callable[[int], jaxprs.FlatJaxpr]:
+    """Traces the loss for so many examples, and keeps no array alive until then."""
     return lambda size: _traced(loss, size, *arguments)
 
 
@@ -155,7 +154,7 @@ def _traced(loss, size, batch, params, model_state, key) -> jaxprs.FlatJaxpr:
     return jaxprs.flatten(call, leaves, open_regions=True)
 
 
-def _compared(whole, sliced, sizes: Sizes, arguments: tuple) -> Proof:
+def _compared(whole, sliced, sizes: Sizes, arguments: tuple, later: Callable) -> Proof:
     batch, params, state, key = (
         [leaf for leaf in jax.tree.leaves(part) if jaxprs.is_array(leaf)] for part in arguments
     )
@@ -178,14 +177,14 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple) -> Proof:
 
     (kind,) = kinds([(whole.outputs[0], sliced.outputs[0])], differentiated=True)
     proof = Proof(None, kind.why) if isinstance(kind, Unproved) else _told(kind, sizes)
-    before = range(first + len(batch))  # what is closed over, and the batch
-    divided = functools.partial(divisor_of, (whole, sliced), allowed=before, sizes=sizes)
-    ratios = None
+    allowed = range(first + len(batch))  # what is closed over, and the batch
+    divided = functools.partial(
+        divisor_of, (whole, sliced), allowed=allowed, sizes=sizes, trace=later
+    )
     if proof.reduction is None:
-        kinds_of = functools.partial(kinds, differentiated=True)
-        ratios = divided((whole.outputs[0], sliced.outputs[0]), kinds=kinds_of)
-    if ratios is not None:
-        proof = Proof("weighted", divisor=ratios)
+        differentiated = functools.partial(kinds, differentiated=True)
+        divisor = divided((whole.outputs[0], sliced.outputs[0]), kinds=differentiated)
+        proof = Proof("weighted", divisor=divisor) if divisor else proof
     proof = proof._replace(state=state_after((whole, sliced), state_numbers, sizes, kinds))
     if whole.out_tree != sliced.out_tree:
         return proof
@@ -194,10 +193,9 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple) -> Proof:
         (kind,) = kinds([(whole.outputs[at], sliced.outputs[at])])
         one, two = (flat.aval(flat.outputs[at]) for flat in (whole, sliced))
         metrics[path] = _metric(kind, one, two, sizes)
-        whole_number = not jnp.issubdtype(one.dtype, jnp.inexact)
-        if metrics[path].reduction is None and ratios is not None and not whole_number:
+        if metrics[path].reduction is None and proof.divisor is not None:
             pair = whole.outputs[at], sliced.outputs[at]
-            if ratios.divides(divided(pair, kinds=kinds), (whole, sliced)):
+            if proof.divisor.divides(divided(pair, kinds=kinds), (whole, sliced)):
                 metrics[path] = metrics[path]._replace(reduction="weighted", why="")
     return proof._replace(metrics=metrics)
 
@@ -245,8 +243,6 @@ def _told(kind: Kind, sizes: Sizes) -> Proof:
     if isinstance(kind, Free) and close(kind.growth, 1):
         moved = "it uses a model state that each slice changes"
         return Proof(None, moved) if kind.moved else Proof("mean")
-    if isinstance(kind, Total) and close(kind.growth, mean_growth(sizes)):
-        return Proof("mean")
-    if isinstance(kind, Total) and close(kind.growth, 1):
-        return Proof("sum")
+    if reduction := of_total(kind, sizes):
+        return Proof(reduction)
     return Proof(None, "it divides the sum over its examples by another number than theirs")

@@ -5,6 +5,7 @@ Slices of such a loss are weighted by what each is divided by. The divisor may b
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from jaxmem import jaxprs
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.widths import at_least
-from jaxmem.levers.batch.independence.kinds import Kind, Sizes, Total, close, mean_growth
+from jaxmem.levers.batch.independence.kinds import Kind, Sizes, of_total
 from jaxmem.levers.batch.independence.operation import equal
 
 Makers = Mapping[int, jaxprs.Step]  # of each value of a trace
@@ -61,6 +62,16 @@ class Ratio:
                 least = float(np.asarray(least).astype(step.equation.outvars[0].aval.dtype))
         return least > 0 or self.masked
 
+    def bounded(self, count: jax.Array) -> jax.Array:
+        """The divisor, of its count."""
+        for step, numbers in self.bounds:
+            operands = [
+                jnp.asarray(count if number is None else number, variable.aval.dtype)
+                for number, variable in zip(numbers, step.equation.invars, strict=True)
+            ]
+            (count,) = jaxprs.evaluate(step, operands)
+        return count
+
 
 class Bound(NamedTuple):
     """A step that a count goes through, and its operands: None is the count, others are numbers."""
@@ -74,7 +85,7 @@ class Bound(NamedTuple):
 
 def ratio_in(flat: jaxprs.FlatJaxpr, result: Any) -> Ratio | None:
     """The quotient that a result of a program is; None: it is none."""
-    makers = _makers(flat)
+    makers = flat.makers()
     found = _quotients(makers, result)
     if not found or not all(_alike(makers, found[0][1], other) for _, other in found):
         return None
@@ -94,10 +105,6 @@ def ratio_in(flat: jaxprs.FlatJaxpr, result: Any) -> Ratio | None:
     summed = _summed(makers, count)
     masked = summed is not None and all(_masked(makers, one, summed) for one in numerators)
     return Ratio(numerators, divisor, count, tuple(bounds[::-1]), summed, masked)
-
-
-def _makers(flat: jaxprs.FlatJaxpr) -> Makers:
-    return {value: step for step in flat.steps for value in step.outputs}
 
 
 def _number(makers: Makers, value: Any) -> float | None:
@@ -168,17 +175,10 @@ def _is_inexact(step: jaxprs.Step) -> bool:
 
 
 def _is_multiple(step: jaxprs.Step) -> bool:
-    """Whether it multiplies a value with a number."""
-    scaled = step.primitive == "mul" or (
-        step.primitive == "div" and not isinstance(step.inputs[1], int)
-    )
-    return scaled and isinstance(_with_number(step), int)
-
-
-def _with_number(step: jaxprs.Step) -> int | None:
-    """The only operand of a step that is no number."""
-    used = list(step.uses)
-    return used[0] if len(step.inputs) == 2 and len(used) == 1 else None
+    """Whether it multiplies a value with a number, or divides it by one."""
+    of_one = len(step.inputs) == 2 and len(list(step.uses)) == 1
+    divides = step.primitive == "div" and isinstance(step.inputs[0], int)
+    return of_one and (step.primitive == "mul" or divides)
 
 
 def _summed(makers: Makers, count: Any) -> int | None:
@@ -265,7 +265,7 @@ class Divisor:
     ratios: tuple[Ratio, Ratio]
     of_numerators: str
     of_count: str
-    trace: Callable[[int], jaxprs.FlatJaxpr] | None = None
+    trace: Callable[[int], jaxprs.FlatJaxpr]
 
     def divides(self, other: "Divisor | None", flats: Sequence[jaxprs.FlatJaxpr]) -> bool:
         """Whether another result is a quotient by the same divisor."""
@@ -274,10 +274,15 @@ class Divisor:
             and self.of_numerators == other.of_numerators
             and self.of_count == other.of_count
             and all(
-                _alike(_makers(flat), one.divisor, two.divisor)
+                _alike(flat.makers(), one.divisor, two.divisor)
                 for flat, one, two in zip(flats, self.ratios, other.ratios, strict=True)
             )
         )
+
+    def afresh(self) -> "Divisor":
+        """For one call: what the loss closes over may be another value now, or a tracer. It is
+        traced once for each size of slices."""
+        return dataclasses.replace(self, trace=functools.cache(self.trace))
 
     def of_slice(self, part: Any, share: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weight of a slice that has this share of the examples, and its part of the count.
@@ -286,14 +291,14 @@ class Divisor:
         divided: its weight is NaN.
         """
         leaves = [leaf for leaf in jax.tree.leaves(part) if jaxprs.is_array(leaf)]
-        flat = self._traced(leaves[0].shape[0])
-        ratio = self._ratio(flat)
+        flat = self.trace(leaves[0].shape[0])
+        ratio = _of_loss(flat)
         wanted = [ratio.count] if ratio.summed is None else [ratio.count, ratio.summed]
         parts = flat.made_of(wanted)
         values = dict(enumerate([*flat.consts, *leaves]))
         flat.run((step for step in flat.steps if not parts.isdisjoint(step.outputs)), values)
         count = values[ratio.count]
-        weight = jnp.asarray(_bounded(ratio, count))
+        weight = jnp.asarray(ratio.bounded(count))
         weight = weight.astype(at_least(jnp.float32, weight.dtype))
         empty = ratio.summed is not None and jnp.all(values[wanted[-1]] == 0)
         weight = jnp.where((weight == 0) & jnp.logical_not(empty), jnp.nan, weight)
@@ -305,34 +310,20 @@ class Divisor:
             count = count * share.astype(count.dtype)
         return weight, count
 
-    def divisor(self, count: jax.Array, size: int) -> jax.Array:
-        """What a loss of so many examples is divided by if this is counted."""
-        return _bounded(self._ratio(self._traced(size)), count)
-
-    def _traced(self, size: int) -> jaxprs.FlatJaxpr:
-        # Anew: what the loss closes over may be another value now, or a tracer.
-        assert self.trace is not None
-        return self.trace(size)
-
-    def _ratio(self, flat: jaxprs.FlatJaxpr) -> Ratio:
-        ratio = ratio_in(flat, flat.outputs[0])
-        if ratio is None:
-            raise JaxmemError(
-                "The loss is no longer the quotient of two sums that it was when it was first "
-                "traced with these shapes. Make a new jaxmem.microbatch of what it is now."
-            )
-        return ratio
+    def of_all(self, count: jax.Array, size: int) -> jax.Array:
+        """What the whole batch is divided by if this is counted. It is bounded as slices of a size
+        are."""
+        return _of_loss(self.trace(size)).bounded(count)
 
 
-def _bounded(ratio: Ratio, count: jax.Array) -> jax.Array:
-    """The divisor, of its count."""
-    for step, numbers in ratio.bounds:
-        operands = [
-            jnp.asarray(count if number is None else number, variable.aval.dtype)
-            for number, variable in zip(numbers, step.equation.invars, strict=True)
-        ]
-        (count,) = jaxprs.evaluate(step, operands)
-    return count
+def _of_loss(flat: jaxprs.FlatJaxpr) -> Ratio:
+    ratio = ratio_in(flat, flat.outputs[0])
+    if ratio is None:
+        raise JaxmemError(
+            "The loss is no longer the quotient of two sums that it was when it was first traced "
+            "with these shapes. Make a new jaxmem.microbatch of what it is now."
+        )
+    return ratio
 
 
 def divisor_of(
@@ -341,6 +332,7 @@ def divisor_of(
     allowed: range,
     kinds: Callable[[list[tuple[Any, Any]]], list[Kind]],
     sizes: Sizes,
+    trace: Callable[[int], jaxprs.FlatJaxpr],
 ) -> Divisor | None:
     """What divides a result; None: it is no quotient of two sums over the examples.
 
@@ -350,6 +342,7 @@ def divisor_of(
         allowed: the inputs that a count may be made of: the batch, and what is closed over.
         kinds: the kinds of values, given for both traces.
         sizes: the numbers of examples of both.
+        trace: traces the loss for so many examples.
     """
     one, two = (ratio_in(flat, result) for flat, result in zip(flats, results, strict=True))
     if one is None or two is None or len(one.numerators) != len(two.numerators):
@@ -365,16 +358,8 @@ def divisor_of(
     *numerators, count = kinds(
         [*zip(one.numerators, two.numerators, strict=True), (one.count, two.count)]
     )
-    over, of_count = {_over(kind, sizes) for kind in numerators}, _over(count, sizes)
+    over, of_count = {of_total(one, sizes) for one in numerators}, of_total(count, sizes)
     of_numerators = over.pop()
     if over or of_numerators is None or of_count is None:
         return None
-    return Divisor((one, two), of_numerators, of_count)
-
-
-def _over(kind: Kind, sizes: Sizes) -> str | None:
-    if isinstance(kind, Total) and close(kind.growth, 1):
-        return "sum"
-    if isinstance(kind, Total) and close(kind.growth, mean_growth(sizes)):
-        return "mean"
-    return None
+    return Divisor((one, two), of_numerators, of_count, trace)

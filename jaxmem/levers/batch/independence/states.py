@@ -51,7 +51,7 @@ def state_after(
     if not changed:
         return ""
     # A count of what is in the batch comes to the same: look at what is added.
-    makers = [{made: step for step in flat.steps for made in step.outputs} for flat in flats]
+    makers = [flat.makers() for flat in flats]
     added = [_added(makers, number, pair) for number, pair in changed]
     looked_at = [one or pair for one, (_, pair) in zip(added, changed, strict=True)]
     kinds = kinds_of(looked_at)
