@@ -87,6 +87,27 @@ def two_terms(w, batch):
     return of_mask(w, batch) - 0.1 * more
 
 
+def two_sums(w, batch):
+    """Label smoothing, and the squares of normalisers beside it."""
+    squares = 1e-3 * jnp.square(jax.nn.logsumexp(batch["x"] @ w, -1))
+    masked = jnp.sum(each(w, batch) * batch["mask"]) + jnp.sum(squares * batch["mask"])
+    return masked / batch["mask"].sum()
+
+
+def of_sums_of_rows(w, batch):
+    return jnp.sum(jnp.sum(each(w, batch) * batch["mask"], -1)) / batch["mask"].sum()
+
+
+def contracted(w, batch):
+    mask = batch["seen"] * 1.0
+    return jnp.einsum("bt,bt->", each(w, batch), mask) / mask.sum()
+
+
+def of_rounded_masks(w, batch):
+    mask = batch["mask"].astype(jnp.bfloat16)
+    return jnp.sum(each(w, batch) * mask) / mask.sum().astype(float)
+
+
 def negative(w, batch):
     return -0.5 * of_mask(w, batch)
 
@@ -104,6 +125,10 @@ PROVED = [
     weighted,
     of_two_masks,
     two_terms,
+    two_sums,
+    of_sums_of_rows,
+    contracted,
+    of_rounded_masks,
     negative,
 ]
 
@@ -212,6 +237,10 @@ def unmasked(w, batch):
     return jnp.sum(each(w, batch)) / batch["mask"].sum()
 
 
+def half_masked(w, batch):
+    return (jnp.sum(each(w, batch) * batch["mask"]) + jnp.sum(each(w, batch))) / batch["mask"].sum()
+
+
 def of_parameters(w, batch):
     return jnp.sum(each(w, batch)) / jnp.maximum(jnp.sum(batch["x"] @ w), 1)
 
@@ -272,6 +301,7 @@ def factors_that_lie_otherwise(w, batch):
     "loss",
     [
         unmasked,
+        half_masked,
         of_parameters,
         regularised,
         two_divisors,

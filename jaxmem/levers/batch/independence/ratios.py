@@ -23,8 +23,8 @@ from jaxmem.levers.batch.independence.operation import equal
 Makers = Mapping[int, jaxprs.Step]  # of each value of a trace
 # Of one operand, whose sum over examples they leave one.
 _LINEAR = frozenset("convert_element_type copy copy_p neg reshape squeeze".split())
-# Of one operand and a number: what a sum is bounded by, or kept from 0 with.
-_BOUNDS = frozenset("add max".split())
+# With a number: what a sum is bounded by, or kept from 0 with.
+_BOUNDS = {"add": jnp.add, "max": jnp.maximum}
 _ELEMENTWISE = frozenset("convert_element_type copy".split())
 _SAME = _ELEMENTWISE | {"broadcast_in_dim", "reshape"}  # shows the same numbers
 
@@ -37,7 +37,7 @@ class Ratio:
         numerators: the values that are divided and added up.
         divisor: what all of them are divided by.
         count: the sum that the divisor is made of,
-        bounds: by these steps, in order.
+        bounds: by these, in order.
         summed: what is summed up for it, where that is known.
         masked: whether nothing is divided where that is 0 all over.
     """
@@ -54,33 +54,30 @@ class Ratio:
         """Whether a slice of which nothing is counted adds what it should: it is not divided by 0,
         or there is nothing to divide."""
         least = -math.inf
-        for step, numbers in self.bounds:
-            number = next((one for one in numbers if one is not None), None)
+        for name, dtype, number in self.bounds:
             if number is not None:
-                least = max(least, number) if step.primitive == "max" else least + number
+                least = max(least, number) if name == "max" else least + number
             if math.isfinite(least):
-                least = float(np.asarray(least).astype(step.equation.outvars[0].aval.dtype))
+                least = float(np.asarray(least).astype(dtype))
         return least > 0 or self.masked
 
     def bounded(self, count: jax.Array) -> jax.Array:
-        """The divisor, of its count."""
-        for step, numbers in self.bounds:
-            operands = [
-                jnp.asarray(count if number is None else number, variable.aval.dtype)
-                for number, variable in zip(numbers, step.equation.invars, strict=True)
-            ]
-            (count,) = jaxprs.evaluate(step, operands)
+        """The divisor, of its count. (Not by the steps of the trace: inside of a `jax.shard_map`
+        they are others.)"""
+        for name, dtype, number in self.bounds:
+            count = jnp.asarray(count, dtype)
+            if number is not None:
+                count = _BOUNDS[name](count, jnp.asarray(number, dtype))
         return count
 
 
 class Bound(NamedTuple):
-    """A step that a count goes through, and its operands: None is the count, others are numbers."""
+    """What is made of a count: a conversion to a dtype, or, if there is a number, the result of an
+    operation with it."""
 
-    step: jaxprs.Step
-    numbers: tuple[float | None, ...]
-
-    def form(self) -> tuple:
-        return self.step.primitive, str(self.step.equation.outvars[0].aval.dtype), self.numbers
+    name: str
+    dtype: Any
+    number: float | None
 
 
 def ratio_in(flat: jaxprs.FlatJaxpr, result: Any) -> Ratio | None:
@@ -99,8 +96,9 @@ def ratio_in(flat: jaxprs.FlatJaxpr, result: Any) -> Ratio | None:
         operand = step.inputs[numbers.index(None)]
         if not isinstance(operand, int):
             break
-        count = operand
-        bounds.append(Bound(step, tuple(numbers)))
+        count, dtype = operand, step.equation.outvars[0].aval.dtype
+        number = next((one for one in numbers if one is not None), None)
+        bounds.append(Bound(step.primitive, dtype, number))
     numerators = tuple(numerator for numerator, _ in found)
     summed = _summed(makers, count)
     masked = summed is not None and all(_masked(makers, one, summed) for one in numerators)
@@ -192,16 +190,36 @@ def _summed(makers: Makers, count: Any) -> int | None:
     return None
 
 
-def _masked(makers: Makers, numerator: int, mask: int) -> bool:
-    """Whether a sum is 0 where a mask is 0 all over: it is one of products with the mask, or, of
-    elements that lie alike, with all that the mask is a product of."""
-    summed = _summed(makers, numerator)
-    if summed is None:
-        return False
-    factors, of_mask = _factors(makers, summed), _factors(makers, mask, exact=True)
+def _masked(makers: Makers, numerator: Any, mask: int) -> bool:
+    """Whether a value is 0 where a mask is 0 all over: it adds up sums of products with the mask,
+    or, of elements that lie alike, with all that the mask is a product of."""
+    of_mask = _factors(makers, mask, exact=True)
+    pending: list[Any] = [numerator]
+    while pending:
+        value = pending.pop()
+        step = makers.get(value) if isinstance(value, int) else None
+        if step is None:
+            return False
+        if step.primitive in ("reduce_sum", "dot_general"):
+            factors = [pair for one in step.inputs for pair in _factors(makers, one)]
+            aligned = step.primitive == "reduce_sum"
+            if _have(makers, factors, of_mask, aligned):
+                continue
+        if step.primitive in ("add", "add_any", "sub"):
+            pending.extend(step.inputs)
+        elif step.primitive in _LINEAR | {"reduce_sum"} or _is_multiple(step):
+            pending.append(step.inputs[0] if len(step.inputs) == 1 else next(step.uses))
+        else:
+            return False
+    return True
+
+
+def _have(makers: Makers, factors: list, of_mask: list, aligned: bool) -> bool:
+    """Whether all factors of a mask are among others; several, if elements lie alike in all."""
+    alone = len(of_mask) == 1
     return all(
         any(
-            _alike(makers, one, other) and (len(of_mask) == 1 or (lies and also))
+            _alike(makers, one, other) and (alone or (aligned and lies and also))
             for other, also in factors
         )
         for one, lies in of_mask
@@ -209,26 +227,28 @@ def _masked(makers: Makers, numerator: int, mask: int) -> bool:
 
 
 def _factors(makers: Makers, value: Any, exact: bool = False) -> list[tuple[Any, bool]]:
-    """What a value is a product of, whatever its shape and its dtype, and whether its elements lie
-    as the value's do; ``exact``: only what is 0 where the value is."""
+    """What a value is 0 with, whatever its shape and its dtype: its factors, what they are
+    conversions of, and itself; and whether their elements lie as the value's do. ``exact``: the
+    least of them that are not 0 unless the value is."""
     found, seen, pending = [], set(), [(value, True)]
     while pending:
         value, lies = pending.pop()
         step = makers.get(value) if isinstance(value, int) else None
-        if step is None:
-            found.append((value, lies))
+        if (exact and _number(makers, value)) or (step is not None and (value, lies) in seen):
             continue
-        if (value, lies) in seen:
-            continue
-        seen.add((value, lies))
-        if step.primitive in _SAME and not (exact and _makes_zeros(step)):
-            pending.append((step.inputs[0], lies and step.primitive in _ELEMENTWISE))
-        elif step.primitive == "mul":
-            pending.extend((one, lies) for one in step.inputs)
-        elif not exact and _is_zero_but_where(makers, step):
-            pending.extend((step.inputs[at], lies) for at in (0, 2))
-        else:
+        if step is not None:
+            seen.add((value, lies))
+        under: list[Any] = []
+        if step is not None and step.primitive in _SAME and not (exact and _makes_zeros(step)):
+            lies_under = lies and step.primitive in _ELEMENTWISE
+            under = [(step.inputs[0], lies_under)]
+        elif step is not None and step.primitive == "mul":
+            under = [(one, lies) for one in step.inputs]
+        elif step is not None and not exact and _is_zero_but_where(makers, step):
+            under = [(step.inputs[at], lies) for at in (0, 2)]
+        if not (exact and under):
             found.append((value, lies))
+        pending.extend(under)
     return found
 
 
@@ -349,7 +369,7 @@ def divisor_of(
         return None
     if not (one.is_safe and two.is_safe):
         return None
-    if [bound.form() for bound in one.bounds] != [bound.form() for bound in two.bounds]:
+    if one.bounds != two.bounds:
         return None
     for flat, ratio in zip(flats, (one, two), strict=True):
         made_of = flat.made_of([ratio.count])
