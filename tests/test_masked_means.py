@@ -108,6 +108,22 @@ def of_rounded_masks(w, batch):
     return jnp.sum(each(w, batch) * mask) / mask.sum().astype(float)
 
 
+def of_chosen_numbers(w, batch):
+    """As for masked language models."""
+    mask = jnp.where(batch["y"] > 0, 1.0, 0.0)
+    return jnp.sum(each(w, batch) * mask) / mask.sum()
+
+
+def of_whole_numbers(w, batch):
+    seen = batch["mask"].astype(int).astype(bool)
+    return jnp.where(seen, each(w, batch), 0).sum() / seen.sum()
+
+
+def of_counts_of_rows(w, batch):
+    sums = jax.vmap(lambda losses, mask: jnp.sum(losses * mask))(each(w, batch), batch["mask"])
+    return sums.sum() / batch["mask"].sum(-1).sum()
+
+
 def negative(w, batch):
     return -0.5 * of_mask(w, batch)
 
@@ -129,6 +145,9 @@ PROVED = [
     of_sums_of_rows,
     contracted,
     of_rounded_masks,
+    of_chosen_numbers,
+    of_whole_numbers,
+    of_counts_of_rows,
     negative,
 ]
 
@@ -173,10 +192,14 @@ def test_metrics_with_the_same_divisor(weights):
         right = (batch["x"] @ w).argmax(-1) == batch["y"]
         count = batch["mask"].sum()
         accuracy = jnp.sum(right * batch["mask"]) / batch["mask"].sum()
-        return of_mask(w, batch), {"accuracy": accuracy, "count": count, "each": each(w, batch)}
+        metrics = {"accuracy": accuracy, "count": count, "each": each(w, batch)}
+        rounded = jnp.sum(right * batch["mask"]).astype(jnp.float32) / count.astype(jnp.float32)
+        return of_mask(w, batch), metrics | {"in float32": rounded}
 
     expected = jax.value_and_grad(loss, has_aux=True)(weights, data(True))
     found = jaxmem.microbatch(loss, 4)(weights, data(True))
+    in_float32 = [results[0][1].pop("in float32") for results in (expected, found)]
+    np.testing.assert_allclose(*in_float32, rtol=1e-6)
     chex.assert_trees_all_close(found, expected, rtol=1e-11)
 
 
@@ -287,6 +310,11 @@ def rounded_bound(w, batch):
     return jnp.sum(each(w, batch)) / jnp.maximum(batch["mask"].sum(), 0.5).astype(int)
 
 
+def rounded_count(w, batch):
+    """Of a slice that may be 0, though something is counted."""
+    return jnp.sum(each(w, batch) * batch["mask"]) / jnp.sum(batch["mask"] * 0.4).astype(int)
+
+
 def bounded_and_less(w, batch):
     return jnp.sum(each(w, batch)) / (jnp.maximum(batch["mask"].sum(), 1) + -1.0)
 
@@ -313,6 +341,7 @@ def factors_that_lie_otherwise(w, batch):
         rounded,
         rounded_mask,
         rounded_bound,
+        rounded_count,
         bounded_and_less,
         factors_that_lie_otherwise,
     ],

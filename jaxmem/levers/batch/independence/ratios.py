@@ -59,7 +59,16 @@ class Ratio:
                 least = max(least, number) if name == "max" else least + number
             if math.isfinite(least):
                 least = float(np.asarray(least).astype(dtype))
-        return least > 0 or self.masked
+        rounded = any(jnp.issubdtype(one.dtype, jnp.integer) for one in self.bounds)
+        return least > 0 or (self.masked and not rounded)
+
+    def is_divided_as(self, other: "Ratio", flat: jaxprs.FlatJaxpr) -> bool:
+        """Whether another quotient of the program has the same divisor, in some dtype."""
+        bounds = [
+            [(one.name, one.number) for one in ratio.bounds if one.number is not None]
+            for ratio in (self, other)
+        ]
+        return bounds[0] == bounds[1] and _alike(flat.makers(), self.count, other.count)
 
     def bounded(self, count: jax.Array) -> jax.Array:
         """The divisor, of its count. (Not by the steps of the trace: inside of a `jax.shard_map`
@@ -180,14 +189,14 @@ def _is_multiple(step: jaxprs.Step) -> bool:
 
 
 def _summed(makers: Makers, count: Any) -> int | None:
-    """What is summed up for a count, from all its elements."""
+    """What is summed up for a count, from all its elements, in one step or in several."""
+    summed = None
     while step := makers.get(count) if isinstance(count, int) else None:
-        if step.primitive == "reduce_sum":
-            return next(step.uses, None)
-        if not (step.primitive in _LINEAR or _is_multiple(step)):
-            return None
+        if step.primitive != "reduce_sum" and not (step.primitive in _LINEAR or _is_multiple(step)):
+            break
         count = next(step.uses, None)
-    return None
+        summed = count if step.primitive == "reduce_sum" else summed
+    return summed
 
 
 def _masked(makers: Makers, numerator: Any, mask: int) -> bool:
@@ -258,7 +267,7 @@ def _makes_zeros(step: jaxprs.Step) -> bool:
     one, other = (
         variable.aval.dtype for variable in (step.equation.invars[0], step.equation.outvars[0])
     )
-    if one == other or one == jnp.bool_:
+    if one == other or jnp.bool_ in (one, other):
         return False
     if jnp.issubdtype(one, jnp.integer):
         return not jnp.issubdtype(other, jnp.inexact) and other.itemsize < one.itemsize
@@ -294,7 +303,7 @@ class Divisor:
             and self.of_numerators == other.of_numerators
             and self.of_count == other.of_count
             and all(
-                _alike(flat.makers(), one.divisor, two.divisor)
+                one.is_divided_as(two, flat)
                 for flat, one, two in zip(flats, self.ratios, other.ratios, strict=True)
             )
         )
