@@ -10,13 +10,13 @@ import functools
 import weakref
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.custom_jvp import traced_rule
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
-from jaxmem.jaxprs.operands import moving, of_some
+from jaxmem.jaxprs.operands import moving
 
 # Primitives of JAX whose transpose is the user's own function.
 _OWN_TRANSPOSES = frozenset(
@@ -33,27 +33,8 @@ def has_linear_rule(equation: JaxprEqn) -> bool:
     from elsewhere) need not be, and a rule that cannot be traced is not known to be."""
     key = getattr(equation.params["call_jaxpr"], "jaxpr", equation.params["call_jaxpr"])
     if key not in _linear_rules:
-        avals = [variable.aval for variable in equation.invars]
-        real = moving(avals)
-
-        def along(*operands):
-            def called(*operands):
-                parameters = equation.primitive.get_bind_params(equation.params)
-                return equation.primitive.bind(*operands, **parameters)
-
-            chosen = tuple(operands[at] for at in real)
-            return jax.jvp(of_some(real, called, operands), chosen, chosen)
-
-        # JAX keeps what it traces of a rule here for all later calls, with the line that it finds.
-        source = equation.source_info
-        at_its_line = internals.source_info_util.user_context(
-            source.traceback, name_stack=internals.source_info_util.new_name_stack()
-        )
-        try:
-            with at_its_line, equation.ctx.manager:
-                _linear_rules[key] = _transposed_by_jax(jax.make_jaxpr(along)(*avals).jaxpr)
-        except Exception:  # a rule may refuse, in its own words, what is not differentiated
-            _linear_rules[key] = False
+        traced = traced_rule(equation, moving([variable.aval for variable in equation.invars]))
+        _linear_rules[key] = traced is not None and _transposed_by_jax(traced.jaxpr)
     return _linear_rules[key]
 
 

@@ -54,7 +54,7 @@ CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 # The derivative of these reads, for one operand, the other.
 _BILINEAR = frozenset({"mul", *CONTRACTIONS})
 # The derivative of these reads their result alone.
-_BY_RESULT = frozenset("cbrt exp exp2 logistic rsqrt sqrt tanh".split())
+_BY_RESULT = frozenset("cbrt erf_inv exp exp2 expm1 logistic rsqrt sqrt tan tanh".split())
 _DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 

@@ -132,11 +132,17 @@ def _passed(program: Any, moving: Sequence[frozenset[int]]) -> dict[int, frozens
     }
     for kernel in program.kernels if found else ():
         for value in kernel.sources:
-            if value in found and not (
-                kernel.fused and shape_of(program, kernel.results[0]) == shape_of(program, value)
-            ):
+            if value in found and not _keeps_shape(program, kernel, value):
                 del found[value]
     return found
+
+
+def _keeps_shape(program: Any, kernel: Any, value: int) -> bool:
+    """Whether a kernel computes its result of a source element by element, or reduces what it
+    computes so."""
+    last = program.operations[kernel.operations[-1]]
+    made = last.inputs if last.name.startswith("reduce_") else kernel.results[:1]
+    return kernel.fused and shape_of(program, value) in (shape_of(program, one) for one in made)
 
 
 def _completed(program: Any, moving: Sequence[frozenset[int]], number: int) -> dict[int, int]:

@@ -98,11 +98,9 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         for number in ordered:
             member = program.operations[number]
             under = frozenset().union(*(made(member, value) for value in member.inputs))
-            if member.derivative_reads == "result":
-                reads |= set(results) if number == last else under
-            else:
-                read = read_by_derivative(member, program.active)
-                reads |= frozenset().union(*(made(member, value) for value in read))
+            own = frozenset(results) if number == last else under
+            for value in read_by_derivative(member, program.active):
+                reads |= own if value in member.outputs else made(member, value)
             shifts = member.name in _SHIFTS and not member.exchange.aligned
             if shifts and together.isdisjoint(member.outputs):
                 shifted |= under

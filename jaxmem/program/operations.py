@@ -59,12 +59,14 @@ class Source:
         line: of the user's source.
         calls: the primitives inside of a call that is fused.
         merged: whether it stands there several times.
+        derivative_calls: the primitives by which its own rule makes what its derivative reads.
     """
 
     path: str = ""
     line: str = ""
     calls: tuple[str, ...] = ()
     merged: bool = False
+    derivative_calls: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

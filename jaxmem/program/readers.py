@@ -32,24 +32,23 @@ def readers_of(program: Any) -> Counter[int]:
         if not active:
             continue
         reached |= active
-        if operation.derivative_reads == "result":
-            readers.update(operation.outputs)
-        else:
-            readers.update(read_by_derivative(operation, program.active))
+        readers.update(read_by_derivative(operation, program.active))
         if operation.name in _COMPARED:
             readers.update(operation.outputs)
     return readers
 
 
 def read_by_derivative(operation: Any, active: list[bool]) -> tuple[int, ...]:
-    """The operands that an operation's derivative reads, as JAX keeps them: of a product with what
-    has no cotangent (frozen parameters, a mask), that alone."""
+    """The operands and results that an operation's derivative reads, as JAX keeps them: of a
+    product with what has no cotangent (frozen parameters, a mask), that alone."""
     if operation.reads is not None:
         return tuple(operation.reads)
     inputs = operation.inputs
     how = operation.derivative_reads
     if how == "nothing":
         return ()
+    if how == "result":
+        return operation.outputs
     if how == "indices":
         return inputs[1:]
     if how == "places":

@@ -44,6 +44,8 @@ class Repeats:
         self.shortcut: list[int | None] = [None] * count
         self.shown = list(range(count))
         self.is_row, self.is_normalised = [False] * count, [False] * count
+        # Values that are dear, and so in memory.
+        self.written: set[int] = set()
         # For each value the wide ones in memory that it is computed of.
         self.sources: list[frozenset[int]] = [frozenset()] * count
 
@@ -72,7 +74,9 @@ class Repeats:
                     self.made_of[result] = self.made_of[value]
                     self.shortcut[result] = self.shortcut[value]
             elif operation.fused and not (self._picked[result] or takes_few(operation, sizes)):
-                yield from (self.shown[v] for v in self._kept(operation, result, fresh, stored))
+                for value in self._kept(operation, result, fresh, stored):
+                    self.written.add(self.shown[value])
+                    yield self.shown[value]
 
     def _kept(
         self, operation: Any, result: int, fresh: Sequence[int], stored: Sequence[bool]
@@ -114,20 +118,31 @@ class Repeats:
 
     def _joined(self, result: int, stored: Sequence[bool]) -> int:
         """How many arrays in memory a kernel reads beside one, of which a value is computed, and
-        what becomes of it until that is in memory."""
+        what becomes of it until that is in memory. Of what is there because it is dear itself, none
+        counts: XLA chooses of all such at the same time."""
         sizes, own = self.program.sizes, self.sources[result]
         found: set[int] = set()
+        beside: set[int] = set()  # what is computed of others, for the same kernel
         seen, pending = {result}, [result]
         while pending and len(seen) < _AHEAD:
             for operation in self._fused_readers[pending.pop()]:
                 for value in operation.inputs:
-                    if stored[value] and sizes[value] * SMALL >= sizes[result]:
-                        found.add(self.shown[value])
+                    if sizes[value] * SMALL >= sizes[result]:
+                        (found if stored[value] else beside).add(self.shown[value])
                 for value in operation.outputs:
                     if value not in seen and not self._for_matmuls[value]:
                         seen.add(value)
                         pending.append(value)
-        return max(len((found | own) - seen) - 1, 0)
+        pending = list(beside - seen)
+        while pending and len(beside) < _AHEAD:
+            for value in self._fused_of[pending.pop()]:
+                if sizes[value] * SMALL >= sizes[result]:
+                    if stored[value]:
+                        found.add(self.shown[value])
+                    elif value not in seen | beside:
+                        beside.add(value)
+                        pending.append(value)
+        return max(len((found | own) - seen - self.written) - 1, 0)
 
     def _adds_axes(self, operation: Any) -> bool:
         """Whether it has its operand with axes of one element."""
@@ -140,7 +155,8 @@ class Repeats:
         return sum(self.made_of[value].values())
 
     def _cycles_of(self, operation: Any, result: int) -> int:
-        names = [operation.name, *operation.source.calls]
+        source = operation.source
+        names = [operation.name, *source.calls, *source.derivative_calls]
         if dtype_of(self.program, result) == "bfloat16":
             names = [name for name in names if name not in _IN_BFLOAT16]
         return sum(self._dear.get(name, 0) for name in names)
@@ -216,6 +232,15 @@ class Repeats:
             if operation.fused and not self.reduces(operation):
                 for value in set(operation.inputs):
                     found[value].append(operation)
+        return found
+
+    @functools.cached_property
+    def _fused_of(self) -> list[tuple[int, ...]]:
+        """For each value what the fused operation that makes it reads."""
+        found: list[tuple[int, ...]] = [()] * len(self.program.sizes)
+        for operation in self.program.operations:
+            for value in operation.outputs if operation.fused else ():
+                found[value] = operation.inputs
         return found
 
     @functools.cached_property

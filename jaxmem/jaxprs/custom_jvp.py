@@ -1,0 +1,35 @@
+"""The rule of a `jax.custom_jvp`."""
+
+from collections.abc import Sequence
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from jaxmem.jaxprs import internals
+
+
+def traced_rule(equation: JaxprEqn, real: Sequence[int]) -> ClosedJaxpr | None:
+    """What a `jax.custom_jvp` equation computes with its derivative: of operands, and tangents of
+    those at the places of ``real``, results and their tangents. None: the rule cannot be traced."""
+    avals = [variable.aval for variable in equation.invars]
+
+    def along(operands, tangents):
+        def called(*chosen):
+            filled = list(operands)
+            for at, value in zip(real, chosen, strict=True):
+                filled[at] = value
+            parameters = equation.primitive.get_bind_params(equation.params)
+            return equation.primitive.bind(*filled, **parameters)
+
+        return jax.jvp(called, [operands[at] for at in real], tangents)
+
+    # JAX keeps what it traces of a rule here for all later calls, with the line that it finds.
+    source = equation.source_info
+    at_its_line = internals.source_info_util.user_context(
+        source.traceback, name_stack=internals.source_info_util.new_name_stack()
+    )
+    try:
+        with at_its_line, equation.ctx.manager:
+            return jax.make_jaxpr(along)(avals, [avals[at] for at in real])
+    except Exception:  # a rule may refuse, in its own words, what is not differentiated
+        return None
