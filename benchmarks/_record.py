@@ -1,8 +1,8 @@
-"""The results of the benchmarks: one JSON file each, with a run for each version of jax.
+"""The results of the benchmarks: a JSON file for each group, with what each of its scripts found.
 
-``{"title": ..., "runs": {VERSION: {"command", "date", "versions", "rows", "note"}}}``, the oldest
-version first. Rows are text and numbers by the names of their columns. Beside each file is the
-same as Markdown.
+``{NAME: {"title": ..., "runs": {VERSION: {"command", "date", "versions", "rows", "note"}}}}``: by
+the name of the script and the version of jax, the oldest first. Rows are text and numbers by the
+names of their columns. Beside each file is the same as Markdown.
 """
 
 import datetime
@@ -34,11 +34,30 @@ def record(title: str, rows: list[dict], note: str = "") -> None:
         "note": note.strip(),
     }
     runs = _runs() | {version("jax"): run}
+    group, name = _group_and_name()
     results = {"title": title, "runs": {jax: runs[jax] for jax in sorted(runs, key=_numbers)}}
-    RESULTS.mkdir(exist_ok=True)
-    _path().write_text(json.dumps(results, indent=1) + "\n")
-    _path().with_suffix(".md").write_text(markdown(results))
+    write(group, results_of(group) | {name: results})
     print(table(rows))
+
+
+def results_of(group: str) -> dict[str, dict]:
+    """What the scripts of a group found, by their names."""
+    path = RESULTS / f"{group}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def results_by_name() -> dict[str, dict]:
+    """What each script found."""
+    groups = sorted(path.stem for path in RESULTS.glob("*.json"))
+    return {name: found for group in groups for name, found in results_of(group).items()}
+
+
+def write(group: str, results: dict[str, dict]) -> None:
+    """The files of a group."""
+    results = {name: results[name] for name in sorted(results)}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{group}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (RESULTS / f"{group}.md").write_text(page(group, results))
 
 
 def record_parts(
@@ -59,14 +78,22 @@ def merge(column: str, order: list[str], rows: list[dict]) -> list[dict]:
     return sorted([*kept, *rows], key=lambda row: order.index(row[column]))
 
 
+def page(group: str, results: dict[str, dict]) -> str:
+    """The results of a group as Markdown, each under an anchor with the name of its script."""
+    contents = "\n".join(f"* [{found['title']}](#{name})" for name, found in results.items())
+    parts = [f"# Results: {group}", contents]
+    parts += [f'<a id="{name}"></a>\n\n{markdown(found)}' for name, found in results.items()]
+    return "\n\n".join(parts) + "\n"
+
+
 def markdown(results: dict) -> str:
     """A table for each version of jax, or one where both have the same rows."""
-    parts = [f"# {results['title']}"]
+    parts = [f"## {results['title']}"]
     for versions, run in same_rows(results["runs"]):
-        parts += [f"## jax {' and '.join(versions)}", table(run["rows"])]
+        parts += [f"### jax {' and '.join(versions)}", table(run["rows"])]
         parts += [run["note"]] if run["note"] else []
         parts += [source(results["runs"][jax]) for jax in versions]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def same_rows(runs: dict[str, dict]) -> list[tuple[list[str], dict]]:
@@ -95,14 +122,17 @@ def source(run: dict) -> str:
     return f"`{run['command']}`, {run['date']}, {versions}"
 
 
-def _path() -> pathlib.Path:
-    """Of the results of the running script."""
-    return RESULTS / f"{pathlib.Path(sys.argv[0]).stem}.json"
+def _group_and_name() -> tuple[str, str]:
+    """Of the running script."""
+    path = pathlib.Path(sys.argv[0]).resolve()
+    group = path.parent.name
+    return "gpu" if group == "benchmarks" else group, path.stem
 
 
 def _runs() -> dict[str, dict]:
     """Those that the running script has already."""
-    return json.loads(_path().read_text())["runs"] if _path().exists() else {}
+    group, name = _group_and_name()
+    return results_of(group).get(name, {"runs": {}})["runs"]
 
 
 def _numbers(version: str) -> list[int]:

@@ -7,7 +7,7 @@ A figure is followed by a comment that says where it is from, and that no page s
 
     takes 1.47 GiB<!--=offload[optimizer=jaxmem.offload(optax.adam)].device--> of an H200
 
-That is ``NAME[COLUMN=VALUE & COLUMN=VALUE].COLUMN`` of benchmarks/results/NAME.json: of the one row
+That is ``NAME[COLUMN=VALUE & COLUMN=VALUE].COLUMN`` of what the script NAME found: of the one row
 with these values, from the run with the oldest jax (``NAME@VERSION[...]``: with another). The
 beginning of a COLUMN's name is enough if no other begins so. With ``largest`` or ``least`` before
 NAME it is the largest or least absolute value of several rows. The figure as it stands tells how it
@@ -20,13 +20,12 @@ table has the columns that are named, some under another head:
 
 import argparse
 import functools
-import json
 import pathlib
 import re
 import sys
 from decimal import ROUND_HALF_UP, Decimal
 
-from benchmarks._record import RESULTS, ROOT, table
+from benchmarks._record import ROOT, results_by_name, table
 
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS = (*BYTES, "%", "per cent", "x", "times", "billion", "ms", "s", "seconds")
@@ -124,10 +123,10 @@ def _rows(source: str) -> tuple[list[dict], str | None]:
 
 @functools.cache
 def _runs(name: str) -> dict[str, dict]:
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        raise MarkError(f"there is no benchmarks/results/{name}.json")
-    return json.loads(path.read_text())["runs"]
+    found = results_by_name()
+    if name not in found:
+        raise MarkError(f"benchmarks/results has nothing of a script {name!r}")
+    return found[name]["runs"]
 
 
 def _column(rows: list[dict], name: str) -> str:

@@ -15,8 +15,8 @@ from importlib import import_module
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks.__main__ import GROUPS, modules
-from benchmarks._record import RESULTS, ROOT, same_rows, source, table
+from benchmarks.__main__ import GROUPS
+from benchmarks._record import ROOT, results_of, same_rows, source, table
 
 DOCS = ROOT / "docs"
 INK = {"": "#222222", "-dark": "#d5d7e0"}  # of text and axes on a light and on a dark page
@@ -256,7 +256,7 @@ def claims() -> str:
     """The first part of benchmarks/README.md, its links leading to the sections of the page."""
     text = (ROOT / "benchmarks" / "README.md").read_text()
     text = text.partition("\n")[2].partition("\n## ")[0]
-    return re.sub(r"\(results/(\w+)\.md\)", r"(#\1)", text).strip()
+    return re.sub(r"\(results/\w+\.md#(\w+)\)", r"(#\1)", text).strip()
 
 
 def checksum(name: str, run: dict) -> str:
@@ -292,9 +292,8 @@ def draw(name: str, title: str, run: dict, file: str) -> str:
     return "\n".join(shown)
 
 
-def section(name: str) -> list[str]:
+def section(name: str, results: dict) -> list[str]:
     """The tables of a result, a tab for each version of jax, and its plots."""
-    results = json.loads((RESULTS / f"{name}.json").read_text())
     lines = [f"### {results['title']} {{ #{name} }}"]
     runs = same_rows(results["runs"])
     for number, (versions, run) in enumerate(runs):
@@ -318,13 +317,11 @@ def main():
     )
     lines = ["# Measured", about, claims()]
     for group in GROUPS:
-        names = [module.rpartition(".")[2] for module in modules(group)]
-        names = [name for name in names if (RESULTS / f"{name}.json").exists()]
-        if names:
+        if found := results_of(group):
             about = import_module(f"benchmarks.{group}").__doc__.partition("\n\n")[0].strip()
             heading, _, rest = about.rstrip(".").partition(": ")
             lines += [f"## {heading}", f"{rest[:1].upper()}{rest[1:]}"]
-            lines += [line for name in names for line in section(name)]
+            lines += [line for name, one in found.items() for line in section(name, one)]
     (DOCS / "results.md").write_text("\n\n".join(lines) + "\n")
 
 

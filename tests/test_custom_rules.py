@@ -1,4 +1,4 @@
-"""What the derivatives of `jax.custom_jvp` read, by their rules, and the bytes of losses by them."""
+"""What the derivatives of `jax.custom_jvp` read, by their rules, and the bytes of losses."""
 
 import jax
 import jax.numpy as jnp

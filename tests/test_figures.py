@@ -10,7 +10,7 @@ from PIL import Image
 from benchmarks import _record, figures, page
 from benchmarks.__main__ import GROUPS, modules
 
-RESULTS = sorted(_record.RESULTS.glob("*.json"))
+RESULTS = _record.results_by_name()
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,9 @@ RESULT = {
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    (tmp_path / "made.json").write_text(json.dumps({"title": "Made", "runs": RESULT}))
+    monkeypatch.setattr(_record, "RESULTS", tmp_path)
+    made = {"made": {"title": "Made", "runs": RESULT}}
+    (tmp_path / "levers.json").write_text(json.dumps(made))
     figures._runs.cache_clear()
     yield
     figures._runs.cache_clear()
@@ -98,7 +99,7 @@ def test_a_table_has_the_columns_and_rows_that_are_named(results):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("1<!--=other[what=a].bytes-->", "there is no benchmarks/results/other.json"),
+        ("1<!--=other[what=a].bytes-->", "benchmarks/results has nothing of a script 'other'"),
         ("1<!--=made[what=c].bytes-->", "no row has what=c"),
         ("1<!--=made[what=a].seconds-->", "there is no column 'seconds', but 'what', 'bytes'"),
         ("1<!--=made[].bytes-->", "2 rows are so, not one"),
@@ -117,7 +118,7 @@ def test_what_cannot_be_filled_in_is_said_and_left(results, text, said):
 
 @pytest.mark.parametrize("name", page.PLOTS)
 def test_the_committed_plots_show_the_results_as_they_are(name):
-    runs = _record.same_rows(json.loads((_record.RESULTS / f"{name}.json").read_text())["runs"])
+    runs = _record.same_rows(RESULTS[name]["runs"])
     for number, (versions, run) in enumerate(runs):
         file = f"{name}-jax-{versions[0]}" if number else name
         for scheme in page.INK:
@@ -130,22 +131,27 @@ def test_the_committed_plots_show_the_results_as_they_are(name):
 
 def test_every_benchmark_that_was_run_has_its_results_on_the_first_page():
     page = (_record.ROOT / "benchmarks" / "README.md").read_text()
-    linked = re.findall(r"\(results/(\w+)\.md\)", page)
-    assert set(linked) == {path.stem for path in RESULTS}
+    linked = {name: group for group, name in re.findall(r"\(results/(\w+)\.md#(\w+)\)", page)}
+    assert linked.keys() == RESULTS.keys()
+    assert all(name in _record.results_of(group) for name, group in linked.items())
     scripts = {module.rpartition(".")[2] for group in GROUPS for module in modules(group)}
-    assert scripts - set(linked) == {"gpu", "gpu_offload"}  # no GPU has run them yet
+    assert scripts - linked.keys() == {"gpu", "gpu_offload"}  # no GPU has run them yet
     assert len(modules("planner")) > 5 and "benchmarks.gpu" in modules("gpu")
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_the_tables_to_read_are_those_of_the_results(path):
-    results = json.loads(path.read_text())
-    assert path.with_suffix(".md").read_text() == _record.markdown(results)
-    for jax, run in results["runs"].items():
-        assert run["versions"]["jax"] == jax
-        module = run["command"].removeprefix("python -m ")
-        assert module.endswith(f".{path.stem}")
-        assert (_record.ROOT / f"{module.replace('.', '/')}.py").is_file()
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_tables_to_read_are_those_of_the_results(group):
+    found = _record.results_of(group)
+    page = _record.RESULTS / f"{group}.md"
+    assert page.exists() == bool(found)
+    if found:
+        assert page.read_text() == _record.page(group, found)
+    for name, results in found.items():
+        for jax, run in results["runs"].items():
+            assert run["versions"]["jax"] == jax
+            module = run["command"].removeprefix("python -m ")
+            assert module == f"benchmarks.{group}.{name}"
+            assert (_record.ROOT / f"{module.replace('.', '/')}.py").is_file()
 
 
 def test_a_run_replaces_that_of_its_version_and_leaves_the_others(tmp_path, monkeypatch):
@@ -159,21 +165,21 @@ def test_a_run_replaces_that_of_its_version_and_leaves_the_others(tmp_path, monk
     ):
         monkeypatch.setattr(_record, "version", {"jax": jax}.get)
         _record.record("Made", rows, "A note.")
-    results = json.loads((tmp_path / "made.json").read_text())
+    results = _record.results_of("levers")["made"]
     assert list(results["runs"]) == ["0.10.2", "0.12.0.1"]
     assert results["runs"]["0.10.2"]["rows"] == [{"what": "one", "seconds": "1"}]
     assert results["runs"]["0.10.2"]["command"] == "python -m benchmarks.levers.made"
-    text = (tmp_path / "made.md").read_text()
-    assert text.startswith(
-        "# Made\n\n## jax 0.10.2 and 0.12.0.1\n\n| what | seconds |\n|---|---|\n"
-    )
+    text = (tmp_path / "levers.md").read_text()
+    assert (
+        "## Made\n\n### jax 0.10.2 and 0.12.0.1\n\n| what | seconds |\n|---|---|\n"
+    ) in text and "* [Made](#made)" in text
     assert text.count("| one | 1 |") == 1 and text.count("A note.") == 1
 
     _record.record_parts("Made", "what", ["zero", "one"], lambda name: [{"what": name, "s": 3}], "")
-    runs = json.loads((tmp_path / "made.json").read_text())["runs"]
+    runs = _record.results_of("levers")["made"]["runs"]
     assert runs["0.10.2"]["rows"] == [{"what": "one", "s": 3}]
     monkeypatch.setattr(sys, "argv", [str(script), "zero"])
     _record.record_parts("Made", "what", ["zero", "one"], lambda name: [{"what": name, "s": 4}], "")
-    runs = json.loads((tmp_path / "made.json").read_text())["runs"]
+    runs = _record.results_of("levers")["made"]["runs"]
     assert runs["0.10.2"]["rows"] == [{"what": "zero", "s": 4}, {"what": "one", "s": 3}]
     assert runs["0.12.0.1"]["rows"] == [{"what": "one", "seconds": "1"}]

@@ -1,15 +1,15 @@
 """Every constant that was chosen is measured: benchmarks/planner/sensitivity.py has it."""
 
-import json
 import pathlib
 import re
 
 import pytest
 
+from benchmarks._record import results_of
 from benchmarks.planner.sensitivity import changes, constants
 
 ROOT = pathlib.Path(__file__).parents[1]
-RUNS = json.loads((ROOT / "benchmarks/results/sensitivity.json").read_text())["runs"]
+RUNS = results_of("planner")["sensitivity"]["runs"]
 HEADS = ("half", "twice", "far below", "far above")
 KEYS = [one.key for one in constants()]
 # What bounds the time of one step of planning, or decides where a compiler does: in their comments
