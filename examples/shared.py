@@ -186,8 +186,10 @@ class Checkpoints:
         multihost_utils.sync_global_devices("a place for the checkpoint")
         with _orbax() as orbax:
             logging.disable()  # it logs what it raises, and what its threads do thereafter
-            orbax.save(part / "state", args=ocp.args.StandardSave(leaves))
-            logging.disable(logging.NOTSET)
+            try:
+                orbax.save(part / "state", args=ocp.args.StandardSave(leaves))
+            finally:
+                logging.disable(logging.NOTSET)
         if self.first:
             about = json.dumps({"settings": self.settings, "files": _files(part)})
             (part / LIST).write_text(f"{_sha256(about.encode())}\n{about}")

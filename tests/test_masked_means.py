@@ -128,7 +128,64 @@ def negative(w, batch):
     return -0.5 * of_mask(w, batch)
 
 
+def regularised(w, batch):
+    return of_mask(w, batch) + jnp.sum(w**2)
+
+
+def one_less(w, batch):
+    return 1 - of_mask(w, batch)
+
+
+def with_a_negated_number(w, batch):
+    return of_mask(w, batch) + jax.lax.neg(1.0)
+
+
+def regularised_and_bounded(w, batch):
+    return 2 * bounded(w, batch) - 0.1 * jnp.mean(w**2) + 3
+
+
+def mixed(w, batch):
+    """A regulariser of a slice of the parameters, and one through a custom rule."""
+    return bounded(w, batch) + jax.nn.softplus(w[0]).sum() / jnp.maximum(1, jnp.sum(w[:2] ** 2))
+
+
+def kept_from_zero_where_it_is(w, batch):
+    count = batch["mask"].sum()
+    return jnp.sum(each(w, batch) * batch["mask"]) / jnp.where(count == 0, 1, count)
+
+
+def kept_from_zero_where_it_is_not(w, batch):
+    count = batch["seen"].sum()
+    return jnp.sum(each(w, batch) * batch["seen"]) / jnp.where(count > 0, count, 1)
+
+
+def zero_where_nothing_is_counted(w, batch):
+    count = batch["mask"].sum()
+    loss = jnp.sum(each(w, batch) * batch["mask"]) / jnp.maximum(count, 1)
+    return jnp.where(count > 0, loss, 0.0) + 0.1 * jnp.sum(w**2)
+
+
+def zero_where_it_is_divided_by_zero(w, batch):
+    count = batch["mask"].sum()
+    loss = jnp.sum(each(w, batch) * batch["mask"]) / count
+    return jnp.where(count == 0, 0.0, loss)
+
+
+def times_a_part(w, batch):
+    return jnp.sum(each(w, batch) * batch["mask"]) * (1 / jnp.maximum(batch["mask"].sum(), 1))
+
+
 PROVED = [
+    regularised,
+    one_less,
+    with_a_negated_number,
+    regularised_and_bounded,
+    mixed,
+    kept_from_zero_where_it_is,
+    kept_from_zero_where_it_is_not,
+    zero_where_nothing_is_counted,
+    zero_where_it_is_divided_by_zero,
+    times_a_part,
     of_mask,
     bounded,
     clipped,
@@ -185,6 +242,23 @@ def test_nothing_at_all_is_what_it_is_for_the_whole_batch(weights):
     batch = {**data(), "mask": jnp.zeros((EXAMPLES, 5))}
     assert jnp.isnan(jaxmem.microbatch(of_mask, 4)(weights, batch)[0])
     assert jaxmem.microbatch(bounded, 4)(weights, batch)[0] == 0
+    batch["seen"] = batch["mask"] > 0
+    for loss in PROVED:
+        expected = jax.value_and_grad(loss)(weights, batch)
+        found = jaxmem.microbatch(loss, 4)(weights, batch)
+        chex.assert_trees_all_close(found[0], expected[0], rtol=1e-11)  # NaN as NaN
+        if jnp.isfinite(expected[0]) and jnp.isfinite(expected[1]).all():
+            chex.assert_trees_all_close(found[1], expected[1], rtol=1e-11)
+
+
+def test_metrics_beside_a_rest(weights):
+    def loss(w, batch):
+        found = regularised_and_bounded(w, batch)
+        return found, {"loss": found, "error": 1 - bounded(w, batch), "plain": bounded(w, batch)}
+
+    expected = jax.value_and_grad(loss, has_aux=True)(weights, data(empty=True))
+    found = jax.jit(jaxmem.microbatch(loss, 6))(weights, data(empty=True))
+    chex.assert_trees_all_close(found, expected, rtol=1e-11)
 
 
 def test_metrics_with_the_same_divisor(weights):
@@ -256,6 +330,38 @@ def test_a_loss_that_is_no_quotient_any_more(weights):
         sliced(weights, data())
 
 
+def squared_too(w, batch):
+    loss = of_mask(w, batch)
+    return loss + loss**2
+
+
+def zero_below_a_number(w, batch):
+    count = batch["mask"].sum()
+    return jnp.where(count > 2, jnp.sum(each(w, batch)) / jnp.maximum(count, 1), 0.0)
+
+
+def zero_by_something_else(w, batch):
+    return jnp.where(batch["x"].sum() > 0, of_mask(w, batch), 0.0)
+
+
+def one_of_two_is_zero(w, batch):
+    return bounded(w, batch) + jnp.where(batch["mask"].sum() > 0, bounded(w, batch), 0.0)
+
+
+def rest_of_the_batch(w, batch):
+    return of_mask(w, batch) + jnp.sum(jnp.abs(batch["x"]) * w.sum())
+
+
+def rest_that_grows(w, batch):
+    return of_mask(w, batch) * len(batch["x"]) + jnp.sum(w) / len(batch["x"])
+
+
+def bounded_where_something_else_is(w, batch):
+    count = batch["mask"].sum()
+    divisor = jnp.where(batch["x"].sum() > 0, 1, count)
+    return jnp.sum(each(w, batch) * batch["mask"]) / divisor
+
+
 def unmasked(w, batch):
     return jnp.sum(each(w, batch)) / batch["mask"].sum()
 
@@ -268,10 +374,6 @@ def of_parameters(w, batch):
     return jnp.sum(each(w, batch)) / jnp.maximum(jnp.sum(batch["x"] @ w), 1)
 
 
-def regularised(w, batch):
-    return of_mask(w, batch) + jnp.sum(w**2)
-
-
 def two_divisors(w, batch):
     return of_mask(w, batch) + bounded(w, batch)
 
@@ -282,14 +384,6 @@ def bounded_by_examples(w, batch):
 
 def of_a_root(w, batch):
     return jnp.sum(each(w, batch) * batch["mask"]) / jnp.sqrt(batch["mask"].sum())
-
-
-def one_less(w, batch):
-    return 1 - of_mask(w, batch)
-
-
-def with_a_negated_number(w, batch):
-    return of_mask(w, batch) + jax.lax.neg(1.0)
 
 
 def complex_divisor(w, batch):
@@ -328,15 +422,19 @@ def factors_that_lie_otherwise(w, batch):
 @pytest.mark.parametrize(
     "loss",
     [
+        squared_too,
+        zero_below_a_number,
+        zero_by_something_else,
+        one_of_two_is_zero,
+        rest_of_the_batch,
+        rest_that_grows,
+        bounded_where_something_else_is,
         unmasked,
         half_masked,
         of_parameters,
-        regularised,
         two_divisors,
         bounded_by_examples,
         of_a_root,
-        one_less,
-        with_a_negated_number,
         complex_divisor,
         rounded,
         rounded_mask,

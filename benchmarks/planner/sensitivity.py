@@ -249,15 +249,20 @@ def constants() -> list[Constant]:
             searched=True,
             compilations=1,
         ),
+        *of(
+            *("rematerialization.search", "ALTERNATIVE"),
+            programs=SEARCHED,
+            searched=True,
+            margin=True,
+        ),
         *of(SEARCH, "_WORTH", programs=SEARCHED, searched=True),
         *of(
-            *(SEARCH, "_MORE", "_ABOVE", "_MARGIN", "_ALTERNATIVE"),
+            *(SEARCH, "_MORE", "_ABOVE", "_MARGIN"),
             programs=SEARCHED,
             searched=True,
             margin=True,
         ),
         *of(FIT, "_CLOSE", "_NEAR", "_ABOVE", "_OVER", programs=SEARCHED, margin=True),
-        *of(FIT, "_ALTERNATIVE", programs=SEARCHED, margin=True),
         *of("fitting.verdicts", "GAIN", programs=SEARCHED),
     ]
 

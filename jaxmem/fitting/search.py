@@ -16,6 +16,7 @@ from jaxmem.ground.checks import check_count
 from jaxmem.ground.errors import CompileError
 from jaxmem.ground.progress import tell
 from jaxmem.rematerialization import (
+    ALTERNATIVE,
     FIRST_ERROR,
     NEARLY,
     Begun,
@@ -34,8 +35,6 @@ _CLOSE = 0.97  # of the budget: no need to look for less recomputation
 _NEAR = 1.2  # times the budget: near enough to try plans in between
 _ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less
 _OVER = 1.01  # times the ratio of what did not fit: the next one differs from it
-# Expected bytes of a candidate over those of the one that is compiled beside it, as for plans.
-_ALTERNATIVE = 1.04
 
 
 class Search:
@@ -147,9 +146,9 @@ class Search:
     def _alternatives(self, candidate: Candidate, best: Candidate | None) -> list[Candidate]:
         """What to compile beside a candidate, in case that it does not fit: the one of the least
         predicted time that is expected to take a little less."""
-        if self.expected(candidate) * _ALTERNATIVE < self.workload.budget:
+        if self.expected(candidate) * ALTERNATIVE < self.workload.budget:
             return []  # nothing is expected to keep it from fitting
-        other = self.cheapest(best, lambda levers: _ALTERNATIVE * self.ratio(levers))
+        other = self.cheapest(best, lambda levers: ALTERNATIVE * self.ratio(levers))
         return [] if other is None or key_of(other) == key_of(candidate) else [other]
 
     def cheapest(

@@ -124,25 +124,27 @@ def _moving(program: Any, kernel: Any) -> frozenset[int]:
 
 
 def _passed(program: Any, moving: Sequence[frozenset[int]]) -> dict[int, frozenset[int]]:
-    """The values whose cotangents pass, and the sources of their kernels that have one."""
+    """The values whose cotangents pass, and the sources of their kernels that have one. What a
+    kernel reduces passes too, if nothing that is spread out is derived with it: that is summed up,
+    in a kernel that writes over none of its operands."""
     found = {
         kernel.results[0]: moving[number]
         for number, kernel in enumerate(program.kernels)
         if kernel.dear and not kernel.results[1:] and kernel.results[0] not in program.outputs
     }
-    for kernel in program.kernels if found else ():
+    for number, kernel in enumerate(program.kernels) if found else ():
+        last = program.operations[kernel.operations[-1]]
         for value in kernel.sources:
-            if value in found and not _keeps_shape(program, kernel, value):
+            shape = shape_of(program, value)
+            made = kernel.results[:1]
+            if last.name.startswith("reduce_") and value not in kernel.aliasing.shifted:
+                alike = {shape_of(program, one) for one in {*found.get(value, ()), *moving[number]}}
+                made = last.inputs if alike == {shape} else made
+            if value in found and not (
+                kernel.fused and shape in {shape_of(program, one) for one in made}
+            ):
                 del found[value]
     return found
-
-
-def _keeps_shape(program: Any, kernel: Any, value: int) -> bool:
-    """Whether a kernel computes its result of a source element by element, or reduces what it
-    computes so."""
-    last = program.operations[kernel.operations[-1]]
-    made = last.inputs if last.name.startswith("reduce_") else kernel.results[:1]
-    return kernel.fused and shape_of(program, value) in (shape_of(program, one) for one in made)
 
 
 def _completed(program: Any, moving: Sequence[frozenset[int]], number: int) -> dict[int, int]:

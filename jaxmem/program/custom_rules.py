@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jaxmem.jaxprs.custom_jvp import traced_rule
 from jaxmem.jaxprs.flat import Step, flatten_jaxpr
 from jaxmem.jaxprs.operands import moving
+from jaxmem.program.costs import is_fused
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +32,22 @@ class Reading:
 # By the places of the operands that have a tangent.
 _Readings = dict[tuple[int, ...], Reading]
 _readings: weakref.WeakKeyDictionary[Any, _Readings] = weakref.WeakKeyDictionary()
+
+
+def read_by_rule(step: Step) -> frozenset[int] | None:
+    """The values that the derivative of a fused `jax.custom_jvp` reads; None: its name tells."""
+    if step.primitive != "custom_jvp_call":
+        return None
+    reading = by_rule(step)
+    operands = [step.inputs[at] for at in reading.operands]
+    read = [*operands, *(step.outputs[at] for at in reading.results)]
+    return frozenset(value for value in read if isinstance(value, int))
+
+
+def by_rule(step: Step) -> Reading:
+    """What the derivative of a fused `jax.custom_jvp` reads by its rule."""
+    has_rule = step.primitive == "custom_jvp_call" and is_fused(step.equation)
+    return reading_of(step.equation) if has_rule else Reading()
 
 
 def reading_of(equation: JaxprEqn) -> Reading:

@@ -31,7 +31,7 @@ from jaxmem.program.costs import (
     precision_of,
     slides,
 )
-from jaxmem.program.custom_rules import Reading, reading_of
+from jaxmem.program.custom_rules import by_rule, read_by_rule
 from jaxmem.program.opaque import Halves, halves, peak
 from jaxmem.program.operations import Contraction, Exchange, Operation, Program, Source
 from jaxmem.program.ragged import shared_copies
@@ -88,7 +88,7 @@ def read_program(
                     step.line,
                     calls(step.equation),
                     not flat.merged.isdisjoint(step.outputs),
-                    _by_rule(step).computed,
+                    by_rule(step).computed,
                 ),
                 interior.body,
                 step.equation.params["length"] if step.primitive == "scan" else 1,
@@ -171,7 +171,7 @@ def _interior_of(
         return _Interior(body, saved or None, whole, workspace=workspace)
     opaque = step.primitive in _OPAQUE and not is_fused(step.equation)
     if not opaque and is_known(step):
-        return _Interior(reads=_read_by_rule(step))
+        return _Interior(reads=read_by_rule(step))
     real = moving([variable.aval for variable in step.equation.invars], constant)
     found = _of_opaque(step, real, spread, apart) if real else None
     found = found or _Interior(workspace=_workspace(step, spread) if opaque else 0)
@@ -180,22 +180,6 @@ def _interior_of(
         program = _of_mapped(step, constant)
         found = dataclasses.replace(found, body=program, residuals=found.residuals or 0, reads=None)
     return found
-
-
-def _read_by_rule(step: Step) -> frozenset[int] | None:
-    """The values that the derivative of a fused `jax.custom_jvp` reads; None: its name tells."""
-    if step.primitive != "custom_jvp_call":
-        return None
-    reading = _by_rule(step)
-    operands = [step.inputs[at] for at in reading.operands]
-    read = [*operands, *(step.outputs[at] for at in reading.results)]
-    return frozenset(value for value in read if isinstance(value, int))
-
-
-def _by_rule(step: Step) -> Reading:
-    """What the derivative of a fused `jax.custom_jvp` reads by its rule."""
-    has_rule = step.primitive == "custom_jvp_call" and is_fused(step.equation)
-    return reading_of(step.equation) if has_rule else Reading()
 
 
 def _of_mapped(step: Step, constant: list[bool]) -> Program:

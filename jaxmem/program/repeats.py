@@ -27,6 +27,7 @@ _DEAR_IN_MEMORY = 7
 _AHEAD = 64
 # XLA computes these in bfloat16, where they have no cycles; all others in float32.
 _IN_BFLOAT16 = frozenset("div exp log logistic rsqrt sqrt".split())
+_PUT_BESIDE = frozenset({"concatenate", "pad"})
 _BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
 
 
@@ -178,8 +179,17 @@ class Repeats:
 
     @functools.cached_property
     def _shared(self) -> list[bool]:
-        """For each value whether several read it, operations or derivatives."""
+        """For each value whether several read it, operations or derivatives. (What is put beside
+        others by all that read it is there: its own derivative reads it there.)"""
         readers = readers_of(self.program)
+        moved = [True] * len(self.program.sizes)
+        for operation in self.program.operations:
+            for value in operation.inputs:
+                moved[value] &= operation.name in _PUT_BESIDE
+        for operation in self.program.operations:
+            for value in operation.outputs:
+                if moved[value] and operation.reads and value in operation.reads:
+                    readers[value] -= 1
         for shown, view in views_of(self.program):
             readers[shown] += readers[view] - 1
         return [readers[value] > 1 for value in range(len(self.program.sizes))]

@@ -30,6 +30,7 @@ from jaxmem.rematerialization.plan_facts import (
 from jaxmem.rematerialization.plan_text import checked as checked
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
 from jaxmem.rematerialization.search import (
+    ALTERNATIVE as ALTERNATIVE,
     FIRST_ERROR as FIRST_ERROR,
     NEARLY as NEARLY,
     Begun as Begun,

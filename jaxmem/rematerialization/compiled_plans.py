@@ -10,7 +10,7 @@ from jaxmem.planning import Layout
 from jaxmem.rematerialization.compiled_rows import Rows
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_compiler import PlanCompiler
-from jaxmem.rematerialization.search import FIRST_ERROR, Search
+from jaxmem.rematerialization.search import ALTERNATIVE, FIRST_ERROR, Search
 from jaxmem.targets import family_of
 
 # Chosen: what half and twice of these change beside a stand-in for the compiler prints
@@ -20,9 +20,6 @@ _MORE = 1.06  # times the projected bytes that fit: how far projections of two p
 # Times the budget: what may yet fit where nothing below did; ever closer to one another.
 _ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
 _MARGIN = 1.003  # between what is expected of a plan and its budget
-# Projected bytes of a plan over those of the one that is compiled beside it, for where it does not
-# fit: first projections are off by about as much (benchmarks/planner/projected.py).
-_ALTERNATIVE = 1.04
 # Derived: bytes of a plan are counted in steps of a 200th (planning.dp._SLOTS). Of two budgets that
 # are nearer to each other the plans hardly differ.
 _SAME = 1.002
@@ -112,7 +109,7 @@ class CompiledPlans(PlanCompiler):
             if layout not in search.outcomes:
                 if not self.gains(layout.price):
                     return
-                lower = (fits + goal) / 2 if fits else self.safer(goal) / _ALTERNATIVE
+                lower = (fits + goal) / 2 if fits else self.safer(goal) / ALTERNATIVE
                 alternatives = self.alternatives(layout, lower)
                 goals |= dict.fromkeys(alternatives, lower)
                 yield [layout, *alternatives]
@@ -145,7 +142,7 @@ class CompiledPlans(PlanCompiler):
                 # Another plan may well compile to less of what is projected than this one.
                 goal = max(corrected, fits * _MORE)
             if not fits < goal < fails:
-                goal = (fits + fails) / 2 if fits else fails / _ALTERNATIVE
+                goal = (fits + fails) / 2 if fits else fails / ALTERNATIVE
 
     def corrected(self, layout: Layout, budget: int) -> float:
         """Projected bytes of which the budget is expected to be compiled, after a layout was. What
@@ -181,7 +178,7 @@ class CompiledPlans(PlanCompiler):
     def known_to_fit(self, goal: float) -> Layout | None:
         """The layout for bytes that are safe by all that was compiled, if it peaks where another
         one was compiled: for the last compilation, where nothing fits yet."""
-        layout = self.layout_for(self.safer(goal) / _ALTERNATIVE)
+        layout = self.layout_for(self.safer(goal) / ALTERNATIVE)
         if layout is None or layout.place not in self.search.ratios:
             return None
         return layout if self.expected(layout) * _MARGIN <= self.search.allowed else None
@@ -204,7 +201,7 @@ class CompiledPlans(PlanCompiler):
         """What to compile beside a layout, in case that it does not fit: one for fewer bytes."""
         if (
             layout == self.planner.plain
-            and self.expected(layout) * _ALTERNATIVE < self.search.allowed
+            and self.expected(layout) * ALTERNATIVE < self.search.allowed
         ):
             return []  # nothing is expected to keep it from fitting
         other = self.layout_for(lower)

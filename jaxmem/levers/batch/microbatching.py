@@ -13,7 +13,7 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.batch.independence import Proof
 from jaxmem.levers.batch.reductions import checked, of_metrics, proof_of, sizes_of
 from jaxmem.levers.batch.slices import as_returned, batch_axes, batch_size, check_sizes, product
-from jaxmem.levers.batch.sums import Sums, mean_over, merged, weight_of
+from jaxmem.levers.batch.sums import Sums, Terms, mean_over, merged, weight_of
 
 
 def microbatch(
@@ -156,31 +156,40 @@ def microbatch(
             return {"mean": share, "sum": one, "weighted": by_weight}, count_of
 
         sums = Sums(loss_fn, count, shares, of_loss, of_metrics, proved=divisor is not None)
-        whole = sums.over_slices
+
+        def over_slices(params, batch, model_state, key):
+            rest = None
+            if divisor is not None and divisor.has_rest:
+                each = max(sizes_of(batch_size(batch), count))
+                found, beside, gradients = divisor.rest(params, each)
+                rest = Terms(gradients, found, beside, None, None)
+            return *sums.over_slices(params, batch, model_state, key), rest
+
+        whole = over_slices
         if shards:
             replicated, split = PartitionSpec(), PartitionSpec(axes)
 
             def on_each(params, batch, model_state, key):
                 if key is not None:
                     key = jax.random.fold_in(key, jax.lax.axis_index(axes))
-                terms, carried, rows = sums.over_slices(params, batch, model_state, key)
+                terms, carried, rows, rest = over_slices(params, batch, model_state, key)
                 carried = jax.tree.map(lambda leaf: mean_over(leaf, axes), carried)
-                return jax.lax.psum(terms, axes), carried, rows
+                return jax.lax.psum(terms, axes), carried, rows, rest
 
             whole = jax.shard_map(
                 on_each,
                 mesh=mesh,
                 in_specs=(replicated, split, replicated, replicated),
-                out_specs=(replicated, replicated, split),
+                out_specs=(replicated, replicated, split, replicated),
                 axis_names=set(axes),
                 check_vma=False,
             )
-        terms, carried, rows = whole(params, batch, model_state, key)
+        terms, carried, rows, rest = whole(params, batch, model_state, key)
         if weight is not None:  # 0 where all slices weigh nothing
             terms = sums.divided(terms, jnp.where(terms.count == 0, 1, terms.count))
         elif divisor is not None:
             each = max(sizes_of(size // (shards or 1), count))
-            terms = sums.divided(terms, divisor.of_all(terms.count, each))
+            terms = sums.divided(terms, divisor.of_all(terms.count, each), rest)
         gradients = jax.tree.map(lambda g, like: g.astype(like.dtype), terms.gradients, params)
         metrics = merged(terms.metrics, carried.metrics, rows)
         return as_returned(terms.loss, carried.model_state, metrics), gradients

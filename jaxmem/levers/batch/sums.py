@@ -17,11 +17,12 @@ from jaxmem.levers.batch.slices import batch_size, cut_leaf, part_of
 
 class Terms(NamedTuple):
     """What is added up over slices; ``count`` is what a slice, or all, have of what the loss is a
-    mean over."""
+    mean over, ``weight`` what its terms are multiplied with for that."""
 
     gradients: Any
     loss: Any
     metrics: Any
+    weight: Any
     count: Any
 
 
@@ -84,6 +85,7 @@ class Sums:
                 jax.tree.map(lambda leaf: self.weighted(leaf, share), gradients),
                 self.weighted(results.loss, share),
                 jax.tree_util.tree_map_with_path(term, added),
+                shares["weighted"],
                 count,
             )
             carried = Carried(results.model_state, self.only(results.metrics, "same"))
@@ -130,19 +132,35 @@ class Sums:
             nothing = jnp.where(jnp.isinf(leaf), jnp.nan, nothing)
         return jnp.where(share == 0, nothing, leaf * share)
 
-    def divided(self, terms: Terms, divisor: jax.Array) -> Terms:
-        """The sums of what is weighted as means."""
+    def divided(self, terms: Terms, divisor: jax.Array, rest: Terms | None = None) -> Terms:
+        """The sums of what is weighted as means. The weights of slices need not add up to the
+        divisor, if that is bounded: of a ``rest`` that each slice has alike, what they lack is
+        added."""
 
-        def mean(leaf):
-            return leaf / divisor.astype(leaf.dtype) if is_inexact(leaf) else leaf
+        def mean(leaf, alike=None):
+            if not is_inexact(leaf):
+                return leaf
+            found = leaf / divisor.astype(leaf.dtype)
+            if alike is None:
+                return found
+            lack = 1 - (terms.weight / divisor).astype(leaf.dtype)
+            return found + lack * alike.astype(leaf.dtype)
 
         def mean_metric(path, leaf):
-            return mean(leaf) if self.rule(path) == "weighted" else leaf
+            if self.rule(path) != "weighted":
+                return leaf
+            name = jax.tree_util.keystr(path)
+            return mean(leaf, rest and rest.metrics.get(name, rest.loss))
 
+        if rest is None:
+            gradients = jax.tree.map(mean, terms.gradients)
+        else:
+            gradients = jax.tree.map(mean, terms.gradients, rest.gradients)
         return Terms(
-            jax.tree.map(mean, terms.gradients),
-            mean(terms.loss),
+            gradients,
+            mean(terms.loss, rest and rest.loss),
             jax.tree_util.tree_map_with_path(mean_metric, terms.metrics),
+            terms.weight,
             terms.count,
         )
 

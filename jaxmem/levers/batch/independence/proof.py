@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import jaxprs
+from jaxmem.levers.batch.independence.divisor import Divisor, divisor_of
 from jaxmem.levers.batch.independence.kinds import (
     ANOTHER,
     Each,
@@ -25,7 +26,6 @@ from jaxmem.levers.batch.independence.kinds import (
     of_total,
 )
 from jaxmem.levers.batch.independence.layout import Shapes, resized_axes
-from jaxmem.levers.batch.independence.ratios import Divisor, divisor_of
 from jaxmem.levers.batch.independence.states import given_state, state_after
 from jaxmem.levers.batch.independence.walk import Walk
 
@@ -169,35 +169,40 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple, later: Callable) ->
     given += [Free(drawn=True)] * len(key)
 
     # Each by itself: one that is another program for a slice says nothing of the others.
-    def kinds(pairs: list[tuple[Any, Any]], differentiated: bool = False) -> list[Kind]:
-        outputs = zip(*pairs, strict=True)
-        flats = zip((whole, sliced), outputs, strict=True)
-        one, two = (dataclasses.replace(flat, outputs=[*made]) for flat, made in flats)
+    def kinds_in(flats, pairs: list[tuple[Any, Any]], differentiated: bool = False) -> list[Kind]:
+        outputs = zip(flats, zip(*pairs, strict=True), strict=True)
+        one, two = (dataclasses.replace(flat, outputs=[*made]) for flat, made in outputs)
         return Walk((one, two), sizes, differentiated).kinds(given)
 
+    kinds = functools.partial(kinds_in, (whole, sliced))
     (kind,) = kinds([(whole.outputs[0], sliced.outputs[0])], differentiated=True)
     proof = Proof(None, kind.why) if isinstance(kind, Unproved) else _told(kind, sizes)
-    allowed = range(first + len(batch))  # what is closed over, and the batch
     divided = functools.partial(
-        divisor_of, (whole, sliced), allowed=allowed, sizes=sizes, trace=later
+        divisor_of,
+        (whole, sliced),
+        batch=range(first, first + len(batch)),
+        params=range(first + len(batch), start),
+        sizes=sizes,
+        trace=later,
     )
     if proof.reduction is None:
-        differentiated = functools.partial(kinds, differentiated=True)
-        divisor = divided((whole.outputs[0], sliced.outputs[0]), kinds=differentiated)
+        divisor = divided(0, kinds=functools.partial(kinds_in, differentiated=True))
         proof = Proof("weighted", divisor=divisor) if divisor else proof
     proof = proof._replace(state=state_after((whole, sliced), state_numbers, sizes, kinds))
     if whole.out_tree != sliced.out_tree:
         return proof
-    metrics = {}
+    metrics, alike = {}, {}  # results that are divided as the loss is
     for path, at in _numbers_of_metrics(whole.out_tree):
         (kind,) = kinds([(whole.outputs[at], sliced.outputs[at])])
         one, two = (flat.aval(flat.outputs[at]) for flat in (whole, sliced))
         metrics[path] = _metric(kind, one, two, sizes)
         if metrics[path].reduction is None and proof.divisor is not None:
-            pair = whole.outputs[at], sliced.outputs[at]
-            if proof.divisor.divides(divided(pair, kinds=kinds), (whole, sliced)):
+            other = divided(at, kinds=kinds_in)
+            if other is not None and proof.divisor.divides(other, (whole, sliced)):
                 metrics[path] = metrics[path]._replace(reduction="weighted", why="")
-    return proof._replace(metrics=metrics)
+                alike[path] = at, other
+    divisor = proof.divisor and proof.divisor.beside(alike)
+    return proof._replace(metrics=metrics, divisor=divisor)
 
 
 def _numbers_of_metrics(tree: Any) -> list[tuple[str, int]]:

@@ -1,0 +1,132 @@
+"""What is made of a count before a sum is divided by it, as plain data: inside of a
+`jax.shard_map` the steps of a trace are others."""
+
+import math
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem import jaxprs
+from jaxmem.levers.batch.independence.scalars import Makers, are_alike, number_of
+
+# With a number: what a count is bounded by, or kept from 0 with.
+_BOUNDS = {"add": jnp.add, "max": jnp.maximum}
+_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
+_SWAPPED = {"gt": "lt", "ge": "le", "lt": "gt", "le": "ge"}
+
+
+class Test(NamedTuple):
+    """A comparison of a count with a number, and whether it holds where something is chosen."""
+
+    name: str
+    number: float
+    holds: bool
+
+    @property
+    def otherwise(self) -> "Test":
+        """The test that chooses where this does not."""
+        return self._replace(holds=not self.holds)
+
+    def chooses(self, count: Any) -> Any:
+        return _COMPARISONS[self.name](count, self.number) == self.holds
+
+
+class Bound(NamedTuple):
+    """What is made of a count: a conversion to a dtype or, if there is a number, the result of an
+    operation with it: the number instead, where a test chooses that."""
+
+    name: str
+    dtype: Any
+    number: float | None
+    test: Test | None = None
+
+    def of(self, value: Any, count: Any) -> jax.Array:
+        """Of what has been made of a count so far."""
+        value = jnp.asarray(value, self.dtype)
+        if self.number is None:
+            return value
+        number = jnp.asarray(self.number, self.dtype)
+        if self.test is not None:
+            return jnp.where(self.test.chooses(count), number, value)
+        return _BOUNDS[self.name](value, number)
+
+
+def bounds_of(makers: Makers, divisor: int) -> tuple[int, tuple[Bound, ...]] | None:
+    """The count that a divisor is made of, and how; None: by a test of something else."""
+    count, bounds, compared = divisor, [], []
+    while step := makers.get(count):
+        numbers = [number_of(makers, one) for one in step.inputs]
+        number = next((one for one in numbers if one is not None), None)
+        test = None
+        if step.primitive == "select_n" and len(numbers) == 3 and numbers.count(None) == 2:
+            found = test_of(makers, step)
+            if found is None or numbers[0] is not None:
+                break
+            test, operand = found
+            compared.append(operand)
+            test = test if numbers[2] is not None else test.otherwise
+        elif step.primitive in _BOUNDS:
+            if len(numbers) != 2 or numbers.count(None) != 1:
+                break
+        elif step.primitive != "convert_element_type" or None not in numbers:
+            break
+        made_of = [
+            one
+            for one, known in zip(step.inputs, numbers, strict=True)
+            if known is None and not (test and one == step.inputs[0])
+        ]
+        if not isinstance(made_of[0], int):
+            break
+        count = made_of[0]
+        bounds.append(Bound(step.primitive, step.equation.outvars[0].aval.dtype, number, test))
+    if not all(is_count(makers, one, count) for one in compared):
+        return None
+    return count, tuple(bounds[::-1])
+
+
+def test_of(makers: Makers, select: jaxprs.Step) -> tuple[Test, Any] | None:
+    """What a selection's second case is chosen by, if that is a comparison with a number; and what
+    is compared."""
+    step = makers.get(select.inputs[0])
+    if step is None or step.primitive not in _COMPARISONS:
+        return None
+    numbers = [number_of(makers, one) for one in step.inputs]
+    if numbers.count(None) != 1:
+        return None
+    at = numbers.index(None)
+    name = step.primitive if at == 0 else _SWAPPED.get(step.primitive, step.primitive)
+    number = numbers[1 - at]
+    assert number is not None
+    return Test(name, number, True), step.inputs[at]
+
+
+def is_count(makers: Makers, value: Any, count: int) -> bool:
+    """Whether a value is a count, or a conversion of it to a type that has all its values."""
+    while not are_alike(makers, value, count):
+        step = makers.get(value) if isinstance(value, int) else None
+        if step is None or step.primitive != "convert_element_type":
+            return False
+        one, other = (v.aval.dtype for v in (step.equation.invars[0], step.equation.outvars[0]))
+        exact = jnp.issubdtype(one, jnp.integer) or jnp.promote_types(one, other) == other
+        if not exact or not jnp.issubdtype(other, jnp.inexact):
+            return False
+        value = step.inputs[0]
+    return True
+
+
+def never_zero(bounds: tuple[Bound, ...]) -> bool:
+    """Whether what is made of a count is above 0, or not 0, whatever the count is."""
+    least, other = -math.inf, False  # the least that it may be; whether it is anything but 0
+    for name, dtype, number, test in bounds:
+        if number is None:
+            other &= bool(jnp.issubdtype(dtype, jnp.inexact))
+        elif test is not None:
+            other, least = bool(test.chooses(0.0)) and number != 0, min(least, number)
+        else:
+            other, least = False, max(least, number) if name == "max" else least + number
+        if math.isfinite(least):
+            least = float(np.asarray(least).astype(dtype))
+    return least > 0 or other
