@@ -69,6 +69,123 @@ def arrays(key):
     )
 
 
+def next_token(logits, tokens):
+    """As it is mostly written."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+
+def next_token_twice(logits, tokens):
+    chosen = jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits[:, :-1], -1) - chosen)
+
+
+def next_token_in_one_row(logits, tokens):
+    logits = logits[:, :-1].astype(jnp.float64).reshape(-1, 40)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:].ravel()).mean()
+
+
+def in_one_row(logits, tokens):
+    logits = logits.reshape(-1, 40)
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens.reshape(-1, 1), -1)
+    return -jnp.mean(chosen)
+
+
+def of_some_sequences(logits, tokens):
+    logits, tokens = logits[1:, 1:3], tokens[1:, 2:]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).sum()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        next_token,
+        next_token_twice,
+        next_token_in_one_row,
+        in_one_row,
+        of_some_sequences,
+    ],
+)
+def test_rows_that_are_cut_or_reshaped(arrays, loss, caplog):
+    def of(hidden, weights, bias):
+        logits = hidden @ weights + bias[None, None]
+        return loss(10 * jnp.tanh(logits / 10), LABELS)
+
+    assert_equal_gradients(of, arrays, caplog, ["softmax_cross_entropy"])
+
+
+def normalised_by_the_next(logits, tokens):
+    largest = jax.lax.stop_gradient(jnp.max(logits[:, 1:], -1, keepdims=True))
+    log = jnp.log(jnp.sum(jnp.exp(logits[:, :-1] - largest), -1)) + largest[..., 0]
+    return jnp.mean(log - jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0])
+
+
+def chosen_of_the_next(logits, tokens):
+    chosen = jnp.take_along_axis(logits[:, 1:], tokens[:, 1:, None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits[:, :-1], -1) - chosen)
+
+
+def every_other(logits, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, ::2], tokens[:, ::2]).mean()
+
+
+def of_fewer_words(logits, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(logits[..., :20], tokens % 20).mean()
+
+
+def cut_in_one_row(logits, tokens):
+    logits, tokens = logits.reshape(-1, 40)[1:], tokens.ravel()[1:]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+def of_other_columns(logits, tokens):
+    logits, tokens = logits.reshape(16, 20), tokens.repeat(2).reshape(-1) % 20
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+def read_whole_too(logits, tokens):
+    return next_token(logits, tokens) + jnp.mean(logits[:, -1] ** 2)
+
+
+def normalised_by_columns(logits, tokens):
+    """Of as many rows as words, the maxima of which lie along the wrong axis."""
+    logits = jnp.tile(logits.reshape(-1, 40), (5, 1)).reshape(40, 40)
+    return jnp.mean(jax.nn.logsumexp(logits, 0) - logits[0])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        normalised_by_the_next,
+        chosen_of_the_next,
+        every_other,
+        of_fewer_words,
+        cut_in_one_row,
+        of_other_columns,
+        read_whole_too,
+        normalised_by_columns,
+    ],
+)
+def test_other_rows_and_parts_of_them_are_left_alone(arrays, loss, caplog):
+    hidden, weights, _ = arrays
+    assert_equal_gradients(
+        lambda hidden, weights: loss(hidden @ weights, LABELS), [hidden, weights], caplog, []
+    )
+
+
+def test_maxima_along_the_rows_of_reshaped_scores(key, caplog):
+    """Of as many rows as words: each row is less than another row's maximum."""
+    one, other = jax.random.normal(key, (2, 5, 8)), jax.random.normal(key, (8, 10))
+    labels = jnp.arange(10)
+
+    def loss(one, other):
+        logits = (one @ other).reshape(10, 10)
+        largest = jax.lax.stop_gradient(jnp.max(logits, -1))
+        log = jnp.log(jnp.sum(jnp.exp(logits - largest[None]), -1)) + largest
+        return jnp.mean(log - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0])
+
+    assert_equal_gradients(loss, [one, other], caplog, [])
+
+
 @pytest.mark.parametrize("loss", [by_optax, by_one_hot, by_take, by_log_softmax])
 def test_losses_as_they_are_written(arrays, loss, caplog):
     hidden, weights, _ = arrays

@@ -61,6 +61,8 @@ class Search:
         refused: CompileError | None = None
         while True:
             self.compiled.run(self._rounds(), self._start)
+            as_it_is = self.costs.priced(self.workload.as_is, self.costs.plain(self.workload.as_is))
+            self.compiled.last(as_it_is, as_it_is.projected or 0, self._start)
             best = self._best
             if best is None:
                 raise refused or Verdicts(self).too_small()

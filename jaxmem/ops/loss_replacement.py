@@ -60,6 +60,7 @@ class LossReplacement:
     def results(self, values: dict[int, Any]) -> dict[int, Any]:
         flat = self.graph.flat
         hidden, weights = (jaxprs.read(values, operand) for operand in self.operands)
+        hidden = hidden if self.match.rows is None else hidden[self.match.rows]
         hidden = hidden.reshape(-1, hidden.shape[-1])
         columns = weights.shape[self.axis]
         labels = jnp.zeros(len(hidden), np.int32)
@@ -108,9 +109,10 @@ def _bias_and_cap(graph: Graph, match: Match) -> tuple[int | None, float | None]
     scale = 1.0  # of the logits; behind a cap, of the cap
     for at in match.chain:
         link = graph.flat.steps[at]
-        if current not in link.inputs or link.primitive == "transpose":
+        of = [graph.uncut(value) for value in link.inputs]
+        if current not in of or link.primitive == "transpose":
             return None
-        others = [value for value in link.inputs if value is not current and value != current]
+        others = [v for v, one in zip(link.inputs, of, strict=True) if one != current]
         other = others[0] if others else None
         current = link.outputs[0]
         if link.primitive == "convert_element_type":
@@ -126,7 +128,7 @@ def _bias_and_cap(graph: Graph, match: Match) -> tuple[int | None, float | None]
             cap = 1 / scale
         elif link.primitive == "mul" and number is not None:
             scale *= number
-        elif link.primitive == "div" and number and link.inputs[0] != other:
+        elif link.primitive == "div" and number and link.inputs[0] is not other:
             scale /= number
         else:
             return None

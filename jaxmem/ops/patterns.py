@@ -27,10 +27,18 @@ _SAME = frozenset(
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """What a value is, and which axis of the matmul's result each of its axes is; None: one that
-    is 1."""
+    is 1.
+
+    Attributes:
+        rows: from where to where it has those of the matmul's result, along each axis; None: all.
+        moved: whether its rows are not those of the matmul's result, as they lie there. If they are
+            reshaped, each of its axes but the last has a number below 0.
+    """
 
     name: str
     axes: tuple[int | None, ...]
+    rows: tuple[slice, ...] | None = None
+    moved: bool = False
 
 
 @dataclasses.dataclass
@@ -38,7 +46,8 @@ class Match:
     """A matmul whose result need not be. ``chain`` are the steps from it to the matrix that the
     softmax is of, ``inside`` the numbers of all steps that are left out, and ``results`` what
     they are left out for: the number of a step, and what its result is. ``matrix`` is what the
-    softmax is of, and ``column`` the axis of the matmul's result that it is over."""
+    softmax is of, and ``column`` the axis of the matmul's result that it is over. ``rows`` and
+    ``moved`` are of the results, as of a `Kind`."""
 
     root: int
     chain: list[int]
@@ -47,6 +56,8 @@ class Match:
     results: dict[int, str]
     matrix: int = -1
     column: int | None = None
+    rows: tuple[slice, ...] | None = None
+    moved: bool = False
 
 
 class Graph:
@@ -90,10 +101,18 @@ class Graph:
                 return None
             found.inside.add(at)
             (output,) = step.outputs
+            if step.primitive not in ("slice", "reshape") or kind.name != "scores":
+                of, *others = (kinds[value] for value in step.uses if value in kinds)
+                if any((one.rows, one.moved) != (of.rows, of.moved) for one in others):
+                    return None
+                kind = dataclasses.replace(kind, rows=of.rows, moved=of.moved)
             if kind.name in ("attended", "chosen", "chosen share", "log total"):
+                if found.results and kind.rows != found.rows:
+                    return None
                 found.results[at] = kind.name
+                found.rows, found.moved = kind.rows, found.moved or kind.moved
                 continue
-            if kind.name == "scores":
+            if kind.name == "scores" and step.primitive not in ("slice", "reshape"):
                 found.chain.append(at)
             if step.primitive == "reduce_max":
                 found.matrix = step.inputs[0]
@@ -119,6 +138,8 @@ class Graph:
             or all(one in (None, other) for one, other in zip(kind.axes, first.axes, strict=False))
             for kind in read
         )
+        if own == {"scores"} and name in ("slice", "reshape"):
+            return self._of_rows(step, first)
         if name == "transpose" or (own <= {"largest", "total", "log"} and name in _SAME):
             return self._placed(step, first)
         if own == {"scores"} and name in ELEMENTWISE and same and len(shape) == len(first.axes):
@@ -162,6 +183,32 @@ class Graph:
         if own == {"share"} and name == "dot_general":
             return Kind("attended", first.axes)
         return None
+
+    def uncut(self, value: Any) -> Any:
+        """What a value has rows of."""
+        while (step := self.made_by(value, "slice", "reshape")) is not None:
+            value = step.inputs[0]
+        return value
+
+    def _of_rows(self, step: jaxprs.Step, kind: Kind) -> Kind | None:
+        """Some rows of scores, whole ones, or all of them with other axes, in the same order."""
+        params, before = step.equation.params, step.equation.invars[0].aval.shape
+        after = step.equation.outvars[0].aval.shape
+        if not after or after[-1] != before[-1] or kind.axes[-1] is None:
+            return None
+        if step.primitive == "reshape":
+            axes = tuple(-1 - at for at in range(len(after) - 1))
+            in_order = params["dimensions"] is None
+            kept = Kind(kind.name, (*axes, kind.axes[-1]), kind.rows, moved=True)
+            return kept if in_order else None
+        if (
+            kind.moved
+            or kind.axes != tuple(range(len(before)))
+            or set(params["strides"] or ()) - {1}
+        ):
+            return None
+        bounds = zip(params["start_indices"][:-1], params["limit_indices"][:-1], strict=True)
+        return Kind(kind.name, kind.axes, tuple(slice(*pair) for pair in bounds), moved=True)
 
     def _placed(self, step: jaxprs.Step, kind: Kind) -> Kind | None:
         """A value of this kind with its axes elsewhere."""

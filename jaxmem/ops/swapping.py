@@ -181,7 +181,8 @@ class _Swapper:
                 continue
             replacement: Any = LossReplacement.of(graph, match)
             # Of an attention some operations run again as they are, where no axis is explicit.
-            if replacement is None and not jaxprs.has_explicit_axes(aval):
+            moved = match.moved or jaxprs.has_explicit_axes(aval)
+            if replacement is None and not moved:
                 replacement = AttentionReplacement.of(graph, match)
             if replacement:
                 found |= dict.fromkeys(match.results, replacement)

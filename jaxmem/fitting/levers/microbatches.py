@@ -50,6 +50,9 @@ class MicrobatchesLever(Lever):
             alone = proof_for(ones) if ones else proof
             same = alone.reduction == proof.reduction and not alone.state
             return counts if same else fewer
+        if proof.refused:
+            workload.refused[self.name] = f"the loss takes no slice of the batch: {proof.refused}"
+            return [1]
         if "statistics" in workload.allow:
             if proof.divisor is None:  # else slices are weighted, and not averaged
                 workload.reduction = proof.reduction or "mean"

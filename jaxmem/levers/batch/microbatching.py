@@ -74,6 +74,7 @@ def microbatch(
     Raises:
         JaxmemError: no such reduction, or the other one is proved; a count below 1 or above the
             batch, arrays of several first dimensions in the batch, or a batch that does not divide;
+            a loss that takes no slice of the batch;
             a weight that is no number; a metric whose shape depends on the batch otherwise than by
             a row for each example.
 
@@ -121,6 +122,11 @@ def microbatch(
             plain = getattr(loss_fn, "unplanned", loss_fn)
             proofs[str(shapes)] = proof_of(plain, sizes_of(size // (shards or 1), count), arguments)
         proof = proofs[str(shapes)]
+        if proof.refused:
+            raise JaxmemError(
+                f"loss_fn takes no slice of the batch: {proof.refused}. Where it has a size of the "
+                "batch written out, let it take that from the batch."
+            )
         loss = "weighted"
         if weight is None:
             loss = checked(proof, reduction, count, silent=seen)

@@ -61,13 +61,15 @@ class Proof(NamedTuple):
     """``reduction`` is ``"mean"``, ``"sum"``, ``"weighted"`` (slices are averaged, and weigh what
     the ``divisor`` says), or None where ``why`` says what is in the way. ``metrics`` are those
     beside the loss, by path. ``state`` is a clause that says how the model state may be another
-    than after the whole batch; the loss does not hang on that."""
+    than after the whole batch; the loss does not hang on that. ``refused`` is what the loss says of
+    a slice, if it takes none."""
 
     reduction: str | None
     why: str = ""
     state: str = ""
     metrics: Mapping[str, Metric] = types.MappingProxyType({})
     divisor: Divisor | None = None
+    refused: str = ""
 
 
 def reduction_of(
@@ -100,8 +102,11 @@ def reduction_of(
             whole = whole or _traced(loss, size, batch, params, model_state, key)
             sliced = _traced(loss, part, batch, params, model_state, key)
         except Exception as error:
-            said = f"it cannot be traced with a slice of the batch ({first_line(error)})"
-            return Proof(None, said)
+            said = first_line(error)
+            refused = said if whole else ""
+            return Proof(
+                None, f"it cannot be traced with a slice of the batch ({said})", refused=refused
+            )
         proof = _compared(whole, sliced, (size, part), (batch, params, model_state, key), later)
         found = _both(found, proof) if number else proof
         if found.reduction is None and not found.metrics:
