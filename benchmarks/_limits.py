@@ -202,13 +202,51 @@ def _loss_of_logits(of_logits: Callable, classes: int, dtype: str = "float32"):
     return loss, (shape(WIDTH, classes, dtype=dtype), x, labels)
 
 
-@program("sigmoid_binary_cross_entropy")
-def _binary():
-    def of_logits(logits, labels):
-        targets = jax.nn.one_hot(labels, logits.shape[-1])
-        return optax.sigmoid_binary_cross_entropy(logits, targets)
+@program("particles through one network, by vmap")
+def _particles():
+    def loss(params, noise, x):
+        middle, first, second = params
 
-    return _loss_of_logits(of_logits, 8_192)
+        def one(noise):
+            y = jnp.tanh((middle + noise) @ first)
+            y = jnp.tanh(x * y @ second)
+            return jnp.sum(jnp.square(x - y))
+
+        return jnp.mean(jax.vmap(one)(noise))
+
+    return loss, ((shape(256), *[shape(256, 256)] * 2), shape(16, 256), shape(4_096, 256))
+
+
+@program("forces of atoms by their edges")
+def _forces():
+    atoms, edges, features, molecules = 64, 1_024, 64, 64
+
+    def energy(params, places, kinds, one, other):
+        embedding, radial, weights, out = params
+        known = (one < atoms) & (other < atoms) & (one != other)
+        places = jnp.concatenate([places, jnp.zeros((1, 3))])
+        square = jnp.sum(jnp.square(places[one] - places[other]), -1)
+        length = jnp.sqrt(jnp.where(known, square, 1.0))
+        rings = jnp.exp(-jnp.square(length[:, None] - jnp.linspace(0, 4, 16)[None]))
+        x = embedding[kinds]
+        for weight in weights:
+            padded = jnp.concatenate([x, jnp.zeros((1, features))])
+            sent = padded[one] * jnp.tanh(rings @ radial) * known[:, None]
+            summed = jax.ops.segment_sum(sent, other, atoms + 1)[:atoms]
+            x = x + jax.nn.silu(summed @ weight)
+        return jnp.sum(x @ out)
+
+    def loss(params, places, kinds, one, other, energies, forces):
+        of_all = jax.vmap(jax.value_and_grad(energy, 1), (None, 0, 0, 0, 0))
+        found, slopes = of_all(params, places, kinds, one, other)
+        error = jnp.mean(jnp.square(found - energies)) / atoms
+        return error + 10 * jnp.mean(jnp.square(slopes + forces))
+
+    weights = [shape(features, features)] * LAYERS
+    params = shape(4, features), shape(16, features), weights, shape(features)
+    numbers = [shape(molecules, count, dtype="int32") for count in (atoms, edges, edges)]
+    places = shape(molecules, atoms, 3)
+    return loss, (params, places, *numbers, shape(molecules), places)
 
 
 @program("logits times the exponential of a parameter")

@@ -31,10 +31,10 @@ def microbatch(
     of the whole batch, up to rounding, if the loss is a mean (or a sum, or a masked mean) over
     examples that do not see each other. That is proved from the loss, traced for the whole batch
     and for a slice, and a `JaxmemWarning` names the operation that stands in the way. Slices of a
-    masked mean weigh what each is divided by: ``mask.sum()``, or ``max(mask.sum(), 1)``. Batch norm
-    does see the batch: each slice is normalised by its own statistics, and the running ones are
-    carried from slice to slice, as in ``count`` small steps. If that is what you want, pass
-    ``reduction="mean"``.
+    masked mean weigh what each is divided by: ``mask.sum()``, or ``max(mask.sum(), 1)``; a
+    regulariser of the parameters may be added to it. Batch norm does see the batch: each slice is
+    normalised by its own statistics, and the running ones are carried from slice to slice, as in
+    ``count`` small steps. If that is what you want, pass ``reduction="mean"``.
 
     Each metric becomes what it is for the whole batch, as far as that is proved from its program:
     means are averaged, sums and counts added, arrays with a row for each example joined in the
