@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import cli
@@ -403,3 +403,19 @@ def test_the_command_line(capsys):
     assert cli.main(["fit", f"{__name__}:train", "--devices", "16", "--json"]) == 0
     chosen = json.loads(capsys.readouterr().out)["chosen"]
     assert chosen["mesh"] in ([["data", 16]], [["replica", 2], ["data", 8]])
+
+
+def test_shardings_of_ones_own_are_told_of():
+    mesh = AbstractMesh((4, 2), ("data", "model"))
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(None, "model"))
+        ),
+        PARAMS,
+    )
+    said = (
+        r"by ZeRO's stages, and not as they are given: params\['down'\]\[0\] by "
+        r"PartitionSpec\(None, 'model'\) and 7 more. .* pass split="
+    )
+    with pytest.raises(jaxmem.JaxmemWarning, match=said):
+        jaxmem.fit(loss_fn, ADAM, params, rows(64), mesh=mesh, target="h100")

@@ -591,3 +591,38 @@ def test_a_gradient_penalty_is_cut():
     args = jnp.eye(3), jnp.arange(24.0).reshape(8, 3) / 9
     found = jaxmem.microbatch(loss, 4)(*args)
     chex.assert_trees_all_close(found, jax.value_and_grad(loss)(*args))
+
+
+def of_groups(params, batch):
+    """Rewards less the mean of their group, whose number is written out."""
+    rewards = batch["rewards"].reshape(8, 4)
+    gain = (rewards - rewards.mean(1, keepdims=True)).reshape(-1)
+    return jnp.mean(jnp.tanh(batch["x"] @ params).mean(-1) * gain)
+
+
+@pytest.mark.parametrize("given", [{}, {"reduction": "mean"}, {"weight": lambda batch: 1.0}])
+def test_a_loss_that_takes_no_slice_is_told(given):
+    sliced = jaxmem.microbatch(of_groups, 4, **given)
+    batch = {"x": jnp.ones((32, 8)), "rewards": jnp.ones(32)}
+    with pytest.raises(jaxmem.JaxmemError, match="takes no slice of the batch: cannot reshape"):
+        sliced(jnp.ones((8, 3)), batch)
+
+
+def test_fit_leaves_such_a_batch_whole():
+    batch = {
+        "x": jax.ShapeDtypeStruct((32, 1024), jnp.float32),
+        "rewards": jax.ShapeDtypeStruct((32,), jnp.float32),
+    }
+    params = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    for allow in ((), "statistics"):
+        with pytest.raises(jaxmem.BudgetError) as raised:
+            jaxmem.fit(
+                *(of_groups, optax.sgd(1e-2), params, batch),
+                budget="1MiB",
+                target="h100",
+                allow=allow,
+            )
+        assert "microbatches: the loss takes no slice of the batch" in " ".join(
+            str(raised.value).split()
+        )
+        assert "allow='statistics'" not in str(raised.value)

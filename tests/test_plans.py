@@ -13,9 +13,11 @@ import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxmem
+from benchmarks._limits import PROGRAMS
 from jaxmem import jaxprs
 from jaxmem.loops import Schedule
 from jaxmem.planning import Rates
@@ -884,3 +886,23 @@ def test_a_number_is_reduced(reduce):
     args = (jnp.eye(3), jnp.ones(())), jnp.ones((4, 3))
     planned = jaxmem.plan(loss, *args, target="h100", compilations=0).apply(loss)
     chex.assert_trees_all_close(jax.grad(planned)(*args), jax.grad(loss)(*args))
+
+
+def test_what_fits_as_it_is_is_not_refused():
+    """Forces of atoms are projected more than twice too high, with a plan and without."""
+    loss, args = PROGRAMS["forces of atoms by their edges"]()
+    plain = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False).device
+    plan = jaxmem.plan(loss, *args, budget=int(1.15 * plain), target="h100")
+    assert plan.compiled_bytes <= 1.15 * plain and not plan.regions
+    fewest = jaxmem.plan(loss, *args, target="h100")
+    assert fewest.compiled_bytes <= 1.01 * plain
+    step = jaxmem.fit(
+        lambda params, batch: loss(params, *batch),
+        optax.sgd(1e-2),
+        args[0],
+        args[1:],
+        budget=int(1.15 * plain),
+        target="h100",
+        keep="batch",
+    )
+    assert step.fitting.chosen.compiled <= 1.15 * plain

@@ -1,17 +1,19 @@
 """One call that makes a step fit."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxmem import jaxprs
 from jaxmem.fitting.meshes import Split
 from jaxmem.fitting.search import Search
 from jaxmem.fitting.workload import Workload
+from jaxmem.ground.errors import JaxmemWarning
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision
 from jaxmem.targets import LocalDevice, Target
@@ -83,7 +85,8 @@ def fit(
             ``"regions"`` (the loss's own regions, `jax.checkpoint` or ``nn.remat``, stay; else they
             are opened, and the budget decides what is recomputed).
         compilations: how many at most. Where they end before the search does, the table says so;
-            the only one goes to a plan with room for what projections miss.
+            the only one goes to a plan with room for what projections miss. Before a budget is
+            refused that the step may meet as it is, that one is compiled besides.
 
     Returns:
         A `TrainStep` whose ``fitting`` is the table, and which is compiled with XLA's own
@@ -96,6 +99,10 @@ def fit(
         CompileError: XLA generates no code for any step that was found to fit.
         JaxmemError: an unknown name in ``allow`` or ``keep``, a target that is not known, or
             what `jaxmem.train_step` raises.
+
+    Warns:
+        JaxmemWarning: parameters have shardings of their own on a mesh, and no ``split`` says what
+            they are for: `fit` lays them out by itself.
 
     >>> import jax, jax.numpy as jnp, jaxmem, optax
     >>> def loss_fn(params, batch):
@@ -111,6 +118,8 @@ def fit(
     precision as it is
     """
     spread = mesh is not None or devices is not None
+    if spread and split is None:
+        _tell_of_shardings(params)
     # Steps are traced on meshes of their own.
     with jaxprs.mesh_in_force(None) if spread else contextlib.nullcontext():
         workload = Workload(
@@ -133,3 +142,24 @@ def fit(
         step = Search(workload).run(compilations)
     print(step.fitting)
     return step
+
+
+def _tell_of_shardings(params: Any) -> None:
+    """Warns of parameters that are cut on a mesh of several axes. (On one of a single axis they are
+    spread as by ZeRO's third stage.)"""
+    cut = [
+        f"params{jax.tree_util.keystr(path)} by {sharding.spec}"
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding)
+        and not sharding.is_fully_replicated
+        and sum(size > 1 for size in sharding.mesh.shape.values()) > 1
+    ]
+    if cut:
+        more = f" and {len(cut) - 1} more" if cut[1:] else ""
+        warnings.warn(
+            "jaxmem.fit lays parameters out by itself, by ZeRO's stages, and not as they are "
+            f"given: {cut[0]}{more}. For axes of the model's own, such as tensor parallelism, pass "
+            "split=.",
+            JaxmemWarning,
+            stacklevel=3,
+        )

@@ -57,7 +57,8 @@ def plan(
             (``plan.own_regions.written``); ``"keep"`` leaves them whole, and plans beside them.
             Where they recompute less than what is found, and fit, they stay.
         compilations: how many at most; 0: none. The only one leaves room for what a projection may
-            be off by, since no other corrects it.
+            be off by, since no other corrects it. Before a budget is refused that the function may
+            meet as it is, that is compiled besides.
 
     Returns:
         A `Plan`: ``plan.apply(fun)`` is the planned function.
