@@ -186,6 +186,14 @@ def _siamese():
     return loss, ([shape(64, 64, 3, 3)] * LAYERS, *[shape(32, 64, 64, 64)] * 3)
 
 
+def _loss_of_logits(of_logits: Callable, classes: int, dtype: str = "float32"):
+    def loss(weight, x, labels):
+        return jnp.mean(of_logits(jnp.tanh(x) @ weight, labels))
+
+    x, labels = shape(8_192, WIDTH, dtype=dtype), shape(8_192, dtype="int32")
+    return loss, (shape(WIDTH, classes, dtype=dtype), x, labels)
+
+
 @program("particles through one network, by vmap")
 def _particles():
     def loss(params, noise, x):
