@@ -194,21 +194,6 @@ def _loss_of_logits(of_logits: Callable, classes: int, dtype: str = "float32"):
     return loss, (shape(WIDTH, classes, dtype=dtype), x, labels)
 
 
-@program("particles through one network, by vmap")
-def _particles():
-    def loss(params, noise, x):
-        middle, first, second = params
-
-        def one(noise):
-            y = jnp.tanh((middle + noise) @ first)
-            y = jnp.tanh(x * y @ second)
-            return jnp.sum(jnp.square(x - y))
-
-        return jnp.mean(jax.vmap(one)(noise))
-
-    return loss, ((shape(256), *[shape(256, 256)] * 2), shape(16, 256), shape(4_096, 256))
-
-
 @program("forces of atoms by their edges")
 def _forces():
     atoms, edges, features, molecules = 64, 1_024, 64, 64

@@ -127,3 +127,25 @@ def test_a_program_without_types_has_no_chains():
 def test_on_other_gpus_in_other_dtypes_and_in_scans(name, target, dtype, scanned):
     projected, compiled = arrays_kept(FUSED[name], target, dtype, scanned)
     assert abs(projected - compiled) < 0.25
+
+
+def test_what_is_spread_out_for_a_matmul_is_in_memory():
+    """A factor of each particle times each row: XLA writes the products of all."""
+
+    def loss(params, noise, x):
+        middle, first, second = params
+
+        def one(noise):
+            y = jnp.tanh((middle + noise) @ first)
+            return jnp.sum(jnp.square(x - jnp.tanh(x * y[None] @ second)))
+
+        return jnp.mean(jax.vmap(one)(noise))
+
+    weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2
+    middle, noise, x = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((WIDTH,), (16, WIDTH), (4096, WIDTH))
+    )
+    args = (middle, *weights), noise, x
+    plain = jaxmem.plan(loss, *args, target="h100", compilations=0).plain_bytes
+    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False).device
+    assert abs(plain / compiled - 1) < 0.1

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "fitting.capacity._JUMP",
     "fitting.devices._HOPELESS",
     "fitting.sizes._MOST_SLICES",
+    "rematerialization.compiled_plans._OFF",
     "rematerialization.loop_budgets._STATES",
     "rematerialization.policies._DEAR",
     "rematerialization.timelines._POINTS",
@@ -66,6 +67,7 @@ NEEDED = {
     "planning.repeating._ALIKE": "test_blocks_are_found_by_what_repeats",
     "planning.repeating._INSIDE": "test_blocks_end_where_the_least_crosses_of_all_of_them",
     "planning.repeating._PART": "test_the_first_block_may_differ_from_the_others",
+    "rematerialization.search.AS_IT_IS": "test_what_fits_as_it_is_is_not_refused",
     "rematerialization.search.NEARLY": "test_rows_are_compiled_where_they_cost_less_than_what_fits",
     "rematerialization.compiled_plans._ABOVE": (
         "test_what_is_projected_a_little_too_large_is_tried_last"

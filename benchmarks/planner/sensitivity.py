@@ -250,7 +250,7 @@ def constants() -> list[Constant]:
             compilations=1,
         ),
         *of(
-            *("rematerialization.search", "ALTERNATIVE"),
+            *("rematerialization.search", "ALTERNATIVE", "AS_IT_IS"),
             programs=SEARCHED,
             searched=True,
             margin=True,

@@ -50,6 +50,8 @@ def made_in_matmuls(program: Any, reduces: Callable[[Any], bool]) -> list[int]:
         ]
         if len(wide) != 1 or sizes[wide[0]] > sizes[result]:
             continue
+        if sizes[wide[0]] * SMALL < sizes[result]:
+            continue  # what is spread out to all rows of a matmul, by another that is
         if not _has_dtype(program, (*wide, result)):
             continue
         # A bound below and one above are one operation to XLA, which matmuls do not compute.
