@@ -415,7 +415,7 @@ def test_shardings_of_ones_own_are_told_of():
     )
     said = (
         r"by ZeRO's stages, and not as they are given: params\['down'\]\[0\] by "
-        r"PartitionSpec\(None, 'model'\) and 7 more. .* pass split="
+        r".*\(None, 'model'\) and 7 more. .* pass split="
     )
     with pytest.raises(jaxmem.JaxmemWarning, match=said):
         jaxmem.fit(loss_fn, ADAM, params, rows(64), mesh=mesh, target="h100")
