@@ -85,6 +85,11 @@ class Repeats:
         sizes, fuses = self.program.sizes, self.program.rules.fuses_elements
         ends = fuses and self._ends_in_memory[result] and not self.is_normalised[result]
         own = self._cycles_of(operation, result)
+        # What its derivative makes besides, where the value would be made again. (What is spread
+        # out is in memory in any case, for the first that spreads it.)
+        beside = (
+            0 if self._spread[result] else self._cycles(result, operation.source.derivative_calls)
+        )
         moves = _DEAR_IN_MEMORY if ends else _DEAR
         if own or any(self.made_of[value] for value in fresh):  # else nothing is dear
             moves += self._joined(result, stored)
@@ -108,7 +113,7 @@ class Repeats:
             yield (shortcut := shortcuts.pop())
             for part in self.made_of[shortcut]:
                 cycles.pop(part, None)
-        if (total := sum(cycles.values())) > dear:
+        if (total := sum(cycles.values())) + beside > dear:
             if self._may_be_kept(result):
                 yield result
                 cycles = {}
@@ -156,8 +161,10 @@ class Repeats:
         return sum(self.made_of[value].values())
 
     def _cycles_of(self, operation: Any, result: int) -> int:
-        source = operation.source
-        names = [operation.name, *source.calls, *source.derivative_calls]
+        return self._cycles(result, [operation.name, *operation.source.calls])
+
+    def _cycles(self, result: int, names: Sequence[str]) -> int:
+        """Of operations that make a value, or are made for it."""
         if dtype_of(self.program, result) == "bfloat16":
             names = [name for name in names if name not in _IN_BFLOAT16]
         return sum(self._dear.get(name, 0) for name in names)
@@ -251,6 +258,17 @@ class Repeats:
         for operation in self.program.operations:
             for value in operation.outputs if operation.fused else ():
                 found[value] = operation.inputs
+        return found
+
+    @functools.cached_property
+    def _spread(self) -> list[bool]:
+        """For each value whether something several times as large is made of it, or of a view."""
+        sizes, found = self.program.sizes, [False] * len(self.program.sizes)
+        for operation in reversed(self.program.operations):
+            for result in operation.outputs:
+                for value in operation.inputs:
+                    shown = is_view(operation) or self._adds_axes(operation)
+                    found[value] |= sizes[result] >= 2 * sizes[value] or (shown and found[result])
         return found
 
     @functools.cached_property
