@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxmem.program.readers import SMALL, dtype_of, is_view, readers_of, takes_few, views_of
+from jaxmem.program.readers import SMALL, dtype_of, is_view, takes_few
+from jaxmem.program.uses import Uses, adds_axes
 
 # Times as long as it takes to move an array: computing longer than that and than it takes to start
 # one more kernel is dear. If a value is computed in both of its readers, it need not be written
@@ -27,7 +28,6 @@ _DEAR_IN_MEMORY = 7
 _AHEAD = 64
 # XLA computes these in bfloat16, where they have no cycles; all others in float32.
 _IN_BFLOAT16 = frozenset("div exp log logistic rsqrt sqrt".split())
-_PUT_BESIDE = frozenset({"concatenate", "pad"})
 _BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
 
 
@@ -37,7 +37,7 @@ class Repeats:
 
     def __init__(self, program: Any, reduces: Callable[[Any], bool], read_for: Sequence[int]):
         self.program, self.reduces, self.cycles = program, reduces, program.rules.cycles
-        self.read_for = read_for
+        self.uses = Uses(program, reduces, read_for)
         count = len(program.sizes)
         # For each value the dear operations that it is made of, by their results, as far as they
         # are computed for it: the cycles of one element. And what may be kept to shorten that.
@@ -68,13 +68,13 @@ class Repeats:
             normalised |= any(self.is_normalised[v] for v in fresh)
             self.is_normalised[result] = operation.fused and normalised
             self.is_row[result] = self.reduces(operation) or (row and not normalised)
-            if is_view(operation) or self._adds_axes(operation):
+            if is_view(operation) or adds_axes(self.program, operation):
                 (value,) = operation.inputs
                 self.shown[result] = self.shown[value]
                 if fresh:
                     self.made_of[result] = self.made_of[value]
                     self.shortcut[result] = self.shortcut[value]
-            elif operation.fused and not (self._picked[result] or takes_few(operation, sizes)):
+            elif operation.fused and not (self.uses.picked[result] or takes_few(operation, sizes)):
                 for value in self._kept(operation, result, fresh, stored):
                     self.written.add(self.shown[value])
                     yield self.shown[value]
@@ -83,12 +83,14 @@ class Repeats:
         self, operation: Any, result: int, fresh: Sequence[int], stored: Sequence[bool]
     ) -> Iterator[int]:
         sizes, fuses = self.program.sizes, self.program.rules.fuses_elements
-        ends = fuses and self._ends_in_memory[result] and not self.is_normalised[result]
+        ends = fuses and self.uses.ends_in_memory[result] and not self.is_normalised[result]
         own = self._cycles_of(operation, result)
         # What its derivative makes besides, where the value would be made again. (What is spread
         # out is in memory in any case, for the first that spreads it.)
         beside = (
-            0 if self._spread[result] else self._cycles(result, operation.source.derivative_calls)
+            0
+            if self.uses.spread[result]
+            else self._cycles(result, operation.source.derivative_calls)
         )
         moves = _DEAR_IN_MEMORY if ends else _DEAR
         if own or any(self.made_of[value] for value in fresh):  # else nothing is dear
@@ -131,17 +133,17 @@ class Repeats:
         beside: set[int] = set()  # what is computed of others, for the same kernel
         seen, pending = {result}, [result]
         while pending and len(seen) < _AHEAD:
-            for operation in self._fused_readers[pending.pop()]:
+            for operation in self.uses.fused_readers[pending.pop()]:
                 for value in operation.inputs:
                     if sizes[value] * SMALL >= sizes[result]:
                         (found if stored[value] else beside).add(self.shown[value])
                 for value in operation.outputs:
-                    if value not in seen and not self._for_matmuls[value]:
+                    if value not in seen and not self.uses.for_matmuls[value]:
                         seen.add(value)
                         pending.append(value)
         pending = list(beside - seen)
         while pending and len(beside) < _AHEAD:
-            for value in self._fused_of[pending.pop()]:
+            for value in self.uses.fused_of[pending.pop()]:
                 if sizes[value] * SMALL >= sizes[result]:
                     if stored[value]:
                         found.add(self.shown[value])
@@ -149,13 +151,6 @@ class Repeats:
                         beside.add(value)
                         pending.append(value)
         return max(len((found | own) - seen - self.written) - 1, 0)
-
-    def _adds_axes(self, operation: Any) -> bool:
-        """Whether it has its operand with axes of one element."""
-        sizes = self.program.sizes
-        return operation.name == "broadcast_in_dim" and (
-            [sizes[value] for value in operation.inputs] == [sizes[operation.outputs[0]]]
-        )
 
     def _takes(self, value: int) -> int:
         return sum(self.made_of[value].values())
@@ -178,117 +173,8 @@ class Repeats:
 
     def _may_be_kept(self, value: int) -> bool:
         """Whether several kernels would compute it."""
-        return self._shared[value] and not self._in_matmuls[value]
+        return self.uses.shared[value] and not self.uses.in_matmuls[value]
 
     @functools.cached_property
     def _dear(self) -> dict[str, int]:
         return dict(self.cycles.dear)
-
-    @functools.cached_property
-    def _shared(self) -> list[bool]:
-        """For each value whether several read it, operations or derivatives. (What is put beside
-        others by all that read it is there: its own derivative reads it there.)"""
-        readers = readers_of(self.program)
-        moved = [True] * len(self.program.sizes)
-        for operation in self.program.operations:
-            for value in operation.inputs:
-                moved[value] &= operation.name in _PUT_BESIDE
-        for operation in self.program.operations:
-            for value in operation.outputs:
-                if moved[value] and operation.reads and value in operation.reads:
-                    readers[value] -= 1
-        for shown, view in views_of(self.program):
-            readers[shown] += readers[view] - 1
-        return [readers[value] > 1 for value in range(len(self.program.sizes))]
-
-    @functools.cached_property
-    def _in_matmuls(self) -> list[bool]:
-        """For each value whether only matmuls read what becomes of it, which compute that as they
-        read: the backward pass alone computes it again."""
-        if not self.program.rules.fuses_elements:
-            return [False] * len(self.program.sizes)
-        return self._ends(
-            lambda operation: operation.name == "dot_general",
-            lambda operation: all(self.read_for[v] != v for v in operation.outputs),
-        )
-
-    @functools.cached_property
-    def _ends_in_memory(self) -> list[bool]:
-        """For each value whether what becomes of it ends in memory, since matmuls read it; what
-        else reads that does not matter any more."""
-        read = self._for_matmuls
-        return self._ends(
-            lambda operation: (
-                operation.name == "dot_general"
-                or (
-                    operation.fused
-                    and not self.reduces(operation)
-                    and all(read[value] for value in operation.outputs)
-                )
-            ),
-            lambda operation: not self.reduces(operation),
-        )
-
-    @functools.cached_property
-    def _for_matmuls(self) -> list[bool]:
-        """For each value whether a matmul reads it."""
-        read = [False] * len(self.program.sizes)
-        for operation in self.program.operations:
-            if operation.name == "dot_general":
-                for value in operation.inputs:
-                    read[value] = True
-        for shown, view in views_of(self.program):
-            read[shown] |= read[view]
-        return read
-
-    @functools.cached_property
-    def _fused_readers(self) -> list[list[Any]]:
-        """For each value the fused operations that read it, and do not reduce it."""
-        found: list[list[Any]] = [[] for _ in self.program.sizes]
-        for operation in self.program.operations:
-            if operation.fused and not self.reduces(operation):
-                for value in set(operation.inputs):
-                    found[value].append(operation)
-        return found
-
-    @functools.cached_property
-    def _fused_of(self) -> list[tuple[int, ...]]:
-        """For each value what the fused operation that makes it reads."""
-        found: list[tuple[int, ...]] = [()] * len(self.program.sizes)
-        for operation in self.program.operations:
-            for value in operation.outputs if operation.fused else ():
-                found[value] = operation.inputs
-        return found
-
-    @functools.cached_property
-    def _spread(self) -> list[bool]:
-        """For each value whether something several times as large is made of it, or of a view."""
-        sizes, found = self.program.sizes, [False] * len(self.program.sizes)
-        for operation in reversed(self.program.operations):
-            for result in operation.outputs:
-                for value in operation.inputs:
-                    shown = is_view(operation) or self._adds_axes(operation)
-                    found[value] |= sizes[result] >= 2 * sizes[value] or (shown and found[result])
-        return found
-
-    @functools.cached_property
-    def _picked(self) -> list[bool]:
-        """For each value whether few elements of it are computed, since no more are read."""
-        picks = functools.partial(takes_few, sizes=self.program.sizes)
-        return self._ends(picks, lambda operation: not self.reduces(operation))
-
-    def _ends(self, at: Callable[[Any], bool], through: Callable[[Any], bool]) -> list[bool]:
-        """For each value whether all that reads it is of one kind, or is fused, of another, and
-        read by the former alone."""
-        found = [True] * len(self.program.sizes)
-        for value in self.program.outputs:
-            found[value] = False
-        for operation in reversed(self.program.operations):
-            passes = at(operation) or (
-                operation.fused
-                and through(operation)
-                and all(found[value] for value in operation.outputs)
-            )
-            for value in operation.inputs:
-                found[value] &= passes
-        return found

@@ -1,0 +1,134 @@
+"""What becomes of the values of a program, in the kernels that read them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmem.program.readers import is_view, readers_of, takes_few, views_of
+
+_PUT_BESIDE = frozenset({"concatenate", "pad"})
+
+
+class Uses:
+    """Of a program (`Program`); ``reduces`` says of an operation whether it makes little of much,
+    ``read_for`` of a value what matmuls read for it."""
+
+    def __init__(self, program: Any, reduces: Callable[[Any], bool], read_for: Sequence[int]):
+        self.program, self.reduces, self.read_for = program, reduces, read_for
+
+    @functools.cached_property
+    def shared(self) -> list[bool]:
+        """For each value whether several read it, operations or derivatives. (What is put beside
+        others by all that read it is there: its own derivative reads it there.)"""
+        readers = readers_of(self.program)
+        moved = [True] * len(self.program.sizes)
+        for operation in self.program.operations:
+            for value in operation.inputs:
+                moved[value] &= operation.name in _PUT_BESIDE
+        for operation in self.program.operations:
+            for value in operation.outputs:
+                if moved[value] and operation.reads and value in operation.reads:
+                    readers[value] -= 1
+        for shown, view in views_of(self.program):
+            readers[shown] += readers[view] - 1
+        return [readers[value] > 1 for value in range(len(self.program.sizes))]
+
+    @functools.cached_property
+    def in_matmuls(self) -> list[bool]:
+        """For each value whether only matmuls read what becomes of it, which compute that as they
+        read: the backward pass alone computes it again."""
+        if not self.program.rules.fuses_elements:
+            return [False] * len(self.program.sizes)
+        return self._ends(
+            lambda operation: operation.name == "dot_general",
+            lambda operation: all(self.read_for[v] != v for v in operation.outputs),
+        )
+
+    @functools.cached_property
+    def ends_in_memory(self) -> list[bool]:
+        """For each value whether what becomes of it ends in memory, since matmuls read it; what
+        else reads that does not matter any more."""
+        read = self.for_matmuls
+        return self._ends(
+            lambda operation: (
+                operation.name == "dot_general"
+                or (
+                    operation.fused
+                    and not self.reduces(operation)
+                    and all(read[value] for value in operation.outputs)
+                )
+            ),
+            lambda operation: not self.reduces(operation),
+        )
+
+    @functools.cached_property
+    def for_matmuls(self) -> list[bool]:
+        """For each value whether a matmul reads it."""
+        read = [False] * len(self.program.sizes)
+        for operation in self.program.operations:
+            if operation.name == "dot_general":
+                for value in operation.inputs:
+                    read[value] = True
+        for shown, view in views_of(self.program):
+            read[shown] |= read[view]
+        return read
+
+    @functools.cached_property
+    def fused_readers(self) -> list[list[Any]]:
+        """For each value the fused operations that read it, and do not reduce it."""
+        found: list[list[Any]] = [[] for _ in self.program.sizes]
+        for operation in self.program.operations:
+            if operation.fused and not self.reduces(operation):
+                for value in set(operation.inputs):
+                    found[value].append(operation)
+        return found
+
+    @functools.cached_property
+    def fused_of(self) -> list[tuple[int, ...]]:
+        """For each value what the fused operation that makes it reads."""
+        found: list[tuple[int, ...]] = [()] * len(self.program.sizes)
+        for operation in self.program.operations:
+            for value in operation.outputs if operation.fused else ():
+                found[value] = operation.inputs
+        return found
+
+    @functools.cached_property
+    def spread(self) -> list[bool]:
+        """For each value whether something several times as large is made of it, or of a view."""
+        sizes, found = self.program.sizes, [False] * len(self.program.sizes)
+        for operation in reversed(self.program.operations):
+            for result in operation.outputs:
+                for value in operation.inputs:
+                    shown = is_view(operation) or adds_axes(self.program, operation)
+                    found[value] |= sizes[result] >= 2 * sizes[value] or (shown and found[result])
+        return found
+
+    @functools.cached_property
+    def picked(self) -> list[bool]:
+        """For each value whether few elements of it are computed, since no more are read."""
+        picks = functools.partial(takes_few, sizes=self.program.sizes)
+        return self._ends(picks, lambda operation: not self.reduces(operation))
+
+    def _ends(self, at: Callable[[Any], bool], through: Callable[[Any], bool]) -> list[bool]:
+        """For each value whether all that reads it is of one kind, or is fused, of another, and
+        read by the former alone."""
+        found = [True] * len(self.program.sizes)
+        for value in self.program.outputs:
+            found[value] = False
+        for operation in reversed(self.program.operations):
+            passes = at(operation) or (
+                operation.fused
+                and through(operation)
+                and all(found[value] for value in operation.outputs)
+            )
+            for value in operation.inputs:
+                found[value] &= passes
+        return found
+
+
+def adds_axes(program: Any, operation: Any) -> bool:
+    """Whether it has its operand with axes of one element."""
+    sizes = program.sizes
+    return operation.name == "broadcast_in_dim" and (
+        [sizes[value] for value in operation.inputs] == [sizes[operation.outputs[0]]]
+    )
