@@ -14,7 +14,7 @@ from jaxmem.ground.progress import counting, tell
 
 # Times the budget: rows of regions that are projected to take no more may yet fit, where they cost
 # less than what does. Chosen: projections of the networks that tuned the planner are up to a third
-# too high (benchmarks/results/tpu.md).
+# too high (benchmarks/results/planner.md).
 NEARLY = 1.3
 # Compiled bytes over projected ones, at most, before anything was compiled: networks were within
 # 15 % (benchmarks/planner/projected.py), microbatches of a small one 26 % off. What is compiled
