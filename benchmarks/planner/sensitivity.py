@@ -392,7 +392,7 @@ def problem(name: str) -> tuple[Workload, Costs]:
 
 def fitted(name: str) -> Plans:
     one, costs = problem(name)
-    plain = costs.priced(one.as_is, costs.plain(one.as_is))
+    plain = costs.unplanned(one.as_is)
     began, times, failed = time.process_time(), [], 0
     for share in FIT_SHARES:
         one.budget = int(share * plain.projected)

@@ -34,7 +34,7 @@ def frontier_of(search: "Search", fitting: "Fitting", count: int = 10) -> "Itera
     costs, chosen = search.costs, fitting.chosen
     settings = [search.workload.as_is, *([chosen.levers] if chosen else [])]
     for levers in dict.fromkeys(settings):
-        plain = costs.priced(levers, costs.plain(levers))
+        plain = costs.unplanned(levers)
         yield plain
         low, high = costs.plan(levers, 1), plain.projected or 0
         if isinstance(low, Plan):

@@ -110,7 +110,7 @@ class Costs:
         limits, constraints = self.budget(as_is), self._constraints(False)
         program = self.program(as_is)
         total = constraints.budget_for(program).total
-        plain = self.priced(as_is, self.plain(as_is)).seconds
+        plain = self.unplanned(as_is).seconds
         found = one_liners(constraints.as_run(program), constraints.rates)
         for name, layout in found.items():
             size = limits.total(total(layout.peak))
@@ -122,7 +122,7 @@ class Costs:
         projected to take no more bytes."""
         loss, slices = _of_loss(levers), levers.microbatches
         constraints, program = self._constraints(False), self._program(loss)
-        planner, plain = self._planner(loss, False), self.priced(levers, self.plain(levers))
+        planner, plain = self._planner(loss, False), self.unplanned(levers)
         total = constraints.budget_for(program).total
         limits = self.budget(levers)
         found = [
@@ -155,6 +155,10 @@ class Costs:
         found = self.plan(levers, None)
         assert isinstance(found, Plan)
         return found
+
+    def unplanned(self, levers: Levers) -> Candidate:
+        """The levers without recomputation."""
+        return self.priced(levers, self.plain(levers))
 
     def priced(self, levers: Levers, plan: Plan) -> Candidate:
         """A plan with the bytes and seconds of the whole step."""

@@ -61,8 +61,8 @@ class Search:
         refused: CompileError | None = None
         while True:
             self.compiled.run(self._rounds(), self._start)
-            as_it_is = self.costs.priced(self.workload.as_is, self.costs.plain(self.workload.as_is))
-            self.compiled.last(as_it_is, as_it_is.projected or 0, self._start)
+            if self._best is None:
+                _try_as_it_is(self)
             best = self._best
             if best is None:
                 raise refused or Verdicts(self).too_small()
@@ -184,7 +184,7 @@ class Search:
         found = costs.plan(levers, int(allowed)) if least <= self.workload.budget else least
         plan, lowest = (None, found) if isinstance(found, int) else (found, None)
         if plan and plan.recomputes and "residuals" in self.workload.keep:
-            plan, lowest = None, costs.priced(levers, costs.plain(levers)).projected
+            plan, lowest = None, costs.unplanned(levers).projected
         unplanned = Candidate(levers, None, lowest, costs.bound(levers))
         candidate = costs.priced(levers, plan) if plan else unplanned
         if ratio is None:
@@ -287,6 +287,13 @@ class Search:
             f"(projected {format_bytes(candidate.projected)})"
         )
         return outcome(said, compiled=report.device, report=report)
+
+
+def _try_as_it_is(search: Search) -> None:
+    """Compiles the step as it is, where nothing fits and there is hope."""
+    candidate = search.costs.unplanned(search.workload.as_is)
+    if key_of(candidate) not in search.found:
+        search.compiled.last(candidate, candidate.projected or 0, search._start)
 
 
 def _reason(error: CompileError) -> str:

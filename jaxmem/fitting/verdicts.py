@@ -55,7 +55,7 @@ class Verdicts:
         compiled = {found.levers for found in search.found.values()}
         if search.options:
             first = search.options[0]  # everything as it is
-            row = search.costs.priced(first, search.costs.plain(first))
+            row = search.costs.unplanned(first)
             if key_of(row) not in search.found:
                 compiled.add(first)
                 yield dataclasses.replace(row, verdict=self._not_compiled(row, best))

@@ -1,11 +1,19 @@
 """The rule of a `jax.custom_jvp`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.operands import of_some
+
+
+def called_by(equation: JaxprEqn) -> Any:
+    """The program of a `jax.custom_jvp` equation: what is known of its rule is kept by this."""
+    called = equation.params["call_jaxpr"]
+    return getattr(called, "jaxpr", called)
 
 
 def traced_rule(equation: JaxprEqn, real: Sequence[int]) -> ClosedJaxpr | None:
@@ -13,15 +21,13 @@ def traced_rule(equation: JaxprEqn, real: Sequence[int]) -> ClosedJaxpr | None:
     those at the places of ``real``, results and their tangents. None: the rule cannot be traced."""
     avals = [variable.aval for variable in equation.invars]
 
-    def along(operands, tangents):
-        def called(*chosen):
-            filled = list(operands)
-            for at, value in zip(real, chosen, strict=True):
-                filled[at] = value
-            parameters = equation.primitive.get_bind_params(equation.params)
-            return equation.primitive.bind(*filled, **parameters)
+    def called(*operands):
+        parameters = equation.primitive.get_bind_params(equation.params)
+        return equation.primitive.bind(*operands, **parameters)
 
-        return jax.jvp(called, [operands[at] for at in real], tangents)
+    def along(operands, tangents):
+        chosen = [operands[at] for at in real]
+        return jax.jvp(of_some(real, called, operands), chosen, tangents)
 
     # JAX keeps what it traces of a rule here for all later calls, with the line that it finds.
     source = equation.source_info

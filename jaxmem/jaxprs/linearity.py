@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.custom_jvp import traced_rule
+from jaxmem.jaxprs.custom_jvp import called_by, traced_rule
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
 from jaxmem.jaxprs.operands import moving
 
@@ -31,7 +31,7 @@ def has_linear_rule(equation: JaxprEqn) -> bool:
     """Whether the rule of a `jax.custom_jvp` equation is transposed by rules of JAX's own alone,
     which are linear in the cotangent. Rules of the user's own (`linear_call`, primitives that come
     from elsewhere) need not be, and a rule that cannot be traced is not known to be."""
-    key = getattr(equation.params["call_jaxpr"], "jaxpr", equation.params["call_jaxpr"])
+    key = called_by(equation)
     if key not in _linear_rules:
         traced = traced_rule(equation, moving([variable.aval for variable in equation.invars]))
         _linear_rules[key] = traced is not None and _transposed_by_jax(traced.jaxpr)

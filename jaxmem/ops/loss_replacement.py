@@ -128,7 +128,7 @@ def _bias_and_cap(graph: Graph, match: Match) -> tuple[int | None, float | None]
             cap = 1 / scale
         elif link.primitive == "mul" and number is not None:
             scale *= number
-        elif link.primitive == "div" and number and link.inputs[0] is not other:
+        elif link.primitive == "div" and number and link.inputs[0] != other:
             scale /= number
         else:
             return None

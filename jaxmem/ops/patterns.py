@@ -23,6 +23,8 @@ _SAME = frozenset(
     "broadcast_in_dim convert_element_type reshape squeeze stop_gradient transpose".split()
 )
 
+_OF_ROWS = ("slice", "reshape")  # of scores: some rows, or all of them with other axes
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -101,7 +103,8 @@ class Graph:
                 return None
             found.inside.add(at)
             (output,) = step.outputs
-            if step.primitive not in ("slice", "reshape") or kind.name != "scores":
+            takes_rows = kind.name == "scores" and step.primitive in _OF_ROWS
+            if not takes_rows:
                 of, *others = (kinds[value] for value in step.uses if value in kinds)
                 if any((one.rows, one.moved) != (of.rows, of.moved) for one in others):
                     return None
@@ -112,7 +115,7 @@ class Graph:
                 found.results[at] = kind.name
                 found.rows, found.moved = kind.rows, found.moved or kind.moved
                 continue
-            if kind.name == "scores" and step.primitive not in ("slice", "reshape"):
+            if kind.name == "scores" and not takes_rows:
                 found.chain.append(at)
             if step.primitive == "reduce_max":
                 found.matrix = step.inputs[0]
@@ -138,7 +141,7 @@ class Graph:
             or all(one in (None, other) for one, other in zip(kind.axes, first.axes, strict=False))
             for kind in read
         )
-        if own == {"scores"} and name in ("slice", "reshape"):
+        if own == {"scores"} and name in _OF_ROWS:
             return self._of_rows(step, first)
         if name == "transpose" or (own <= {"largest", "total", "log"} and name in _SAME):
             return self._placed(step, first)
@@ -186,7 +189,7 @@ class Graph:
 
     def uncut(self, value: Any) -> Any:
         """What a value has rows of."""
-        while (step := self.made_by(value, "slice", "reshape")) is not None:
+        while (step := self.made_by(value, *_OF_ROWS)) is not None:
             value = step.inputs[0]
         return value
 

@@ -132,19 +132,22 @@ def _passed(program: Any, moving: Sequence[frozenset[int]]) -> dict[int, frozens
         for number, kernel in enumerate(program.kernels)
         if kernel.dear and not kernel.results[1:] and kernel.results[0] not in program.outputs
     }
-    for number, kernel in enumerate(program.kernels) if found else ():
-        last = program.operations[kernel.operations[-1]]
-        for value in kernel.sources:
-            shape = shape_of(program, value)
-            made = kernel.results[:1]
-            if last.name.startswith("reduce_") and value not in kernel.aliasing.shifted:
-                alike = {shape_of(program, one) for one in {*found.get(value, ()), *moving[number]}}
-                made = last.inputs if alike == {shape} else made
-            if value in found and not (
-                kernel.fused and shape in {shape_of(program, one) for one in made}
-            ):
+    for number, kernel in enumerate(program.kernels):
+        for value in found.keys() & {*kernel.sources}:
+            if not _passes(program, kernel, value, found[value] | moving[number]):
                 del found[value]
     return found
+
+
+def _passes(program: Any, kernel: Any, value: int, derived: frozenset[int]) -> bool:
+    """Whether a kernel computes its result of a source element by element, or reduces what it
+    computes so, and with it no gradient but of arrays of the source's shape is ``derived``."""
+    shape, last = shape_of(program, value), program.operations[kernel.operations[-1]]
+    made = set(kernel.results[:1])
+    reduces = last.name.startswith("reduce_") and value not in kernel.aliasing.shifted
+    if reduces and all(shape_of(program, one) == shape for one in derived):
+        made.update(last.inputs)
+    return kernel.fused and any(shape_of(program, one) == shape for one in made)
 
 
 def _completed(program: Any, moving: Sequence[frozenset[int]], number: int) -> dict[int, int]:

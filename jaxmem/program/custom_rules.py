@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jaxmem.jaxprs.custom_jvp import traced_rule
+from jaxmem.jaxprs.custom_jvp import called_by, traced_rule
 from jaxmem.jaxprs.flat import Step, flatten_jaxpr
 from jaxmem.jaxprs.operands import moving
 from jaxmem.program.costs import is_fused
@@ -54,12 +54,11 @@ def reading_of(equation: JaxprEqn) -> Reading:
     """What the derivative of a `jax.custom_jvp` by its operands, but for literals, reads of its
     operands and results, and what it computes of them. (JAX keeps what is computed. XLA computes it
     again where it is read.)"""
-    called = equation.params["call_jaxpr"]
     real = moving(
         [variable.aval for variable in equation.invars],
         [isinstance(operand, Literal) for operand in equation.invars],
     )
-    readings = _readings.setdefault(getattr(called, "jaxpr", called), {})
+    readings = _readings.setdefault(called_by(equation), {})
     if tuple(real) not in readings:
         rule = traced_rule(equation, real)
         every = Reading(frozenset(range(len(equation.invars))))

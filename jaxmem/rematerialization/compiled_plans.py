@@ -39,7 +39,8 @@ class CompiledPlans(PlanCompiler):
         self.search = Search(allowed, compilations)
         self.search.run(self.rounds(allowed), self.start)
         plain = self.planner.plain
-        self.search.last(plain, self.projected(plain), self.start)
+        if plain not in self.search.outcomes:
+            self.search.last(plain, self.projected(plain), self.start)
         if self.search.best:
             return self.plans[self.search.best]
         lowest = self.search.lowest

@@ -108,11 +108,11 @@ class Search(Generic[Proposal]):
                     break
 
     def last(self, proposal: Proposal, projected: int, start: Callable[[Proposal], Begun]) -> None:
-        """Where nothing fits: compiles the program as it is, though no more are allowed, if it was
-        not compiled and there is hope."""
+        """Where nothing fits: compiles the program as it is, though no more are allowed, if there
+        is hope."""
         known = [one.ratio for one in self.outcomes.values() if one.compiled is not None]
         expected = projected * min(known, default=1.0)
-        if not self.best and proposal not in self.outcomes and expected <= AS_IT_IS * self.allowed:
+        if not self.best and expected <= AS_IT_IS * self.allowed:
             asked, self.compilations = self.compilations, len(self.outcomes) + 1
             self.run([[proposal]], start)
             self.compilations = max(asked, self.compilations)

@@ -13,7 +13,7 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.batch.independence import Proof
 from jaxmem.levers.batch.reductions import checked, of_metrics, proof_of, sizes_of
 from jaxmem.levers.batch.slices import as_returned, batch_axes, batch_size, check_sizes, product
-from jaxmem.levers.batch.sums import Sums, Terms, mean_over, merged, weight_of
+from jaxmem.levers.batch.sums import Sums, mean_over, merged, weight_of
 
 
 def microbatch(
@@ -163,12 +163,10 @@ def microbatch(
 
         sums = Sums(loss_fn, count, shares, of_loss, of_metrics, proved=divisor is not None)
 
+        each = max(sizes_of(size // (shards or 1), count))
+
         def over_slices(params, batch, model_state, key):
-            rest = None
-            if divisor is not None and divisor.has_rest:
-                each = max(sizes_of(batch_size(batch), count))
-                found, beside, gradients = divisor.rest(params, each)
-                rest = Terms(gradients, found, beside, None, None)
+            rest = divisor.rest(params, each) if divisor is not None else None
             return *sums.over_slices(params, batch, model_state, key), rest
 
         whole = over_slices
@@ -194,7 +192,6 @@ def microbatch(
         if weight is not None:  # 0 where all slices weigh nothing
             terms = sums.divided(terms, jnp.where(terms.count == 0, 1, terms.count))
         elif divisor is not None:
-            each = max(sizes_of(size // (shards or 1), count))
             terms = sums.divided(terms, divisor.of_all(terms.count, each), rest)
         gradients = jax.tree.map(lambda g, like: g.astype(like.dtype), terms.gradients, params)
         metrics = merged(terms.metrics, carried.metrics, rows)

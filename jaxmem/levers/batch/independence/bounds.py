@@ -57,34 +57,33 @@ class Bound(NamedTuple):
 def bounds_of(makers: Makers, divisor: int) -> tuple[int, tuple[Bound, ...]] | None:
     """The count that a divisor is made of, and how; None: by a test of something else."""
     count, bounds, compared = divisor, [], []
-    while step := makers.get(count):
-        numbers = [number_of(makers, one) for one in step.inputs]
-        number = next((one for one in numbers if one is not None), None)
-        test = None
-        if step.primitive == "select_n" and len(numbers) == 3 and numbers.count(None) == 2:
-            found = test_of(makers, step)
-            if found is None or numbers[0] is not None:
-                break
-            test, operand = found
-            compared.append(operand)
-            test = test if numbers[2] is not None else test.otherwise
-        elif step.primitive in _BOUNDS:
-            if len(numbers) != 2 or numbers.count(None) != 1:
-                break
-        elif step.primitive != "convert_element_type" or None not in numbers:
-            break
-        made_of = [
-            one
-            for one, known in zip(step.inputs, numbers, strict=True)
-            if known is None and not (test and one == step.inputs[0])
-        ]
-        if not isinstance(made_of[0], int):
-            break
-        count = made_of[0]
-        bounds.append(Bound(step.primitive, step.equation.outvars[0].aval.dtype, number, test))
+    while (step := makers.get(count)) and (found := _bound(makers, step)):
+        bound, count, tested = found
+        bounds.append(bound)
+        compared.extend(tested)
     if not all(is_count(makers, one, count) for one in compared):
         return None
     return count, tuple(bounds[::-1])
+
+
+def _bound(makers: Makers, step: jaxprs.Step) -> tuple[Bound, int, list[Any]] | None:
+    """What a step makes of a count, the count, and what is compared for that; None: it is another
+    step."""
+    name, cases, compared, test = step.primitive, step.inputs, [], None
+    if name == "select_n" and (found := test_of(makers, step)):
+        (test, operand), cases = found, step.inputs[1:]
+        compared.append(operand)
+    elif name not in (*_BOUNDS, "convert_element_type"):
+        return None
+    numbers = [number_of(makers, one) for one in cases]
+    if numbers.count(None) != 1 or not isinstance(cases[numbers.index(None)], int):
+        return None
+    at = numbers.index(None)
+    if test is not None and at == 1:  # the number is the first case
+        test = test.otherwise
+    number = next((one for one in numbers if one is not None), None)
+    dtype = step.equation.outvars[0].aval.dtype
+    return Bound(name, dtype, number, test), cases[at], compared
 
 
 def test_of(makers: Makers, select: jaxprs.Step) -> tuple[Test, Any] | None:

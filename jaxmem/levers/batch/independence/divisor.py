@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,15 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.widths import at_least
 from jaxmem.levers.batch.independence.kinds import Free, Kind, Sizes, is_same, of_total
 from jaxmem.levers.batch.independence.ratios import Ratio, ratio_in, without_quotients
+
+
+class Rest(NamedTuple):
+    """What is made of the parameters alone and added to quotients: in the loss, with its gradient,
+    and in metrics by their paths."""
+
+    loss: jax.Array
+    metrics: dict[str, jax.Array]
+    gradients: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +100,10 @@ class Divisor:
         divisor = ratio.bounded(count)
         return jnp.where(ratio.is_zero(count), jnp.ones_like(divisor), divisor)
 
-    def rest(self, params: Any, size: int) -> tuple[Any, dict[str, Any], Any]:
-        """What is added to the quotients, in the loss and in metrics by their paths, and the
-        gradient of the former, by the program for slices of a size."""
+    def rest(self, params: Any, size: int) -> Rest | None:
+        """By the program for slices of a size; None: there is none."""
+        if not self.has_rest:
+            return None
         flat = self.trace(size)
         places = [0, *self.metrics.values()]
         quotients = {one for at in places for one in _ratio(flat, at, self.batch).quotients}
@@ -108,7 +118,7 @@ class Divisor:
             return found, (found, dict(zip(self.metrics, others, strict=True)))
 
         gradients, (found, metrics) = jax.grad(loss, has_aux=True)(params)
-        return found, metrics, gradients
+        return Rest(found, metrics, gradients)
 
 
 def _evaluated(flat: jaxprs.FlatJaxpr, wanted: Sequence[Any], inputs: Sequence[Any]) -> dict:

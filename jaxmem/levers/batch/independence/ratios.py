@@ -40,8 +40,7 @@ class Ratio:
     Attributes:
         numerators: the values that are divided and added up.
         quotients: what each of them becomes, 0 by a test among it.
-        divisor: what all of them are divided by.
-        count: the sum that the divisor is made of,
+        count: the sum that their divisor is made of,
         bounds: by these, in order.
         zeros: tests of the count, by which the quotients are 0.
         summed: what is summed up for it, where that is known.
@@ -50,7 +49,6 @@ class Ratio:
 
     numerators: tuple[int, ...]
     quotients: tuple[int, ...]
-    divisor: int
     count: int
     bounds: tuple[Bound, ...]
     zeros: tuple[Test, ...]
@@ -117,7 +115,7 @@ def ratio_in(flat: jaxprs.FlatJaxpr, result: Any, batch: range) -> Ratio | None:
     summed = summed_for(makers, count)
     masked = summed is not None and all(is_masked(makers, one, summed) for one in numerators)
     quotients = tuple(one.result for one in found)
-    return Ratio(numerators, quotients, first.divisor, count, bounds, zeros, summed, masked)
+    return Ratio(numerators, quotients, count, bounds, zeros, summed, masked)
 
 
 def _quotients(makers: Makers, value: Any, of_batch: Set[int]) -> list[_Quotient]:
