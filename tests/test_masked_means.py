@@ -340,6 +340,25 @@ def zero_below_a_number(w, batch):
     return jnp.where(count > 2, jnp.sum(each(w, batch)) / jnp.maximum(count, 1), 0.0)
 
 
+def masked_and_zero_below_a_number(w, batch):
+    """A slice may have less than the number, and the batch more."""
+    count = batch["mask"].sum()
+    loss = jnp.sum(each(w, batch) * batch["mask"]) / jnp.maximum(count, 1)
+    return jnp.where(count > 2, loss, 0.0)
+
+
+def masked_and_zero_below_two_numbers(w, batch):
+    count = batch["mask"].sum()
+    loss = jnp.sum(each(w, batch) * batch["mask"]) / jnp.maximum(count, 1)
+    return jnp.where(count > 0, jnp.where(count >= 1, loss, 0.0), 0.0)
+
+
+def zero_below_nothing(w, batch):
+    count = batch["mask"].sum()
+    loss = jnp.sum(each(w, batch) * batch["mask"]) / jnp.maximum(count, 1)
+    return jnp.where(count >= 0, loss, 0.0)
+
+
 def zero_by_something_else(w, batch):
     return jnp.where(batch["x"].sum() > 0, of_mask(w, batch), 0.0)
 
@@ -424,6 +443,9 @@ def factors_that_lie_otherwise(w, batch):
     [
         squared_too,
         zero_below_a_number,
+        masked_and_zero_below_a_number,
+        masked_and_zero_below_two_numbers,
+        zero_below_nothing,
         zero_by_something_else,
         one_of_two_is_zero,
         rest_of_the_batch,

@@ -32,9 +32,11 @@ def microbatch(
     examples that do not see each other. That is proved from the loss, traced for the whole batch
     and for a slice, and a `JaxmemWarning` names the operation that stands in the way. Slices of a
     masked mean weigh what each is divided by: ``mask.sum()``, or ``max(mask.sum(), 1)``; a
-    regulariser of the parameters may be added to it. Batch norm does see the batch: each slice is
-    normalised by its own statistics, and the running ones are carried from slice to slice, as in
-    ``count`` small steps. If that is what you want, pass ``reduction="mean"``.
+    regulariser of the parameters may be added to it. (The result is NaN if the weights of a slice
+    cancel to 0, though it counts something: what it would add is not known.) Batch norm does see
+    the batch: each slice is normalised by its own statistics, and the running ones are carried from
+    slice to slice, as in ``count`` small steps. If that is what you want, pass
+    ``reduction="mean"``.
 
     Each metric becomes what it is for the whole batch, as far as that is proved from its program:
     means are averaged, sums and counts added, arrays with a row for each example joined in the

@@ -30,6 +30,12 @@ class Test(NamedTuple):
         """The test that chooses where this does not."""
         return self._replace(holds=not self.holds)
 
+    @property
+    def is_of_nothing(self) -> bool:
+        """Whether it chooses by a count of 0, and by none above: a slice has as little only if it
+        counts nothing."""
+        return self.number == 0 and bool(self.chooses(0.0)) and not self.chooses(1.0)
+
     def chooses(self, count: Any) -> Any:
         return _COMPARISONS[self.name](count, self.number) == self.holds
 

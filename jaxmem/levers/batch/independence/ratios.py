@@ -106,6 +106,8 @@ def ratio_in(flat: jaxprs.FlatJaxpr, result: Any, batch: range) -> Ratio | None:
         return None
     count, bounds = bounded
     zeros = tuple(test for test, _ in first.tests)
+    if not all(test.is_of_nothing for test in zeros):
+        return None
     for one in found:
         if tuple(test for test, _ in one.tests) != zeros:
             return None
