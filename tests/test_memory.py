@@ -327,7 +327,15 @@ ENTRY %main (a: f32[4], b: f32[8]) -> f32[32] {
   %s = (f32[4]{0}, f32[8]{0}) reduce-scatter(%c, %d), dimensions={0}, to_apply=%add
   %p = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%a)
   %pd = f32[4]{0} collective-permute-done(%p)
+  %t = ((f32[16]{0}), f32[4]{0}) async-start(%c), calls=%later
+  %f = f32[16]{0} fusion(%c), kind=kLoop, calls=%fused
+  %td = f32[4]{0} async-done(%t)
   ROOT %e = f32[32]{0} negate(%d)
+}
+
+%later (x: f32[16]) -> f32[4] {
+  %x = f32[16]{0} parameter(0)
+  ROOT %y = f32[4]{0} reduce-scatter(%x), dimensions={0}, to_apply=%add
 }
 """
 
@@ -336,6 +344,14 @@ def test_combined_collectives_count_all_their_arrays():
     assert count_collectives(ASYNCHRONOUS).bytes == {
         "all-gather": 4 * (16 + 32) + 4 * 64,
         "all-reduce": 4 * (16 + 32),
-        "reduce-scatter": 4 * (16 + 32),
+        "reduce-scatter": 4 * (16 + 32) + 4 * 16,
         "collective-permute": 4 * 4,
     }
+
+
+def test_collectives_that_run_beside_others_are_counted():
+    """The second reduce-scatter is asynchronous, in a computation of its own, beside a fusion."""
+    found = count_collectives(ASYNCHRONOUS)
+    assert found.count["reduce-scatter"] == 2
+    assert {kind: n for kind, n in found.overlapped.items() if n} == {"reduce-scatter": 1}
+    assert "2 reduce-scatter (256 B, 1 overlapped)" in str(found)

@@ -339,6 +339,15 @@ def test_stage_3_sends_weights_and_no_activations(name):
     assert report.temp > activations
 
 
+@pytest.mark.parametrize("name", ["scan", "scan of regions"])
+def test_weights_are_gathered_while_layers_compute(name):
+    """Of the two matmuls of a layer, the second's weights in both passes: nothing of a turn runs
+    before the first's."""
+    report = sharded_report(name)
+    assert report.collectives.overlapped["all-gather"] >= report.collectives.count["all-gather"] / 2
+    assert report.time.waiting < 0.1 * report.time.seconds
+
+
 def test_stage_3_takes_as_much_as_layers_that_are_wrapped_by_hand():
     assert sharded_report("scan of regions").temp <= 1.1 * sharded_report("scan", True).temp
 

@@ -149,6 +149,9 @@ def test_a_ring_is_as_fast_as_its_slowest_link(groups, bandwidth):
         ("mesh['a'=2,'b'=8] {'b':(4)2}", [0, 1]),
         ("mesh['a'=2,'b'=8] {'b':(1)2,'b':(4)2}", [0, 1, 4, 5]),
         ("mesh['a'=2,'b'=4], device_ids=([2,4]<=[4,2]T(1,0)) {'b'}", [0, 2, 4, 6]),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", [0, 2, 4, 6]),
+        ("mesh['a'=2,'b'=2,'c'=2], device_ids=([2,2,2]T(2,0,1)) {'b','c'}", [0, 2, 4, 6]),
+        ("mesh['a'=2,'b'=4], device_ids=([8]) {'b'}", [0, 1, 2, 3]),
         ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [3, 1]),
         ("", [0, 1, 2, 3, 4, 5, 6, 7]),
     ],
@@ -194,6 +197,30 @@ def test_collectives_of_a_sharded_step_are_waited_for():
     report = jaxmem.memory(jax.grad(step), *args, target=target)
     assert report.collectives.count["all-reduce"]
     assert 0 < report.time.waiting < report.time.seconds
+
+
+def test_what_runs_beside_a_collective_is_no_time_of_its_own():
+    """Of an asynchronous reduce-scatter, which XLA writes as a call of a computation."""
+    hlo = """HloModule step, entry_computation_layout={(f32[1048576], f32[1048576,1024])->f32[]}
+
+%later (x: f32[1048576]) -> f32[131072] {
+  %x = f32[1048576]{0} parameter(0)
+  ROOT %y = f32[131072]{0} reduce-scatter(%x), replica_groups=[1,8]<=[8], to_apply=%add
+}
+
+ENTRY %main (a: f32[1048576], b: f32[1048576,1024]) -> f32[131072] {
+  %a = f32[1048576]{0} parameter(0)
+  %b = f32[1048576,1024]{1,0} parameter(1)
+  %s = ((f32[1048576]{0}), f32[131072]{0}) async-start(%a), calls=%later
+  BETWEEN
+  ROOT %d = f32[131072]{0} async-done(%s)
+}
+"""
+    target = jaxmem.target("a100-80gb", count=8)
+    long = "%n = f32[1048576,1024]{1,0} negate(%b)"
+    alone, beside = (step_time(hlo.replace("BETWEEN", line), (), target) for line in ("", long))
+    assert alone.waiting == pytest.approx(7 / 8 * 2**22 / (SHARES.link * 300e9) + SHARES.launch)
+    assert beside.waiting == 0 and beside.seconds > 8 * 2**30 / 2039e9
 
 
 def test_the_time_on_a_cpu_is_refused():

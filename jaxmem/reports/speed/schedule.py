@@ -17,7 +17,7 @@ from jaxmem.reports.xla.hlo import (
     operation_of,
     result_bytes,
 )
-from jaxmem.reports.xla.schedule import COLLECTIVES, HOST, collective_bytes
+from jaxmem.reports.xla.schedule import HOST, collective_bytes, collective_of, sent_by
 from jaxmem.targets import Target
 
 
@@ -52,13 +52,13 @@ class Schedule:
         ends: dict[str, float] = {}
         for name, line in lines.items():
             operation = operation_of(line)
-            kind = operation.removesuffix("-start").removesuffix("-done")
-            link = _link(kind, line)
+            sent, within = sent_by(line, lines, self._computations)
+            link = _link(sent)
             if operation.endswith("-done"):
                 waited = max(ends.get(operands_of(line)[0], now) - now, 0.0)
                 found.append(Ran(name, 1, waited))
             elif link:
-                ends[name] = free[link] = max(now, free[link]) + self._sent(line, kind, lines)
+                ends[name] = free[link] = max(now, free[link]) + self._sent(sent, within)
                 waited = 0.0 if operation.endswith("-start") else ends[name] - now
                 if waited:
                     found.append(Ran(name, 1, waited))
@@ -85,17 +85,18 @@ class Schedule:
         for one in itertools.chain.from_iterable(inner):
             yield dataclasses.replace(one, times=turns * one.times, seconds=turns * one.seconds)
 
-    def _sent(self, line: str, kind: str, lines: Lines) -> float:
-        target = self._target
-        if kind in COLLECTIVES:
+    def _sent(self, line: str, lines: Lines) -> float:
+        target, kind = self._target, collective_of(line)
+        if kind:
             return collective_seconds(line, kind, collective_bytes(line, lines), target)
         moved = sum(result_bytes(lines[name]) for name in operands_of(line) if name in lines)
         return moved / (target.shares.link * target.host_bandwidth) + target.shares.launch
 
 
-def _link(kind: str, line: str) -> str:
+def _link(line: str) -> str:
     """The stream of a copy or a collective; empty: it is a kernel."""
-    if kind in COLLECTIVES:
+    if collective_of(line):
         return "devices"
+    kind = operation_of(line).removesuffix("-start")
     copies = kind in ("copy", "dynamic-slice", "dynamic-update-slice", "async")
     return "host" if copies and HOST in line.partition(", metadata=")[0] else ""

@@ -4,9 +4,11 @@ import re
 
 import numpy as np
 
-_TILES = r"<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_TILES = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
-_TILED = re.compile(r"replica_groups=\[(\d+),(\d+)\]" + _TILES)
+_TILED = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=" + _TILES)
+# A mesh's devices: ``[4,2]T(1,0)``, as XLA writes them since jax 0.10.2, or with a shape before.
+_ORDER = re.compile(r"(?:\[[\d,]+\]<=)?" + _TILES)
 # Axes of a mesh, as ``mesh['data'=4,'model'=2] {'model'}``; `Mesh::ToString` of XLA.
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _AXIS = re.compile(r"([^,=]+)=(\d+)")
@@ -47,7 +49,7 @@ def _mesh(devices: str | None, sizes: dict[str, int]) -> np.ndarray:
     shape = list(sizes.values())
     if not devices:
         return np.arange(np.prod(shape)).reshape(shape)
-    tiles = re.search(_TILES, devices)
+    tiles = _ORDER.fullmatch(devices)
     return (_tiled(tiles[1], tiles[2]) if tiles else _numbers(devices)).reshape(shape)
 
 
