@@ -106,6 +106,9 @@ def test_copies_to_the_host_run_beside_kernels():
     fast = dataclasses.replace(A100, host_bandwidth=A100.host_bandwidth * 1000)
     waits = [step_time(report.hlo, report.arguments, one).waiting for one in (slow, A100, fast)]
     assert waits[0] > 100 * waits[1] and waits[1] >= waits[2]
+    # Each turn sends a slice of what waits in host memory, and gets one.
+    sent = 2 * plan.predicted.host_bytes / (SHARES.link * slow.host_bandwidth)
+    assert waits[0] == pytest.approx(sent, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from jaxmem.reports.xla.hlo import (
     entry_of,
     operands_of,
     operation_of,
-    result_bytes,
 )
 from jaxmem.reports.xla.schedule import HOST, collective_bytes, collective_of, sent_by
+from jaxmem.reports.xla.traffic import traffic
 from jaxmem.targets import Target
 
 
@@ -53,7 +53,7 @@ class Schedule:
         for name, line in lines.items():
             operation = operation_of(line)
             sent, within = sent_by(line, lines, self._computations)
-            link = _link(sent)
+            link = _link(line, sent)
             if operation.endswith("-done"):
                 waited = max(ends.get(operands_of(line)[0], now) - now, 0.0)
                 found.append(Ran(name, 1, waited))
@@ -86,16 +86,17 @@ class Schedule:
             yield dataclasses.replace(one, times=turns * one.times, seconds=turns * one.seconds)
 
     def _sent(self, line: str, lines: Lines) -> float:
+        """Seconds on the link; a copy is read once and written once, so half of its traffic."""
         target, kind = self._target, collective_of(line)
         if kind:
             return collective_seconds(line, kind, collective_bytes(line, lines), target)
-        moved = sum(result_bytes(lines[name]) for name in operands_of(line) if name in lines)
+        moved = traffic(line, lines, self._computations) / 2
         return moved / (target.shares.link * target.host_bandwidth) + target.shares.launch
 
 
-def _link(line: str) -> str:
+def _link(line: str, sent: str) -> str:
     """The stream of a copy or a collective; empty: it is a kernel."""
-    if collective_of(line):
+    if collective_of(sent):
         return "devices"
     kind = operation_of(line).removesuffix("-start")
     copies = kind in ("copy", "dynamic-slice", "dynamic-update-slice", "async")

@@ -8,7 +8,6 @@ import numpy as np
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.hlo import (
-    Calls,
     Lines,
     calls_of,
     operands_of,
@@ -97,15 +96,13 @@ def collective_of(line: str) -> str:
 
 
 def sent_by(line: str, lines: Lines, computations: Mapping[str, Lines]) -> tuple[str, Lines]:
-    """The collective that an instruction is, and the computation that it is in: where there is no
-    instruction of its own for the start of one, ``async-start`` calls a computation with it."""
-    if operation_of(line) == "async-start":
-        for called in (calls_of(line) or Calls(())).computations:
-            inside = computations.get(called, {})
-            for inner in inside.values():
-                if collective_of(inner):
-                    return inner, inside
-    return line, lines
+    """The copy or the collective that an instruction is, and the computation that it is in: what
+    XLA has no instruction of its own for the start of, ``async-start`` calls a computation of."""
+    calls = calls_of(line) if operation_of(line) == "async-start" else None
+    if calls is None:
+        return line, lines
+    inside = computations[calls.computations[0]]
+    return inside[list(inside)[-1]], inside  # a computation ends with its root
 
 
 def _started(lines: Lines) -> list[tuple[str, bool]]:
