@@ -16,7 +16,7 @@ from jaxmem.fitting.workload import Workload
 from jaxmem.ground.errors import JaxmemWarning
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision
-from jaxmem.targets import LocalDevice, Target
+from jaxmem.targets import LocalDevice, Target, resolve
 from jaxmem.training import TrainStep
 
 
@@ -120,8 +120,10 @@ def fit(
     spread = mesh is not None or devices is not None
     if spread and split is None:
         _tell_of_shardings(params)
-    # Steps are traced on meshes of their own.
-    with jaxprs.mesh_in_force(None) if spread else contextlib.nullcontext():
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(jaxprs.in_place_of_attached(resolve(target)))
+        if spread:  # steps are traced on meshes of their own
+            contexts.enter_context(jaxprs.mesh_in_force(None))
         workload = Workload(
             loss_fn,
             optimizer,

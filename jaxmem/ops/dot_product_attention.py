@@ -49,7 +49,8 @@ def attention(
         is_causal: a query attends to the keys up to its own place.
         implementation: None or ``"xla"``: the above. ``"cudnn"``: NVIDIA's kernel, through
             `jax.nn.dot_product_attention`: faster on the GPUs that have it, bfloat16 and float16
-            only, no ``jvp`` or second derivatives, and no compiling for a GPU that is absent.
+            only, no ``jvp`` or second derivatives. With axes of a mesh that are not those of a
+            `jax.shard_map` it is not compiled for devices that are absent.
         block: queries and keys of one block; None: up to 1024 of each, fewer where there are many
             heads.
 
