@@ -13,7 +13,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import jaxmem
 from jaxmem import jaxprs
 from jaxmem.levers.batch.independence import reduction_of
+from jaxmem.ops.swapping import Wanted, swapped
 from jaxmem.program.costs import flops as flops_of
+from jaxmem.targets import family_of
 
 BATCH, LENGTH, HEADS, KEYS, WIDTH = 4, 512, 8, 2, 64
 SCORES = BATCH * HEADS * LENGTH**2
@@ -164,3 +166,185 @@ def test_calls_into_python_are_left_out_on_several_devices_too():
     with pytest.warns(jaxmem.JaxmemWarning, match="such calls are left out of this estimate"):
         report = jaxmem.memory(step, x, target=EIGHT())
     assert report.argument == 8 * 1024 * 4
+
+
+# ---- in the place of plain attention
+
+
+def rows_and_columns():
+    return jnp.arange(32)[:, None], jnp.arange(32)[None]
+
+
+def by_hand(masked, before=lambda scores: scores / jnp.sqrt(16.0).astype(scores.dtype)):
+    """Attention whose scores go through ``before``, then ``masked``."""
+
+    def attend(query, key, value):
+        repeated = [jnp.repeat(one, query.shape[2] // one.shape[2], 2) for one in (key, value)]
+        scores = before(jnp.einsum("bqhd,bkhd->bhqk", query, repeated[0]))
+        weights = jax.nn.softmax(masked(scores.astype(jnp.float32)), -1).astype(query.dtype)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, repeated[1])
+
+    return attend
+
+
+def shown(condition, low=-1e9):
+    def masked(scores):
+        row, column = rows_and_columns()
+        seen = jnp.broadcast_to(condition(row, column), (1, 1, 32, 32))
+        return jnp.where(seen, scores, low)
+
+    return masked
+
+
+def added(scores):
+    row, column = rows_and_columns()
+    return scores + jnp.where(column > row, -1e9, 0.0)[None, None]
+
+
+def by_jax(**options):
+    return lambda *args: jax.nn.dot_product_attention(*args, **options)
+
+
+TAKEN = {
+    "jax.nn": (by_jax(), False),
+    "jax.nn, causal": (by_jax(is_causal=True), True),
+    "jax.nn, scaled": (by_jax(scale=0.3, is_causal=True), True),
+    "no mask": (by_hand(lambda scores: scores), False),
+    "scaled later": (by_hand(lambda scores: scores * 0.25, lambda scores: scores), False),
+    "tril": (by_hand(lambda s: jnp.where(jnp.tril(jnp.ones((32, 32), bool)), s, -jnp.inf)), True),
+    "ge": (by_hand(shown(lambda row, column: row >= column)), True),
+    "le": (by_hand(shown(lambda row, column: column <= row)), True),
+    "lt, moved by one": (by_hand(shown(lambda row, column: column < row + 1)), True),
+    "not gt": (by_hand(shown(lambda row, column: ~(column > row))), True),
+    "a difference": (by_hand(shown(lambda row, column: row - column + 3 > 2)), True),
+    "added": (by_hand(added), True),
+    "where twice": (
+        by_hand(lambda s: shown(lambda r, c: r >= c)(shown(lambda r, c: c <= r)(s))),
+        True,
+    ),
+}
+LEFT = {
+    "a window": by_jax(is_causal=True, local_window_size=(8, 0)),
+    "only what was before": by_hand(shown(lambda row, column: row > column)),
+    "one more": by_hand(shown(lambda row, column: row + 1 >= column)),
+    "later keys": by_hand(shown(lambda row, column: row <= column)),
+    "every other key": by_hand(shown(lambda row, column: 2 * row >= column)),
+    "without a sign": by_hand(
+        shown(lambda row, column: row.astype("uint32") - column.astype("uint32") + 3 > 2)
+    ),
+    "rounded": by_hand(shown(lambda row, column: (row * 1.0).astype("bfloat16") >= column)),
+    "a diagonal": by_hand(shown(lambda row, column: row == column)),
+    "masked a little": by_hand(shown(lambda row, column: row >= column, -5.0)),
+    "masked to above": by_hand(shown(lambda row, column: row >= column, 5.0)),
+    "masked, then turned": by_hand(lambda s: -shown(lambda r, c: r >= c, 1e9)(s)),
+    "capped": by_hand(lambda scores: 5 * jnp.tanh(scores / 5)),
+    "places added": by_hand(
+        lambda s: s - 0.1 * jnp.abs(jnp.arange(32)[:, None] - jnp.arange(32)[None])[None, None]
+    ),
+    "the root of each": by_hand(lambda scores: jnp.sqrt(jnp.abs(scores))),
+}
+
+
+def with_stand_in(fun, args):
+    """What a function gives with plain attention in the place of the kernel, and what that was
+    asked for."""
+    asked = []
+
+    def kernel(query, key, value, scale, is_causal):
+        asked.append((round(scale, 4), is_causal))
+        return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=is_causal)
+
+    found = swapped(fun, Wanted(2**10, kernel=kernel, name="a stand-in"))(*args)
+    return found, asked
+
+
+def real(dtype="bfloat16", heads=4, keys=2):
+    drawn = jax.random.split(jax.random.key(3), 3)
+    counts = heads, keys, keys
+    return [
+        jax.random.normal(key, (2, 32, count, 16), jnp.float32).astype(dtype)
+        for key, count in zip(drawn, counts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_attention_is_by_the_kernel_where_it_is_the_same(name):
+    fun, is_causal = TAKEN[name]
+    args = real()
+    found, asked = with_stand_in(fun, args)
+    assert {one[1] for one in asked} == {is_causal}, asked
+    np.testing.assert_allclose(
+        found.astype(np.float32), fun(*args).astype(np.float32), atol=0.03, rtol=0.03
+    )
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_attention_that_the_kernel_has_not_is_by_ours(name):
+    args = real()
+    found, asked = with_stand_in(LEFT[name], args)
+    assert asked == []
+    np.testing.assert_allclose(
+        found.astype(np.float32), LEFT[name](*args).astype(np.float32), atol=0.03, rtol=0.03
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_kernel_takes_16_bits_alone(dtype):
+    args = [one.astype(dtype) for one in real()]
+    assert with_stand_in(by_jax(is_causal=True), args)[1] == []
+
+
+def test_a_kernel_that_refuses_a_shape_is_not_used():
+    """cuDNN takes widths that are multiples of 8."""
+    args = [jax.ShapeDtypeStruct((2, 32, 4, width), jnp.bfloat16) for width in (12, 12, 12)]
+    swapping = jaxmem.ops.swap(by_jax(), least="1KiB", implementation="cudnn")
+    with jaxprs.in_place_of_attached(jaxmem.target("h100")):
+        assert "dot_product_attention" not in str(jax.make_jaxpr(swapping)(*args))
+        args = [jax.ShapeDtypeStruct((2, 32, 4, 16), jnp.bfloat16)] * 3
+        assert "dot_product_attention_fwd" in str(jax.make_jaxpr(swapping)(*args))
+
+
+def test_before_ampere_there_is_no_kernel():
+    for name, implementation in (("t4", ""), ("a100-40gb", "cudnn"), ("v5e", "")):
+        target = jaxmem.target(name)
+        assert family_of(target).attention(target) == implementation
+
+
+def test_an_implementation_that_there_is_not_is_told():
+    text = "implementation is None, 'xla' or 'cudnn'; got 'triton'"
+    with pytest.raises(jaxmem.JaxmemError, match=text):
+        jaxmem.ops.swap(by_jax(), implementation="triton")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 8])
+def test_fit_weighs_the_kernel_where_it_is_allowed(count):
+    """Half of the matmuls' work, by a causal mask, and no scores."""
+    width = 512
+
+    def loss_fn(params, batch):
+        x = batch.astype(jnp.bfloat16)
+        query, key, value = (
+            (x @ params[name].astype(x.dtype)).reshape(*x.shape[:2], 8, 64)
+            for name in ("query", "key", "value")
+        )
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return jnp.mean(mixed.astype(jnp.float32) ** 2)
+
+    params = {
+        name: jax.ShapeDtypeStruct((width, width), jnp.float32)
+        for name in ("query", "key", "value")
+    }
+    batch = jax.ShapeDtypeStruct((4 * count, 2048, width), jnp.float32)
+    given = loss_fn, optax.adam(1e-3), params, batch
+    options = {"target": "h100", "keep": ("batch", "placement")}
+    if count > 1:
+        options["mesh"] = MESH
+    plain = jaxmem.fit(*given, **options).fitting
+    assert "put the device's own kernel in the place of attention" in plain.refused["kernels"]
+    step = jaxmem.fit(*given, **options, budget=plain.chosen.compiled // 2, allow="kernels")
+    assert step.fitting.chosen.levers.operations == "kernels"
+    assert "the device's attention" in str(step.fitting)
+    assert step.fitting.chosen.seconds < plain.chosen.seconds
+    assert "__cudnn$fmhaSoftmaxBackward" in step.fitting.report.hlo
+    assert step.fitting.report.work.flops < plain.report.work.flops

@@ -173,7 +173,12 @@ def _check(query, key, value, bias, mask, implementation, block) -> None:
             f"mask must be bool, True where a key is attended to; got {mask.dtype}. What is added "
             "to the scores goes in as bias."
         )
-    if implementation not in (None, "xla", "cudnn"):
-        raise JaxmemError(f"implementation is None, 'xla' or 'cudnn'; got {implementation!r}.")
+    check_implementation(implementation)
     if block is not None and min(block) < 1:
         raise JaxmemError(f"block= takes queries and keys of at least 1; got {block}.")
+
+
+def check_implementation(name: str | None) -> None:
+    """Raises `JaxmemError` for an implementation of attention that there is not."""
+    if name not in (None, "xla", "cudnn"):
+        raise JaxmemError(f"implementation is None, 'xla' or 'cudnn'; got {name!r}.")

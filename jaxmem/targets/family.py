@@ -85,6 +85,11 @@ class Family(abc.ABC):
         asks: the answers for a target that is not attached."""
         return {}
 
+    def attention(self, target: Target) -> str:
+        """The implementation of `jax.nn.dot_product_attention` by a kernel of a target's own;
+        empty: it has none."""
+        return ""
+
     def limit_options(self, limit: int | None) -> dict[str, Any]:
         """XLA flags of a step that may take so many bytes of a device, whoever planned it."""
         if not self.limit_option or limit is None:

@@ -108,6 +108,11 @@ class Cuda(Family):
             "is_cuda_compute_capability_equal": lambda one: has == parsed(one),
         }
 
+    def attention(self, target: Target) -> str:
+        """By cuDNN, whose kernel is for Ampere and later."""
+        assert isinstance(target, CudaTarget)
+        return "cudnn" if target.compute_capability >= (8, 0) else ""
+
     def compile(
         self,
         module: bytes,
