@@ -712,7 +712,7 @@ def test_wrong_input_is_told_before_compiling():
     for options, text in (
         (
             {"allow": "bf16"},
-            r"knows no allow='bf16'; the names are 'precision', 'operations', 'kernels', 'statistics', 'm",
+            r"knows no allow='bf16'; the names are 'precision', 'operations', 'kernels', 'stat",
         ),
         ({"keep": ["everything"]}, r"knows no keep='everything'; the names are 'precision', "),
         ({"allow": "precision", "keep": "precision"}, r"to allow 'precision' and to keep it"),
