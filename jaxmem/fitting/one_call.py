@@ -79,8 +79,8 @@ def fit(
             proved to be its share of the whole one: under batch norm each slice is normalised by
             its own statistics; a mean over what a mask leaves becomes a mean of means). That a loss
             is a mean, or a sum, over examples is proved from its program, for every size of slice
-            that is searched; the table names the operation that stands in the way. From ``key`` each slice draws other
-            random numbers (dropout masks) than the whole batch would.
+            that is searched; the table names the operation that stands in the way. From ``key``
+            each slice draws other random numbers (dropout masks) than the whole batch would.
         keep: what may not be done although it does not: ``"batch"`` (no microbatches),
             ``"placement"`` (no transfers to host memory), ``"residuals"`` (no recomputation),
             ``"regions"`` (the loss's own regions, `jax.checkpoint` or ``nn.remat``, stay; else they
