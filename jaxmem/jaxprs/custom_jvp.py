@@ -1,13 +1,17 @@
 """The rule of a `jax.custom_jvp`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.operands import of_some
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 
 def called_by(equation: JaxprEqn) -> Any:

@@ -1,13 +1,14 @@
 """A traced function as one flat list of equations, and how it is evaluated."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import (
@@ -21,6 +22,9 @@ from jaxmem.jaxprs.equations import (
 from jaxmem.jaxprs.merging import Computed
 from jaxmem.jaxprs.opening import opened_scan
 from jaxmem.jaxprs.operands import has_derivative
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,7 +205,7 @@ def flatten_jaxpr(
         nonlocal in_scans
 
         def number(atom):
-            return atom if isinstance(atom, Literal) else numbers[atom]
+            return atom if isinstance(atom, internals.Literal) else numbers[atom]
 
         for equation in jaxpr.eqns:
             if open_regions and equation.primitive.name == "scan":
@@ -240,7 +244,7 @@ def flatten_jaxpr(
 
     def new_const(value) -> Literal:
         value = _as_jax(value)
-        return Literal(value, jax.typeof(value))
+        return internals.Literal(value, jax.typeof(value))
 
     variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     numbers = {variable: new(variable) for variable in variables}

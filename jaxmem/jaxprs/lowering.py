@@ -1,11 +1,12 @@
 """A traced step, lowered for a device that need not be there."""
 
+from __future__ import annotations
+
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import together
@@ -13,6 +14,9 @@ from jaxmem.jaxprs.equations import is_callback
 from jaxmem.jaxprs.flat import Step, flatten_jaxpr
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.placement import HOST, memory_space
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 
 def to_bytecode(lowered, locations: bool = True) -> tuple[bytes, int]:
@@ -47,7 +51,7 @@ def _callbacks() -> list[Primitive]:
     found = [
         value for part in (internals.callback, internals.debugging) for value in vars(part).values()
     ]
-    return [one for one in found if isinstance(one, Primitive) and is_callback(one.name)]
+    return [one for one in found if isinstance(one, internals.Primitive) and is_callback(one.name)]
 
 
 def _left_out(ctx, *_, **__):
