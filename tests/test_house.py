@@ -2,12 +2,14 @@
 
 import ast
 import dataclasses
+import doctest
 import importlib
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import tokenize
 import types
 
 import pytest
@@ -19,10 +21,11 @@ from jaxmem.jaxprs import internals
 
 ROOT = pathlib.Path(jaxmem.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-# Words of one family of targets, which no other wing says but in its documentation.
-# (cuDNN is the name of an implementation of attention in JAX itself.)
+# Words of one family of targets, which no other wing says. (cuDNN is the name of an implementation
+# of attention in JAX itself.)
 OF_A_FAMILY = re.compile(
-    r"cuda|\bgpus?\b|_gpu|gpu_|nvidia|[hav]\d00|\brtx\b|pinned_host|cublas|triton|nccl",
+    r"cuda|\bgpus?\b|_gpu|gpu_|nvidia|[hav]\d00|\brtx\b|pinned_host|cublas|triton|nccl"
+    r"|tensor cores?|\btpus?\b|\bvmem\b",
     re.IGNORECASE,
 )
 
@@ -80,10 +83,23 @@ def test_no_module_is_hidden_by_what_has_its_name():
     assert hidden == []
 
 
-def documentation(tree) -> set[int]:
+def documentation(tree) -> dict[int, str]:
+    """Each docstring by the id of its node, without its examples: those may name any target."""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
     first = [n.body[0] for n in ast.walk(tree) if isinstance(n, owners) and n.body]
-    return {id(node.value) for node in first if isinstance(node, ast.Expr)}
+    told = [one.value for one in first if isinstance(one, ast.Expr)]
+    told = [one for one in told if isinstance(getattr(one, "value", None), str)]
+    parse = doctest.DocTestParser().parse
+    return {
+        id(node): " ".join(part for part in parse(node.value) if isinstance(part, str))
+        for node in told
+    }
+
+
+def comments(file) -> list[str]:
+    with tokenize.open(file) as lines:
+        tokens = tokenize.generate_tokens(lines.readline)
+        return [token.string for token in tokens if token.type == tokenize.COMMENT]
 
 
 def test_what_is_one_familys_is_said_in_targets_alone():
@@ -92,13 +108,14 @@ def test_what_is_one_familys_is_said_in_targets_alone():
         if name.parts[0] == "targets":
             continue
         told = documentation(tree)
+        texts = [*told.values(), *comments(ROOT / name)]
         for node in ast.walk(tree):
-            texts = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
+            texts += [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
             if isinstance(node, ast.Constant) and id(node) not in told:
                 texts.append(node.value)
-            said = [text for text in texts if isinstance(text, str) and OF_A_FAMILY.search(text)]
-            found += [f"{name}:{getattr(node, 'lineno', 0)}: {text}" for text in said]
-    for page in sorted((ROOT / "reports").rglob("*.html")):
+        said = (text for text in texts if isinstance(text, str))
+        found += [f"{name}: {one[0]}" for text in said for one in OF_A_FAMILY.finditer(text)]
+    for page in sorted((*(ROOT / "reports").rglob("*.html"), ROOT / "planning" / "README.md")):
         found += [f"{page.name}: {line}" for line in OF_A_FAMILY.findall(page.read_text())]
     assert found == []
 

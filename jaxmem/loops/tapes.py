@@ -77,7 +77,7 @@ class Tape:
         makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
         for number, variable in enumerate(jaxpr.outvars[made:]):
             # Of a value that is saved in one region and read in another JAX keeps a rounded copy,
-            # and XLA for TPUs a stack of each.
+            # and some of XLA's compilers a stack of each.
             variable = original(makers, variable)
             if isinstance(variable, internals.Literal) or not depends.get(variable, False):
                 place = ("constant", number)

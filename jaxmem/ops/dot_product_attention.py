@@ -47,9 +47,9 @@ def attention(
             attend to no key attends to all alike.
         scale: of the scores; None: ``width ** -0.5``.
         is_causal: a query attends to the keys up to its own place.
-        implementation: None or ``"xla"``: the above. ``"cudnn"``: NVIDIA's kernel, through
-            `jax.nn.dot_product_attention`: faster on the GPUs that have it, bfloat16 and float16
-            only, no ``jvp`` or second derivatives, and no compiling for a GPU that is absent.
+        implementation: None or ``"xla"``: the above. ``"cudnn"``: cuDNN's kernel, through
+            `jax.nn.dot_product_attention`: faster on the devices that have it, bfloat16 and float16
+            only, no ``jvp`` or second derivatives, and no compiling for a device that is absent.
         block: queries and keys of one block; None: up to 1024 of each, fewer where there are many
             heads.
 

@@ -16,7 +16,7 @@ from jaxmem.ops.wide_einsum import tangent_einsum, wide_einsum
 
 # Chosen: 128 MiB of float32 scores at a time; half and twice take 64 MiB less and 128 MiB more.
 _BLOCK = 2**25
-_TILE, _SIDE = 128, 1024  # of a block: tensor cores want whole tiles; more gains nothing
+_TILE, _SIDE = 128, 1024  # of a block: matrix units compute whole tiles. Chosen
 # Queries are [batch, length, groups, heads of a group, width], keys and values [batch, length,
 # groups, width]; scores and what is made of them [batch, groups, queries, heads of a group, ...].
 _SCORES, _VALUES = "bqghd,bkgd->bgqhk", "bgqhk,bkgd->bgqhd"
