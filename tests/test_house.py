@@ -190,6 +190,55 @@ for name, (module, needs) in names.items():
 """
 
 
+# What works without the names that hardly anything needs.
+WITHOUT_FEW = """
+import warnings
+import jax, jax.numpy as jnp, jaxmem, pytest
+from jaxmem.jaxprs import internals
+
+few, real = {"PassManager", "batching", "callback", "source_info_util"}, internals._import
+
+def without(module, name):
+    if name in few:
+        raise ImportError(name)
+    return real(module, name)
+
+internals._import = without
+
+def loss(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+def loud(params, x):
+    jax.debug.print("{}", x[0, 0])
+    return loss(params, x)
+
+args = [jnp.eye(64)] * 8, jnp.ones((512, 64))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    plan = jaxmem.plan(loss, *args, budget="1500KiB")
+    assert plan.regions
+    planned = jax.grad(plan.apply(loss))
+    for one, other in zip(planned(*args), jax.grad(loss)(*args), strict=True):
+        assert jnp.allclose(one, other)
+    assert jaxmem.memory(jax.jit(loss), *args, target="h200").device > 0
+    assert jaxmem.residuals(loss, *args)
+said = "".join(str(one.message) for one in caught if one.category is jaxmem.JaxmemWarning)
+for name in ("batching", "source_info_util"):
+    assert said.count(f".{name}, which jaxmem needs for") == 1, said
+with pytest.raises(NotImplementedError, match="Batching rule"):
+    jax.vmap(planned, (None, 0))(args[0], args[1][None])
+with pytest.raises(jaxmem.JaxmemError, match=r"no jax._src.callback, which jaxmem needs for"):
+    jaxmem.memory(jax.jit(loud), *args, target="h200")
+"""
+
+
+def test_a_name_that_moved_stops_only_what_needs_it():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_FEW], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_any_name_that_may_move_jaxmem_is_imported_and_each_is_told():
     call = [sys.executable, "-W", "ignore", "-c", WITHOUT_NAMES, json.dumps(internals.NAMES)]
     done = subprocess.run(call, capture_output=True, text=True)

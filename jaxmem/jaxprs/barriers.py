@@ -110,8 +110,9 @@ def identity(name: str) -> Primitive:
     primitive.multiple_results = True
     primitive.def_impl(lambda *values: list(values))
     primitive.def_abstract_eval(lambda *values: values)
-    batchers = internals.batching.primitive_batchers
-    batchers[primitive] = lambda values, axes: (primitive.bind(*values), axes)
+    if internals.optional("batching"):
+        batchers = internals.batching.primitive_batchers
+        batchers[primitive] = lambda values, axes: (primitive.bind(*values), axes)
     internals.ad.primitive_transposes[primitive] = _handed_on
     _know_apart(primitive)
     return primitive

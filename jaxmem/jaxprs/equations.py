@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Sharding
 
 from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.sources import user_frames
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -35,7 +36,7 @@ def line_of(equation: JaxprEqn) -> str:
 
 @functools.lru_cache(maxsize=2**14)  # layers that a loop of Python makes have the same tracebacks
 def _frame(traceback) -> Any:
-    frames = list(internals.source_info_util.user_frames(traceback))
+    frames = user_frames(traceback)
     own = (frame for frame in frames if not _is_library(frame.file_name))
     return next(own, frames[0] if frames else None)
 

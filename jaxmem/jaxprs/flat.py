@@ -22,6 +22,7 @@ from jaxmem.jaxprs.equations import (
 from jaxmem.jaxprs.merging import Computed
 from jaxmem.jaxprs.opening import opened_scan
 from jaxmem.jaxprs.operands import has_derivative
+from jaxmem.jaxprs.sources import at_source, no_names
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
@@ -131,15 +132,14 @@ def apply(step: Step, *operands: Any) -> Any:
 def context(step: Step) -> Iterator[None]:
     """What is bound inside belongs to the line and the module of the step."""
     equation = step.equation
-    stack = internals.source_info_util.current_name_stack() + step.name_stack
     traceback = step.located.source_info.traceback
-    with internals.source_info_util.user_context(traceback, name_stack=stack), equation.ctx.manager:
+    with at_source(traceback, step.name_stack, inside=True), equation.ctx.manager:
         yield
 
 
 def inside(step: Step) -> Step:
     """The step as it is in its own `context`, which has its name stack already."""
-    return dataclasses.replace(step, name_stack=internals.source_info_util.new_name_stack())
+    return dataclasses.replace(step, name_stack=no_names())
 
 
 def read(values: dict[int, Any], operand: int | Literal) -> Any:
@@ -250,7 +250,7 @@ def flatten_jaxpr(
     numbers = {variable: new(variable) for variable in variables}
     input_count = len(avals)
     moving.update(have_derivative(range(input_count)))
-    outputs = walk(closed.jaxpr, numbers, internals.source_info_util.new_name_stack())
+    outputs = walk(closed.jaxpr, numbers, no_names())
     return FlatJaxpr(
         tuple(steps),
         tuple(avals),

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem.ground.errors import JaxmemError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import together
-from jaxmem.jaxprs.equations import is_callback
+from jaxmem.jaxprs.equations import find_callback, is_callback
 from jaxmem.jaxprs.flat import Step, flatten_jaxpr
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.placement import HOST, memory_space
@@ -24,7 +25,7 @@ def to_bytecode(lowered, locations: bool = True) -> tuple[bytes, int]:
     partitions it was lowered for."""
     module = lowered.compiler_ir("stablehlo")
     partitions = module.operation.attributes["mhlo.num_partitions"].value
-    if not locations:
+    if not locations and internals.optional("PassManager"):  # else they are in the cache's key
         with module.context:
             module = module.operation.clone()
             internals.PassManager.parse("builtin.module(strip-debuginfo)").run(module)
@@ -34,7 +35,7 @@ def to_bytecode(lowered, locations: bool = True) -> tuple[bytes, int]:
 def lower_for(traced, platform: str):
     """Lowers a traced step for a platform on whatever machine this is. Calls into Python are left
     out: what they return is an array of zeros that is written to memory."""
-    rules = tuple((primitive, _left_out) for primitive in _callbacks())
+    rules = tuple((primitive, _left_out) for primitive in _callbacks_of(traced))
     parameters = internals.mlir.LoweringParameters(override_lowering_rules=rules)
     try:
         return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
@@ -42,6 +43,17 @@ def lower_for(traced, platform: str):
         if "_private_parameters" not in str(error):
             raise
         raise internals.moved("traced.lower(_private_parameters=)") from None
+
+
+def _callbacks_of(traced) -> list[Primitive]:
+    """The operations that are left out of a traced step. A step that has none of them needs none
+    of JAX's names for them."""
+    try:
+        return _callbacks()
+    except JaxmemError:
+        if find_callback(traced.jaxpr.jaxpr):
+            raise
+        return []
 
 
 @functools.cache

@@ -23,7 +23,8 @@ def computed_by(
     primitive.multiple_results = several
     primitive.def_impl(run)
     primitive.def_abstract_eval(abstract)
-    internals.batching.primitive_batchers[primitive] = batched
+    if internals.optional("batching"):
+        internals.batching.primitive_batchers[primitive] = batched
     lowered = internals.mlir.lower_fun(run, multiple_results=several)
     internals.mlir.register_lowering(primitive, lowered)
     return primitive

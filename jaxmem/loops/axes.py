@@ -37,7 +37,8 @@ def _in_front() -> Primitive:
         tangents[0],
     )
     internals.ad.primitive_transposes[identity] = _transposed
-    internals.batching.primitive_batchers[identity] = _batched
+    if internals.optional("batching"):
+        internals.batching.primitive_batchers[identity] = _batched
     internals.mlir.register_lowering(identity, lambda _, value, *operands: [value])
     return identity
 
