@@ -17,8 +17,12 @@ from jaxmem.ops.attention_replacement import AttentionReplacement
 from jaxmem.ops.loss_replacement import LossReplacement
 from jaxmem.ops.patterns import Graph
 
+# Bytes of scores or logits from which on it is worth it. Chosen: half of what the operations
+# compute at a time (`jaxmem.ops.blocks.BLOCK`).
+LEAST = 64 * 2**20
 
-def swap(fun: Callable, *, least: int | str = "64MiB") -> Callable:
+
+def swap(fun: Callable, *, least: int | str = LEAST) -> Callable:
     """``fun`` with `attention` and `softmax_cross_entropy` where it has plain ones.
 
     The function is traced when it is called. Of each matmul that becomes the scores of an attention
@@ -35,7 +39,8 @@ def swap(fun: Callable, *, least: int | str = "64MiB") -> Callable:
 
     Args:
         fun: any JAX function: the loss, usually.
-        least: bytes of a matrix of scores or logits from which on it is worth it.
+        least: bytes of a matrix of scores or logits from which on it is worth it, by default
+            ``"64MiB"``.
 
     Raises:
         JaxmemError: it is not a function, or ``least`` does not parse.

@@ -4,9 +4,7 @@ import jax
 
 from jaxmem.fitting.levers.lever import Lever
 from jaxmem.fitting.sizes import whole
-from jaxmem.ops.swapping import swapped, swaps
-
-_LEAST = 2**26  # bytes of scores or logits on each device: as `jaxmem.ops.swap` has it
+from jaxmem.ops.swapping import LEAST, swapped, swaps
 
 
 class OperationsLever(Lever):
@@ -24,7 +22,7 @@ class OperationsLever(Lever):
     def values(self, workload):
         step, state = workload.step(workload.as_is), workload.state(workload.as_is)
         arguments = state.params, workload.batch, state.model_state, state.key
-        found = swaps(step.plain_loss, jax.tree.map(whole, arguments), _LEAST * workload.devices)
+        found = swaps(step.plain_loss, jax.tree.map(whole, arguments), LEAST * workload.devices)
         if not found:
             if self.name in workload.allow:
                 workload.refused[self.name] = "the loss has no attention and no cross-entropy of "
@@ -42,4 +40,4 @@ class OperationsLever(Lever):
         return "jaxmem.ops"
 
     def loss(self, workload, loss_fn, value):
-        return swapped(loss_fn, _LEAST * workload.devices)
+        return swapped(loss_fn, LEAST * workload.devices)
