@@ -140,12 +140,18 @@ def test_operations_that_hold_no_scores_are_searched_where_they_are_allowed():
     text = " ".join(str(plain).split())
     assert (
         "operations: would put jaxmem.ops in the place of attention and cross-entropy, with other "
-        "rounding; allow=('operations',) (scores float32[4, 8, 1024, 1, 1024], 128.00 MiB, of "
+        "rounding; allow=('operations',). Scores of attention (test_fitting.py:"
     ) in text
+    held = re.search(r"hold ([\d.]+) MiB of ([\d.]+) MiB without recomputation", text)
+    whole, without = float(held[2]), float(held[2]) - float(held[1])
+    assert whole == pytest.approx(plain.as_it_is.projected / MIB, abs=0.01)
+    assert re.search(r"the step would take [\d.]+ ms instead of [\d.]+ ", text)
+    assert "kernels" not in text  # in float32
     step = jaxmem.fit(*given, **options, allow="operations", budget="300MiB")
     chosen = step.fitting.chosen
     assert chosen.levers.operations and "jaxmem.ops" in str(chosen.levers)
     assert chosen.compiled <= 300 * MIB < plain.chosen.compiled
+    assert chosen.compiled / MIB == pytest.approx(without, rel=0.15)
     drawn = jax.random.split(jax.random.key(0), 5)
     values = {
         name: jax.random.normal(key, (64, 64)) / 8
@@ -709,7 +715,7 @@ def test_wrong_input_is_told_before_compiling():
     for options, text in (
         (
             {"allow": "bf16"},
-            r"knows no allow='bf16'; the names are 'precision', 'operations', 'statistics', 'm",
+            r"knows no allow='bf16'; the names are 'precision', 'operations', 'kernels', 'stat",
         ),
         ({"keep": ["everything"]}, r"knows no keep='everything'; the names are 'precision', "),
         ({"allow": "precision", "keep": "precision"}, r"to allow 'precision' and to keep it"),

@@ -84,6 +84,7 @@ class Costs:
             {},
             0,
             open_regions=not self._keeps_regions,
+            target=workload.device,
             gradient_bytes=list(map(bytes_of, jax.tree.leaves(workload.gradients(loss)))),
         )
 

@@ -16,7 +16,7 @@ from jaxmem.fitting.workload import Workload
 from jaxmem.ground.errors import JaxmemWarning
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision
-from jaxmem.targets import LocalDevice, Target
+from jaxmem.targets import LocalDevice, Target, resolve
 from jaxmem.training import TrainStep
 
 
@@ -73,13 +73,14 @@ def fit(
         allow: what may be done although it changes the mathematics: ``"precision"`` (bfloat16
             compute by `jaxmem.autocast`), ``"moments"`` (`jaxmem.optim.small_moments`),
             ``"operations"`` (`jaxmem.ops.swap`: attention and cross-entropy of 64 MiB or more
-            without their scores and logits; the table says what they hold),
-            ``"statistics"`` (microbatches where a slice's loss is not proved to be its share of the
-            whole one: under batch norm each slice is normalised by its own statistics; a mean over
-            what a mask leaves becomes a mean of means). That a loss is a mean, or a sum, over
-            examples is proved from its program, for every size of slice that is searched; the
-            table names the operation that stands in the way. From ``key`` each slice draws other
-            random numbers (dropout masks) than the whole batch would.
+            without their scores and logits; the table says what they hold), ``"kernels"``
+            (attention in 16 bits by the target's own kernel, such as cuDNN's: such a step runs
+            nowhere else), ``"statistics"`` (microbatches where a slice's loss is not proved to be
+            its share of the whole one: under batch norm each slice is normalised by its own
+            statistics; a mean over what a mask leaves becomes a mean of means). That a loss is a
+            mean, or a sum, over examples is proved from its program, for every size of slice that
+            is searched; the table names the operation that stands in the way. From ``key`` each
+            slice draws other random numbers (dropout masks) than the whole batch would.
         keep: what may not be done although it does not: ``"batch"`` (no microbatches),
             ``"placement"`` (no transfers to host memory), ``"residuals"`` (no recomputation),
             ``"regions"`` (the loss's own regions, `jax.checkpoint` or ``nn.remat``, stay; else they
@@ -120,8 +121,10 @@ def fit(
     spread = mesh is not None or devices is not None
     if spread and split is None:
         _tell_of_shardings(params)
-    # Steps are traced on meshes of their own.
-    with jaxprs.mesh_in_force(None) if spread else contextlib.nullcontext():
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(jaxprs.in_place_of_attached(resolve(target)))
+        if spread:  # steps are traced on meshes of their own
+            contexts.enter_context(jaxprs.mesh_in_force(None))
         workload = Workload(
             loss_fn,
             optimizer,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jaxmem.fitting.levers import allowed
+from jaxmem.fitting.levers import LEVERS, allowed
 from jaxmem.fitting.table import Candidate, Fitting, holders
 from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.errors import BudgetError
@@ -34,10 +34,19 @@ class Verdicts:
         key = key_of(best) if best else min(known, key=known.__getitem__, default=None)
         report = None if key is None else reports[key]
         workload = self.workload
-        about = workload.refused, workload.budget, workload.target
+        about = self._refused(best), workload.budget, workload.target
         costs = self.search.costs
         one_liners = tuple(costs.one_liners())
         return Fitting(chosen, tuple(rows), *about, report, costs.written(), one_liners)
+
+    def _refused(self, best: Candidate | None) -> dict[str, str]:
+        """What was not searched and why, with what it would bring."""
+        said = dict(self.workload.refused)
+        for lever in LEVERS.values():
+            for name in said.keys() & lever.allowed.keys() - self.workload.keep:
+                brings = lever.brings(self.search.costs, name, best)
+                said[name] += f". {brings[:1].upper()}{brings[1:]}" if brings else ""
+        return said
 
     def _rows(self, best: Candidate | None) -> Iterator[Candidate]:
         """What was compiled, and one row for each setting of the levers that was not."""

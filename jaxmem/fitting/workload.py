@@ -78,6 +78,7 @@ class Workload:
         budget = "100%" if budget is None else budget
         self.budget = device_budget(budget, self.target.usable_bytes, self.target.name)
         self.refused: dict[str, str] = {}
+        self.found: dict[tuple[str, Any], Any] = {}  # what levers know of the loss
         self.reduction: str | None = None
         self._steps: dict[Levers, TrainStep] = {}  # before they are planned
         self._states: dict[Levers, TrainState] = {}
@@ -149,9 +150,15 @@ class Workload:
     @property
     def ways(self) -> int:
         """Over how many devices the examples of a batch are spread."""
+        mesh, rows = self.rows
+        return math.prod(mesh.shape[axis] for axis in rows) if mesh else 1
+
+    @property
+    def rows(self) -> tuple[Mesh | AbstractMesh | None, tuple[str, ...]]:
+        """The mesh, and the axes of it that the examples of a batch are spread over."""
         if self.mesh is None:
-            return 1
-        return math.prod(self.mesh.shape[axis] for axis in self.meshes.sharding(self.shape, 1).rows)
+            return None, ()
+        return self.mesh, self.meshes.sharding(self.shape, 1).rows
 
     def may(self, name: str) -> bool:
         """Whether something may be searched; if not, ``refused`` says why."""

@@ -3,6 +3,7 @@
 Tested on jax 0.10.2 to 0.12. What differs between versions is met here and nowhere else.
 """
 
+from jaxmem.jaxprs.attached import in_place_of_attached as in_place_of_attached
 from jaxmem.jaxprs.barriers import (
     BARRIERS as BARRIERS,
     after as after,

@@ -8,7 +8,9 @@ A version of JAX that moves one breaks the feature that needs it, with a `Jaxmem
 import functools
 import importlib
 import warnings
+from collections.abc import Callable
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 from jaxmem.ground.errors import JaxmemError, JaxmemWarning
@@ -40,7 +42,13 @@ NAMES = {
     "ad": ("jax._src.interpreters", "planned functions, loops with a budget, jaxmem.ops"),
     "batching": ("jax._src.interpreters", "jax.vmap of planned functions"),
     "callback": ("jax._src", "reports of steps that call into Python"),
+    "custom_partitioning_p": (
+        "jax._src.custom_partitioning",
+        "jax.custom_partitioning on absent devices",
+    ),
     "debugging": ("jax._src", "reports of steps that call into Python"),
+    "dispatch": ("jax._src", "calls into Python of steps on several absent devices"),
+    "fused_attention_stablehlo": ("jax._src.cudnn", "attention by a kernel of the device's own"),
     "hlo": ("jax._src.lib.mlir.dialects", "plans on several devices"),
     "jaxpr_as_fun": ("jax.extend.core", "plans of loops, loops with a budget, policies over names"),
     "mlir": (
@@ -117,6 +125,21 @@ def moved(what: str, needs: str = "") -> JaxmemError:
         f"({version('jaxmem')}) was tested with jax 0.10.2 to 0.12: install one of those, or a "
         "newer jaxmem."
     )
+
+
+@functools.cache
+def intercept(module: ModuleType, name: str, answer: Callable) -> None:
+    """Has a function of JAX's answered by ``answer(function, *args)`` from now on, which has a
+    context in which it answers otherwise: another thread may be in another one. Where this version
+    of JAX has no such function, nothing asks it."""
+    function = getattr(module, name, None)
+    if function is not None:
+
+        @functools.wraps(function)
+        def answered(*args):
+            return answer(function, *args)
+
+        setattr(module, name, answered)
 
 
 def _import(module: str, name: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +19,9 @@ from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.placement import HOST, memory_space
 
 if TYPE_CHECKING:
-    from jax.extend.core import Primitive
+    from jax.extend.core import ClosedJaxpr, Primitive
+
+_lowering: contextvars.ContextVar[bool] = contextvars.ContextVar("_lowering", default=False)
 
 
 def to_bytecode(lowered, locations: bool = True) -> tuple[bytes, int]:
@@ -34,15 +38,56 @@ def to_bytecode(lowered, locations: bool = True) -> tuple[bytes, int]:
 
 def lower_for(traced, platform: str):
     """Lowers a traced step for a platform on whatever machine this is. Calls into Python are left
-    out: what they return is an array of zeros that is written to memory."""
-    rules = tuple((primitive, _left_out) for primitive in _callbacks_of(traced))
-    parameters = internals.mlir.LoweringParameters(override_lowering_rules=rules)
+    out: what they return is an array of zeros that is written to memory.
+
+    Raises:
+        JaxmemError: XLA would call Python to cut an operation over devices.
+    """
+    rules = [(primitive, _left_out) for primitive in _callbacks_of(traced)]
+    if internals.optional("custom_partitioning_p"):
+        rules.append((internals.custom_partitioning_p, _not_cut))
+    parameters = internals.mlir.LoweringParameters(override_lowering_rules=tuple(rules))
+    if internals.optional("dispatch"):
+        internals.intercept(
+            internals.dispatch, "jaxpr_has_prim_requiring_devices", _requires_devices
+        )
+    token = _lowering.set(True)
     try:
         return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     except TypeError as error:
         if "_private_parameters" not in str(error):
             raise
         raise internals.moved("traced.lower(_private_parameters=)") from None
+    finally:
+        _lowering.reset(token)
+
+
+def _requires_devices(function: Callable, jaxpr: Any) -> bool:
+    """JAX refuses to lower for devices that are not there what calls into Python; that is left out
+    here."""
+    return not _lowering.get() and function(jaxpr)
+
+
+def _not_cut(ctx, *values, call: ClosedJaxpr, **_):
+    """An operation of `jax.custom_partitioning` where a device has its own part of its operands."""
+    context = ctx.module_context.axis_context
+    if getattr(context, "num_devices", 1) != 1 and not _is_manual(context):
+        name = call.jaxpr.debug_info.func_name
+        raise JaxmemError(
+            f"{name} is a jax.custom_partitioning, which XLA cuts over devices by calling into "
+            "Python. That cannot be compiled for devices that are not there. Call it in "
+            "jax.shard_map over all axes of the mesh, where each device has its own part of the "
+            "arrays."
+        )
+    return internals.mlir.lower_fun(internals.jaxpr_as_fun(call), multiple_results=True)(
+        ctx, *values
+    )
+
+
+def _is_manual(context: Any) -> bool:
+    """Whether all axes of the mesh are those of a `jax.shard_map`."""
+    mesh = getattr(context, "mesh", None)
+    return mesh is not None and set(context.manual_axes) == set(mesh.axis_names)
 
 
 def _callbacks_of(traced) -> list[Primitive]:

@@ -195,7 +195,7 @@ class AttentionReplacement:
         leaves = tuple(
             self._arranged(jaxprs.read(values, leaf), frame) for leaf, frame in self.leaves
         )
-        out = attend(query, key.astype(dtype), value.astype(dtype), leaves, self._modify, False)
+        out = self._attended(query, key.astype(dtype), value.astype(dtype), leaves)
         named = [*first, self.row, *others, *heads, -1]
         out = out.reshape([*(self.shape[axis] for axis in named[:-1]), out.shape[-1]])
         free = [axis for axis in self.share if axis not in (*self.share_batch, *self.summed)]
@@ -203,6 +203,11 @@ class AttentionReplacement:
         aval = self.end.equation.outvars[0].aval
         out = out.transpose([named.index(axis) for axis in wanted]).astype(aval.dtype)
         return {self.end.outputs[0]: out}
+
+    def _attended(self, query, key, value, leaves) -> jax.Array:
+        """``[batch, queries, groups, heads, value width]``, of queries like it and of keys and
+        values ``[batch, keys, groups, width]``."""
+        return attend(query, key, value, leaves, self._modify, False)
 
 
 class _MatmulOperand:

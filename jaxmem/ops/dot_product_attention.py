@@ -49,7 +49,8 @@ def attention(
         is_causal: a query attends to the keys up to its own place.
         implementation: None or ``"xla"``: the above. ``"cudnn"``: cuDNN's kernel, through
             `jax.nn.dot_product_attention`: faster on the devices that have it, bfloat16 and float16
-            only, no ``jvp`` or second derivatives, and no compiling for a device that is absent.
+            only, no ``jvp`` or second derivatives. With axes of a mesh that are not those of a
+            `jax.shard_map` it is not compiled for devices that are absent.
         block: queries and keys of one block; None: up to 1024 of each, fewer where there are many
             heads.
 
@@ -172,7 +173,12 @@ def _check(query, key, value, bias, mask, implementation, block) -> None:
             f"mask must be bool, True where a key is attended to; got {mask.dtype}. What is added "
             "to the scores goes in as bias."
         )
-    if implementation not in (None, "xla", "cudnn"):
-        raise JaxmemError(f"implementation is None, 'xla' or 'cudnn'; got {implementation!r}.")
+    check_implementation(implementation)
     if block is not None and min(block) < 1:
         raise JaxmemError(f"block= takes queries and keys of at least 1; got {block}.")
+
+
+def check_implementation(name: str | None) -> None:
+    """Raises `JaxmemError` for an implementation of attention that there is not."""
+    if name not in (None, "xla", "cudnn"):
+        raise JaxmemError(f"implementation is None, 'xla' or 'cudnn'; got {name!r}.")

@@ -14,15 +14,17 @@ from jaxmem.ground.bytes import format_bytes, parse_budget
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.progress import tell
 from jaxmem.ops.attention_replacement import AttentionReplacement
+from jaxmem.ops.dot_product_attention import check_implementation
+from jaxmem.ops.kernel_replacement import Kernel, KernelReplacement, calling
 from jaxmem.ops.loss_replacement import LossReplacement
-from jaxmem.ops.patterns import Graph
+from jaxmem.ops.patterns import Graph, Match
 
 # Bytes of scores or logits from which on it is worth it. Chosen: half of what the operations
 # compute at a time (`jaxmem.ops.blocks.BLOCK`).
 LEAST = 64 * 2**20
 
 
-def swap(fun: Callable, *, least: int | str = LEAST) -> Callable:
+def swap(fun: Callable, *, least: int | str = LEAST, implementation: str | None = None) -> Callable:
     """``fun`` with `attention` and `softmax_cross_entropy` where it has plain ones.
 
     The function is traced when it is called. Of each matmul that becomes the scores of an attention
@@ -41,9 +43,13 @@ def swap(fun: Callable, *, least: int | str = LEAST) -> Callable:
         fun: any JAX function: the loss, usually.
         least: bytes of a matrix of scores or logits from which on it is worth it, by default
             ``"64MiB"``.
+        implementation: of attention, as `attention` has it. The one of the device's own takes the
+            place of attention in bfloat16 or float16 whose scores are scaled, and masked by a
+            causal mask or not at all; of other attention `attention` does, as with None.
 
     Raises:
-        JaxmemError: it is not a function, or ``least`` does not parse.
+        JaxmemError: it is not a function, ``least`` does not parse, or there is no such
+            implementation.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def attend(x):
@@ -56,6 +62,9 @@ def swap(fun: Callable, *, least: int | str = LEAST) -> Callable:
     if not callable(fun) or isinstance(fun, type):
         raise JaxmemError(f"jaxmem.ops.swap takes a function of arrays; got {fun!r}.")
     size = parse_budget(least, None)
+    check_implementation(implementation)
+    own = implementation not in (None, "xla")
+    kernel = calling(str(implementation)) if own else None
 
     def say(found: list[Swap]) -> None:
         name = getattr(fun, "__qualname__", repr(fun))
@@ -63,7 +72,19 @@ def swap(fun: Callable, *, least: int | str = LEAST) -> Callable:
         for said in map(str, found) if found else [f"{nothing} {name}"]:
             tell(f"jaxmem.ops.swap: {said}")
 
-    return swapped(fun, size, say)
+    return swapped(fun, Wanted(size, kernel=kernel, name=implementation or ""), say)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is to be put in place: from how many bytes of a matrix on, `jaxmem.ops`
+    (``operations``), and in the place of attention a kernel of the device's, by name, where that
+    takes it."""
+
+    least: int
+    operations: bool = True
+    kernel: Kernel | None = None
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +96,7 @@ class Swap:
     kind: str
     aval: Any
     line: str
+    by_kernel: bool = False
 
     @property
     def matrix(self) -> str:
@@ -87,13 +109,13 @@ class Swap:
 
 
 def swapped(
-    fun: Callable, least: int, told: Callable[[list[Swap]], Any] = lambda found: None
+    fun: Callable, wanted: Wanted, told: Callable[[list[Swap]], Any] = lambda found: None
 ) -> Callable:
     """``fun`` as `swap` makes it; ``told`` is called with what was found whenever it is traced."""
 
     def evaluate(call, leaves):
         flat = jaxprs.flatten(call, leaves)
-        swapper = _Swapper(least)
+        swapper = _Swapper(wanted)
         results = swapper.run(flat, [*flat.consts, *leaves])
         told(swapper.found)
         return jax.tree.unflatten(flat.out_tree, results)
@@ -106,16 +128,16 @@ def swapped(
     return run
 
 
-def swaps(fun: Callable, args: tuple, least: int) -> list[Swap]:
+def swaps(fun: Callable, args: tuple, wanted: Wanted) -> list[Swap]:
     """What `swap` would put in place, given abstract arguments."""
     found: list[Swap] = []
-    jax.eval_shape(swapped(fun, least, found.extend), *args)
+    jax.eval_shape(swapped(fun, wanted, found.extend), *args)
     return found
 
 
 class _Swapper:
-    def __init__(self, least: int):
-        self.least = least
+    def __init__(self, wanted: Wanted):
+        self.wanted = wanted
         self.found: list[Swap] = []
 
     def run(self, flat: jaxprs.FlatJaxpr, inputs: Sequence[Any]) -> list[Any]:
@@ -179,21 +201,32 @@ class _Swapper:
                 continue
             aval = step.equation.outvars[0].aval
             size = aval.size * aval.dtype.itemsize
-            if size < self.least or not jnp.issubdtype(aval.dtype, jnp.floating):
+            if size < self.wanted.least or not jnp.issubdtype(aval.dtype, jnp.floating):
                 continue
             match = graph.match(at)
             if match is None:
                 continue
-            replacement: Any = LossReplacement.of(graph, match)
-            # Of an attention some operations run again as they are, where no axis is explicit.
-            moved = match.moved or jaxprs.has_explicit_axes(aval)
-            if replacement is None and not moved:
-                replacement = AttentionReplacement.of(graph, match)
+            replacement = self._replacement(graph, match, aval)
             if replacement:
                 found |= dict.fromkeys(match.results, replacement)
                 kind = "scores" if isinstance(replacement, AttentionReplacement) else "logits"
-                self.found.append(Swap(replacement.name, kind, aval, step.line))
+                by_kernel = isinstance(replacement, KernelReplacement)
+                self.found.append(Swap(replacement.name, kind, aval, step.line, by_kernel))
         return found
+
+    def _replacement(self, graph: Graph, match: Match, aval: Any) -> Any:
+        wanted = self.wanted
+        replacement: Any = LossReplacement.of(graph, match)
+        # Of an attention some operations run again as they are, where no axis is explicit.
+        if replacement is None and not match.moved and not jaxprs.has_explicit_axes(aval):
+            if wanted.kernel:
+                replacement = KernelReplacement.with_kernel(
+                    graph, match, wanted.kernel, wanted.name
+                )
+            if replacement:
+                return replacement
+            replacement = AttentionReplacement.of(graph, match)
+        return replacement if wanted.operations else None
 
 
 def _results(graph: Graph, replacements: dict[int, Any], at: int, values: dict[int, Any]) -> Any:

@@ -9,6 +9,7 @@ from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
 from jaxmem.jaxprs.expansion import EXPANDED, expansion
 from jaxmem.jaxprs.flat import Step
 from jaxmem.jaxprs.linearity import has_linear_rule
+from jaxmem.program.attention import ATTENTION, attention_flops
 from jaxmem.program.derivatives import DERIVATIVES
 
 # XLA fuses these into their consumers or producers: recomputing one costs no FLOPs worth counting
@@ -215,6 +216,9 @@ def flops(equation) -> int:
         return contraction_flops(name, avals, equation.outvars[0].aval, equation.params)
     if name in EXPANDED:
         return sum(map(flops, expansion(equation).jaxpr.eqns))
+    if name in ATTENTION:
+        avals = [variable.aval for variable in equation.invars]
+        return attention_flops(name, avals, equation.params)
     bodies = [sum(map(flops, jaxpr.eqns)) for jaxpr in _forward(equation)]
     if name == "cond":
         return max(bodies, default=0)

@@ -45,7 +45,7 @@ def bound_of(plan: Any) -> Bound | None:
     if plan._call is None or plan.predicted.host_bytes:
         return None
     fun, args, kwargs, how = plan._call
-    traced = TracedFunction(fun, args, kwargs, how["argnums"], how["has_aux"])
+    traced = TracedFunction(fun, args, kwargs, how["argnums"], how["has_aux"], target=how["target"])
     if traced.spread(traced.flat).mesh is not None:
         return None
     graph = graph_of(traced)

@@ -219,7 +219,8 @@ def pareto(
     check_call(fun, args, kwargs, "jaxmem.pareto")
     check_count("jaxmem.pareto", "points", points, 2)
     constraints = Constraints.parse(None, reserved, target, planner, regions=regions)
-    traced = TracedFunction(fun, args, kwargs, argnums, open_regions=regions == "open")
+    opens, device = regions == "open", constraints.device
+    traced = TracedFunction(fun, args, kwargs, argnums, False, opens, target=device)
     traced.check_loss("jaxmem.pareto", scalar=False)
     program = traced.program
     found = constraints.planner(program)

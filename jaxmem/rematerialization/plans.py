@@ -85,7 +85,8 @@ def plan(
     check_call(fun, args, kwargs, "jaxmem.plan")
     check_count("jaxmem.plan", "compilations", compilations, 0)
     constraints = Constraints.parse(budget, reserved, target, planner, offload, regions)
-    traced = TracedFunction(fun, args, kwargs, argnums, has_aux, regions == "open")
+    opens, device = regions == "open", constraints.device
+    traced = TracedFunction(fun, args, kwargs, argnums, has_aux, opens, target=device)
     traced.check_loss("jaxmem.plan", scalar=target is not None and compilations > 0)
     own = AsWritten(traced, constraints) if traced.program.opened else None
     if target is None or not compilations:

@@ -81,7 +81,8 @@ def remat_policy(
         check_function(fun, "jaxmem.remat_policy")
         check_call(fun, args, kwargs, "jaxmem.remat_policy")
         limits = Limits.parse(budget, reserved, target)
-        return shaped_policy(TracedFunction(fun, args, kwargs, argnums), limits)
+        traced = TracedFunction(fun, args, kwargs, argnums, target=limits.target)
+        return shaped_policy(traced, limits)
 
     if budget is not None or reserved != 0:
         raise JaxmemError(

@@ -19,13 +19,14 @@ from jaxmem.ground.errors import JaxmemError, PlanError
 from jaxmem.ground.garbage import uncollected
 from jaxmem.ground.words import counted
 from jaxmem.program import Program, read_program, size_of
+from jaxmem.targets import LocalDevice, Target
 
 
 class TracedFunction:
     """A function, its arguments, and the program that it is on one of the devices that they are on;
     the user's own regions are written in place, unless ``open_regions`` is false.
     ``gradient_bytes`` are those of one device in the end, of each differentiated array, where it
-    is known how gradients are spread."""
+    is known how gradients are spread; ``target`` is what it is traced for."""
 
     @uncollected()
     def __init__(
@@ -37,8 +38,9 @@ class TracedFunction:
         has_aux: bool = False,
         open_regions: bool = True,
         gradient_bytes: Sequence[int] | None = None,
+        target: Target | LocalDevice | None = None,
     ):
-        self.has_aux = has_aux
+        self.has_aux, self._target = has_aux, target
         self._spreads: dict[int, jaxprs.Spread] = {}  # each keeps its jaxpr, and its id
         wanted = _differentiated(argnums, args)
         args = tuple(
@@ -46,7 +48,7 @@ class TracedFunction:
         )
         with array_call(fun, args, kwargs) as call:
             self.leaves, self.value = call.leaves, call.value
-            with noted(name_of(fun), fun, args, kwargs):
+            with noted(name_of(fun), fun, args, kwargs), jaxprs.in_place_of_attached(target):
                 self.closed, self.out_tree = jaxprs.traced_jaxpr(call.fun, call.leaves)
         self.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree, open_regions, merge=True)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
@@ -83,7 +85,8 @@ class TracedFunction:
 
     def read(self, flat: jaxprs.FlatJaxpr) -> Program:
         """The program of the function, or of what was made of it."""
-        program = read_program(flat, self._differentiated, spread=self.spread(flat))
+        with jaxprs.in_place_of_attached(self._target):  # derivatives of the user's own are traced
+            program = read_program(flat, self._differentiated, spread=self.spread(flat))
         return dataclasses.replace(program, gradient_sizes=self._gradient_sizes)
 
     def _propagated_gradients(self) -> dict[int, int]:

@@ -152,7 +152,8 @@ def compiling(
     with uncollected():
         if isinstance(target, LocalDevice):
             return _Attached(jitted, args, kwargs, target, options)
-        return _Absent(jitted, args, kwargs, target, options, timeline, stacklevel)
+        with jaxprs.in_place_of_attached(target):
+            return _Absent(jitted, args, kwargs, target, options, timeline, stacklevel)
 
 
 def _check_offload(traced, lowered, hlo: str) -> None:

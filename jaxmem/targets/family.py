@@ -20,6 +20,7 @@ class Family(abc.ABC):
     Attributes:
         name: by which `Target.family` names it.
         platform: what JAX lowers a step for.
+        backend: what `jax.default_backend` is where one is attached.
         versions: of the compiler, for the command that installs it.
         licence: what to know of its licence; empty: nothing.
         example: a target to name in messages, and to plan for where none is named.
@@ -41,13 +42,14 @@ class Family(abc.ABC):
         splitting: what cuts the sums of matmuls into parts (`Rules.parts`), made of its own fields;
             None: nothing does.
         custom_calls: what calls of kernels that are not XLA's compute, by what their names begin
-            with, the longest first: a "dot", a "convolution", or its "gradient of the input" or
-            "gradient of the kernel".
+            with, the longest first: a "dot", an "attention", a "convolution", or its
+            "gradient of the input" or "gradient of the kernel".
         checks_code: whether `jaxmem.fit` has code generated for the step that it returns.
     """
 
     name: str
     platform: str
+    backend: str
     versions: str
     licence: str = ""
     example: str
@@ -77,6 +79,16 @@ class Family(abc.ABC):
         if copies:
             options |= self.copying_options
         return options | self.limit_options(limit)
+
+    def answers(self, target: Target) -> dict[str, Callable[..., Any]]:
+        """What JAX asks of the attached device while it traces, by the name of its function that
+        asks: the answers for a target that is not attached."""
+        return {}
+
+    def attention(self, target: Target) -> str:
+        """The implementation of `jax.nn.dot_product_attention` by a kernel of a target's own;
+        empty: it has none."""
+        return ""
 
     def limit_options(self, limit: int | None) -> dict[str, Any]:
         """XLA flags of a step that may take so many bytes of a device, whoever planned it."""

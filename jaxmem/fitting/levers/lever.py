@@ -8,6 +8,7 @@ import optax
 if TYPE_CHECKING:
     from jaxmem.fitting.costs import Costs
     from jaxmem.fitting.levers.setting import Levers
+    from jaxmem.fitting.table import Candidate
     from jaxmem.fitting.workload import Workload
 
 
@@ -74,6 +75,11 @@ class Lever:
     def seconds(self, workload: "Workload", levers: "Levers") -> float:
         """What a value that is not neutral adds to a step outside the loss and its gradient."""
         return 0.0
+
+    def brings(self, costs: "Costs", name: str, best: "Candidate | None") -> str:
+        """What a permission that was not given would bring to the step that was chosen (None: none
+        was), in a clause; empty: nothing is known of that."""
+        return ""
 
     def least(self, workload: "Workload", value: Any) -> Any:
         """The value of which the loss takes no more time than of this one: `fit` asks how long a

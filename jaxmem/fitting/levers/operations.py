@@ -4,40 +4,92 @@ import jax
 
 from jaxmem.fitting.levers.lever import Lever
 from jaxmem.fitting.sizes import whole
-from jaxmem.ops.swapping import LEAST, swapped, swaps
+from jaxmem.ground.bytes import format_bytes
+from jaxmem.ops.kernel_replacement import calling
+from jaxmem.ops.swapping import LEAST, Swap, Wanted, swapped, swaps
+from jaxmem.targets import family_of
+
+_KERNELS = "kernels"
+_OF = {"scores": "attention", "logits": "the loss"}
 
 
 class OperationsLever(Lever):
     """``operations``: whether `jaxmem.ops` are in the place of the loss's plain attention and
-    cross-entropy."""
+    cross-entropy (True), or a kernel of the device's own in that of attention (``"kernels"``)."""
 
     name = "operations"
     allowed = {  # noqa: RUF012
         "operations": "put jaxmem.ops in the place of attention and cross-entropy, with other "
-        "rounding"
+        "rounding",
+        _KERNELS: "put the device's own kernel in the place of attention, with other rounding; no "
+        "other device runs such a step",
     }
     changes_state = False
     changes_loss = own_ratio = True
 
     def values(self, workload):
-        step, state = workload.step(workload.as_is), workload.state(workload.as_is)
-        arguments = state.params, workload.batch, state.model_state, state.key
-        found = swaps(step.plain_loss, jax.tree.map(whole, arguments), LEAST * workload.devices)
+        found = self._found(workload, True)
         if not found:
             if self.name in workload.allow:
                 workload.refused[self.name] = "the loss has no attention and no cross-entropy of "
                 workload.refused[self.name] += "64 MiB or more"
             return [False]
+        values: list[bool | str] = [False]
         if workload.may(self.name):
-            return [False, True]
-        if self.name not in workload.keep:
-            largest = max(found, key=lambda one: one.aval.size)
-            together = ", on all devices together" if workload.devices > 1 else ""
-            workload.refused[self.name] += f" ({largest.matrix}{together})"
-        return [False]
+            values.append(True)
+        if self._found(workload, _KERNELS) and workload.may(_KERNELS):
+            values.append(_KERNELS)
+        return values
+
+    def brings(self, costs, name, best):
+        value = _KERNELS if name == _KERNELS else True
+        workload = costs.workload
+        if not (found := self._found(workload, value)):
+            return ""
+        before = best.levers if best else workload.as_is
+        after = before.replace(operations=value)
+        plain, less = (costs.unplanned(levers).projected for levers in (before, after))
+        lines = {one.kind: one.line for one in found}
+        kinds = {kind: of for kind, of in _OF.items() if kind in lines}
+        what = " and ".join(f"{kind} of {of} ({lines[kind]})" for kind, of in kinds.items())
+        held = format_bytes(max(plain - less, 0))
+        said = f"{what} hold {held} of {format_bytes(plain)} without recomputation (projected)"
+        plan = costs.plan(after, workload.budget)
+        if best is None or isinstance(plan, int):
+            return said
+        seconds = costs.priced(after, plan).seconds
+        return f"{said}; the step would take {_ms(seconds)} ms instead of {_ms(best.seconds)}"
+
+    def _found(self, workload, value) -> list[Swap]:
+        """What a value puts something in the place of."""
+        key = self.name, value
+        if key not in workload.found:
+            step, state = workload.step(workload.as_is), workload.state(workload.as_is)
+            arguments = state.params, workload.batch, state.model_state, state.key
+            wanted = self._wanted(workload, value)
+            found = swaps(step.plain_loss, jax.tree.map(whole, arguments), wanted)
+            by_kernel = value == _KERNELS
+            workload.found[key] = [one for one in found if one.by_kernel or not by_kernel]
+        return workload.found[key]
+
+    def _wanted(self, workload, value) -> Wanted:
+        least = LEAST * workload.devices
+        device = workload.device
+        name = family_of(device).attention(device) if value == _KERNELS else ""
+        if not name:
+            return Wanted(least, operations=value is True)
+        mesh, rows = workload.rows
+        cut = mesh and any(mesh.shape[axis] > 1 for axis in mesh.shape if axis not in rows)
+        kernel = None if cut else calling(name, mesh, rows)  # the model may cut its heads
+        return Wanted(least, self.name in workload.allow, kernel, name)
 
     def text(self, value):
-        return "jaxmem.ops"
+        return "jaxmem.ops" if value is True else "the device's attention"
 
     def loss(self, workload, loss_fn, value):
-        return swapped(loss_fn, LEAST * workload.devices)
+        return swapped(loss_fn, self._wanted(workload, value))
+
+
+def _ms(seconds: float) -> str:
+    """As the table has it."""
+    return f"{1e3 * seconds:.4g}"

@@ -44,14 +44,12 @@ def policy_of(
     check_function(fun, "Plan.as_policy")
     check_call(fun, args, kwargs, "Plan.as_policy")
     check_count("Plan.as_policy", "compilations", limits["compilations"], 0)
-    traced = TracedFunction(fun, args, kwargs, how["argnums"], how["has_aux"])
-    if plan.own_regions.kept:
-        whole = TracedFunction(fun, args, kwargs, how["argnums"], how["has_aux"], False)
-    else:
-        whole = traced
-    plan.check(whole.program.fingerprint, input_names(whole.program, fun, args, kwargs))
     chosen = target or how.get("target") or (resolve(plan.target) if plan.target else None)
     known = resolve(chosen).known if chosen is not None else None
+    given = fun, args, kwargs, how["argnums"], how["has_aux"]
+    traced = TracedFunction(*given, target=known)
+    whole = TracedFunction(*given, False, target=known) if plan.own_regions.kept else traced
+    plan.check(whole.program.fingerprint, input_names(whole.program, fun, args, kwargs))
     allowed = Limits(plan.allowance, known, **limits)
     traced.check_loss("Plan.as_policy", scalar=known is not None and allowed.compilations > 0)
     return named_policy(traced, allowed, fixed)

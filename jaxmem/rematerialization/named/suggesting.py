@@ -78,7 +78,7 @@ def suggest_names(
         raise PlanError(f"most= is a number of rows, 1 to {_WEIGHED}; got {most!r}.")
     limits = Limits.parse(budget, reserved, target, offload)
     known, rates = limits.target, limits.rates
-    traced = TracedFunction(fun, args, kwargs, argnums, has_aux)
+    traced = TracedFunction(fun, args, kwargs, argnums, has_aux, target=known)
     traced.check_loss("jaxmem.suggest_names", scalar=False)
     collected, regions = _collected(traced, known, rates)
     return _suggestions(collected, regions, rates, limits.budget, known, most)

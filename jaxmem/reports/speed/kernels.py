@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 
+from jaxmem.reports.xla.attention import attention_of, is_attention
 from jaxmem.reports.xla.hlo import SHAPE, Lines, operands_of, operation_of
 from jaxmem.reports.xla.traffic import traffic
 from jaxmem.reports.xla.work import Work, contractions
@@ -61,6 +62,8 @@ def kernel_of(name: str, computation: Lines, computations: Mapping[str, Lines]) 
 
 
 def _contraction(line: str, computation: Lines, work: Work) -> Contraction:
+    if is_attention(line):
+        return _scores(line, computation)
     kind = "convolution" if work.convolutions else "matmul"
     shapes = [SHAPE.search(computation[name]) for name in operands_of(line)]
     if operation_of(line) == "custom-call":  # a kernel may take masks and numbers of blocks too
@@ -79,6 +82,14 @@ def _contraction(line: str, computation: Lines, work: Work) -> Contraction:
         batch, columns = 1, max(round((right / depth) or 1), 1)
         rows = max(result // columns, 1)
     return Contraction(kind, dtype, _precision(line), rows, columns, depth, batch)
+
+
+def _scores(line: str, computation: Lines) -> Contraction:
+    """The first matmul of an attention: the others are like it."""
+    one, query = attention_of(line, computation), SHAPE.search(computation[operands_of(line)[0]])
+    *batch, rows, columns = one.scores
+    dtype = _DTYPES.get(query[1], "float8") if query else "float32"
+    return Contraction("matmul", dtype, "default", rows, columns, one.width, math.prod(batch))
 
 
 def _elements(shape: re.Match | None) -> int:

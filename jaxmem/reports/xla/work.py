@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from jaxmem.ground.errors import JaxmemError
+from jaxmem.reports.xla.attention import attention_of
 from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.hlo import (
     CALLED,
@@ -106,6 +107,9 @@ def _work_of(line: str, computation: Lines) -> Work:
     if kind == "dot":
         contracted = r'"lhs_contracting_dimensions":\["?([\d,"]*)\]'
         return Work(_dot_flops(line, computation, contracted), matmuls=1)
+    if kind == "attention":
+        attention = attention_of(line, computation)
+        return Work(attention.flops, matmuls=attention.matmuls)
     if kind:
         return Work(_convolution_flops(line, computation, kind), convolutions=1)
     estimate = _ESTIMATE.search(line)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmem.ground.errors import JaxmemError
@@ -17,11 +17,15 @@ from jaxmem.targets.family import Family
 from jaxmem.targets.rules import Rules
 from jaxmem.targets.workers import start_one
 
+# The least that the plugin of jax 0.12 takes: ``nvidia-cudnn-cu13`` in its metadata.
+_CUDNN = 91200
+
 
 class Cuda(Family):
     """XLA's compiler for CUDA."""
 
     name = platform = "cuda"
+    backend = "gpu"
     versions = "13, or 12 for V100 (default: 13)"
     example = "h200"
     multiple = 8  # tensor cores take tiles of 8 (NVIDIA, Deep learning performance guide)
@@ -50,6 +54,7 @@ class Cuda(Family):
         "__cudnn$convBackwardInput": "gradient of the input",
         "__cudnn$convBackwardFilter": "gradient of the kernel",
         "__cudnn$conv": "convolution",
+        "__cudnn$fmha": "attention",
     }
 
     splitting = Splitting
@@ -88,6 +93,25 @@ class Cuda(Family):
     def targets(self) -> dict[str, Target]:
         """The GPUs of ``targets.csv``."""
         return known_gpus()
+
+    def answers(self, target: Target) -> dict[str, Callable[..., Any]]:
+        """For `jax.nn.dot_product_attention` by cuDNN."""
+        assert isinstance(target, CudaTarget)
+        has = target.compute_capability
+
+        def parsed(capability: str) -> tuple[int, ...]:
+            return tuple(map(int, capability.split(".")))
+
+        return {
+            "check_cudnn_version": lambda: _CUDNN,
+            "check_compute_capability": lambda least: has >= parsed(least),
+            "is_cuda_compute_capability_equal": lambda one: has == parsed(one),
+        }
+
+    def attention(self, target: Target) -> str:
+        """By cuDNN, whose kernel is for Ampere and later."""
+        assert isinstance(target, CudaTarget)
+        return "cudnn" if target.compute_capability >= (8, 0) else ""
 
     def compile(
         self,

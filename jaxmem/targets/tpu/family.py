@@ -17,7 +17,7 @@ from jaxmem.targets.workers import start_one
 class Tpu(Family):
     """XLA's compiler for TPUs."""
 
-    name = platform = "tpu"
+    name = platform = backend = "tpu"
     versions = "the libtpu that this JAX is made for"
     licence = LICENCE
     example = "v5e"

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jaxmem.levers.batch.independence.kinds import Each, Free, Kind, Total, close, mean_growth
 from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.program.attention import ATTENTION_DERIVATIVES
 
 # Operations that a sum over examples may pass through: linear in the operand that has it.
 LINEAR = frozenset(
@@ -17,7 +18,9 @@ LINEAR = frozenset(
     """.split()
 )
 # Of operands that grow with the batch their results grow by a known factor.
-HOMOGENEOUS = LINEAR | {"integer_pow", "square", "scatter-add", "scatter_add"}
+HOMOGENEOUS = (
+    LINEAR | ATTENTION_DERIVATIVES | {"integer_pow", "square", "scatter-add", "scatter_add"}
+)
 _SUMS = frozenset({"add", "sub", "add_any", "concatenate", "pad", "stack"})
 
 

@@ -6,6 +6,7 @@ An operation that has no rule here is not trusted.
 from jaxmem.levers.batch.independence.registry import INSIDE as INSIDE, RULES as RULES
 from jaxmem.levers.batch.independence.rules import (
     along_axes as along_axes,
+    attention as attention,
     contractions as contractions,
     control_flow as control_flow,
     derivatives as derivatives,

@@ -1,0 +1,77 @@
+"""What `swap` puts in the place of plain attention where the device has a kernel for it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.ops.attention_replacement import AttentionReplacement
+from jaxmem.ops.causal_mask import Form, form_of
+from jaxmem.ops.patterns import Graph, Match
+
+# Queries [batch, length, heads, width], keys and values [batch, length, key heads, width], scale,
+# whether a query sees keys up to its own place alone -> like queries.
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, float, bool], jax.Array]
+
+
+class KernelReplacement(AttentionReplacement):
+    """An attention of 16-bit values whose scores are scaled, and of which a causal mask may leave
+    some out: what such a kernel takes."""
+
+    kernel: Kernel
+    form: Form
+
+    @classmethod
+    def with_kernel(
+        cls, graph: Graph, match: Match, kernel: Kernel, name: str
+    ) -> "KernelReplacement | None":
+        """None: the kernel does not take it."""
+        found = cls.of(graph, match)
+        form = form_of(found) if found else None
+        if not isinstance(found, KernelReplacement) or form is None:
+            return None
+        sides = (found.query, found.key, found.value)
+        dtypes = {graph.flat.aval(side.value).dtype for side in sides}
+        lengths = found.shape[found.row], found.shape[found.match.column]
+        if len(dtypes) > 1 or dtypes.pop().itemsize != 2:
+            return None
+        if form.is_causal and lengths[0] != lengths[1]:
+            return None
+        found.kernel, found.form, found.name = kernel, form, f"attention by {name}"
+        try:
+            jax.eval_shape(
+                lambda *values: found.results(dict(zip(found.reads, values, strict=True))),
+                *(graph.flat.aval(value) for value in found.reads),
+            )
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            return None  # widths, lengths or a device that the kernel is not for
+        return found
+
+    def _attended(self, query, key, value, leaves) -> jax.Array:
+        batch, length, groups, lanes, width = query.shape
+        query = query.reshape(batch, length, groups * lanes, width)
+        out = self.kernel(query, key, value, *self.form)
+        return jnp.reshape(out, (batch, length, groups, lanes, value.shape[-1]))
+
+
+def calling(implementation: Any, mesh: Any = None, rows: tuple[str, ...] = ()) -> Kernel:
+    """`jax.nn.dot_product_attention` by an implementation of the device's. With a mesh each device
+    attends in its own part of the batch, which is spread over the axes ``rows``: XLA could cut such
+    a call over devices with those at hand alone."""
+
+    def kernel(query, key, value, scale, is_causal):
+        call = functools.partial(
+            jax.nn.dot_product_attention,
+            scale=scale,
+            is_causal=is_causal,
+            implementation=implementation,
+        )
+        if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
+            return call(query, key, value)
+        spec = jax.sharding.PartitionSpec(rows)
+        specs = {"in_specs": (spec,) * 3, "out_specs": spec}
+        return jax.shard_map(call, mesh=mesh, **specs, check_vma=False)(query, key, value)
+
+    return kernel

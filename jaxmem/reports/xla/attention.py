@@ -1,0 +1,61 @@
+"""Attention by one kernel of a library's, read in optimised HLO."""
+
+import dataclasses
+import math
+import re
+
+from jaxmem.reports.xla.hlo import SHAPE, TARGET, Lines, operands_of
+from jaxmem.targets import computed_by
+
+_SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^\]]*"dimensions": ?\[([\d", ]*)\]')
+_MASK = re.compile(r'"mask_type": ?"(\w+)"')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attention:
+    """The lengths of an attention whose scores (``[batch, heads, queries, keys]``) stay in the
+    kernel: widths of keys and of values; whether it is the derivative, and whether half of the
+    scores are masked, for which the kernel does no work."""
+
+    scores: tuple[int, ...]
+    width: int
+    value_width: int
+    is_derivative: bool
+    is_causal: bool
+
+    @property
+    def matmuls(self) -> int:
+        """Two, and five in the derivative, which makes the scores again (Dao 2023,
+        FlashAttention-2)."""
+        return 5 if self.is_derivative else 2
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add counts 2."""
+        widths = 3 * self.width + 2 * self.value_width
+        widths = widths if self.is_derivative else self.width + self.value_width
+        return 2 * math.prod(self.scores) * widths // (2 if self.is_causal else 1)
+
+
+def is_attention(line: str) -> bool:
+    """Whether an instruction, given as its right-hand side, is a kernel for attention."""
+    called = TARGET.search(line)
+    return called is not None and computed_by(called[1]) == "attention"
+
+
+def attention_of(line: str, computation: Lines) -> Attention:
+    """The attention that a custom call computes, given as its right-hand side."""
+    scores, mask, called = _SCORES.search(line), _MASK.search(line), TARGET.search(line)
+    _, key, value = (_width(computation[name]) for name in operands_of(line)[:3])
+    return Attention(
+        tuple(map(int, re.findall(r"\d+", scores[1]))) if scores else (0,),
+        key,
+        value,
+        bool(called and "Backward" in called[1]),
+        bool(mask and "CAUSAL" in mask[1]),
+    )
+
+
+def _width(line: str) -> int:
+    shape = SHAPE.search(line)
+    return int(shape[2].rpartition(",")[2] or 1) if shape else 0
