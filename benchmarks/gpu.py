@@ -145,7 +145,7 @@ def main():
         if errors:
             note += (
                 f"\n\nMedian error of the predicted times: {statistics.median(errors):.0f} %; "
-                "`time_error` of this GPU in jaxmem/targets/targets.csv is that over 100."
+                "`time_error` of this GPU in jaxmem/targets/cuda/targets.csv is that over 100."
             )
         record("Plans on an attached GPU", rows, note)
 

@@ -1,7 +1,7 @@
 """jaxmem: memory optimization for JAX and Flax.
 
 Takes a training step and a byte budget, and gives back a step that fits, proved with XLA's own
-numbers for the GPU you name, whether or not that GPU is in the machine.
+numbers for the accelerator you name, whether or not it is in the machine.
 """
 
 import importlib

@@ -159,7 +159,7 @@ def test_other_kinds_of_compilation_are_refused():
 # ---- the worker, with a compiler that does as it is told
 
 COMPILER = """
-import os, subprocess, threading, time
+import os, signal, subprocess, threading, time
 
 DUMPED = {"hlo": "-program.txt", "buffer-assignment": "-buffers.txt"}
 
@@ -187,6 +187,10 @@ def compile(prepared, *, options, order, slowly, then, begun):
     with open(begun, "a") as file:
         file.write(f"{os.getpid()}\\n")
     folder = dict(options)["xla_dump_to"]
+    woken = threading.Event()
+    signal.signal(signal.SIGCONT, lambda *_: woken.set())
+    while then == "in company" and len(open(begun).readlines()) < 2:
+        time.sleep(0.01)
     if then == "starts programs":
         for _ in range(4):
             threading.Thread(target=start_programs, daemon=True).start()
@@ -204,8 +208,10 @@ def compile(prepared, *, options, order, slowly, then, begun):
         sleep.wait()
         with open(begun, "a") as file:
             file.write("slept\\n")
-    if then in ("goes on", "starts programs"):
-        time.sleep(1)
+    if os.path.exists(begun + "-held"):  # it is stopped before it ends, however slow the machine
+        for _ in range(1000):  # the signal may be another thread's, which does not end a wait
+            if woken.wait(0.05):
+                break
     if then == "writes again":
         time.sleep(0.1)
         os.makedirs(folder, exist_ok=True)
@@ -230,6 +236,8 @@ def ask(monkeypatch, tmp_path):
         hold=False,
     ):
         command = workers.Command(path, ())
+        held = tmp_path / "begun-held"
+        held.touch() if hold else held.unlink(missing_ok=True)
         request = {"order": order, "slowly": slowly, "then": then, "begun": str(tmp_path / "begun")}
         reply = workers.ask(command, request, full, timeout, "a GPU", hold)
         return reply, (tmp_path / "begun").read_text().split()
@@ -334,12 +342,12 @@ def test_what_cannot_begin_leaves_nothing_held(ask, tmp_path):
 
 def test_of_several_workers_the_one_is_asked_that_holds_it(ask, monkeypatch, tmp_path):
     monkeypatch.setattr(workers, "cores", lambda: 2)
-    slow = Job(lambda: ask(then="goes on", slowly=0.2, hold=True))
-    ask(then="goes on", slowly=0.1, hold=True)
+    slow = Job(lambda: ask(then="in company", slowly=0.02, hold=True))
+    ask(then="in company", slowly=0.01, hold=True)
     slow.result()
     assert len(workers.Worker.idle) == 2
-    ask(then="goes on", slowly=0.2, full=True)
-    ask(then="goes on", slowly=0.1, full=True)
+    ask(then="in company", slowly=0.02, full=True)
+    ask(then="in company", slowly=0.01, full=True)
     assert len(forks(tmp_path)) == 2
 
 

@@ -436,17 +436,20 @@ def test_the_table_tells_bounds_from_projections_and_what_is_expected():
     text = " ".join(str(fitting).split())
     bounds = [row for row in fitting.considered if row.plan is None and row.projected is not None]
     assert f" at least {jaxmem.format_bytes(bounds[0].projected)} " in text  # others are one row
+    expectations = 0
     for row in fitting.considered:
         if row.plan is not None:
             assert f"at least {jaxmem.format_bytes(row.projected)}" not in text
         said = EXPECTED.fullmatch(row.verdict)
         assert bool(said) == row.verdict.startswith("not compiled: expected")
         if said:
+            expectations += 1
             least, size, unit, ratio, over = said.groups()
             assert bool(least) == (row.plan is None) and unit == "MiB"
             expected = row.projected * float(ratio or 1)
             assert expected / MIB == pytest.approx(float(size), rel=1e-3)
             assert float(size) - 45 == pytest.approx(float(over), abs=0.011)
+    assert expectations
 
 
 EXPECTED = re.compile(

@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import subprocess
@@ -432,6 +433,44 @@ def test_no_more_is_kept_than_is_planned(data):
     plan = Plan("random", program.fingerprint, regions, (), Predicted(0, 0, program.flops, 0))
     kept = jaxmem.residuals(lambda *args: plan.apply(fun)(*args)[0], *arguments())
     assert kept.total <= sum(program.sizes[value] for value in saved)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_no_more_is_kept_than_is_planned_of_several_regions(depth):
+    """One after the other: what each saves, and what it reads that another one has made. What a
+    region inside of one saves may be kept twice if another one reads it: it comes out of both."""
+    several = 0
+
+    @settings(
+        max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate]
+    )
+    @given(st.data())
+    def check(data):
+        nonlocal several
+        fun = build(data.draw(st.lists(INSTRUCTION, min_size=4, max_size=9)))
+        program = read_program(trace(fun))
+        count = len(program.kernels)
+        assume(count > 1)
+        cuts = data.draw(st.sets(st.integers(1, count - 1), min_size=1, max_size=3))
+        regions, saved, handed_on = [], set(), set()
+        for start, stop in itertools.pairwise((0, *sorted(cuts), count)):
+            kernels = program.kernels[start:stop]
+            made = {v for kernel in kernels for v in kernel.results}
+            own = some(data.draw, [v for k in kernels for v in k.results if v != k.residuals])
+            inner = draw_regions(data.draw, program, start, stop, depth)
+            regions.append(Region(start, stop, own, inner))
+            read = {v for kernel in kernels for v in kernel.sources}
+            saved.update(own)
+            handed_on |= {v for v in read - made if v >= program.input_count}
+        forward = Predicted(0, 0, program.flops, 0)
+        plan = Plan("random", program.fingerprint, tuple(regions), (), forward)
+        kept = jaxmem.residuals(lambda *args: plan.apply(fun)(*args)[0], *arguments())
+        planned = [*saved, *(handed_on if depth else handed_on - saved)]
+        assert kept.total <= sum(program.sizes[value] for value in planned)
+        several += kept.total > 0
+
+    check()
+    assert several > 10
 
 
 def test_what_a_nested_region_returns_as_it_is_counts_once():

@@ -1,6 +1,6 @@
 """Random programs under random plans, against themselves unplanned, in many ways.
 
-``make test`` runs 60 programs with fixed seeds, ``make test-all`` 400, ``make fuzz`` as many as
+``make test`` runs none of them, ``make test-all`` 400 with fixed seeds, ``make fuzz`` as many as
 JAXMEM_FUZZ says with seeds of the day. ``JAXMEM_SEED=n pytest tests/test_metamorphic.py`` runs
 every check on one program and prints it.
 """

@@ -141,7 +141,7 @@ def test_plans_of_modules_for_a_target():
     """What is compiled takes the arrays of the module, with integers among its variables."""
     for model, fun in ((Net(), loss), (Stack(nnx.Rngs(0)), Stack.__call__)):
         chosen = jaxmem.plan(fun, model, X, budget="1MiB", target="h200", compilations=1)
-        assert chosen.compiled_bytes is not None
+        assert 0 < chosen.compiled_bytes <= 2**20
 
 
 WRONG = {

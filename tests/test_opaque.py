@@ -442,9 +442,14 @@ def test_what_writes_into_an_array_keeps_no_more_than_where():
 
     args = (*shaped((16, 32)), jax.ShapeDtypeStruct((16,), jnp.int32))
     program = TracedFunction(loss, args, {}, 0).program
-    for operation in program.operations:
-        if operation.name in ("scatter-add", "dynamic_update_slice"):
-            reads = operation.reads
-            if reads is None:
-                reads = {"places": operation.inputs[2:]}[operation.derivative_reads]
-            assert {program.types[value].partition("[")[0] for value in reads} <= {"int32"}
+    writing = [
+        operation
+        for operation in program.operations
+        if operation.name in ("scatter-add", "dynamic_update_slice")
+    ]
+    assert len(writing) == 2
+    for operation in writing:
+        reads = operation.reads
+        if reads is None:
+            reads = {"places": operation.inputs[2:]}[operation.derivative_reads]
+        assert {program.types[value].partition("[")[0] for value in reads} <= {"int32"}

@@ -71,8 +71,10 @@ def test_plans_are_those_of_the_function_without_its_regions(fun, kind):
         assert plan.projected_bytes <= budget
         if kind not in ("planned already",):  # whose barriers stay
             assert (plan.projected_bytes == other.projected_bytes) == (regions == "open")
-        assert plan.own_regions.count == (regions == "open") * plan.own_regions.count
-    assert plan.plain_bytes >= 0.99 * plain.plain_bytes or regions == "keep"
+        opened = regions == "open" and kind != "planned already"  # jaxmem's own are not counted
+        assert bool(plan.own_regions.count) == opened
+        if regions == "open":
+            assert plan.plain_bytes >= 0.99 * plain.plain_bytes
 
 
 # By one planner in all combinations; by the others there is no more that could differ.

@@ -73,11 +73,12 @@ def test_a_program_without_operations(planner):
     assert (layout.regions, layout.peak) == ((), 0)
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", sorted(PLANNERS.keys() - {"dots"}))  # it saves all of these
 def test_the_last_region_is_never_wrapped(planner):
-    for n in range(1, 20):
-        layout = PLANNERS[planner](chain([100] * n), RATES).smallest()
-        assert not layout.regions or layout.regions[-1].stop < n
+    layouts = {n: PLANNERS[planner](chain([100] * n), RATES).smallest() for n in range(1, 20)}
+    stops = {n: layout.regions[-1].stop for n, layout in layouts.items() if layout.regions}
+    assert stops, "none has regions"
+    assert all(stop < n for n, stop in stops.items())
 
 
 # ---- the layout, on paper

@@ -34,7 +34,7 @@ ELSEWHERE = {
     *(f"planning.names.{name}" for name in ("MOST", "_GOALS", "_EQUAL")),
     *(f"rematerialization.named.search.{n}" for n in ("_BELOW", "_ABOVE", "_NEAR", "_WORTH")),
     "rematerialization.named.search._LESS",
-    *(f"rematerialization.named.suggesting.{name}" for name in ("_SMALL", "_TINY")),
+    "rematerialization.named.suggesting._SMALL",
 }
 
 

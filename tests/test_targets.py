@@ -42,10 +42,9 @@ def fresh_workers(monkeypatch, tmp_path):
         workers.Worker.idle.pop().close()
 
 
-def test_thirteen_gpus_are_known():
-    assert len(NAMES) == 13
+def test_a_target_prints_its_name_and_its_bytes():
     ti = jaxmem.target("rtx-2080-ti")
-    assert ti.usable_bytes == ti.memory_bytes - 512 * 2**20
+    assert 0 < ti.memory_bytes - ti.usable_bytes < ti.memory_bytes // 10
     sizes = [jaxmem.format_bytes(size) for size in (ti.memory_bytes, ti.usable_bytes)]
     assert str(ti) == "rtx-2080-ti: NVIDIA GeForce RTX 2080 Ti, {} ({} usable)".format(*sizes)
     assert str(jaxmem.target("h100", count=8)).startswith("h100: 8 x NVIDIA H100")
@@ -166,7 +165,7 @@ def sharded(count):
 def test_eight_gpus_report_the_bytes_of_one():
     report = jaxmem.memory(step, *sharded(8), target=jaxmem.target("h200", count=8))
     assert report.argument == 4 * (512 * 256 // 8 + 64 * 512)
-    assert "all-reduce" in report.hlo or "all-gather" in report.hlo
+    assert "all-reduce" in report.hlo
 
 
 def test_a_mesh_of_another_size_is_an_error_that_says_the_count():
@@ -245,7 +244,7 @@ def test_what_xla_refuses_is_an_error_and_the_worker_lives_on():
     ):
         jaxmem.memory(step, *SHAPES, target="h200", compiler_options={"xla_no_such_flag": 1})
     (worker,) = workers.Worker.idle
-    assert jaxmem.memory(step, *SHAPES, target="h200").temp >= 0
+    assert jaxmem.memory(step, *SHAPES, target="h200").device > 0
     assert workers.Worker.idle == [worker]
 
 

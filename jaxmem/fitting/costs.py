@@ -23,8 +23,8 @@ from jaxmem.rematerialization import (
     written,
 )
 
-# Kept at a time: a program of 2,000 kernels takes a few MB, a planner 50 MB. The search comes back
-# to the settings that it looked at last.
+# Kept at a time. Chosen: a program of 2,000 kernels takes a few MB, a planner 50 MB. The search
+# comes back to the settings that it looked at last.
 _PROGRAMS, _PLANNERS = 16, 3
 
 

@@ -209,7 +209,7 @@ def _counts(batch: Any, most: int, target: Target | LocalDevice) -> list[int]:
 
 
 def _has(target: Target | LocalDevice, count: int) -> bool:
-    """Whether there is so much of a target: of TPUs there are slices of some counts."""
+    """Whether there is so much of a target: some families sell slices of a few sizes only."""
     try:
         return not isinstance(target, Target) or bool(target.of_count(count))
     except JaxmemError:

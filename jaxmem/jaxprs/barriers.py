@@ -1,12 +1,15 @@
 """Barriers that keep XLA from moving work across them, with derivatives and batching rules."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from jax.extend.core import Literal, Primitive
+from typing import TYPE_CHECKING, Any
 
 from jaxmem.jaxprs import internals
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 # What these return are their operands.
 BARRIERS = frozenset("after back_after back_together optimization_barrier together".split())
@@ -103,12 +106,13 @@ def _handed_on(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
 
 def identity(name: str) -> Primitive:
     """A primitive that returns what it gets, with rules for all but tangents and lowering."""
-    primitive = Primitive(name)
+    primitive = internals.Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(lambda *values: list(values))
     primitive.def_abstract_eval(lambda *values: values)
-    batchers = internals.batching.primitive_batchers
-    batchers[primitive] = lambda values, axes: (primitive.bind(*values), axes)
+    if internals.optional("batching"):
+        batchers = internals.batching.primitive_batchers
+        batchers[primitive] = lambda values, axes: (primitive.bind(*values), axes)
     internals.ad.primitive_transposes[primitive] = _handed_on
     _know_apart(primitive)
     return primitive
@@ -140,7 +144,7 @@ def _know_apart(primitive: Primitive) -> None:
         missing = [
             operand
             for operand, given, asked in zip(equation.invars, present, again, strict=True)
-            if asked and not given and not isinstance(operand, Literal)
+            if asked and not given and not isinstance(operand, internals.Literal)
         ]
         return known, _of_some(equation, again), list(unknown), again, missing
 

@@ -1,13 +1,17 @@
 """The rule of a `jax.custom_jvp`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.operands import of_some
+from jaxmem.jaxprs.sources import at_source, no_names
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 
 def called_by(equation: JaxprEqn) -> Any:
@@ -31,9 +35,7 @@ def traced_rule(equation: JaxprEqn, real: Sequence[int]) -> ClosedJaxpr | None:
 
     # JAX keeps what it traces of a rule here for all later calls, with the line that it finds.
     source = equation.source_info
-    at_its_line = internals.source_info_util.user_context(
-        source.traceback, name_stack=internals.source_info_util.new_name_stack()
-    )
+    at_its_line = at_source(source.traceback, no_names())
     try:
         with at_its_line, equation.ctx.manager:
             return jax.make_jaxpr(along)(avals, [avals[at] for at in real])

@@ -1,16 +1,20 @@
 """One equation of a jaxpr: what it is called, where it stands, what is inside it."""
 
+from __future__ import annotations
+
 import functools
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
 from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.sources import user_frames
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
 
 # Code that is never the user's own.
 _OWN_FOLDER = os.path.join(str(pathlib.Path(__file__).parents[1]), "")
@@ -32,7 +36,7 @@ def line_of(equation: JaxprEqn) -> str:
 
 @functools.lru_cache(maxsize=2**14)  # layers that a loop of Python makes have the same tracebacks
 def _frame(traceback) -> Any:
-    frames = list(internals.source_info_util.user_frames(traceback))
+    frames = user_frames(traceback)
     own = (frame for frame in frames if not _is_library(frame.file_name))
     return next(own, frames[0] if frames else None)
 
@@ -92,7 +96,7 @@ def parameters_of(equation: JaxprEqn) -> dict[str, Any]:
 
 
 def closed_of(jaxpr):
-    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
+    return jaxpr if hasattr(jaxpr, "consts") else internals.ClosedJaxpr(jaxpr, ())
 
 
 def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
@@ -147,4 +151,4 @@ def custom_function(equation: JaxprEqn) -> str:
 
 def is_zero(tangent: Any) -> bool:
     """Whether a tangent or a cotangent is known to be zero when a custom rule is traced."""
-    return isinstance(tangent, SymbolicZero)
+    return isinstance(tangent, internals.SymbolicZero)

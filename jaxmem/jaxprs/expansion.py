@@ -1,10 +1,16 @@
 """Operations that JAX lowers to others, which XLA then has."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.flat import FlatJaxpr, evaluate, flatten_jaxpr, read
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 EXPANDED = frozenset({"ragged_dot_general"})
 

@@ -1,13 +1,14 @@
 """A traced function as one flat list of equations, and how it is evaluated."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import (
@@ -21,6 +22,10 @@ from jaxmem.jaxprs.equations import (
 from jaxmem.jaxprs.merging import Computed
 from jaxmem.jaxprs.opening import opened_scan
 from jaxmem.jaxprs.operands import has_derivative
+from jaxmem.jaxprs.sources import at_source, no_names
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,15 +132,14 @@ def apply(step: Step, *operands: Any) -> Any:
 def context(step: Step) -> Iterator[None]:
     """What is bound inside belongs to the line and the module of the step."""
     equation = step.equation
-    stack = internals.source_info_util.current_name_stack() + step.name_stack
     traceback = step.located.source_info.traceback
-    with internals.source_info_util.user_context(traceback, name_stack=stack), equation.ctx.manager:
+    with at_source(traceback, step.name_stack, inside=True), equation.ctx.manager:
         yield
 
 
 def inside(step: Step) -> Step:
     """The step as it is in its own `context`, which has its name stack already."""
-    return dataclasses.replace(step, name_stack=internals.source_info_util.new_name_stack())
+    return dataclasses.replace(step, name_stack=no_names())
 
 
 def read(values: dict[int, Any], operand: int | Literal) -> Any:
@@ -201,7 +205,7 @@ def flatten_jaxpr(
         nonlocal in_scans
 
         def number(atom):
-            return atom if isinstance(atom, Literal) else numbers[atom]
+            return atom if isinstance(atom, internals.Literal) else numbers[atom]
 
         for equation in jaxpr.eqns:
             if open_regions and equation.primitive.name == "scan":
@@ -240,13 +244,13 @@ def flatten_jaxpr(
 
     def new_const(value) -> Literal:
         value = _as_jax(value)
-        return Literal(value, jax.typeof(value))
+        return internals.Literal(value, jax.typeof(value))
 
     variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     numbers = {variable: new(variable) for variable in variables}
     input_count = len(avals)
     moving.update(have_derivative(range(input_count)))
-    outputs = walk(closed.jaxpr, numbers, internals.source_info_util.new_name_stack())
+    outputs = walk(closed.jaxpr, numbers, no_names())
     return FlatJaxpr(
         tuple(steps),
         tuple(avals),

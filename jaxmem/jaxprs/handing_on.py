@@ -1,10 +1,15 @@
 """Which values are others that calls, regions, conditionals and loops hand on as they are."""
 
-from jax.extend.core import Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from jaxmem.jaxprs.equations import is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
 from jaxmem.jaxprs.nested import branches_of, called_jaxpr, loop_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import Literal
 
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 

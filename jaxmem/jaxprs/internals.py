@@ -1,4 +1,5 @@
-"""Names of JAX's own that its documentation does not promise, each imported at its first use.
+"""Names of JAX that may move: private ones, those of ``jax.extend`` and ``jax.experimental``, and
+one that is public and not documented. Each is imported at its first use.
 
 A version of JAX that moves one breaks the feature that needs it, with a `JaxmemError`, and never
 ``import jaxmem``. CONTRIBUTING.md has this table too.
@@ -6,36 +7,67 @@ A version of JAX that moves one breaks the feature that needs it, with a `Jaxmem
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.errors import JaxmemError, JaxmemWarning
 
-# Name: the module that has it, and what needs it.
+# Name: the module that has it, and what needs it. A call needs what the calls inside it need.
 NAMES = {
-    "_optimization_barrier_lowering_rule": ("jax._src.lax.lax", "barriers in planned functions"),
-    "NamedAxisEffect": ("jax._src.core", "collectives in planned functions"),
+    "ClosedJaxpr": ("jax.extend.core", "policies over names, plans of scans that have regions"),
+    "Layout": ("jax.experimental.layout", "compiling planned scans, and scans at stage 3"),
+    "Literal": ("jax.extend.core", "whatever reads a program: plans, reports, autocast, swap"),
+    "NamedAxisEffect": (
+        "jax._src.core",
+        "plans of functions with collectives or calls into Python",
+    ),
     "PassManager": (
         "jaxlib.mlir.passmanager",
-        "compiling without a timeline, bytes on several devices",
+        "plans on several devices, a cache that lines of code do not change",
     ),
-    "_ragged_dot_general_impl": ("jax._src.lax.lax", "bytes of jax.lax.ragged_dot"),
-    "ad": ("jax._src.interpreters", "derivatives of planned functions"),
-    "batching": ("jax._src.interpreters", "planned functions under jax.vmap"),
+    "Primitive": ("jax.extend.core", "planned functions, loops with a budget, jaxmem.ops"),
+    "SymbolicZero": (
+        "jax.custom_derivatives",
+        "derivatives of jaxmem.ops and of loops with a budget",
+    ),
+    "Var": ("jax.extend.core", "plans of scans that have regions"),
+    "_optimization_barrier_lowering_rule": (
+        "jax._src.lax.lax",
+        "planned functions, loops with a budget",
+    ),
+    "_ragged_dot_general_impl": ("jax._src.lax.lax", "plans of jax.lax.ragged_dot"),
+    "ad": ("jax._src.interpreters", "planned functions, loops with a budget, jaxmem.ops"),
+    "batching": ("jax._src.interpreters", "jax.vmap of planned functions"),
     "callback": ("jax._src", "reports of steps that call into Python"),
-    "custom_partitioning_p": ("jax._src.custom_partitioning", "compiling for absent devices"),
+    "custom_partitioning_p": (
+        "jax._src.custom_partitioning",
+        "jax.custom_partitioning on absent devices",
+    ),
     "debugging": ("jax._src", "reports of steps that call into Python"),
-    "dispatch": ("jax._src", "reports of steps on several devices"),
+    "dispatch": ("jax._src", "calls into Python of steps on several absent devices"),
     "fused_attention_stablehlo": ("jax._src.cudnn", "attention by a kernel of the device's own"),
-    "hlo": ("jax._src.lib.mlir.dialects", "bytes of programs on several devices"),
-    "mlir": ("jax._src.interpreters", "compiling for an absent device"),
-    "partial_eval": ("jax._src.interpreters", "regions of planned functions"),
+    "hlo": ("jax._src.lib.mlir.dialects", "plans on several devices"),
+    "jaxpr_as_fun": ("jax.extend.core", "plans of loops, loops with a budget, policies over names"),
+    "mlir": (
+        "jax._src.interpreters",
+        "compiling for a target, planned functions, loops with a budget, jaxmem.ops",
+    ),
+    "partial_eval": ("jax._src.interpreters", "planned functions, loops with a budget"),
     "primal_left_tangent_right": ("jax._src.ad_checkpoint", "policies under the flag jax_remat3"),
+    "primitives": (
+        "jax.extend.core",
+        "planned functions with weakly typed results of custom rules",
+    ),
     "remat": ("jax._src.interpreters", "policies under the flag jax_remat3"),
-    "sdy": ("jaxlib.mlir.dialects", "bytes of programs on several devices"),
+    "sdy": ("jaxlib.mlir.dialects", "plans on several devices"),
     "source_info_util": ("jax._src", "lines and modules of a program"),
+    "with_layout_constraint": (
+        "jax.experimental.layout",
+        "compiling planned scans, and scans at stage 3",
+    ),
 }
 # What an array, a traced step or a lowered one has, and its documentation does not promise.
 ATTRIBUTES = {
@@ -57,6 +89,17 @@ def __getattr__(name: str) -> Any:
         raise moved(f"{module}.{name}", needs) from None
     globals()[name] = value
     return value
+
+
+@functools.cache
+def optional(name: str) -> Any:
+    """A name without which the rest works; None, with one warning: this version of JAX has it no
+    longer."""
+    try:
+        return globals()[name] if name in globals() else __getattr__(name)
+    except JaxmemError as error:
+        warnings.warn(str(error), JaxmemWarning, stacklevel=3)
+        return None
 
 
 def attribute(value: Any, path: str) -> Any:

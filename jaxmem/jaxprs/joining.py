@@ -1,11 +1,13 @@
 """An operation and its derivative as one flat program."""
 
+from __future__ import annotations
+
 import dataclasses
 import types
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
-from jax.extend.core import Literal
 
 from jaxmem.jaxprs.expansion import expanded
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, evaluate, flatten_jaxpr
@@ -13,6 +15,9 @@ from jaxmem.jaxprs.mapped import localized
 from jaxmem.jaxprs.merging import Computed
 from jaxmem.jaxprs.nested import branches_of, without_results
 from jaxmem.jaxprs.operands import moving, of_some
+
+if TYPE_CHECKING:
+    from jax.extend.core import Literal
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,17 @@
 """How arrays lie in memory."""
 
-import functools
-from typing import Any
+from __future__ import annotations
 
-from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import Primitive
+import functools
+from typing import TYPE_CHECKING, Any
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import identity, with_tangents_as_they_are
 from jaxmem.jaxprs.operands import is_extended
 from jaxmem.targets import FAMILIES
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 
 def row_major(value: Any) -> Any:
@@ -41,4 +43,6 @@ def _lowered(ctx, value) -> Any:
 
 
 def _laid_out(*values: Any) -> list[Any]:
-    return [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in values]
+    return [
+        internals.with_layout_constraint(x, internals.Layout(tuple(range(x.ndim)))) for x in values
+    ]

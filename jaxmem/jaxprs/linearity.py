@@ -6,17 +6,21 @@ or on the parts: the same only where it is linear. JAX's own rules are; a user's
 (gradient clipping, quantisation).
 """
 
+from __future__ import annotations
+
 import functools
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.custom_jvp import called_by, traced_rule
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
 from jaxmem.jaxprs.operands import moving
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
 
 # Primitives of JAX whose transpose is the user's own function.
 _OWN_TRANSPOSES = frozenset(

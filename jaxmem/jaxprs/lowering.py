@@ -1,21 +1,25 @@
 """A traced step, lowered for a device that need not be there."""
 
+from __future__ import annotations
+
 import contextvars
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import together
-from jaxmem.jaxprs.equations import is_callback
+from jaxmem.jaxprs.equations import find_callback, is_callback
 from jaxmem.jaxprs.flat import Step, flatten_jaxpr
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.placement import HOST, memory_space
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Primitive
 
 _lowering: contextvars.ContextVar[bool] = contextvars.ContextVar("_lowering", default=False)
 
@@ -25,7 +29,7 @@ def to_bytecode(lowered, locations: bool = True) -> tuple[bytes, int]:
     partitions it was lowered for."""
     module = lowered.compiler_ir("stablehlo")
     partitions = module.operation.attributes["mhlo.num_partitions"].value
-    if not locations:
+    if not locations and internals.optional("PassManager"):  # else they are in the cache's key
         with module.context:
             module = module.operation.clone()
             internals.PassManager.parse("builtin.module(strip-debuginfo)").run(module)
@@ -39,10 +43,14 @@ def lower_for(traced, platform: str):
     Raises:
         JaxmemError: XLA would call Python to cut an operation over devices.
     """
-    rules = [(primitive, _left_out) for primitive in _callbacks()]
-    rules.append((internals.custom_partitioning_p, _not_cut))
+    rules = [(primitive, _left_out) for primitive in _callbacks_of(traced)]
+    if internals.optional("custom_partitioning_p"):
+        rules.append((internals.custom_partitioning_p, _not_cut))
     parameters = internals.mlir.LoweringParameters(override_lowering_rules=tuple(rules))
-    internals.intercept(internals.dispatch, "jaxpr_has_prim_requiring_devices", _requires_devices)
+    if internals.optional("dispatch"):
+        internals.intercept(
+            internals.dispatch, "jaxpr_has_prim_requiring_devices", _requires_devices
+        )
     token = _lowering.set(True)
     try:
         return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
@@ -71,13 +79,26 @@ def _not_cut(ctx, *values, call: ClosedJaxpr, **_):
             "jax.shard_map over all axes of the mesh, where each device has its own part of the "
             "arrays."
         )
-    return internals.mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *values)
+    return internals.mlir.lower_fun(internals.jaxpr_as_fun(call), multiple_results=True)(
+        ctx, *values
+    )
 
 
 def _is_manual(context: Any) -> bool:
     """Whether all axes of the mesh are those of a `jax.shard_map`."""
     mesh = getattr(context, "mesh", None)
     return mesh is not None and set(context.manual_axes) == set(mesh.axis_names)
+
+
+def _callbacks_of(traced) -> list[Primitive]:
+    """The operations that are left out of a traced step. A step that has none of them needs none
+    of JAX's names for them."""
+    try:
+        return _callbacks()
+    except JaxmemError:
+        if find_callback(traced.jaxpr.jaxpr):
+            raise
+        return []
 
 
 @functools.cache
@@ -87,7 +108,7 @@ def _callbacks() -> list[Primitive]:
     found = [
         value for part in (internals.callback, internals.debugging) for value in vars(part).values()
     ]
-    return [one for one in found if isinstance(one, Primitive) and is_callback(one.name)]
+    return [one for one in found if isinstance(one, internals.Primitive) and is_callback(one.name)]
 
 
 def _left_out(ctx, *_, **__):

@@ -1,14 +1,18 @@
 """A program inside of `jax.shard_map`, as it runs on each device."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import Literal
 
 from jaxmem.jaxprs.equations import operation_of
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
+
+if TYPE_CHECKING:
+    from jax.extend.core import Literal
 
 
 def is_local(equation: Any) -> bool:

@@ -1,15 +1,19 @@
 """Equations that compute the same from the same values: XLA merges them."""
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
 
 from jaxmem.jaxprs.equations import operation_of
 from jaxmem.jaxprs.linearity import has_linear_derivative
 from jaxmem.jaxprs.operands import is_opaque
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn, Literal
 
 
 class Computed:

@@ -1,12 +1,13 @@
 """Values that carry a `jax.ad_checkpoint.checkpoint_name`, and the policies that ask for them."""
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
-
+from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import (
     closed_of,
     inner_jaxprs,
@@ -16,6 +17,9 @@ from jaxmem.jaxprs.equations import (
 )
 from jaxmem.jaxprs.flat import FlatJaxpr, flatten_jaxpr
 from jaxmem.jaxprs.nested import loop_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 
 def given_name(equation: JaxprEqn) -> str | None:
@@ -54,7 +58,7 @@ def with_policy(closed: ClosedJaxpr, policy: Callable | None) -> ClosedJaxpr:
     def rewritten(jaxpr: Any) -> Any:
         if getattr(jaxpr, "jaxpr", jaxpr) is not jaxpr:  # since jax 0.12 the two are one
             inner = rewritten(jaxpr.jaxpr)
-            return jaxpr if inner is jaxpr.jaxpr else ClosedJaxpr(inner, jaxpr.consts)
+            return jaxpr if inner is jaxpr.jaxpr else internals.ClosedJaxpr(inner, jaxpr.consts)
         equations = [changed(equation) for equation in jaxpr.eqns]
         if all(new is old for new, old in zip(equations, jaxpr.eqns, strict=True)):
             return jaxpr
@@ -104,7 +108,7 @@ class Stretch:
     names: tuple[tuple[int, str], ...]
     length: int = 1
     carry: frozenset[int] = frozenset()
-    scans: "tuple[tuple[int, Stretch], ...]" = ()
+    scans: tuple[tuple[int, Stretch], ...] = ()
 
 
 def stretches(closed: ClosedJaxpr, without_regions: bool = False) -> Stretch:

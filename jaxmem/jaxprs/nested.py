@@ -1,15 +1,20 @@
 """Equations that hold programs of their own: scans, conditionals, calls, scatters."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
+from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of, parameters_of
 from jaxmem.jaxprs.flat import FlatJaxpr, evaluate, flatten_jaxpr, read
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 
 def inner_in(equation: JaxprEqn, dtype: Any) -> dict[str, Any]:
@@ -85,7 +90,7 @@ def without_results(equation: JaxprEqn, at: Collection[int]) -> JaxprEqn:
 
     def fewer(branch: ClosedJaxpr) -> ClosedJaxpr:
         def run(*operands):
-            return _others(jaxpr_as_fun(branch)(*operands), at)
+            return _others(internals.jaxpr_as_fun(branch)(*operands), at)
 
         return jax.make_jaxpr(run)(*branch.in_avals)
 

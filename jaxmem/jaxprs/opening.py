@@ -1,11 +1,15 @@
 """The user's own regions, written in place: `jax.checkpoint` says what to recompute, and nothing
 of what is computed."""
 
-from typing import Any
+from __future__ import annotations
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from typing import TYPE_CHECKING, Any
 
+from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import closed_of, inlinable, inner_jaxprs, is_region, parameters_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 
 def opened_scan(equation: JaxprEqn) -> tuple[JaxprEqn, int]:
@@ -35,7 +39,7 @@ def _opened(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     def walk(jaxpr, names: dict[Var, Any], stack, inside: bool) -> list[Any]:
         def named(atom):
-            return atom if isinstance(atom, Literal) else names.get(atom, atom)
+            return atom if isinstance(atom, internals.Literal) else names.get(atom, atom)
 
         for equation in jaxpr.eqns:
             inputs = [named(atom) for atom in equation.invars]
@@ -46,11 +50,11 @@ def _opened(closed: ClosedJaxpr) -> ClosedJaxpr:
             if inner is None:
                 made = list(equation.outvars)
                 if inside:  # it may be called several times
-                    made = [Var(variable.aval) for variable in made]
+                    made = [internals.Var(variable.aval) for variable in made]
                     names.update(zip(equation.outvars, made, strict=True))
                 equations.append(equation.replace(invars=inputs, outvars=made, source_info=source))
                 continue
-            fixed = [Var(variable.aval) for variable in inner.jaxpr.constvars]
+            fixed = [internals.Var(variable.aval) for variable in inner.jaxpr.constvars]
             constants.extend(zip(fixed, inner.consts, strict=True))
             variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
             values = dict(zip(variables, [*fixed, *inputs], strict=True))
@@ -64,7 +68,7 @@ def _opened(closed: ClosedJaxpr) -> ClosedJaxpr:
         outvars=outputs,
         constvars=[*closed.jaxpr.constvars, *(variable for variable, _ in constants)],
     )
-    return ClosedJaxpr(jaxpr, [*closed.consts, *(value for _, value in constants)])
+    return internals.ClosedJaxpr(jaxpr, [*closed.consts, *(value for _, value in constants)])
 
 
 def _in_place(equation: JaxprEqn) -> ClosedJaxpr | None:

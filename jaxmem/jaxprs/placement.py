@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import primitives
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -19,6 +18,7 @@ from jax.sharding import (
 )
 
 from jaxmem.ground.errors import JaxmemError, OffloadError
+from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.operands import is_extended
 from jaxmem.targets.memories import HOST_KIND, HOST_KINDS
 
@@ -128,7 +128,7 @@ def weak_as(aval: Any, value: Any) -> Any:
     and what is computed of them would have another dtype."""
     if not getattr(aval, "weak_type", False) or jax.typeof(value).weak_type:
         return value
-    return primitives.convert_element_type_p.bind(
+    return internals.primitives.convert_element_type_p.bind(
         value, new_dtype=aval.dtype, weak_type=True, sharding=None
     )
 

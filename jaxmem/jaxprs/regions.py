@@ -1,21 +1,25 @@
 """`jax.checkpoint` around parts of a flat program, and the policies that it asks."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import JaxprEqn
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import parameters_of
 from jaxmem.jaxprs.flat import Step, context, evaluate
 from jaxmem.targets.memories import HOST_KIND
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
 
 
 def checkpoint_like(step: Step, fun: Callable, operands: Sequence[Any]) -> list[Any]:

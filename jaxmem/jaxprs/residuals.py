@@ -1,14 +1,16 @@
 """What JAX keeps for a derivative."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
+from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import BARRIERS
 from jaxmem.jaxprs.equations import (
     inlinable,
@@ -23,12 +25,15 @@ from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.operands import moving, of_some
 from jaxmem.jaxprs.placement import HOST, memory_space
 
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
+
 _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "transpose"})
 
 
 def scan_residuals(
     equation: JaxprEqn, constant: Sequence[bool], wanted: Sequence[bool]
-) -> "tuple[list[Kept], list[Kept]]":
+) -> tuple[list[Kept], list[Kept]]:
     """What each iteration of a scan keeps on the device for its derivative: the values that JAX
     saves of the body, but for slices and constants, and what is made of constants alone, which are
     there anyway, or once; and those of them that the scan stacks as a result that is ``wanted``.
@@ -41,7 +46,7 @@ def scan_residuals(
     stacked = {at for at, one in enumerate(wanted) if one and at >= len(carry)}
     kept: list[Kept] = []
     results: list[Kept] = []
-    for one in saved_residuals(jaxpr_as_fun(closed), avals, moving(avals, constant)):
+    for one in saved_residuals(internals.jaxpr_as_fun(closed), avals, moving(avals, constant)):
         if memory_space(one.aval) is HOST:
             continue
         if one.argument in carry:
@@ -51,7 +56,7 @@ def scan_residuals(
     return kept, results
 
 
-def region_residuals(step: Step, constant: Sequence[bool]) -> "list[Kept]":
+def region_residuals(step: Step, constant: Sequence[bool]) -> list[Kept]:
     """What a user's own region keeps on the device for its derivative by the operands that are not
     ``constant``, as its policy says, beside operands and results."""
     avals = [variable.aval for variable in step.equation.invars]
@@ -118,7 +123,7 @@ def saved_residuals(
     results = jaxpr.outvars[: len(jaxpr.outvars) - count]
     for variable in jaxpr.outvars[len(results) :]:
         variable = original(made, variable)
-        if isinstance(variable, Literal):
+        if isinstance(variable, internals.Literal):
             continue
         equation = made.get(variable)
         number = jaxpr.invars.index(variable) if variable in jaxpr.invars else None
@@ -144,7 +149,7 @@ def _made_of(jaxpr, inputs: Sequence[frozenset[int]]) -> dict[Any, frozenset[int
     made_of = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:
         read = [
-            frozenset() if isinstance(x, Literal) else made_of.get(x, frozenset())
+            frozenset() if isinstance(x, internals.Literal) else made_of.get(x, frozenset())
             for x in equation.invars
         ]
         inner = inlinable(equation)
@@ -153,14 +158,14 @@ def _made_of(jaxpr, inputs: Sequence[frozenset[int]]) -> dict[Any, frozenset[int
             continue
         inside = _made_of(inner.jaxpr, read)
         for variable, result in zip(equation.outvars, inner.jaxpr.outvars, strict=True):
-            own = isinstance(result, Literal)
+            own = isinstance(result, internals.Literal)
             made_of[variable] = frozenset() if own else inside.get(result, frozenset())
     return made_of
 
 
 def original(made: Mapping[Any, JaxprEqn], variable: Any) -> Any:
     """The variable, or literal, that has the values of one already, given what makes each."""
-    while not isinstance(variable, Literal):
+    while not isinstance(variable, internals.Literal):
         equation = made.get(variable)
         source = None if equation is None else _passed_on(equation, variable)
         if source is None:
@@ -182,7 +187,7 @@ def _passed_on(equation: JaxprEqn, variable: Any) -> Any:
         (inner,) = inner_jaxprs(equation)
         at = equation.outvars.index(variable)
         result = inner.outvars[at]
-        if isinstance(result, Literal):
+        if isinstance(result, internals.Literal):
             return None
         if result in inner.invars:
             return equation.invars[inner.invars.index(result)]

@@ -314,7 +314,7 @@ def shard(
 
     Args:
         mesh: of devices, or an abstract one to compile for devices that are not there
-            (``jaxmem.target("h100", count=64)``).
+            (``jaxmem.target(name, count=64)``).
         axis: that parameters are spread along, or several, or none, ``()``; None: the last one of
             the mesh that the model does not name. Over the others they are copied, and the batch
             is spread over all (hybrid sharding).

@@ -1,14 +1,18 @@
 """The axes of a batch, where a function and its derivative are batched apart."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import is_linear
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 
 def in_front(values: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
@@ -25,7 +29,7 @@ def in_front(values: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 @functools.cache
 def _in_front() -> Primitive:
     """Made when it is first bound: its rules are registered with JAX's internals."""
-    identity = Primitive("batch_in_front")
+    identity = internals.Primitive("batch_in_front")
     identity.def_impl(lambda value, *operands: value)
     identity.def_abstract_eval(lambda value, *operands: value)
     internals.ad.primitive_jvps[identity] = lambda values, tangents: (
@@ -33,7 +37,8 @@ def _in_front() -> Primitive:
         tangents[0],
     )
     internals.ad.primitive_transposes[identity] = _transposed
-    internals.batching.primitive_batchers[identity] = _batched
+    if internals.optional("batching"):
+        internals.batching.primitive_batchers[identity] = _batched
     internals.mlir.register_lowering(identity, lambda _, value, *operands: [value])
     return identity
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.operands import of_some
 from jaxmem.loops.axes import in_front
 from jaxmem.loops.linear import Linear
@@ -102,7 +103,7 @@ def with_backward(plain: Callable, passes: Callable[[frozenset[int]], Passes]) -
 
 def _moving(operands, tangents) -> frozenset[int]:
     """The places of operands that have a tangent."""
-    zero = jax.custom_derivatives.SymbolicZero
+    zero = internals.SymbolicZero
     return frozenset(
         place for place, (value, tangent) in enumerate(zip(operands, tangents, strict=True))
         if jnp.issubdtype(value.dtype, jnp.inexact) and type(tangent) is not zero

@@ -1,18 +1,22 @@
 """A linear function with a transpose of its own: what a derivative that is written by hand hands
 to JAX, so that forward mode, reverse mode and all that is built of them go on to work."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.placement import stack_of
 from jaxmem.jaxprs.primitives import computed_by
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 # Of residuals and of operands, a list each, to a list of results.
 Function = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -35,7 +39,7 @@ class Linear:
     def __call__(self, residuals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         return _linear().bind(*residuals, *operands, rule=self, count=len(residuals))
 
-    def of_some(self, at: Sequence[int]) -> "Linear":
+    def of_some(self, at: Sequence[int]) -> Linear:
         """The function of the operands that stand at some places; the others, zeros, are None."""
 
         def chosen(function: Function) -> Function:
@@ -64,7 +68,7 @@ class Linear:
         )
 
     @property
-    def transpose(self) -> "Linear":
+    def transpose(self) -> Linear:
         """The transpose, whose operands are cotangents of the results."""
         return Linear(
             self.transposed,

@@ -14,7 +14,9 @@ import numpy as np
 # Numbers of states that are tried, the larger ones some percent apart. Chosen: the fewest
 # evaluations are missed by less than 2 % (tests/test_schedules.py).
 _TRIED = 400
-IN_FLIGHT = 2  # states on their way to host memory or from it, beside the one that the loop is at
+# States on their way to host memory or from it, beside the one that the loop is at. Derived: one is
+# copied while a block of steps runs, and the next one waits for its turn.
+IN_FLIGHT = 2
 _MOST = 2**30  # binomial coefficients above are as good as this one: they are kept as int32
 
 

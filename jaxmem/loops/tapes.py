@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, jaxpr_as_fun
 
-from jaxmem.jaxprs import original
+from jaxmem.jaxprs import internals, original
 from jaxmem.jaxprs.placement import filled
 
 # Of constants, carry and slices, a list each, to the next carry and the results, a list each.
@@ -70,7 +69,7 @@ class Tape:
         for number, variable in enumerate(jaxpr.invars):
             depends[variable] = number >= first
         for equation in jaxpr.eqns:
-            read = (x for x in equation.invars if not isinstance(x, Literal))
+            read = (x for x in equation.invars if not isinstance(x, internals.Literal))
             depends |= dict.fromkeys(equation.outvars, any(depends.get(x, False) for x in read))
         sources: list[tuple[str, int]] = []
         places: dict[Any, tuple[str, int]] = {}
@@ -78,9 +77,9 @@ class Tape:
         makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
         for number, variable in enumerate(jaxpr.outvars[made:]):
             # Of a value that is saved in one region and read in another JAX keeps a rounded copy,
-            # and XLA for TPUs a stack of each.
+            # and some of XLA's compilers a stack of each.
             variable = original(makers, variable)
-            if isinstance(variable, Literal) or not depends.get(variable, False):
+            if isinstance(variable, internals.Literal) or not depends.get(variable, False):
                 place = ("constant", number)
             elif variable in jaxpr.invars[second:]:
                 place = ("slice", jaxpr.invars.index(variable) - second)
@@ -89,11 +88,11 @@ class Tape:
             else:
                 place = ("stacked", len(stacked))
                 stacked.append(variable.aval)
-            if not isinstance(variable, Literal):
+            if not isinstance(variable, internals.Literal):
                 places[variable] = place
             sources.append(place)
         results = tuple(closed.out_avals[:made])
-        function = jaxpr_as_fun(closed)
+        function = internals.jaxpr_as_fun(closed)
         return cls(
             function, tree, first, second, results, tuple(stacked), tuple(sources), tuple(moving)
         )

@@ -14,6 +14,10 @@ import numpy as np
 
 from jaxmem.ground.widths import at_least
 
+# Elements of a block of scores or logits: 128 MiB of float32 at a time. Chosen: half and twice take
+# 64 MiB less and 128 MiB more.
+BLOCK = 2**25
+
 
 def block_size(total: int, most: int) -> int:
     """The size of the blocks of an axis: a divisor above half of ``most`` where there is one, of

@@ -47,8 +47,8 @@ def attention(
             attend to no key attends to all alike.
         scale: of the scores; None: ``width ** -0.5``.
         is_causal: a query attends to the keys up to its own place.
-        implementation: None or ``"xla"``: the above. ``"cudnn"``: NVIDIA's kernel, through
-            `jax.nn.dot_product_attention`: faster on the GPUs that have it, bfloat16 and float16
+        implementation: None or ``"xla"``: the above. ``"cudnn"``: cuDNN's kernel, through
+            `jax.nn.dot_product_attention`: faster on the devices that have it, bfloat16 and float16
             only, no ``jvp`` or second derivatives. With axes of a mesh that are not those of a
             `jax.shard_map` it is not compiled for devices that are absent.
         block: queries and keys of one block; None: up to 1024 of each, fewer where there are many

@@ -19,10 +19,12 @@ from jaxmem.ops.kernel_replacement import Kernel, KernelReplacement, calling
 from jaxmem.ops.loss_replacement import LossReplacement
 from jaxmem.ops.patterns import Graph, Match
 
+# Bytes of scores or logits from which on it is worth it. Chosen: half of what the operations
+# compute at a time (`jaxmem.ops.blocks.BLOCK`).
+LEAST = 64 * 2**20
 
-def swap(
-    fun: Callable, *, least: int | str = "64MiB", implementation: str | None = None
-) -> Callable:
+
+def swap(fun: Callable, *, least: int | str = LEAST, implementation: str | None = None) -> Callable:
     """``fun`` with `attention` and `softmax_cross_entropy` where it has plain ones.
 
     The function is traced when it is called. Of each matmul that becomes the scores of an attention
@@ -39,7 +41,8 @@ def swap(
 
     Args:
         fun: any JAX function: the loss, usually.
-        least: bytes of a matrix of scores or logits from which on it is worth it.
+        least: bytes of a matrix of scores or logits from which on it is worth it, by default
+            ``"64MiB"``.
         implementation: of attention, as `attention` has it. The one of the device's own takes the
             place of attention in bfloat16 or float16 whose scores are scaled, and masked by a
             causal mask or not at all; of other attention `attention` does, as with None.

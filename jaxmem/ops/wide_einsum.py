@@ -1,17 +1,21 @@
 """A matmul in a narrow dtype whose sums are wide, and so are those of all its derivatives."""
 
+from __future__ import annotations
+
 import functools
 import string
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 
 from jaxmem import jaxprs
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.primitives import computed_by
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3))

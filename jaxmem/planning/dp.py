@@ -23,7 +23,7 @@ from jaxmem.planning.simulation import live_bytes, simulate
 from jaxmem.program import Program
 
 # What half and twice of each constant change, here and below where nothing else is said, prints
-# benchmarks/planner/sensitivity.py (benchmarks/results/sensitivity.md).
+# benchmarks/planner/sensitivity.py (its table: benchmarks/results/planner.md).
 _SLOTS = 200  # of the bytes of a chain. Chosen: finer grids take longer and miss other plans
 # The chain counts some bytes that the layout does not. Chosen.
 _HEADROOM = 1.25

@@ -27,8 +27,8 @@ _LEVELS = 24
 _SETS = 64
 _KERNELS = 14  # the dearest ones of a body, whose subsets are tried
 _OPTIONS = 200
-# Of the time of a body: how much of it copies to and from the host may run beside. Chosen, until
-# benchmarks/gpu_offload.py has run.
+# Of the time of a body, here and in `names`: how much of it copies to and from the host may run
+# beside. Chosen: the benchmark of offloading, which would measure it, has not run on a device yet.
 _OVERLAP = 0.5
 _BODIES = 16  # ways to run a body that have schedules
 # Ways to run the scans of a body are at least so many times apart in bytes. Chosen: the schedules

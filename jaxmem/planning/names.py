@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from jaxmem.planning.loops import _OVERLAP
 from jaxmem.planning.named_counts import counted, spared_alone
 from jaxmem.planning.named_places import Place, laid_out
 from jaxmem.planning.rates import DEAR, Rates, of_each
@@ -23,8 +24,6 @@ from jaxmem.program import Program
 _Name = TypeVar("_Name")
 
 MOST = 20  # names whose sets are all counted: a million sets, some seconds. Chosen
-# Of the time of a loop: how much of it copies to and from the host may run beside, as in `loops`.
-_OVERLAP = 0.5
 _GOALS = 64  # budgets at which a front with host memory is known. Chosen
 # Seconds: sets this near in price are one, and the fewer bytes decide. Chosen, a thousandth of the
 # time that a kernel takes to start.

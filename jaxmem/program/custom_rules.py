@@ -1,17 +1,22 @@
 """What the derivative of a fused `jax.custom_jvp` reads, by its rule."""
 
+from __future__ import annotations
+
 import dataclasses
 import weakref
 from collections.abc import Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
+from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.custom_jvp import called_by, traced_rule
 from jaxmem.jaxprs.flat import Step, flatten_jaxpr
 from jaxmem.jaxprs.operands import moving
 from jaxmem.program.costs import is_fused
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def reading_of(equation: JaxprEqn) -> Reading:
     again where it is read.)"""
     real = moving(
         [variable.aval for variable in equation.invars],
-        [isinstance(operand, Literal) for operand in equation.invars],
+        [isinstance(operand, internals.Literal) for operand in equation.invars],
     )
     readings = _readings.setdefault(called_by(equation), {})
     if tuple(real) not in readings:

@@ -5,8 +5,8 @@ each with the rows of one. In the backward pass of a loop all copies that its de
 rows and of cotangents, are written by one kernel, since they are made with the same mask: they are
 there together. Elsewhere the forward pass leaves those of rows, one for all that multiply them, and
 the copies of cotangents of matmuls of the same rows are there together, if there are several one of
-them twice, for either gradient. (Measured for gated and plain experts in float32 and bfloat16 on an
-H100, tests/test_ragged.py.)
+them twice, for either gradient. (Measured for gated and plain experts in float32 and bfloat16:
+tests/test_ragged.py.)
 """
 
 from collections.abc import Sequence

@@ -16,8 +16,8 @@ from jaxmem.program.uses import Uses, adds_axes
 # Times as long as it takes to move an array: computing longer than that and than it takes to start
 # one more kernel is dear. If a value is computed in both of its readers, it need not be written
 # once and read twice, and what it is made of is read once more; most kernels move another array or
-# two meanwhile. Derived, 3 to 5: of those 4 is best for chains of ten functions on four GPUs
-# (tests/test_repeats.py has some of them).
+# two meanwhile. Derived, 3 to 5: of those 4 is best for chains of ten functions on several
+# targets (tests/test_repeats.py has some of them).
 _DEAR = 4
 # The same where what becomes of it ends in memory, since matmuls read that (a `gelu`, and the
 # derivative of it). Derived: a kernel that moves three arrays, and one that moves four, compute

@@ -127,8 +127,8 @@ class Plan(Printed):
         XLA's own rematerialization pass off, and the one that makes what several scans begin with
         all at once; where bfloat16 is widened to float32, its rounding on (XLA leaves it out, and
         keeps float32 where the program has bfloat16); where states of a loop wait in host memory,
-        the scheduler that copies them beside its steps; for a TPU, the budget as the limit of what
-        its scheduler spends."""
+        the scheduler that copies them beside its steps; where a compiler's scheduler spends all
+        that it may, the budget as its limit."""
         own = self.compiled.options if self.compiled else ()
         return self.options_for(self.budget) | dict(own)
 

@@ -36,7 +36,7 @@ def plan(
         *args, **kwargs: its arguments, real or abstract (`jax.ShapeDtypeStruct`); nothing is
             allocated. Leaves that are not arrays are taken as constants. Where they are sharded
             over a mesh (`jax.sharding.NamedSharding`), all bytes and FLOPs are those of one device,
-            and ``target`` has as many devices (``jaxmem.target("h100", count=8)``).
+            and ``target`` has as many devices (``jaxmem.target(name, count=8)``).
         budget: device bytes allowed for ``value_and_grad(fun)`` (arguments, gradients and
             residuals) and for what is reserved, an int or text such as ``"11GiB"`` or ``"80%"`` (of
             the target): the least recomputation that fits, in predicted time, of which FLOPs count

@@ -22,7 +22,7 @@ from jaxmem.targets import Target, family_of
 
 _AGAIN = re.compile(r"\.remat\d*(_(un)?compressed)?(\.|$)")  # in the names that XLA gives
 _NEAR = 0.03  # of the step: less, and the printed report tells. Chosen.
-_ROWS = 6
+_ROWS = 6  # of values in a printed report
 
 
 @dataclasses.dataclass(frozen=True)

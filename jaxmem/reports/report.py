@@ -92,7 +92,7 @@ class MemoryReport(Sized, Printed):
     def cliff(self) -> Cliff | None:
         """Where XLA's own rematerialization pass begins to act, and how far the step is from it;
         None: the pass is off, as in the steps that jaxmem planned, or where it begins is not known
-        (of the attached device, and of a TPU)."""
+        (of the attached device, and of some families of targets)."""
         target, lowered = self.target, self.lowered
         if isinstance(target, LocalDevice) or lowered is None:
             return None
@@ -136,8 +136,8 @@ class MemoryReport(Sized, Printed):
 
     @property
     def on_chip(self) -> dict[str, int]:
-        """Bytes of the memories of the chip itself that the step uses, by name (a TPU's VMEM, which
-        holds vectors, and SMEM, which holds scalars): part of neither ``device`` nor ``host``."""
+        """Bytes of the memories of the chip itself that the step uses, by the names that the
+        target's family has for them: part of neither ``device`` nor ``host``."""
         names = family_of(self.target.known).chip_memories
         found: Counter[str] = Counter()
         for number, size in self._map.on_chip.items():
@@ -146,7 +146,7 @@ class MemoryReport(Sized, Printed):
 
     @property
     def padding(self) -> tuple[Padded, ...]:
-        """The arrays at the peak that a TPU pads to whole tiles, the most padding first."""
+        """The arrays at the peak that are padded to whole tiles, the most padding first."""
         return self._map.padding
 
     @property

@@ -37,8 +37,10 @@ import threading
 import time
 from typing import ClassVar
 
-IDLE = 60  # seconds
-_POLL = 0.005  # seconds between two looks at what XLA has written
+# Seconds after which a worker ends that nobody asks. Chosen: calls one after the other share it.
+IDLE = 60
+# Seconds between two looks at what XLA has written. Chosen: short beside a compilation.
+_POLL = 0.005
 _REPLY = "reply.json"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

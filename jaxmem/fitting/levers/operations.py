@@ -6,10 +6,9 @@ from jaxmem.fitting.levers.lever import Lever
 from jaxmem.fitting.sizes import whole
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ops.kernel_replacement import calling
-from jaxmem.ops.swapping import Swap, Wanted, swapped, swaps
+from jaxmem.ops.swapping import LEAST, Swap, Wanted, swapped, swaps
 from jaxmem.targets import family_of
 
-_LEAST = 2**26  # bytes of scores or logits on each device: as `jaxmem.ops.swap` has it
 _KERNELS = "kernels"
 _OF = {"scores": "attention", "logits": "the loss"}
 
@@ -74,7 +73,7 @@ class OperationsLever(Lever):
         return workload.found[key]
 
     def _wanted(self, workload, value) -> Wanted:
-        least = _LEAST * workload.devices
+        least = LEAST * workload.devices
         device = workload.device
         name = family_of(device).attention(device) if value == _KERNELS else ""
         if not name:

@@ -45,7 +45,7 @@ SEPARATE = frozenset(["optimization_barrier"])  # each operand for itself
 
 
 def check_rules(rules: Mapping[str, str]) -> Mapping[str, str]:
-    names = {*RULES, *jaxprs.primitive_names()}
+    names = {*RULES, *(jaxprs.primitive_names() if rules else ())}
     for name, rule in rules.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, 3)

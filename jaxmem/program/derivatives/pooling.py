@@ -23,7 +23,7 @@ class Pooling(Derivative):
     """The largest and the smallest elements of windows."""
 
     def suits(self, rules) -> bool:
-        """Whether its slices are fused: a TPU has ten of them in memory."""
+        """Whether its slices are fused: some compilers write all of them to memory."""
         return rules.picks_poolings
 
     def matches(self, step, kernel) -> bool:

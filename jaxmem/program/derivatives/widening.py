@@ -1,15 +1,20 @@
 """Matmuls and convolutions in bfloat16 on a device that computes them in float32."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
-from jax.extend.core import Primitive
 
 from jaxmem import jaxprs
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.primitives import computed_by
 from jaxmem.program.derivatives.derivative import Derivative
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 _barrier = jax.lax.optimization_barrier
 

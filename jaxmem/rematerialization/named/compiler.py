@@ -5,11 +5,11 @@ import math
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError, OffloadError
+from jaxmem.jaxprs import internals
 from jaxmem.planning import DEAR, NamedChoice
 from jaxmem.rematerialization.named.choices import NamedChoices
 from jaxmem.rematerialization.search import Begun, Outcome
@@ -74,7 +74,7 @@ class NamedCompiler:
     def _begin(self, policy: Any) -> Compiling:
         """The function with another policy in its regions, traced and lowered."""
         traced, target, limits = self.choices.traced, self.target, self.limits
-        call = jaxpr_as_fun(jaxprs.with_policy(traced.closed, policy))
+        call = internals.jaxpr_as_fun(jaxprs.with_policy(traced.closed, policy))
 
         def fun(*leaves):
             return traced.value(jax.tree.unflatten(traced.out_tree, call(*leaves)))

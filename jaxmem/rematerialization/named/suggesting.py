@@ -12,6 +12,7 @@ from jaxmem.ground.checks import check_call, is_count
 from jaxmem.ground.errors import PlanError
 from jaxmem.ground.words import counted
 from jaxmem.planning import MOST, NamedChoice, Names, Place, Rates, spans_of_blocks, spared_alone
+from jaxmem.planning.blocks import _TINY
 from jaxmem.program import NAMED, Kernel, Operation, Program
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import marked, place_of_stretch
@@ -22,10 +23,9 @@ from jaxmem.targets import LocalDevice, Target
 
 # Rows whose choices are weighed together: a sixteenth of what would be exact, and of its seconds.
 _WEIGHED = MOST - 4
-# Of the most bytes and seconds of a row, and of the largest value of the program: less is left out.
-# Chosen.
+# Of the most bytes and seconds of a row: less is left out. So is what is tiny beside the largest
+# value of the program, as plans save it in any case. Chosen.
 _SMALL = 1e-3
-_TINY = 1 / 4096
 
 
 def suggest_names(

@@ -11,6 +11,7 @@ import jaxlib
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.words import counted
+from jaxmem.levers.host.streaming import CHUNK
 from jaxmem.reports.calibrating.fitted import Checked, check, errors_of, fit_rates, held_out
 from jaxmem.reports.calibrating.probes import ladders
 from jaxmem.reports.calibrating.running import Device, Sample, samples
@@ -27,9 +28,8 @@ from jaxmem.targets import (
     resolve,
 )
 
-_LEAST_SECONDS = 0.5
-_HOST_BYTES = 64 * 2**20
-_ROWS = 6
+_LEAST_SECONDS = 0.5  # chosen: of this a twentieth each is for launches and for copies
+_ROWS = 6  # of a table in a terminal
 # Of rates that nobody states: what is measured takes their place. 1 would do too, in arithmetic.
 _UNSTATED = 1e9
 
@@ -159,7 +159,7 @@ def calibrate(*, seconds: float = 60, keep: bool = True) -> Calibration:
     began = time.perf_counter()
     device = Device(stated or bare_target(local, _UNSTATED))
     launch = device.launch(seconds / 20)
-    host = device.host_bandwidth(_HOST_BYTES, seconds / 20)
+    host = device.host_bandwidth(CHUNK, seconds / 20)
     left = max(seconds - (time.perf_counter() - began), seconds / 2)
     memory = local.usable_bytes or 2**32
     # What takes less than this of a device's memory is over before the next call.

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 LAUNCHES = 64  # kernels of the chain that is bound by their launches
+# Chosen, here and below: from sizes that launches bound to those that fill a device, each about
+# one and a half times the one before, or a power of two.
 _SIDES = (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 _LENGTHS = tuple(2**power for power in range(18, 29))
 _BATCHES = (2, 8, 32, 128, 512)

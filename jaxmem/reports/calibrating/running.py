@@ -17,7 +17,7 @@ from jaxmem.targets import HOST_KIND, Target
 _LEAST, _MOST = 5, 50
 # A program that runs for less than so many calls of an empty one tells of the calls. Chosen.
 _CALLS = 4
-_WARM = 2
+_WARM = 2  # calls before the first that counts. Chosen: one that compiles, and one more
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,7 +74,7 @@ def _peak(report: "MemoryReport") -> Iterator[Part]:
 
 
 def _padding(report: "MemoryReport") -> Iterator[Part]:
-    """What the tiles of a TPU cost, where that is worth a look."""
+    """What padding to whole tiles costs, where that is worth a look."""
     total = sum(one.padding for one in report.padding)
     if total < WORTH_A_LOOK * report.device:
         return

@@ -96,7 +96,7 @@ class MemoryMap:
     def describe(self, point: int) -> Origin:
         """Where the instruction at a point of the schedule comes from."""
         live, schedule = self.timeline.live, self.timeline.schedule
-        # Compilers for TPUs have arguments where they are first read: what reads them runs there.
+        # Some compilers have arguments where they are first read: what reads them runs there.
         while (
             self._attribution.is_argument(schedule[point])
             and point + 1 < len(schedule)

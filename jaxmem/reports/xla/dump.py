@@ -29,7 +29,7 @@ _VALUE = re.compile(
 )
 _POINT = re.compile(r"    (\d+):(\S+)$")
 _RANGE = re.compile(r"    (\S+?)\{([\d,]*)\}:(\d+)-(\d+)$")
-_DEVICE, _HOST = 0, 5  # XLA's colors; any other is a memory on the chip, of a TPU
+_DEVICE, _HOST = 0, 5  # XLA's colors; any other is a memory on the chip itself
 _COLORS = range(16)
 _KNOWN = "jax 0.10.2 to 0.12"
 
@@ -96,7 +96,7 @@ class Assignment:
 
     @property
     def on_chip(self) -> dict[int, int]:
-        """Bytes in memories of the chip itself, such as a TPU's VMEM, by XLA's numbers of them."""
+        """Bytes in memories of the chip itself, by XLA's numbers of them."""
         found: Counter[int] = Counter()
         for one in self.allocations:
             if one.color not in (_DEVICE, _HOST):

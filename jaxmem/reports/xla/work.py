@@ -149,8 +149,8 @@ def _pairs(
 ) -> int:
     """Products of a convolution, zeros of the padding among them: each tap meets each place in the
     result, or each element of the operand where those are fewer, as in a derivative. A batched
-    matmul, which for TPUs is a convolution with strides over elements that lie apart, has only the
-    taps that fall on one: hardly any does."""
+    matmul, which some compilers make a convolution with strides over elements that lie apart, has
+    only the taps that fall on one: hardly any does."""
     text = _WINDOW.search(line)
     window = dict(_FIELD.findall(text[1])) if text else {}
     spatial = [at for at, label in enumerate(labels[3]) if label.isdecimal()]

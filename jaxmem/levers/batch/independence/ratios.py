@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxmem import jaxprs
+from jaxmem.jaxprs import internals
 from jaxmem.levers.batch.independence.bounds import (
     Bound,
     Test,
@@ -201,7 +201,7 @@ def without_quotients(flat: jaxprs.FlatJaxpr, quotients: set[int]) -> jaxprs.Fla
         if not isinstance(value, int) or value not in quotients:
             return value
         aval = flat.avals[value]
-        return Literal(np.zeros(aval.shape, aval.dtype), aval)
+        return internals.Literal(np.zeros(aval.shape, aval.dtype), aval)
 
     steps = tuple(
         dataclasses.replace(step, inputs=tuple(map(known, step.inputs))) for step in flat.steps
