@@ -109,6 +109,21 @@ def test_fit_cuts_a_batch_that_the_kernel_reads():
     assert step.fitting.chosen.compiled <= plain // 2
 
 
+def test_the_gradient_of_a_shared_bias_is_a_sum_over_examples():
+    def loss_fn(params, batch):
+        bias = jnp.ones((1, HEADS, LENGTH, LENGTH), batch.dtype) * params
+        mixed = jax.nn.dot_product_attention(batch, batch, batch, bias=bias, implementation="cudnn")
+        return jnp.mean(mixed.astype(jnp.float32) ** 2)
+
+    def derived(params, batch, *_):
+        return jax.value_and_grad(loss_fn)(params, batch)[0], None
+
+    params = jax.ShapeDtypeStruct((1, HEADS, 1, 1), jnp.bfloat16)
+    with jaxprs.in_place_of_attached(jaxmem.target("h100")):
+        for loss in (lambda *args: (loss_fn(*args[:2]), None), derived):
+            assert reduction_of(loss, heads(), [2], params).reduction == "mean"
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_examples_are_apart_but_for_dropout(rate):
     """Whose mask depends on the place of an example in the batch."""
