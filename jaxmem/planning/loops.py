@@ -259,7 +259,10 @@ def plain_option(program: Program, kernel: int) -> LoopOption:
     if kernel in program.maps:
         return LoopOption(None, program.residual_bytes(kernel), operation.inside, ())
     cost = peak_of_scan(program, kernel)
-    return LoopOption(None, program.residual_bytes(kernel), cost.peak, (cost.at,))
+    # Between the passes, and so not beside what a turn takes. What a plan saves lies by rows.
+    relaid = operation.relaid if program.rules.row_major else 0
+    inside = max(cost.peak, relaid)
+    return LoopOption(None, program.residual_bytes(kernel), inside, (cost.at,))
 
 
 def is_differentiated(program: Program, kernel: int) -> bool:

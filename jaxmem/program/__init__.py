@@ -1,5 +1,6 @@
 """A traced function as a flat list of operations: values, bytes, FLOPs, liveness."""
 
+from jaxmem.program.abstract_values import size_of as size_of, type_of as type_of
 from jaxmem.program.costs import (
     CONTRACTIONS as CONTRACTIONS,
     contraction_flops as contraction_flops,
@@ -19,8 +20,4 @@ from jaxmem.program.operations import (
     Program as Program,
     gradient_size as gradient_size,
 )
-from jaxmem.program.reading import (
-    read_program as read_program,
-    size_of as size_of,
-    type_of as type_of,
-)
+from jaxmem.program.reading import read_program as read_program

@@ -81,9 +81,10 @@ class Operation:
     conditional, a rule of the user's own), and a region whose policy saves something makes one
     value more than it returns: its ``residuals``, what it keeps for the backward pass beside
     operands and results; ``results`` are bytes that each iteration of a scan would keep, and
-    returns. ``reads`` are those of them that its derivative reads, where that is known exactly.
-    ``inside`` are bytes that the derivative takes beside all of that, ``workspace`` those that the
-    operation takes. A ``widened`` one is computed in float32, from copies of what it reads.
+    returns, ``relaid`` those of its largest stack that is laid out anew between the passes.
+    ``reads`` are those of them that its derivative reads, where that is known exactly. ``inside``
+    are bytes that the derivative takes beside all of that, ``workspace`` those that the operation
+    takes. A ``widened`` one is computed in float32, from copies of what it reads.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Operation:
     reads: frozenset[int] | None = None
     widened: bool = False
     results: int = 0
+    relaid: int = 0
     contraction: Contraction = Contraction()
     exchange: Exchange = Exchange()
 

@@ -1,13 +1,8 @@
 """A flat jaxpr read as a program."""
 
 import dataclasses
-import functools
-import math
-import statistics
 from collections.abc import Iterator, Set
 from typing import Any
-
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.jaxprs.equations import inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
@@ -18,6 +13,7 @@ from jaxmem.jaxprs.operands import moving
 from jaxmem.jaxprs.regions import policy_saves
 from jaxmem.jaxprs.residuals import Kept, region_residuals, scan_residuals
 from jaxmem.jaxprs.spreading import Spread
+from jaxmem.program.abstract_values import size_of, type_of
 from jaxmem.program.constants import constant_operands, constant_values
 from jaxmem.program.costs import (
     calls,
@@ -32,9 +28,11 @@ from jaxmem.program.costs import (
     slides,
 )
 from jaxmem.program.custom_rules import by_rule, read_by_rule
+from jaxmem.program.kept_bytes import bytes_alike
 from jaxmem.program.opaque import Halves, halves, peak
 from jaxmem.program.operations import Contraction, Exchange, Operation, Program, Source
 from jaxmem.program.ragged import shared_copies
+from jaxmem.program.stacks import relaid_bytes
 
 # What has a program inside that nothing is planned in.
 _OPAQUE = frozenset(
@@ -98,6 +96,7 @@ def read_program(
                 interior.workspace,
                 interior.reads,
                 results=interior.results,
+                relaid=interior.relaid,
                 contraction=Contraction(
                     is_batched(step.equation),
                     is_of_vectors(step.equation),
@@ -147,6 +146,7 @@ class _Interior:
     workspace: int = 0
     reads: frozenset[int] | None = None
     results: int = 0
+    relaid: int = 0
 
 
 def _interior_of(
@@ -166,7 +166,7 @@ def _interior_of(
         # Where nothing is differentiated any more it runs here, forward and backward pass.
         workspace = _workspace(step, spread) if all(constant) else 0
         kept = _kept_of_region(step, constant)
-        saved = _bytes_alike(kept, body)
+        saved = bytes_alike(kept, body)
         whole = sum(size_of(one.aval) for one in kept)
         return _Interior(body, saved or None, whole, workspace=workspace)
     opaque = step.primitive in _OPAQUE and not is_fused(step.equation)
@@ -220,48 +220,12 @@ def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Sprea
     length = step.equation.params["length"]
     return _Interior(
         body,
-        length * _bytes_alike(kept, body),
+        length * bytes_alike(kept, body),
         length * sum(size_of(one.aval) for one in kept),
         _inside(body),
-        results=_bytes_alike(results, body),
+        results=bytes_alike(results, body),
+        relaid=length * relaid_bytes(loop.body, kept, body.sizes),
     )
-
-
-def _bytes_alike(values: list[Kept], body: Program) -> int:
-    """Bytes that one device has of values of a scan's body, which are known by the `jax.shard_map`
-    that makes them, by the sharding that is asked for, or by their shapes: of each, what it has of
-    most values of the body that have the same; of what a scan inside stacks, of those that it
-    stacks; of others, what it has of all values together."""
-    if not body.whole_sizes:
-        return sum(size_of(one.aval) for one in values)
-    shares: dict[str, list[float]] = {}
-    for kind, share in _shares(body):
-        shares.setdefault(kind, []).append(share)
-    middle = {kind: statistics.median_low(found) for kind, found in shares.items()}
-    every = sum(body.sizes) / max(sum(body.whole_sizes), 1)
-
-    def share_of(one: Kept) -> float:
-        aval = one.aval
-        if one.piece is not None:
-            return one.piece / max(size_of(aval), 1)
-        asked = one.sharding if isinstance(one.sharding, NamedSharding) else None
-        if asked and aval.size and PartitionSpec.UNCONSTRAINED not in asked.spec:
-            return math.prod(asked.shard_shape(aval.shape)) / aval.size
-        dtype, shape = getattr(aval, "dtype", ""), tuple(getattr(aval, "shape", ()))
-        kinds = (_type(dtype, shape[first:]) for first in range(len(shape)))
-        return next((middle[kind] for kind in kinds if kind in middle), every)
-
-    return round(sum(size_of(one.aval) * share_of(one) for one in values))
-
-
-def _shares(program: Program) -> Iterator[tuple[str, float]]:
-    """Of each value of a program and of what it repeats: its type, and which part of it one device
-    has."""
-    values = zip(program.whole_types, program.sizes, program.whole_sizes, strict=False)
-    yield from ((kind, size / max(whole, 1)) for kind, size, whole in values)
-    for operation in program.operations:
-        if operation.body:
-            yield from _shares(operation.body)
 
 
 def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Interior | None:
@@ -379,20 +343,3 @@ def _carry(step: Step, body: Program | None) -> tuple[int, ...]:
     first = body.input_count - len(step.equation.invars)  # the body's own constants come first
     carry = loop_of(step.equation).carry
     return tuple(range(first + carry.start, first + carry.stop))
-
-
-def type_of(aval) -> str:
-    """Dtype and shape of an abstract value as text."""
-    return _type(getattr(aval, "dtype", ""), tuple(getattr(aval, "shape", ())))
-
-
-@functools.cache
-def _type(dtype, shape: tuple) -> str:
-    return f"{dtype}{list(shape)}"
-
-
-def size_of(aval) -> int:
-    """Bytes of an abstract value."""
-    if not hasattr(aval, "shape"):
-        return 0  # a token
-    return math.prod(aval.shape) * aval.dtype.itemsize
