@@ -252,6 +252,9 @@ LEFT = {
     "masked a little": by_hand(shown(lambda row, column: row >= column, -5.0)),
     "masked to above": by_hand(shown(lambda row, column: row >= column, 5.0)),
     "masked, then turned": by_hand(lambda s: -shown(lambda r, c: r >= c, 1e9)(s)),
+    "masked, then times -1": by_hand(lambda s: shown(lambda r, c: r >= c)(s) * -1.0),
+    "masked, then divided": by_hand(lambda s: shown(lambda r, c: r >= c)(s) / 1e10),
+    "masked, then scaled": by_hand(lambda s: shown(lambda r, c: r >= c)(s) * 0.5),
     "capped": by_hand(lambda scores: 5 * jnp.tanh(scores / 5)),
     "places added": by_hand(
         lambda s: s - 0.1 * jnp.abs(jnp.arange(32)[:, None] - jnp.arange(32)[None])[None, None]

@@ -20,30 +20,31 @@ _CASTS = ("convert_element_type", "copy")
 _OF_NUMBERS = ("convert_element_type", "div", "integer_pow", "mul", "neg", "pow", "rsqrt", "sqrt")
 
 
-class Form(NamedTuple):
+class ScoreForm(NamedTuple):
     """Scores times ``scale``, all of them or (``is_causal``) those up to a query's own place."""
 
     scale: float
     is_causal: bool
 
 
-def form_of(replacement: Any) -> Form | None:
+def score_form_of(replacement: Any) -> ScoreForm | None:
     """What an `AttentionReplacement` does with its scores before the softmax; None: something
     else."""
     graph, match = replacement.graph, replacement.match
-    known = {graph.flat.steps[match.root].outputs[0]: Form(1.0, False)}
-    leaves = [_opened(replacement, *leaf) for leaf in replacement.leaves]
+    known = {graph.flat.steps[match.root].outputs[0]: ScoreForm(1.0, False)}
+    leaves = [_node_of(replacement, *leaf) for leaf in replacement.leaves]
     for at in match.chain:
         step = graph.flat.steps[at]
         nodes = [_with_leaves(node, leaves) for node in replacement.nodes[at]]
-        found = _after(step.primitive, nodes, known)
-        if found is None:
+        found = _form_after(step.primitive, nodes, known)
+        floating = jnp.issubdtype(graph.flat.avals[step.outputs[0]].dtype, jnp.floating)
+        if found is None or not floating:
             return None
         known[step.outputs[0]] = found
     return known[match.matrix]
 
 
-def _opened(replacement: Any, value: Any, frame: tuple) -> tuple:
+def _node_of(replacement: Any, value: Any, frame: tuple) -> tuple:
     """A value that is combined with the scores (a node of `AttentionReplacement`), by what it is
     made of; "leaf": not known."""
     graph, unknown = replacement.graph, ("leaf", None)
@@ -67,13 +68,13 @@ def _opened(replacement: Any, value: Any, frame: tuple) -> tuple:
             axes = [next(long) if size > 1 else None for size in inner]
         else:
             return unknown
-        return "full", _opened(replacement, step.inputs[0], tuple(axes))
+        return "full", _node_of(replacement, step.inputs[0], tuple(axes))
     nodes = [
-        _opened(replacement, operand, frame if variable.aval.ndim else ())
+        _node_of(replacement, operand, frame if variable.aval.ndim else ())
         for operand, variable in zip(step.inputs, step.equation.invars, strict=True)
     ]
-    numbers = [_number(node) for node in nodes]
-    if step.primitive in _OF_NUMBERS and not shape and None not in numbers:
+    numbers = all(node[0] == "number" for node in nodes)
+    if step.primitive in _OF_NUMBERS and not shape and numbers:
         with jax.ensure_compile_time_eval():
             return "number", jaxprs.apply(step, *[node[1] for node in nodes])
     return "step", step, nodes
@@ -91,7 +92,7 @@ def _with_leaves(node: tuple, leaves: list[tuple]) -> tuple:
     return node
 
 
-def _after(name: str, nodes: list[tuple], known: dict[int, Form]) -> Form | None:
+def _form_after(name: str, nodes: list[tuple], known: dict[int, ScoreForm]) -> ScoreForm | None:
     """Of an operation on scores and what is combined with them."""
     forms = [known[node[1]] for node in nodes if node[0] == "scores"]
     if len(forms) != 1:
@@ -107,12 +108,14 @@ def _after(name: str, nodes: list[tuple], known: dict[int, Form]) -> Form | None
     if name == "add":
         return _added(form, other)
     number = _number(other)
+    if form.is_causal:
+        return None  # what stands for a masked score may not be as low any more
     if number is None or not (name == "mul" or (name == "div" and first)):
         return None
     return form._replace(scale=form.scale * number if name == "mul" else form.scale / number)
 
 
-def _selected(form: Form, which: tuple, no: tuple, yes: tuple) -> Form | None:
+def _selected(form: ScoreForm, which: tuple, no: tuple, yes: tuple) -> ScoreForm | None:
     """Scores where a condition holds (or does not), else a low number."""
     seen, number = (_condition(which), _number(no)) if yes[0] == "scores" else (None, None)
     if no[0] == "scores":
@@ -121,7 +124,7 @@ def _selected(form: Form, which: tuple, no: tuple, yes: tuple) -> Form | None:
     return _masked(form, seen) if low else None
 
 
-def _added(form: Form, other: tuple) -> Form | None:
+def _added(form: ScoreForm, other: tuple) -> ScoreForm | None:
     """With a low number where a condition holds, and 0 elsewhere."""
     if other[0] == "full":
         return _added(form, other[1])
@@ -137,7 +140,7 @@ def _added(form: Form, other: tuple) -> Form | None:
     return _masked(form, _not(which)) if no == 0 and yes <= _MASKED else None
 
 
-def _masked(form: Form, seen: "bool | _AtLeast | None") -> Form | None:
+def _masked(form: ScoreForm, seen: "bool | _AtLeast | None") -> ScoreForm | None:
     if seen is True:
         return form
     causal = isinstance(seen, _AtLeast) and seen == _AtLeast(0, True)

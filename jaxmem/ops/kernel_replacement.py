@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.ops.attention_replacement import AttentionReplacement
-from jaxmem.ops.causal_mask import Form, form_of
+from jaxmem.ops.causal_mask import ScoreForm, score_form_of
 from jaxmem.ops.patterns import Graph, Match
 
 # Queries [batch, length, heads, width], keys and values [batch, length, key heads, width], scale,
@@ -21,7 +21,7 @@ class KernelReplacement(AttentionReplacement):
     some out: what such a kernel takes."""
 
     kernel: Kernel
-    form: Form
+    form: ScoreForm
 
     @classmethod
     def with_kernel(
@@ -29,7 +29,7 @@ class KernelReplacement(AttentionReplacement):
     ) -> "KernelReplacement | None":
         """None: the kernel does not take it."""
         found = cls.of(graph, match)
-        form = form_of(found) if found else None
+        form = score_form_of(found) if found else None
         if not isinstance(found, KernelReplacement) or form is None:
             return None
         sides = (found.query, found.key, found.value)
