@@ -7,7 +7,9 @@ Value and gradient of the loss on random arguments, planned for the attached GPU
 allocator's less what else was in use, each plan in a process of its own (a peak cannot be reset),
 with kernels chosen before. "ms" is the median of ten steps. "predicted" is jaxmem's, and its error
 what the measured one is beside it. The last rows are whole training steps of ResNet50 in fp32 at
-the largest batch that `jaxmem.max_batch_size` finds.
+the largest batch that `jaxmem.max_batch_size` finds, and causal attention of 4 x 4,096 tokens in
+bfloat16 (16 heads of 128, 4 of keys): as it is, by `jaxmem.ops` and by cuDNN, whose workspace no
+compiled bytes have.
 """
 
 import json
@@ -27,6 +29,7 @@ from benchmarks.planner.frontiers import NETWORKS, compiled, example, planned
 
 GIB = 2**30
 SHARES = (1.0, 0.6, 0.4, 0.0)
+ATTENTION = {"plain": None, "jaxmem.ops": "xla", "cuDNN": "cudnn"}
 LARGEST = {"plain": {}, "nn.remat on every block": {"every_block": True}, "dp": {"remat": "dp"}}
 
 
@@ -105,6 +108,33 @@ def largest(name: str) -> dict:
     }
 
 
+def attention(name: str) -> dict:
+    """Value and gradients of one attention, and how far these are from the plain ones."""
+
+    def plain(query, key, value):
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return jnp.sum(mixed.astype(jnp.float32) ** 2)
+
+    implementation = ATTENTION[name]
+    fun = jaxmem.ops.swap(plain, implementation=implementation) if implementation else plain
+    heads = [jax.ShapeDtypeStruct((4, 4096, count, 128), jnp.bfloat16) for count in (16, 4, 4)]
+    args = [50 * one for one in random(heads)]
+    step, same = (jax.jit(jax.value_and_grad(one, (0, 1, 2))) for one in (fun, plain))
+    run = jaxmem.measure(step, *args)
+    taken = seconds(lambda: step(*args))
+    pairs = zip(jax.tree.leaves(step(*args)), jax.tree.leaves(same(*args)), strict=True)
+    norm = jnp.linalg.norm
+    off = max(float(norm((a - b).ravel()) / norm(b.ravel())) for a, b in pairs)
+    return {
+        "network": "attention",
+        "plan": f"{name}, off by {off:.1e}",
+        "compiled": jaxmem.memory(step, *args, target="local").device,
+        "peak": (run.peak or 0) - (run.others or 0),
+        "predicted": None,
+        "seconds": taken,
+    }
+
+
 def apart(*words: str) -> dict:
     """The result of this script in a process of its own."""
     command = [sys.executable, str(pathlib.Path(__file__)), "--one", *words]
@@ -131,15 +161,21 @@ def main():
         return
     if sys.argv[1:2] == ["--one"]:
         network, *share = sys.argv[2:]
-        print(json.dumps(measured(network, float(share[0])) if share else largest(network)))
+        if network == "attention":
+            found = attention(*share)
+        else:
+            found = measured(network, float(share[0])) if share else largest(network)
+        print(json.dumps(found))
         return
     whole = "ResNet50, whole step"
-    for network in sys.argv[1:] or [*NETWORKS, whole]:
+    for network in sys.argv[1:] or [*NETWORKS, whole, "attention"]:
         if network == whole:
             found = [apart(name) for name in LARGEST]
+        elif network == "attention":
+            found = [apart(network, name) for name in ATTENTION]
         else:
             found = [apart(network, str(share)) for share in SHARES]
-        rows = merge("network", [*NETWORKS, whole], [row(one) for one in found])
+        rows = merge("network", [*NETWORKS, whole, "attention"], [row(one) for one in found])
         errors = [abs(float(one["error"].rstrip("%"))) for one in rows if one["error"]]
         note = __doc__.split("\n\n")[2]
         if errors:
