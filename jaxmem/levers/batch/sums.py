@@ -11,7 +11,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.checks import is_numeric, shown
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.widths import at_least
-from jaxmem.levers.batch.independence import Rest
+from jaxmem.levers.batch.independence import ParameterOnlyTerms
 from jaxmem.levers.batch.loss import call_loss, own
 from jaxmem.levers.batch.slices import batch_size, cut_leaf, part_of
 
@@ -133,7 +133,9 @@ class Sums:
             nothing = jnp.where(jnp.isinf(leaf), jnp.nan, nothing)
         return jnp.where(share == 0, nothing, leaf * share)
 
-    def divided(self, terms: Terms, divisor: jax.Array, rest: Rest | None = None) -> Terms:
+    def divided(
+        self, terms: Terms, divisor: jax.Array, rest: ParameterOnlyTerms | None = None
+    ) -> Terms:
         """The sums of what is weighted as means. The weights of slices need not add up to the
         divisor, if that is bounded: of a ``rest`` that each slice has alike, what they lack is
         added."""
