@@ -168,7 +168,7 @@ def test_what_waits_is_looked_at_as_often_as_something_that_it_needs_is_made():
         before = sys.getprofile()
         sys.setprofile(count_call)
         try:
-            order = [event.kernel for event in derivative_fusion._as_early_as_may_be(events)]
+            order = [event.kernel for event in derivative_fusion._as_soon_as_possible(events)]
         finally:
             sys.setprofile(before)
     assert order == [1000, *range(1000)]
@@ -177,6 +177,6 @@ def test_what_waits_is_looked_at_as_often_as_something_that_it_needs_is_made():
 
 def test_events_that_need_their_own_results_are_left_out():
     first, second = Event(0, [1], [2], True), Event(1, [2], [1], True)
-    assert derivative_fusion._as_early_as_may_be([first, second, Event(2, [3], [4], True)]) == [
+    assert derivative_fusion._as_soon_as_possible([first, second, Event(2, [3], [4], True)]) == [
         Event(2, [3], [4], True)
     ]

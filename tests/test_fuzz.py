@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings, strate
 import jaxmem
 from jaxmem import jaxprs
 from jaxmem.loops import Schedule
-from jaxmem.planning import Head, Loop, Region
+from jaxmem.planning import LeadingIterations, Loop, Region
 from jaxmem.program import Program, read_program
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_facts import OwnRegions, Predicted
@@ -272,7 +272,9 @@ def draw_loops(draw, program: Program, depth: int) -> tuple[Loop, ...]:
             head = None
             if schedule is None and operation.length > 1 and draw(st.booleans()):
                 count = draw(st.integers(1, operation.length - 1))
-                head = Head(count, draw_iterations(draw, number, operation.body, depth))
+                head = LeadingIterations(
+                    count, draw_iterations(draw, number, operation.body, depth)
+                )
             loops.append(dataclasses.replace(loop, schedule=schedule, head=head))
     return tuple(loops)
 

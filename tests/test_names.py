@@ -21,10 +21,10 @@ from jaxmem.planning import (
     Names,
     Rates,
     Region,
+    marginal_savings,
     of_each,
     simulate,
     simulate_block,
-    spared_alone,
 )
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.choices import NamedChoices
@@ -130,7 +130,7 @@ def test_what_sets_of_names_recompute_is_what_the_layout_runs_again(kind):
         assert found.tables.seconds[number] == pytest.approx(seconds)
         assert found.tables.price[number] == pytest.approx(price)
         assert found.tables.flops[number] == flops
-    alone = spared_alone(place, len(names), found.rates)
+    alone = marginal_savings(place, len(names), found.rates)
     sets = [found.tables.seconds[0] - found.tables.seconds[1 << n] for n in range(len(names))]
     assert alone == pytest.approx(sets)
 

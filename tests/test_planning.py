@@ -11,7 +11,7 @@ import pytest
 
 import jaxmem
 from jaxmem.planning import PLANNERS, Loop, Rates, Region, one_liners, simulate
-from jaxmem.planning.dp import DP, _depth, together
+from jaxmem.planning.dp import DP, _depth, combine_menus
 from jaxmem.planning.loops import LoopOption, loop_options
 from jaxmem.planning.sqrt import Sqrt, _Chain
 from jaxmem.program import Operation, Program
@@ -37,17 +37,17 @@ def chain(sizes, flops=None, skips=()):
 
 def test_sixteen_equal_layers_make_about_four_regions():
     planner = Sqrt(chain([100] * 16), RATES)
-    layout = planner.smallest()
+    layout = planner.cheapest_near_minimum()
     assert 3 <= len(layout.regions) <= 5
     # At most 3 values kept, and one region of 5 values with two cotangents.
     assert layout.peak <= 1000 < planner.plain.peak
 
 
 def test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp():
-    peaks = [Sqrt(chain([100] * n), RATES).smallest().peak for n in (16, 64, 256)]
+    peaks = [Sqrt(chain([100] * n), RATES).cheapest_near_minimum().peak for n in (16, 64, 256)]
     assert peaks[1] / peaks[0] < 2.3
     assert peaks[2] / peaks[1] < 2.3
-    peaks = [DP(chain([100] * n), RATES).smallest().peak for n in (16, 64)]
+    peaks = [DP(chain([100] * n), RATES).cheapest_near_minimum().peak for n in (16, 64)]
     assert peaks[1] - peaks[0] <= 400  # two more levels of halves
 
 
@@ -56,7 +56,7 @@ def test_a_planner_ends_with_its_plan(planner):
     """It has tables of some 50 MB."""
     made = PLANNERS[planner](chain([10.0] * 8), RATES)
     ended = weakref.ref(made)
-    made.smallest(), made.cheapest_for(45)
+    made.cheapest_near_minimum(), made.cheapest_for(45)
     del made
     gc.collect()
     assert ended() is None
@@ -64,19 +64,19 @@ def test_a_planner_ends_with_its_plan(planner):
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_one_operation_needs_no_region(planner):
-    assert PLANNERS[planner](chain([100]), RATES).smallest().regions == ()
+    assert PLANNERS[planner](chain([100]), RATES).cheapest_near_minimum().regions == ()
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_program_without_operations(planner):
-    layout = PLANNERS[planner](Program((), (8,), 1, (0,)), RATES).smallest()
+    layout = PLANNERS[planner](Program((), (8,), 1, (0,)), RATES).cheapest_near_minimum()
     assert (layout.regions, layout.peak) == ((), 0)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_the_last_region_is_never_wrapped(planner):
     for n in range(1, 20):
-        layout = PLANNERS[planner](chain([100] * n), RATES).smallest()
+        layout = PLANNERS[planner](chain([100] * n), RATES).cheapest_near_minimum()
         assert not layout.regions or layout.regions[-1].stop < n
 
 
@@ -147,7 +147,7 @@ def test_few_picked_elements_do_not_put_their_operand_into_memory():
 
 def test_no_tree_is_too_deep_to_trace():
     planner = DP(chain([100] * 80), RATES)
-    assert _depth(planner.smallest().regions) <= 16
+    assert _depth(planner.cheapest_near_minimum().regions) <= 16
 
 
 def every_row_of_regions(count):
@@ -285,7 +285,7 @@ def test_the_first_iterations_keep_less_than_the_last_ones(host):
     parted = 0
     for percent in range(95, 5, -6):
         room = plain * percent // 100
-        found = menu[1].with_room(room)
+        found = menu[1].cheapest_within(room)
         best = min(every_split(bodies, room), default=np.inf)
         if found is None:
             assert best == np.inf
@@ -317,7 +317,7 @@ def test_several_scans_share_a_budget_by_what_a_byte_costs():
 
     dear = [option(1000, 0), option(500, 100), option(100, 900)]
     cheap = [option(1000, 0), option(900, 30), option(300, 1), option(200, 2)]
-    found = [[one.residuals for one in options] for options in together([dear, cheap])]
+    found = [[one.residuals for one in options] for options in combine_menus([dear, cheap])]
     assert found == [[1000, 1000], [1000, 300], [1000, 200], [500, 200], [100, 200]]
 
 
@@ -328,7 +328,7 @@ def test_of_several_scans_an_entry_that_takes_no_byte_less_is_left_out():
         return [LoopOption(None, *entry[:2], (0,), price=entry[2]) for entry in entries]
 
     dear = menu((100, 0, 0), (80, 0, 1), (60, 40, 2), (50, 60, 3), (20, 60, 4), (20, 10, 9))
-    found = [[one.bytes for one in options] for options in together([dear, menu((40, 0, 0))])]
+    found = [[one.bytes for one in options] for options in combine_menus([dear, menu((40, 0, 0))])]
     assert found == [[100, 40], [80, 40], [30, 40]]
 
 
@@ -337,7 +337,7 @@ def test_a_budget_chooses_from_the_menu():
     assert planner.cheapest_for(planner.plain.peak).loops == ()
     half = planner.cheapest_for(planner.plain.peak // 2)
     assert half.loops and half.peak <= planner.plain.peak // 2
-    assert planner.smallest().loops[0].schedule
+    assert planner.cheapest_near_minimum().loops[0].schedule
     assert isinstance(half.loops[0], Loop)
 
 

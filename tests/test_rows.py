@@ -219,7 +219,11 @@ def test_the_fewest_bytes_are_not_all_that_is_left(monkeypatch):
     if none is further off, before the fewest bytes at any price."""
     fun = functools.partial(loss, lambda f: f)
     plain = jaxmem.plan(fun, *arguments(), compilations=0).plain_bytes
-    fewest = program()[1].write(program()[0], planner().smallest(), planner().plain).predicted
+    fewest = (
+        program()[1]
+        .write(program()[0], planner().cheapest_near_minimum(), planner().plain)
+        .predicted
+    )
     budget = int(0.7 * plain)
     off = itertools.chain([1.147], itertools.repeat(1.01))
 
@@ -240,7 +244,11 @@ def test_the_last_compilation_is_for_what_is_known_to_fit(monkeypatch):
     price are not asked for: what is that much below the budget, at the same place, fits."""
     fun = functools.partial(loss, lambda f: f)
     plain = jaxmem.plan(fun, *arguments(), target="h200", compilations=0).plain_bytes
-    fewest = program()[1].write(program()[0], planner().smallest(), planner().plain).predicted
+    fewest = (
+        program()[1]
+        .write(program()[0], planner().cheapest_near_minimum(), planner().plain)
+        .predicted
+    )
     budget = int(0.75 * plain)
 
     def times(plan) -> float:
@@ -258,7 +266,7 @@ def test_the_last_compilation_is_for_what_is_known_to_fit(monkeypatch):
 def test_rows_are_compiled_where_nothing_else_fits():
     fun = functools.partial(loss, lambda f: f)
     least = jaxmem.plan(fun, *arguments(), budget=None, compilations=0)
-    lowest = program()[1].budget_for(program()[0]).total(planner().smallest().peak)
+    lowest = program()[1].budget_for(program()[0]).total(planner().cheapest_near_minimum().peak)
     rows = [program()[1].budget_for(program()[0]).total(one.peak) for one in planner().rows()]
     budget = int(0.99 * lowest)
     assert 0.6 * min(rows) <= budget < least.projected_bytes

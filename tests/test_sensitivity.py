@@ -15,10 +15,10 @@ KEYS = [one.key for one in constants()]
 # What bounds the time of one step of planning, or decides where a compiler does: in their comments
 # is what was looked at instead.
 ELSEWHERE = {
-    "planning.dp._MAPS",
+    "planning.dp._MAX_SHARD_MAPS",
     "planning.mapped._OPTIONS",
-    "planning.bound._LOOKS",
-    "planning.bound._MOMENTS",
+    "planning.bound._CANDIDATE_CUTS",
+    "planning.bound._SOLVED_CUTS",
     "planning.named_counts._CHUNK",
     "planning.segments._SMALL_HEAD",
     "program.opaque._ORDERED",
@@ -62,8 +62,10 @@ def test_every_chosen_constant_is_measured():
 # What changes nothing on the programs of the table, even far off: it bounds the time of planning,
 # or the test that is named needs it.
 NEEDED = {
-    "planning.dp._REACH": "test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp",
-    "planning.loops._APART": "test_both_schedules_are_about_the_best_together",
+    "planning.dp._FLOOR_MEMORIES": (
+        "test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp"
+    ),
+    "planning.loops._MENU_RATIO": "test_both_schedules_are_about_the_best_together",
     "planning.repeating._ALIKE": "test_blocks_are_found_by_what_repeats",
     "planning.repeating._INSIDE": "test_blocks_end_where_the_least_crosses_of_all_of_them",
     "planning.repeating._PART": "test_the_first_block_may_differ_from_the_others",

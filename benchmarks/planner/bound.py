@@ -57,12 +57,12 @@ def rows_of(name):
 
 
 def looked_at_twice(graph, room):
-    looks, moments = bound._LOOKS, bound._MOMENTS
-    bound._LOOKS, bound._MOMENTS = 2 * looks, 2 * moments
+    looks, moments = bound._CANDIDATE_CUTS, bound._SOLVED_CUTS
+    bound._CANDIDATE_CUTS, bound._SOLVED_CUTS = 2 * looks, 2 * moments
     try:
         return bound.least_recomputed(graph, room)
     finally:
-        bound._LOOKS, bound._MOMENTS = looks, moments
+        bound._CANDIDATE_CUTS, bound._SOLVED_CUTS = looks, moments
 
 
 def main():

@@ -114,7 +114,7 @@ def body_of(loop, loss, args, target):
     for option in loop_options(program, loop.kernel, rates):
         for body in option.bodies:
             if dataclasses.replace(body.loop, schedule=loop.schedule) == loop:
-                return body.state, body.step
+                return body.state, body.residual_bytes
     return None
 
 

@@ -68,7 +68,11 @@ def rows_of(name):
             if layout is None:
                 return None
             plan = allowed.write(program, layout, as_it_is)
-            return layout.place, layout.peak + around, compiled(plan.apply(loss), args).device
+            return (
+                layout.peak_location,
+                layout.peak + around,
+                compiled(plan.apply(loss), args).device,
+            )
 
         row = {"case": name, "budget": f"{budget:.3f} GiB", "projected": "none", "compiled": ""}
         row |= {"off": "", "corrected": ""}

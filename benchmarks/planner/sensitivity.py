@@ -210,30 +210,30 @@ def constants() -> list[Constant]:
 
     return [
         *of(SHARES_OF_RATES, "matmul", "memory", "launch"),
-        *of("planning.rates", "DEAR"),
+        *of("planning.rates", "ARITHMETIC_WEIGHT"),
         *of("program.cotangents", "_REDUCED"),
         *of("program.kernels", "_LARGE_SOURCES", "_SOURCES", "_CHAIN"),
         *of("program.readers", "SMALL"),
         *of("program.repeats", "_DEAR", "_DEAR_IN_MEMORY"),
         *of("planning.blocks", "_BLOCKS", programs=(LONG,)),
         *of("planning.derivative_fusion", "_SMALL"),
-        *of("planning.events", "_LENT"),
+        *of("planning.events", "_MIN_REUSE"),
         *of("planning.blocks", "_TINY"),
         *of("planning.blocks", "_SHARES", most=1.0),
         *of("planning.dp", "_SLOTS"),
         *of("planning.dp", "_HEADROOM", margin=True),
         *of("planning.dp", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
-        *of("planning.dp", "_BEYOND", "_REACH"),
-        *of("planning.dp", "_ROOM", most=0.99),
-        *of("planning.dp", "_LOWER", "_WORTH", "_NEAR", margin=True),
+        *of("planning.dp", "_EXTRA_MEMORIES", "_FLOOR_MEMORIES"),
+        *of("planning.dp", "_REUSE_FRACTION", most=0.99),
+        *of("planning.dp", "_SHRINK_FACTOR", "_MIN_PROGRESS", "_PEAK_TOLERANCE", margin=True),
         *of(
             "planning.loops", "_SLOTS", "_LEVELS", "_SETS", "_KERNELS", "_OPTIONS", programs=(SCAN,)
         ),
         *of("planning.loops", "_BODIES", programs=(SCAN, STEPS)),
-        *of("planning.loops", "_APART", programs=(SCAN, STEPS), margin=True),
+        *of("planning.loops", "_MENU_RATIO", programs=(SCAN, STEPS), margin=True),
         *of("planning.loops", "_OVERLAP", programs=(SCAN,), offload=True),
-        *of("planning.options", "_STEP", programs=(STEPS,), margin=True),
-        *of("planning.options", "_TOGETHER", programs=(STEPS,)),
+        *of("planning.options", "_SCHEDULE_RATIO", programs=(STEPS,), margin=True),
+        *of("planning.options", "_COMBINATIONS", programs=(STEPS,)),
         *of("loops.schedules", "_TRIED", programs=(STEPS,)),
         *of("planning.dots", "_GROUPS", "_STATISTICS", planner="dots"),
         *of("planning.sqrt", "_CANDIDATES", programs=(LONGEST,), planner="sqrt"),
@@ -286,8 +286,8 @@ def planned(name: str, planner: str, offload: bool, budgets: tuple[float, ...]) 
     began = time.process_time()
     plans = constraints.planner(program)
     found = [plans.cheapest_for(int(budget)) for budget in budgets]
-    least = plans.smallest()
-    middle = plans.smallest_at_one_forward()
+    least = plans.cheapest_near_minimum()
+    middle = plans.minimum_at_one_forward()
     seconds = time.process_time() - began
     found.append(middle)
     forward = constraints.rates.forward(program)
@@ -303,7 +303,7 @@ def planned(name: str, planner: str, offload: bool, budgets: tuple[float, ...]) 
 def budgets(name: str, planner: str, offload: bool) -> tuple[tuple[float, ...], int]:
     """Those to plan for, and the plain bytes, with all constants as they are."""
     plans = Constraints.parse(None, 0, "h200", planner, offload).planner(traced(name).program)
-    low, high = plans.smallest().peak, plans.plain.peak
+    low, high = plans.cheapest_near_minimum().peak, plans.plain.peak
     shares = SHARES if planner != "dots" else (0.0,)
     return tuple(low + share * (high - low) for share in shares), high
 
@@ -325,7 +325,7 @@ class StandIn(CompiledPlans):
         compiled = int(total * place * own)
         plan = self.constraints.write(self.traced.program, layout, self.plain)
         self.plans[layout] = plan
-        return Outcome("", layout.price, total, compiled, layout.place)
+        return Outcome("", layout.price, total, compiled, layout.peak_location)
 
 
 def searched(name: str, compilations: int) -> Plans:
@@ -333,7 +333,7 @@ def searched(name: str, compilations: int) -> Plans:
     times, flops, failed = [], [], 0
     planner = Constraints.parse(None, 0, "h200", "dp").planner(one.program)
     began = time.process_time()
-    for budget in (planner.smallest().peak, *budgets(name, "dp", False)[0]):
+    for budget in (planner.cheapest_near_minimum().peak, *budgets(name, "dp", False)[0]):
         plans = []
         total = int(budget) + one.program.boundary_bytes
         for seed in range(COMPILERS):

@@ -40,7 +40,10 @@ def first_plan(loss, args, has_aux, target, budget):
     program = TracedFunction(loss, args, {}, 0, has_aux).program
     planner = constraints.planner(program)
     plain = constraints.budget_for(program).total(planner.plain.peak)
-    layout = planner.cheapest_for(constraints.budget_for(program).left) or planner.smallest()
+    layout = (
+        planner.cheapest_for(constraints.budget_for(program).left)
+        or planner.cheapest_near_minimum()
+    )
     plan = constraints.write(program, layout, constraints.as_it_is(program))
     device = jaxmem.memory(
         jax.value_and_grad(plan.apply(loss), has_aux=has_aux),

@@ -26,5 +26,5 @@ def lowest(program: Program, layout: Layout) -> str:
     """The operation that sets a layout's peak, in words."""
     if not program.kernels or not layout.peak:
         return "what is reserved"
-    operation = program.operation_of(layout.place[0])
+    operation = program.operation_of(layout.peak_location[0])
     return f"the backward pass of {operation.name} in {operation.path or 'the function'}"

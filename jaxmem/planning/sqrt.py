@@ -44,25 +44,27 @@ class Sqrt:
             if layout.peak <= budget:
                 return layout
             limit *= 0.99 * budget / layout.peak  # chosen: a little less than would do
-        least = self.smallest()  # the chain's bytes are not the layout's: it may fit all the same
+        # The chain's bytes are not the layout's: it may fit all the same.
+        least = self.cheapest_near_minimum()
         return least if least.peak <= budget else None
 
-    def smallest(self) -> Layout:
+    def cheapest_near_minimum(self) -> Layout:
         """The least projected peak."""
-        return self._smallest
+        return self._minimum
 
     def rows(self) -> list[Layout]:
         """None: every plan is a row of regions."""
         return []
 
     @functools.cached_property
-    def _smallest(self) -> Layout:
+    def _minimum(self) -> Layout:
         ends = self.chain.least_recompute(self.chain.least_peak()) or []
         layout = self.variant.layout(self.chain.regions(ends))
         return min(layout, self.plain, key=lambda layout: layout.peak)
 
-    fewest = smallest
-    smallest_at_one_forward = smallest  # no region is nested: one more forward pass at most
+    minimum_peak = cheapest_near_minimum
+    # No region is nested: one more forward pass at most.
+    minimum_at_one_forward = cheapest_near_minimum
 
 
 class _Chain:

@@ -59,7 +59,7 @@ class CompiledPlans(PlanCompiler):
     def smallest(self, compilations: int) -> Plan:
         """The plan of the fewest bytes at one more forward pass. Where it compiles to others than
         were projected, the function as it is may take less, and is compiled too."""
-        layout, plain = self.planner.smallest_at_one_forward(), self.planner.plain
+        layout, plain = self.planner.minimum_at_one_forward(), self.planner.plain
         self.search = Search(2**62, compilations)
         self.search.run([[layout]], self.start)
         known = self.search.outcomes
@@ -78,7 +78,9 @@ class CompiledPlans(PlanCompiler):
         projected as anything that was."""
         error = min(self.least_ratio, 1.0)
         known, allowed = self.search.outcomes, self.search.allowed + self.chip_bytes
-        others = (one for one in (self.planner.fewest(), *self.rows.by_price) if one not in known)
+        others = (
+            one for one in (self.planner.minimum_peak(), *self.rows.by_price) if one not in known
+        )
         return any(error * self.projected(one) <= allowed for one in others)
 
     def as_it_is(self) -> Plan | None:
@@ -119,7 +121,7 @@ class CompiledPlans(PlanCompiler):
                     yield from self.rows.safe(budget, goal)
             cautious = search.outcomes and search.left == 1 and not search.best
             wanted = self.sure(goal) if cautious else self.layout_for(goal)
-            layout = planner.smallest() if wanted is None else wanted
+            layout = planner.cheapest_near_minimum() if wanted is None else wanted
             goals[layout] = goal
             if layout not in search.outcomes:
                 if not self.gains(layout.price):
@@ -135,7 +137,7 @@ class CompiledPlans(PlanCompiler):
             elif (
                 (wanted is None or not best)
                 and not search.fits(layout)
-                and layout == planner.smallest()
+                and layout == planner.cheapest_near_minimum()
             ):
                 if not search.best:
                     yield from self.rows.any_that_fits(budget)
@@ -194,7 +196,7 @@ class CompiledPlans(PlanCompiler):
         """The layout for bytes that are safe by all that was compiled, if it peaks where another
         one was compiled: for the last compilation, where nothing fits yet."""
         layout = self.layout_for(self.safer(goal) / ALTERNATIVE)
-        if layout is None or layout.place not in self.search.ratios:
+        if layout is None or layout.peak_location not in self.search.ratios:
             return None
         return layout if self.expected(layout) * _MARGIN <= self.search.allowed else None
 
@@ -243,7 +245,7 @@ class CompiledPlans(PlanCompiler):
     def expected(self, layout: Layout) -> float:
         """Projected bytes, corrected where another plan was compiled that peaks at the same place:
         how far a projection is off depends on what is there."""
-        return self.projected(layout) * self.search.ratios.get(layout.place, 1.0)
+        return self.projected(layout) * self.search.ratios.get(layout.peak_location, 1.0)
 
     def aim(self, budget: int, low: float, high: float) -> float:
         """Projected bytes to plan for next, where a plan for ``high`` did not fit and ``low`` would

@@ -96,12 +96,12 @@ class Constraints:
         """
         planner, budget = planner or self.planner(program), self.budget_for(program)
         layout = (
-            planner.smallest_at_one_forward()
+            planner.minimum_at_one_forward()
             if budget.left is None
             else planner.cheapest_for(budget.left)
         )
         if layout is None:
-            least = planner.fewest()
+            least = planner.minimum_peak()
             raise self.too_small(program, least, budget.total(least.peak))
         return self.write(program, layout, plain or self.as_it_is(program))
 

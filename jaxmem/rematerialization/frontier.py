@@ -223,8 +223,8 @@ def pareto(
     traced.check_loss("jaxmem.pareto", scalar=False)
     program = traced.program
     found = constraints.planner(program)
-    high, low = found.plain.peak, found.smallest().peak
-    layouts = {found.plain, found.smallest()}
+    high, low = found.plain.peak, found.cheapest_near_minimum().peak
+    layouts = {found.plain, found.cheapest_near_minimum()}
     rivals = one_liners(constraints.as_run(program), constraints.rates)
     goals = {int(low + (high - low) * (at / (points - 1)) ** 2) for at in range(1, points - 1)}
     goals |= {rival.peak for rival in rivals.values() if low < rival.peak < high}

@@ -101,7 +101,7 @@ class PlanCompiler:
             f" plans for {self.target.name}: {format_bytes(total)} (projected "
             f"{format_bytes(chosen.projected_bytes)})"
         )
-        return Outcome(said, layout.price, chosen.projected_bytes, total, layout.place)
+        return Outcome(said, layout.price, chosen.projected_bytes, total, layout.peak_location)
 
     def compiled(
         self, chosen: Plan, made: Compiling

@@ -27,7 +27,7 @@ class Everywhere:
         inner = tuple(Region(kernel, kernel + 1) for kernel in range(count - 1))
         self.regions = (Region(0, count, (), inner),) if count else ()
 
-    def smallest_at_one_forward(self):
+    def minimum_at_one_forward(self):
         return _layout(self.regions, self.loops)
 
 

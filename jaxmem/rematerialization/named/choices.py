@@ -59,7 +59,7 @@ class NamedChoices:
 
     def projected(self, choice: NamedChoice) -> int:
         """Projected bytes of everything on one device."""
-        return self.budget.total(self.found.laid_out(choice))
+        return self.budget.total(self.found.projected_of(choice))
 
     def best(self) -> NamedChoice:
         """The least recomputation that is projected to fit.

@@ -10,7 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError, OffloadError
-from jaxmem.planning import DEAR, NamedChoice
+from jaxmem.planning import ARITHMETIC_WEIGHT, NamedChoice
 from jaxmem.rematerialization.named.choices import NamedChoices
 from jaxmem.rematerialization.search import Begun, Outcome
 from jaxmem.reports import Compiling, MemoryReport, begin
@@ -60,7 +60,7 @@ class NamedCompiler:
         if isinstance(one, str):
             return Outcome(said, math.inf, total, total, one)
         seconds = one.seconds - float(self.choices.found.tables.seconds[self._number(one)])
-        price = self.price(report) + DEAR * seconds
+        price = self.price(report) + ARITHMETIC_WEIGHT * seconds
         return Outcome(said, price, self.choices.projected(one), total, "names")
 
     def _refused(self, one: NamedChoice | str, why: str) -> Outcome:
@@ -92,7 +92,7 @@ class NamedCompiler:
         """What a compiled program costs: its arithmetic several times, as where plans are compared,
         and what it moves."""
         device = self.target
-        return DEAR * self._second_per_flop * report.work.flops + report.moved / (
+        return ARITHMETIC_WEIGHT * self._second_per_flop * report.work.flops + report.moved / (
             device.shares.memory * device.memory_bandwidth
         )
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxmem import jaxprs
-from jaxmem.planning import Place
+from jaxmem.planning import RegionProgram
 from jaxmem.program import NAMED, Program, compiled_by, read_program
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import Target
@@ -24,7 +24,9 @@ def names_of(traced: TracedFunction) -> tuple[list[str], list[str]]:
     return list(inside), [name for name in every if name not in inside]
 
 
-def named_place(traced: TracedFunction, target: Target | None, names: Sequence[str]) -> Place:
+def named_place(
+    traced: TracedFunction, target: Target | None, names: Sequence[str]
+) -> RegionProgram:
     """The program of a function by its regions, with the values that some names mark."""
     number = {name: at for at, name in enumerate(names)}
 
@@ -36,7 +38,7 @@ def named_place(traced: TracedFunction, target: Target | None, names: Sequence[s
 
 def place_of_stretch(
     traced: TracedFunction, stretch: jaxprs.Stretch, target: Target | None, groups: Groups
-) -> Place:
+) -> RegionProgram:
     """The place of a stretch; ``groups`` says which values are chosen together."""
     spread = traced.spread(stretch.flat)
     return _place(stretch, traced.read(stretch.flat), spread, target, groups)
@@ -48,7 +50,7 @@ def _place(
     spread: jaxprs.Spread,
     target: Target | None,
     groups: Groups,
-) -> Place:
+) -> RegionProgram:
     program = program.as_written
     if target is not None:
         program = compiled_by(program, target.rules)
@@ -59,7 +61,7 @@ def _place(
         inside = [at for at, k in enumerate(program.kernels) if start <= k.operations[-1] < stop]
         if inside:
             spans.append((inside[0], inside[-1] + 1))
-    return Place(
+    return RegionProgram(
         program,
         tuple(spans),
         groups(program, stretch, spans),
@@ -79,7 +81,7 @@ def _place_of_body(
     spread: jaxprs.Spread,
     target: Target | None,
     groups: Groups,
-) -> Place:
+) -> RegionProgram:
     inside = spread.of_turn(scan, body.flat)
     return _place(body, read_program(body.flat, spread=inside), inside, target, groups)
 

@@ -7,7 +7,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
-from jaxmem.planning import Names, Place, worth_most
+from jaxmem.planning import Names, RegionProgram, worth_most
 from jaxmem.program import Kernel, Program, type_of
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import Groups, place_of_stretch
@@ -99,7 +99,7 @@ class _Kinds:
                 "jax.checkpoint, nn.remat or nnx.remat first, or let jaxmem.remat place regions."
             )
 
-    def place(self, kinds: Sequence[Kind]) -> Place:
+    def place(self, kinds: Sequence[Kind]) -> RegionProgram:
         """The function by its regions; what a kind makes is chosen together."""
         number = {kind: at for at, kind in enumerate(kinds)}
 
@@ -112,7 +112,7 @@ class _Kinds:
 
         return self._place(groups)
 
-    def _place(self, groups: Groups) -> Place:
+    def _place(self, groups: Groups) -> RegionProgram:
         return place_of_stretch(self.traced, self.stretch, self.device, groups)
 
 
@@ -131,7 +131,7 @@ def shaped_policy(traced: TracedFunction, limits: Limits) -> ShapedPolicy:
     names = Names(place, len(weighed), rates)
     budget = limits.budget.reserve(place.program.boundary_bytes)
     chosen = names.best_for(budget.left)
-    total = budget.total(names.laid_out(chosen))
+    total = budget.total(names.projected_of(chosen))
     if not budget.fits(total):
         raise _too_small(limits.budget, total)
     wanted = frozenset(weighed[at] for at in chosen.saved)
@@ -167,7 +167,7 @@ def _nameless(stretch: jaxprs.Stretch) -> jaxprs.Stretch:
     return dataclasses.replace(stretch, names=(), scans=scans)
 
 
-def _saved(place: Place, number: int, kind: Kind, line: str) -> Saved:
+def _saved(place: RegionProgram, number: int, kind: Kind, line: str) -> Saved:
     size = count = 0
     for one, times in place.all():
         values = one.groups[number]

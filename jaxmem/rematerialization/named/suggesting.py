@@ -11,7 +11,15 @@ from jaxmem.ground.budget import Budget
 from jaxmem.ground.checks import check_call, is_count
 from jaxmem.ground.errors import PlanError
 from jaxmem.ground.words import counted
-from jaxmem.planning import MOST, NamedChoice, Names, Place, Rates, spans_of_blocks, spared_alone
+from jaxmem.planning import (
+    MOST,
+    NamedChoice,
+    Names,
+    Rates,
+    RegionProgram,
+    marginal_savings,
+    spans_of_blocks,
+)
 from jaxmem.program import NAMED, Kernel, Operation, Program
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import marked, place_of_stretch
@@ -149,7 +157,7 @@ def _hidden(stretch: jaxprs.Stretch) -> set[int]:
 
 def _collected(
     traced: TracedFunction, target: Target | None, rates: Rates
-) -> tuple[tuple[_Rows, Place], str]:
+) -> tuple[tuple[_Rows, RegionProgram], str]:
     rows = _Rows(rates)
     opened = traced.program.opened
     stretch = jaxprs.stretches(traced.closed, without_regions=not opened)
@@ -167,7 +175,7 @@ def _collected(
 
 
 def _suggestions(
-    collected: tuple[_Rows, Place],
+    collected: tuple[_Rows, RegionProgram],
     regions: str,
     rates: Rates,
     budget: Budget,
@@ -179,7 +187,7 @@ def _suggestions(
     for one, times in place.all():
         for row, values in enumerate(one.groups):
             counts[row] += times * len(values)
-    spared = spared_alone(place, len(counts), rates)
+    spared = marginal_savings(place, len(counts), rates)
     tiny = _TINY * max(max(one.program.sizes, default=0) for one, _ in place.all())
     every = {
         row: _suggestion(rows, row, count, spared[row] / count)
@@ -205,7 +213,7 @@ def _suggestions(
     size = total.total(found.projected(frozenset()))
     if budget.allowed is not None:
         choice = found.best_for(total.left)
-        size = total.total(found.laid_out(choice))
+        size = total.total(found.projected_of(choice))
         chosen = [
             dataclasses.replace(one, action=_action(at, choice)) for at, one in enumerate(chosen)
         ]
@@ -226,7 +234,7 @@ def _action(at: int, choice: NamedChoice) -> str:
     return "save" if at in choice.saved else "recompute"
 
 
-def _of_rows(place: Place, rows: Sequence[int]) -> Place:
+def _of_rows(place: RegionProgram, rows: Sequence[int]) -> RegionProgram:
     """A place with some of its groups."""
     groups = tuple(place.groups[row] if row < len(place.groups) else frozenset() for row in rows)
     scans = {number: _of_rows(scan, rows) for number, scan in place.scans.items()}
