@@ -13,7 +13,7 @@ import jaxmem
 from jaxmem import rematerialization
 from jaxmem.planning import derivative_fusion, simulate_block
 from jaxmem.planning.events import Event
-from jaxmem.program import compiled_by
+from jaxmem.program import apply_compiler_rules
 from jaxmem.rematerialization.traced import TracedFunction
 
 LAYERS, ROWS, WIDTH = 4, 16, 512
@@ -124,7 +124,7 @@ def body_of(function, target):
     layer, *args = network(function)
     fun = functools.partial(loss, layer, True)
     program = TracedFunction(fun, args, {}, 0, False).program
-    program = compiled_by(program, jaxmem.target(target).rules)
+    program = apply_compiler_rules(program, jaxmem.target(target).rules)
     return program.body_of(program.scans[0])
 
 

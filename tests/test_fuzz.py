@@ -449,7 +449,7 @@ def test_what_a_nested_region_returns_as_it_is_counts_once():
 
 
 @pytest.mark.parametrize(
-    "barrier", [jaxprs.together, jaxprs.back_together, jax.lax.optimization_barrier]
+    "barrier", [jaxprs.barrier, jaxprs.cotangent_barrier, jax.lax.optimization_barrier]
 )
 def test_what_waits_at_a_barrier_is_what_it_was(barrier):
     """Plans let parameters wait for one another; they are still the arguments."""

@@ -335,7 +335,7 @@ def test_what_a_rule_keeps_is_told_by_identity():
     assert kept == size and operation.reads == frozenset(operation.inputs)
     kept, operation = held(iterated)
     assert kept == 0 and operation.reads == {*operation.inputs[:2]}
-    assert operation.workspace >= size and operation.inside >= size
+    assert operation.workspace >= size and operation.derivative_workspace >= size
     rule = jax.custom_vjp(lambda x, first, second: x * 2)
     rule.defvjp(lambda *args: (rule(*args), None), lambda _, g: (2 * g, None, None))
     kept, operation = held(rule)

@@ -140,7 +140,7 @@ def test_few_picked_elements_do_not_put_their_operand_into_memory():
     types = ("bfloat16[]",) * 3 + ("float32[]",) * 2
     program = Program(operations, (8, 8, 3200, 6400, 4), 2, (4,), types)
     gather = program.kernels[-1]
-    assert (gather.sources, gather.operations, gather.inside) == ((2,), (1, 2), 3200)
+    assert (gather.sources, gather.operations, gather.derivative_workspace) == ((2,), (1, 2), 3200)
     many = dataclasses.replace(program, sizes=(8, 8, 3200, 6400, 3200))
     assert many.kernels[-1].sources == (3,)
 
@@ -233,7 +233,7 @@ def loop_program(length=16):
     inner = Program(body, (10**4, 10**6, 10**6, 10**6, 10**6), 2, (4,))
     scan = Operation(
         "scan", (0, 1), (2, 3), 2 * 10**9 * length, False, "operands",
-        body=inner, length=length, carry=(1,), residuals=3, inside=3 * 10**6,
+        body=inner, length=length, carry=(1,), residuals=3, derivative_workspace=3 * 10**6,
     )  # fmt: skip
     return Program((scan,), (10**4, 10**6, 10**6, 3 * 10**6 * length), 2, (2,))
 
@@ -267,12 +267,14 @@ def test_a_schedule_has_the_room_that_is_left():
 def every_split(bodies, room):
     """The prices of all that two bodies can do within so many bytes, from their own numbers."""
     for head, rest in itertools.permutations(bodies, 2):
-        length = rest.length if rest.step > head.step else 0
+        length = rest.length if rest.residual_bytes > head.residual_bytes else 0
         for first in range(2, length - 1):
-            left = first * head.step
-            most = max(left + (length - first) * rest.step + rest.inside, left + head.inside)
+            left = first * head.residual_bytes
+            most = max(
+                left + (length - first) * rest.residual_bytes + rest.inside, left + head.inside
+            )
             if most <= room:
-                yield first * head.again[3] + (length - first) * rest.again[3]
+                yield first * head.recompute_cost[3] + (length - first) * rest.recompute_cost[3]
 
 
 @pytest.mark.parametrize("host", [0.0, 1e9])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.program import compiled_by
+from jaxmem.program import apply_compiler_rules
 from jaxmem.rematerialization.traced import TracedFunction
 from tests.programs import budget_at
 
@@ -172,7 +172,7 @@ def test_rows_that_many_read_are_computed_once():
 
     args = arrays()
     program = TracedFunction(loss, args, {}, 0, False).program
-    program = compiled_by(program, jaxmem.target("h100").rules)
+    program = apply_compiler_rules(program, jaxmem.target("h100").rules)
     calls = {operation.outputs[0] for operation in program.operations if operation.source.calls}
     assert calls & {value for kernel in program.kernels for value in kernel.results}
 

@@ -21,7 +21,7 @@ ELSEWHERE = {
     "planning.bound._SOLVED_CUTS",
     "planning.named_counts._CHUNK",
     "planning.segments._SMALL_HEAD",
-    "program.opaque._ORDERED",
+    "program.opaque._MAX_REORDERED",
     "program.derivatives.pooling._WINDOW",
     "fitting.capacity._FURTHER",
     "fitting.capacity._JUMP",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from jaxmem.program import compiled_by
+from jaxmem.program import apply_compiler_rules
 from jaxmem.program.splitting import has_padded_parts, parts_of
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import Matmul, known_targets
@@ -156,7 +156,7 @@ def test_what_is_padded_for_the_matmul_alone_does_not_wait():
 def test_what_is_not_known_of_a_matmul_is_in_one_part():
     args = [jax.ShapeDtypeStruct((0, 8), "float32"), jax.ShapeDtypeStruct((8, 4), "float32")]
     traced = TracedFunction(lambda x, w: jnp.sum(x @ w), args, {}, 0, False)
-    program = compiled_by(traced.program, jaxmem.target("h100").rules)
+    program = apply_compiler_rules(traced.program, jaxmem.target("h100").rules)
     assert all(not kernel.workspace for kernel in program.kernels)
 
 

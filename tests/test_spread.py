@@ -97,7 +97,7 @@ def test_bytes_and_flops_are_those_of_one_device(kind, form):
     assert 3 * traced.program.flops == report.work.flops
     plain = Constraints.parse("70GiB", 0, target, "dp").plan(traced.program)
     assert plain.projected_bytes == pytest.approx(report.device, rel=0.05)
-    together = traced.program.together
+    together = traced.program.unsharded
     assert together.fingerprint == traced.program.fingerprint == _on_one(loss, args).fingerprint
 
 
@@ -110,7 +110,7 @@ def _on_one(loss, args):
 def test_kernels_are_the_same_ones_wherever_the_function_is_traced(kind):
     loss, args = transformer(kind, "unrolled")
     spread, alone = TracedFunction(loss, args, {}, 0).program, _on_one(loss, args)
-    kernels = [kernel for kernel in spread.kernels if not kernel.sent]
+    kernels = [kernel for kernel in spread.kernels if not kernel.sent_bytes]
     assert [kernel.operations[-1] for kernel in kernels] == [
         kernel.operations[-1] for kernel in alone.kernels
     ]
@@ -167,10 +167,10 @@ def test_what_cannot_be_asked_is_spread_evenly(monkeypatch):
     mesh = _mesh({"data": 8})
     lying = NamedSharding(mesh, P("data"))
     flat = jaxprs.flatten(jnp.tanh, [jax.ShapeDtypeStruct((16, 64), "float32", sharding=lying)])
-    found = jaxprs.spread(flat, [lying])
+    found = jaxprs.propagate_shardings(flat, [lying])
     assert [found.aval(value).shape for value in range(2)] == [(2, 64), (2, 64)]
-    monkeypatch.setattr(jaxprs.spreading, "propagated", lambda *_: None)
-    found = jaxprs.spread(flat, [lying])
+    monkeypatch.setattr(jaxprs.shardings, "propagated", lambda *_: None)
+    found = jaxprs.propagate_shardings(flat, [lying])
     assert [found.aval(value).shape for value in range(2)] == [(16, 8), (16, 8)]
 
 
@@ -230,7 +230,7 @@ def own_rules(*parts):
 def test_what_is_gathered_is_no_value_of_the_program():
     loss, args = own_rules("data", None)
     spread, alone = TracedFunction(loss, args, {}, 0).program, _on_one(loss, args)
-    assert len(spread.together.sizes) == len(alone.sizes)
+    assert len(spread.unsharded.sizes) == len(alone.sizes)
     assert spread.fingerprint == alone.fingerprint
 
 
@@ -306,7 +306,7 @@ def test_a_vector_that_scales_features_does_not_spread_them():
     tokens = array((16, 128), "data", dtype=jnp.int32)
     found = TracedFunction(loss, (words, layers, tokens), {}, 0)
     (scan,) = [step for step in found.flat.steps if step.primitive == "scan"]
-    assert found.spread(found.flat).aval(scan.outputs[0]).shape == (2, 128, 256)
+    assert found.shards(found.flat).aval(scan.outputs[0]).shape == (2, 128, 256)
     step = jax.value_and_grad(loss, (0, 1))
     report = jaxmem.memory(step, words, layers, tokens, target=jaxmem.target("h100", count=8))
     assert "bf16[2,128,256]" in report.hlo and "bf16[16,128,32]" not in report.hlo
@@ -356,7 +356,7 @@ def test_zeros_that_a_loop_begins_with_are_made_in_pieces():
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     flat = jaxprs.flatten(summed, [x])
     rows = NamedSharding(_mesh({"data": 8}), P("data"))
-    pieces = jaxprs.spread(flat, [rows])
+    pieces = jaxprs.propagate_shardings(flat, [rows])
     made = [step.outputs[0] for step in flat.steps if not [*step.uses]]
     assert len(made) >= 2
     shapes = {flat.avals[at].shape: pieces.aval(at).shape for at in made}
@@ -389,7 +389,7 @@ def test_what_is_sent_may_be_made_of_what_was_sent():
     for kernel in body.kernels:
         assert made.issuperset(kernel.sources)
         made.update(kernel.results)
-    assert [kernel.ring.devices for kernel in body.kernels if kernel.summed] == [2]
+    assert [kernel.ring.devices for kernel in body.kernels if kernel.summed_bytes] == [2]
 
 
 def test_conditionals_that_hand_an_operand_on():
@@ -408,7 +408,7 @@ def test_conditionals_that_hand_an_operand_on():
 
     args = [array(64, 64)] * 4, array(4096, 64, parts=("data",))
     spread, alone = (TracedFunction(loss, args, {}, 0).program, _on_one(loss, args))
-    assert spread.together.fingerprint == alone.fingerprint
+    assert spread.unsharded.fingerprint == alone.fingerprint
     assert jaxmem.plan(loss, *args).plain_bytes < jaxmem.plan(loss, *_whole(args)).plain_bytes
 
 
@@ -483,7 +483,7 @@ def test_slices_that_lie_where_they_were(end, aligned):
     x = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=lies)
     program = TracedFunction(lambda x: jnp.sum(jnp.sin(x[:end])), (x,), {}, 0).program
     (found,) = (one for one in program.operations if one.name == "slice")
-    assert found.exchange.aligned == aligned
+    assert found.communication.aligned == aligned
 
 
 def test_rules_on_explicit_axes():

@@ -214,7 +214,7 @@ def constants() -> list[Constant]:
         *of("program.cotangents", "_REDUCED"),
         *of("program.kernels", "_LARGE_SOURCES", "_SOURCES", "_CHAIN"),
         *of("program.readers", "SMALL"),
-        *of("program.repeats", "_DEAR", "_DEAR_IN_MEMORY"),
+        *of("program.repeats", "_EXPENSIVE", "_EXPENSIVE_IN_MEMORY"),
         *of("planning.blocks", "_BLOCKS", programs=(LONG,)),
         *of("planning.derivative_fusion", "_SMALL"),
         *of("planning.events", "_MIN_REUSE"),

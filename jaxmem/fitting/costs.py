@@ -130,7 +130,7 @@ class Costs:
             for layout in rows_to_compile(planner, constraints.as_run(program), constraints.rates)
             if limits.total(total(layout.peak)) <= budget
         ]
-        if program.opened:
+        if program.inlined_checkpoints:
             own = self._as_written(levers)
             if own.seconds < seconds and (own.projected or 0) <= budget:
                 yield own

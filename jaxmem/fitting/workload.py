@@ -101,7 +101,7 @@ class Workload:
     def _divides(self, levers: Levers) -> bool:
         """Whether the part of the batch that a device has is cut into whole slices."""
         sizes = {leaf.shape[0] if leaf.shape else 1 for leaf in jax.tree.leaves(self.batch)}
-        pieces = levers.microbatches * self.on(levers).ways
+        pieces = levers.microbatches * self.on(levers).data_parallel_size
         return levers.microbatches == 1 or all(size % pieces == 0 for size in sizes)
 
     def _place(self, target: Target | LocalDevice) -> None:
@@ -142,12 +142,14 @@ class Workload:
         return self._on[levers.mesh]
 
     @functools.cached_property
-    def all_ways(self) -> set[int]:
+    def data_parallel_sizes(self) -> set[int]:
         """The same of every mesh that is searched."""
-        return {self.on(Levers(mesh=shape)).ways for shape in self.meshes.shapes or [()]}
+        return {
+            self.on(Levers(mesh=shape)).data_parallel_size for shape in self.meshes.shapes or [()]
+        }
 
     @property
-    def ways(self) -> int:
+    def data_parallel_size(self) -> int:
         """Over how many devices the examples of a batch are spread."""
         if self.mesh is None:
             return 1

@@ -220,7 +220,7 @@ def _zeros(query, key, value, others, how: _How) -> jax.Array:
     batch, _, groups, heads, _ = query.shape
     shape = (batch, groups, how.block[0], heads, value.shape[-1])
     zeros = jnp.zeros(shape, accumulation_dtype(query.dtype))
-    return jaxprs.varying(zeros, query, key, value, *others)
+    return jaxprs.match_varying_axes(zeros, query, key, value, *others)
 
 
 def _piece(array, at, size: int, axis: int):

@@ -261,7 +261,9 @@ _statistics.defjvp(_statistics_jvp, symbolic_zeros=True)
 
 def _zeros(size: int, hidden, *others) -> jax.Array:
     """A number for each row."""
-    return jaxprs.varying(jnp.zeros(size, accumulation_dtype(hidden.dtype)), hidden, *others)
+    return jaxprs.match_varying_axes(
+        jnp.zeros(size, accumulation_dtype(hidden.dtype)), hidden, *others
+    )
 
 
 def _parts(parameters, at, size: int, how: _How) -> list[Any]:

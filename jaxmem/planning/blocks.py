@@ -44,7 +44,7 @@ class Blocks:
         self.made = program.made
         self.last = program.last_used
         self.values = [value for kernel in kernels for value in kernel.results]
-        spared = {value for kernel in kernels for value in kernel.spared}
+        spared = {value for kernel in kernels for value in kernel.reusable_results}
         self.cuts = _cuts(program)
         largest = max((program.sizes[value] for value in self.values), default=0)
         self.density = {}

@@ -61,7 +61,7 @@ def _split_gradients(program: Program, events: Sequence[Event], start: int) -> l
         two = (
             number >= start
             and event.backward
-            and kernel.gradients.in_turn
+            and kernel.gradients.separable
             and len(event.makes) == 2
         )
         if two and len(event.uses) > 2:

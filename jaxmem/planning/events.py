@@ -71,7 +71,7 @@ def liveness(
                 ends.append(instance)
                 freed += sizes[instance]
         kernel = kernels[event.kernel]
-        if kernel.sent and not event.backward:
+        if kernel.sent_bytes and not event.backward:
             gathered.update(event.makes)
         if kernel.fused:
             dies = [one for one in ends if runs.get(one, event.run) == event.run]
@@ -80,10 +80,10 @@ def liveness(
             sequential_gradients
             and event.backward
             and (event.run or not gathered.isdisjoint(event.uses))
-            and kernel.gradients.in_turn
+            and kernel.gradients.separable
             and event.makes[1:]
         ):
-            parts = kernel.gradients.parts or (0, 0)
+            parts = kernel.gradients.split_k_bytes or (0, 0)
             live_now = before + _sequential_gradient_peak(event, sizes, ends, parts) - max(parts)
         else:
             live_now = now

@@ -266,7 +266,7 @@ def plain_option(program: Program, kernel: int) -> LoopOption:
     if not is_differentiated(program, kernel):
         return LoopOption(None, 0, 0, ())
     if kernel in program.maps:
-        return LoopOption(None, program.residual_bytes(kernel), operation.inside, ())
+        return LoopOption(None, program.residual_bytes(kernel), operation.derivative_workspace, ())
     cost = peak_of_scan(program, kernel)
     return LoopOption(None, program.residual_bytes(kernel), cost.peak, (cost.at,))
 
@@ -280,9 +280,13 @@ def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:
     """Nothing, and those sets of results that no other set betters in both bytes and price spared:
     a body has few of them that matter, and each counts as often as it repeats."""
     dear = [
-        (sum(body.sizes[v] for v in kernel.spared), prices[index], frozenset(kernel.spared))
+        (
+            sum(body.sizes[v] for v in kernel.reusable_results),
+            prices[index],
+            frozenset(kernel.reusable_results),
+        )
         for index, kernel in enumerate(body.kernels)
-        if kernel.residuals is None and kernel.spared
+        if kernel.residuals is None and kernel.reusable_results
     ]
     # Ranks that the thresholds have are not all: what fits beside them may be smaller.
     front: list[tuple[int, float, frozenset[int]]] = [(0, 0.0, frozenset())]

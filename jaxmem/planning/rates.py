@@ -58,8 +58,8 @@ class Rates:
         ring = kernel.ring
         if ring is None:
             return read
-        sent = device.sending_seconds(kernel.sent, ring.devices, ring.apart)
-        return read + sent + sums_seconds(device, kernel.summed, ring.devices, ring.apart)
+        sent = device.sending_seconds(kernel.sent_bytes, ring.devices, ring.stride)
+        return read + sent + sums_seconds(device, kernel.summed_bytes, ring.devices, ring.stride)
 
 
 def sums_seconds(device: Target, sent: float, among: int, apart: int) -> float:

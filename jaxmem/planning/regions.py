@@ -108,7 +108,7 @@ def loops_as_emitted(program: Program, loops: Sequence[Loop]) -> tuple[Loop, ...
 
 def _emitted_before(program: Program) -> list[int]:
     """For each kernel, and the end, how many are emitted before it."""
-    return [0, *itertools.accumulate(int(not kernel.sent) for kernel in program.kernels)]
+    return [0, *itertools.accumulate(int(not kernel.sent_bytes) for kernel in program.kernels)]
 
 
 def kernels_and_regions(regions: Sequence[Region], start: int, stop: int) -> list:

@@ -125,12 +125,12 @@ def _region_workspace(program: Program, number: int) -> int:
     """Bytes that the derivative of a user's own region takes beside what it reads, keeps and
     returns: of what it makes again, and of cotangents."""
     own = program.body_of(number)
-    if "region" not in own.found:
+    if "region" not in own.planner_cache:
         body = _with_scans(own)
-        cost = simulate_block(body, 0, len(body.kernels), body.saves, gradients=False)
+        cost = simulate_block(body, 0, len(body.kernels), body.policy_saves, gradients=False)
         cotangents = {value for value in body.outputs if body.active[value]}
-        own.found["region"] = cost.peak - sum(body.sizes[value] for value in cotangents)
-    return max(own.found["region"] - program.residual_bytes(number), 0)
+        own.planner_cache["region"] = cost.peak - sum(body.sizes[value] for value in cotangents)
+    return max(own.planner_cache["region"] - program.residual_bytes(number), 0)
 
 
 def peak_of_scan(program: Program, kernel: int) -> Cost:
@@ -195,7 +195,7 @@ class _StepSimulator:
         self.copied: dict[tuple[int, int], int] = {}
         # Copies of rows by the run of a region that writes them, and their groups.
         self.copies: dict[tuple[int, int], list[int]] = {}
-        self.cotangent_edges = program.ways
+        self.cotangent_edges = program.cotangent_edges
         self.scans = set(program.scans)
 
     def instance(self, value: int, free: bool = False) -> int:
@@ -240,9 +240,9 @@ class _StepSimulator:
         if fresh:
             event = Event(number, [made[value] for value in kernel.sources], fresh, False)
             event.workspace_bytes, event.run = kernel.workspace, self.run
-            if kernel.aliasing.turned:
-                event.transposed = [made[value] for value in kernel.aliasing.turned]
-            for value, size in kernel.gradients.copies:
+            if kernel.aliasing.transposed:
+                event.transposed = [made[value] for value in kernel.aliasing.transposed]
+            for value, size in kernel.gradients.operand_copies:
                 if (self.run, value) not in self.copied:
                     self.copied[self.run, value] = copy = self.of_bytes(size)
                     self.events.append(
@@ -279,31 +279,31 @@ class _StepSimulator:
             incoming = [whole]
         count = self.program.input_count
         fresh, joined, in_rows = [], [], False
-        for way in self.cotangent_edges[number]:
-            value = way.value
-            in_one = any(row not in self.live_rows for row in way.rows)
-            if way.last is not None and way.rows and not in_one:
+        for edge in self.cotangent_edges[number]:
+            value = edge.value
+            in_one = any(row not in self.live_rows for row in edge.rows)
+            if edge.last is not None and edge.rows and not in_one:
                 # Rows are summed up apart: the cotangent follows the last of the sums.
-                joined.append(way.last)
-                self.pending.setdefault((way.last, value), []).extend([*incoming, *reads])
-            elif way.passes:
+                joined.append(edge.last)
+                self.pending.setdefault((edge.last, value), []).extend([*incoming, *reads])
+            elif edge.passes:
                 joined.append(self.program.made[value] - 1)
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
-            elif way.reduces and value >= count and (number, value) not in self.pending:
+            elif edge.reduces and value >= count and (number, value) not in self.pending:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
                 self.broadcast.add(value)
-                if value in kernel.aliasing.shifted:
+                if value in kernel.aliasing.offset_reads:
                     self.shifted.add(value)
-                if value in kernel.aliasing.rows or (way.rows and way.last is not None):
+                if value in kernel.aliasing.row_reduced or (edge.rows and edge.last is not None):
                     self.row_reduced.add(value)
-            elif way.cuts and value >= count and (number, value) not in self.pending:
+            elif edge.cuts and value >= count and (number, value) not in self.pending:
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
                 self.padded.add(value)
             else:
                 self.written.add(value)
                 self.scattered[value] = max(self.scattered.get(value, 0), kernel.scattered)
-                if value in kernel.aliasing.turned:
+                if value in kernel.aliasing.transposed:
                     self.transposed.add(value)
                 in_rows |= in_one
                 fresh.append(self.instance(value, free=value < count and not self.gradients))
@@ -311,7 +311,7 @@ class _StepSimulator:
                 if value < count:  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).append(fresh[-1])
-        inside = kernel.inside
+        inside = kernel.derivative_workspace
         if kernel.flops:
             # Its gradients read a copy of the cotangent, in their own order.
             turned_results = self.transposed.intersection(kernel.results)
@@ -319,21 +319,21 @@ class _StepSimulator:
         if number in self.program.regions:
             inside += _region_workspace(self.program, number)
         uses = [*reads, *incoming]
-        for value, size in kernel.gradients.copies:
+        for value, size in kernel.gradients.operand_copies:
             if (copy := self.copied.get((self.run, value))) is None:
                 inside += size
             else:
                 uses.append(copy)
-        groups = kernel.gradients.groups
+        groups = kernel.gradients.ragged_groups
         if groups is not None and self.run:
             copies = self.copies.setdefault((self.run, groups), [])
             uses += copies
             pairs = zip(kernel.reads, reads, strict=True)
             copies += [instance for value, instance in pairs if value == kernel.residuals]
         transposed: Sequence[int] = ()
-        if kernel.aliasing.turned:
-            pairs = zip(kernel.reads, reads, strict=True)
-            transposed = [instance for value, instance in pairs if value in kernel.aliasing.turned]
+        if kernel.aliasing.transposed:
+            pairs, order = zip(kernel.reads, reads, strict=True), kernel.aliasing.transposed
+            transposed = [instance for value, instance in pairs if value in order]
         self.events.append(
             Event(
                 number,

@@ -18,7 +18,7 @@ from jaxmem.targets import LocalDevice, Target
 
 def written(traced: TracedFunction, constraints: Constraints) -> Written | None:
     """The cost of a traced function with its own regions; None: it has none."""
-    return AsWritten(traced, constraints).cost if traced.program.opened else None
+    return AsWritten(traced, constraints).cost if traced.program.inlined_checkpoints else None
 
 
 class AsWritten:
@@ -72,7 +72,7 @@ class AsWritten:
             recompute_seconds=cost.recompute_seconds,
             seconds=cost.seconds,
         )
-        own = OwnRegions(opened.opened, plan.own_regions.kept)
+        own = OwnRegions(opened.inlined_checkpoints, plan.own_regions.kept)
         return dataclasses.replace(plan, predicted=predicted, own_regions=own)
 
     def _again(self, rate: Callable[[Kernel], float]) -> float:
@@ -91,6 +91,6 @@ def _again(
             inside = _again(jaxprs.loop_of(step.equation).body, body, rate)
             yield from (operation.length * each for each in inside)
             continue
-        runs = simulate_block(body, 0, len(body.kernels), body.saves).runs
+        runs = simulate_block(body, 0, len(body.kernels), body.policy_saves).runs
         each = of_each(body, rate)
         yield from (times * each[number] for number, times in runs.items())

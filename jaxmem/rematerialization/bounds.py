@@ -46,7 +46,7 @@ def bound_of(plan: Any) -> Bound | None:
         return None
     fun, args, kwargs, how = plan._call
     traced = TracedFunction(fun, args, kwargs, how["argnums"], how["has_aux"])
-    if traced.spread(traced.flat).mesh is not None:
+    if traced.shards(traced.flat).mesh is not None:
         return None
     graph = graph_of(traced)
     allowed = plan.budget or plan.compiled_bytes or plan.projected_bytes

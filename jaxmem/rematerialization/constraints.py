@@ -17,7 +17,7 @@ from jaxmem.planning import (
     lowest,
     one_liners,
 )
-from jaxmem.program import Program, compiled_by
+from jaxmem.program import Program, apply_compiler_rules
 from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.plan import Plan
@@ -67,7 +67,7 @@ class Constraints:
 
     def as_run(self, program: Program) -> Program:
         """A program as the device runs it."""
-        return compiled_by(program, self.rules)
+        return apply_compiler_rules(program, self.rules)
 
     @property
     def rules(self) -> Rules:
@@ -141,9 +141,9 @@ class Constraints:
             planned_for=self._planned_for,
             widens=program.widens,
             segments=layout.segments,
-            inputs=program.together.types[: program.input_count],
+            inputs=program.unsharded.types[: program.input_count],
             differentiated=None if wanted is None else tuple(sorted(wanted)),
-            own_regions=OwnRegions(program.opened, self.keeps_regions),
+            own_regions=OwnRegions(program.inlined_checkpoints, self.keeps_regions),
         )
 
     @property

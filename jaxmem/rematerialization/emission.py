@@ -13,7 +13,7 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.loops import checkpointed_scan, split_scan
 from jaxmem.planning import Loop, Region, Segment, recomputed, saved_by
-from jaxmem.program import Kernel, Program, compiled_by, read_program
+from jaxmem.program import Kernel, Program, apply_compiler_rules, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
 from jaxmem.rematerialization.segments import run_segments
 from jaxmem.rematerialization.traced import check_pure, input_names
@@ -77,7 +77,7 @@ def emit(flat: jaxprs.FlatJaxpr, program: Program, layout: Layout, leaves: Seque
     with its segments."""
     if layout.segments:
         return run_segments(flat, layout.segments, leaves)
-    program = compiled_by(program, layout.rules)
+    program = apply_compiler_rules(program, layout.rules)
     values = dict(enumerate([*flat.consts, *leaves]))
     loops = {loop.kernel: loop for loop in layout.loops}
     # Of what recomputes nothing, the function is as its author wrote it: a barrier would hold the
@@ -211,7 +211,7 @@ class _Emission:
         for (region, *_), dear in zip(outer, costs, strict=True):
             if dear and value in region.saved:
                 return saved
-        return jaxprs.after(saved, latest)
+        return jaxprs.order_after(saved, latest)
 
     def tied(self, region: Region, reads: Sequence[int]) -> list[int]:
         """The parameters that a region's matmuls read, and the latest value that it reads: the
@@ -245,9 +245,9 @@ class _Emission:
         def run(*operands):
             inner = dict(zip(reads, operands, strict=True))
             tied = self.tied(region, reads)
-            inner.update(zip(tied, jaxprs.back_together([inner[v] for v in tied]), strict=True))
+            inner.update(zip(tied, jaxprs.cotangent_barrier([inner[v] for v in tied]), strict=True))
             made = [v for v in reads if v >= self.program.input_count and self.program.active[v]]
-            inner.update(zip(made, jaxprs.together([inner[v] for v in made]), strict=True))
+            inner.update(zip(made, jaxprs.barrier([inner[v] for v in made]), strict=True))
             for value in inner.keys() & set(offloaded):
                 inner[value] = jaxprs.named(inner[value], self.name(value))
             if made:
@@ -297,7 +297,7 @@ class _Emission:
                 )  # fmt: skip
         made = [*step.outputs[: len(carry)], *(stacked_as[at] for at in read)]
         for value, result in zip(made, [*carry, *stacked], strict=True):
-            values[value] = jaxprs.weak_as(self.flat.avals[value], result)
+            values[value] = jaxprs.match_weak_type(self.flat.avals[value], result)
 
     def mapped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
         """A `jax.shard_map` with regions in what each device runs."""
@@ -349,8 +349,8 @@ def _part(program: Program, stop: int, values: dict[int, Any]) -> None:
         v for v in values
         if program.active[v] and program.made[v] <= stop < program.last_used[v]
     ]  # fmt: skip
-    passed = jaxprs.together([jaxprs.as_array(values[value]) for value in parted])
-    passed = jaxprs.back_together(passed)
+    passed = jaxprs.barrier([jaxprs.as_array(values[value]) for value in parted])
+    passed = jaxprs.cotangent_barrier(passed)
     values.update(zip(parted, passed, strict=True))
 
 

@@ -126,7 +126,7 @@ class PlanCompiler:
         traced = self.traced
 
         def planned(*leaves):
-            return traced.value(emit(traced.flat, traced.program.together, plan, leaves))
+            return traced.value(emit(traced.flat, traced.program.unsharded, plan, leaves))
 
         return begin(
             jax.jit(traced.differentiated(planned)),

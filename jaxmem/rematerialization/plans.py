@@ -87,7 +87,7 @@ def plan(
     constraints = Constraints.parse(budget, reserved, target, planner, offload, regions)
     traced = TracedFunction(fun, args, kwargs, argnums, has_aux, regions == "open")
     traced.check_loss("jaxmem.plan", scalar=target is not None and compilations > 0)
-    own = AsWritten(traced, constraints) if traced.program.opened else None
+    own = AsWritten(traced, constraints) if traced.program.inlined_checkpoints else None
     if target is None or not compilations:
         found = constraints.plan(traced.program)
     else:

@@ -39,7 +39,7 @@ class TracedFunction:
         gradient_bytes: Sequence[int] | None = None,
     ):
         self.has_aux = has_aux
-        self._spreads: dict[int, jaxprs.Spread] = {}  # each keeps its jaxpr, and its id
+        self._spreads: dict[int, jaxprs.Shardings] = {}  # each keeps its jaxpr, and its id
         wanted = _differentiated(argnums, args)
         args = tuple(
             _numbers_as_arrays(one) if at in wanted else one for at, one in enumerate(args)
@@ -73,30 +73,30 @@ class TracedFunction:
         """Those of the arrays that the function takes; None: not known, or on one device."""
         return [getattr(jaxprs.abstract(leaf), "sharding", None) for leaf in self.leaves]
 
-    def spread(self, flat: jaxprs.FlatJaxpr) -> jaxprs.Spread:
+    def shards(self, flat: jaxprs.FlatJaxpr) -> jaxprs.Shardings:
         """How the function, or what was made of it, is spread over the devices that its arguments
         are on."""
         found = self._spreads.get(id(flat))
         if found is None:
-            found = self._spreads[id(flat)] = jaxprs.spread(flat, self.shardings)
+            found = self._spreads[id(flat)] = jaxprs.propagate_shardings(flat, self.shardings)
         return found
 
     def read(self, flat: jaxprs.FlatJaxpr) -> Program:
         """The program of the function, or of what was made of it."""
-        program = read_program(flat, self._differentiated, spread=self.spread(flat))
+        program = read_program(flat, self._differentiated, shards=self.shards(flat))
         return dataclasses.replace(program, gradient_sizes=self._gradient_sizes)
 
     def _propagated_gradients(self) -> dict[int, int]:
         """Bytes of each gradient that one device has where nobody says how they are spread; on one
         device they are those of what is differentiated."""
-        if self.spread(self.flat).mesh is None:
+        if self.shards(self.flat).mesh is None:
             return {}
         differentiable = [
             at
             for at in sorted(self._differentiated)
             if jnp.issubdtype(self.flat.avals[at].dtype, jnp.inexact)
         ]
-        pieces = jaxprs.gradient_pieces(self.flat, self.shardings, differentiable)
+        pieces = jaxprs.gradient_shards(self.flat, self.shardings, differentiable)
         return dict(zip(differentiable, map(size_of, pieces), strict=True))
 
     def _late_gradients(self, spread: Sequence[int]) -> dict[int, int]:
@@ -109,7 +109,7 @@ class TracedFunction:
             if step.primitive == "scan"
             for value in step.inputs[jaxprs.loop_of(step.equation).carry.stop :]
         }
-        pieces = self.spread(self.flat)
+        pieces = self.shards(self.flat)
         return {
             value: size if value in turns else size_of(pieces.aval(value))
             for value, size in zip(sorted(self._differentiated), spread, strict=True)

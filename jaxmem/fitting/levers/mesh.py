@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from jaxmem.fitting.communication import summed_bytes
 from jaxmem.fitting.levers.lever import Lever
 from jaxmem.fitting.meshes import told
-from jaxmem.fitting.sent import summed_bytes
 from jaxmem.fitting.sizes import bytes_together
 from jaxmem.planning import sums_seconds
 

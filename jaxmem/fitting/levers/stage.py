@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from jaxmem.fitting.communication import gathered_bytes
 from jaxmem.fitting.levers.lever import Lever
-from jaxmem.fitting.sent import gathered_bytes
 from jaxmem.fitting.sizes import bytes_together
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ def _in_regions(place: RegionProgram) -> Iterator[Kernel]:
 
 
 def _kept(name: str, program: Program, kernel: Kernel) -> Iterator[int]:
-    if kernel.sent:
+    if kernel.sent_bytes:
         return
     operation = program.operations[kernel.operations[-1]]
     if name == "everything_saveable":

@@ -31,7 +31,7 @@ class NamedChoices:
     def __init__(self, traced: TracedFunction, limits: Limits, fixed: Mapping[str, str]):
         self.traced, self.limits = traced, limits
         found, outside = names_of(traced)
-        check_names(found, outside, fixed, bool(traced.program.opened))
+        check_names(found, outside, fixed, bool(traced.program.inlined_checkpoints))
         self.notes = []
         if outside:
             self.notes.append(f"in no region, where no policy decides: {', '.join(outside)}")

@@ -84,7 +84,7 @@ class _Kinds:
 
     def __init__(self, traced: TracedFunction, device: Target | None):
         self.traced, self.device = traced, device
-        self.stretch = _nameless(jaxprs.stretches(traced.closed))
+        self.stretch = _nameless(jaxprs.region_structure(traced.closed))
         self.lines: dict[Kind, str] = {}
 
         def read(program, stretch, spans) -> tuple[frozenset[int], ...]:
@@ -150,7 +150,9 @@ def shaped_policy(traced: TracedFunction, limits: Limits) -> ShapedPolicy:
     )
 
 
-def _operations(program: Program, stretch: jaxprs.Stretch, spans) -> Iterator[tuple[Kind, Kernel]]:
+def _operations(
+    program: Program, stretch: jaxprs.RegionStructure, spans
+) -> Iterator[tuple[Kind, Kernel]]:
     """What a policy can save of the regions of a program: results of operations that are computed
     into memory."""
     for start, stop in spans:
@@ -161,7 +163,7 @@ def _operations(program: Program, stretch: jaxprs.Stretch, spans) -> Iterator[tu
                 yield (step.primitive, *map(type_of, operands)), kernel
 
 
-def _nameless(stretch: jaxprs.Stretch) -> jaxprs.Stretch:
+def _nameless(stretch: jaxprs.RegionStructure) -> jaxprs.RegionStructure:
     """Without names, which such a policy does not ask for."""
     scans = tuple((at, _nameless(scan)) for at, scan in stretch.scans)
     return dataclasses.replace(stretch, names=(), scans=scans)

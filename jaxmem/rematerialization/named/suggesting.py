@@ -102,7 +102,7 @@ class _Rows:
     names: list[str] = dataclasses.field(default_factory=list)
 
     def groups(
-        self, program: Program, stretch: jaxprs.Stretch, spans: Sequence[tuple[int, int]]
+        self, program: Program, stretch: jaxprs.RegionStructure, spans: Sequence[tuple[int, int]]
     ) -> tuple[frozenset[int], ...]:
         """Puts the values of a place into rows; which of them are in which."""
         known = {name: at for at, name in enumerate(dict.fromkeys(n for _, n in stretch.names))}
@@ -113,7 +113,7 @@ class _Rows:
         for start, stop in spans:
             for kernel in program.kernels[start:stop]:
                 inner = kernel.fused and operation_at(program, kernel) in hidden
-                for value in kernel.spared:
+                for value in kernel.reusable_results:
                     name = name_of.get(value, "")
                     if inner and not name:
                         continue
@@ -143,7 +143,7 @@ def operation_of(program: Program, kernel: Kernel) -> Operation:
     return program.operations[operation_at(program, kernel)]
 
 
-def _hidden(stretch: jaxprs.Stretch) -> set[int]:
+def _hidden(stretch: jaxprs.RegionStructure) -> set[int]:
     """Steps inside of a call of the user's: of those that one expression makes, as of
     `jax.nn.softmax`, the user has the last in hand."""
     places = [jaxprs.expression_of(step.equation) for step in stretch.flat.steps]
@@ -159,8 +159,8 @@ def _collected(
     traced: TracedFunction, target: Target | None, rates: Rates
 ) -> tuple[tuple[_Rows, RegionProgram], str]:
     rows = _Rows(rates)
-    opened = traced.program.opened
-    stretch = jaxprs.stretches(traced.closed, without_regions=not opened)
+    opened = traced.program.inlined_checkpoints
+    stretch = jaxprs.region_structure(traced.closed, without_regions=not opened)
     place = place_of_stretch(traced, stretch, target, rows.groups)
     if opened:
         return (rows, place), f"in {counted(opened, 'region')} of its own"
