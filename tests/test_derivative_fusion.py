@@ -151,7 +151,7 @@ def test_what_a_loop_has_stacked_is_read_there():
 def test_most_of_what_waits_in_host_memory_has_to_be_there(there, waits):
     """XLA has one of two values that are equal, and `fit` refused all residuals for it."""
     plan = types.SimpleNamespace(predicted=types.SimpleNamespace(host_bytes=100))
-    assert rematerialization.waits(plan, there) is waits
+    assert rematerialization.is_offloaded(plan, there) is waits
 
 
 def test_what_waits_is_looked_at_as_often_as_something_that_it_needs_is_made():

@@ -26,7 +26,7 @@ def test_no_budget_is_refused_that_the_fewest_bytes_meet(name, spread, compilati
 
     class Compiler(sensitivity.StandIn):
         def outcome(self, layout):
-            ratio = random.Random(f"{self.seed} {layout.place}").uniform(*spread)
+            ratio = random.Random(f"{self.seed} {layout.peak_location}").uniform(*spread)
             self.plans[layout] = self.constraints.write(
                 self.traced.program, layout, self.planner.plain
             )

@@ -462,12 +462,12 @@ def test_stage_3_counts_the_parameters_that_xla_gathers():
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
     workload = jaxmem.fitting.Workload(loss_fn, ADAM, PARAMS, BATCH, target="h100", mesh=mesh)
     levers = jaxmem.fitting.Levers(stage=3)
-    plain = jaxmem.fitting.Search(workload).costs.plain(levers)
+    plain = jaxmem.fitting.Search(workload).costs.plain_plan(levers)
     report = jaxmem.memory(
         workload.step(levers, plain), workload.state(levers), workload.batch, target=workload.target
     )
     assert report.collectives.count["all-gather"] >= 1
-    projected = jaxmem.fitting.Search(workload).costs.priced(levers, plain).projected
+    projected = jaxmem.fitting.Search(workload).costs.candidate_of(levers, plain).projected
     assert 0.8 * projected < report.device < 1.12 * projected, report.device / projected
 
 

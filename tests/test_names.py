@@ -349,8 +349,8 @@ def test_what_a_built_in_keeps_is_a_choice_where_all_of_it_has_names():
     traced = TracedFunction(loss, args, {}, 0)
     target = jaxmem.target(TARGET)
     search = NamedSearch(NamedChoices(traced, Limits(Budget(64 * MIB), target), {}), target)
-    assert search._like("dots_saveable").saved == {0, 1}
-    assert search._like("everything_saveable") is None, "the first layer has no name"
+    assert search._equivalent_choice("dots_saveable").saved == {0, 1}
+    assert search._equivalent_choice("everything_saveable") is None, "the first layer has no name"
     plan = jaxmem.plan(loss, *args, budget="64MiB", target=TARGET, compilations=0)
     policy = plan.as_policy()
     assert not any(one.better for one in policy.built_ins)

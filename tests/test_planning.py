@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.planning import PLANNERS, Loop, Rates, Region, one_liners, simulate
+from jaxmem.planning import PLANNERS, Loop, Rates, Region, baseline_policies, simulate
 from jaxmem.planning.dp import DP, _depth, combine_menus
 from jaxmem.planning.loops import LoopOption, loop_options
 from jaxmem.planning.sqrt import Sqrt, _Chain
@@ -382,13 +382,13 @@ def test_planning_time_grows_near_linearly():
 
 def test_one_liners_need_blocks():
     """Stretches that repeat, or that one module path made."""
-    assert list(one_liners(chain([1, 2, 3, 4]), RATES)) == ["everything_saveable"]
-    assert "nothing_saveable on each of 3 blocks" in one_liners(chain([1] * 4), RATES)
+    assert list(baseline_policies(chain([1, 2, 3, 4]), RATES)) == ["everything_saveable"]
+    assert "nothing_saveable on each of 3 blocks" in baseline_policies(chain([1] * 4), RATES)
     operations = [
         dataclasses.replace(op, source=Source(f"Net/Block_{index // 3}/Dense_{index % 3}"))
         for index, op in enumerate(chain([100] * 12).operations)
     ]
     program = dataclasses.replace(chain([100] * 12), operations=tuple(operations))
-    found = {name: layout.peak for name, layout in one_liners(program, RATES).items()}
+    found = {name: layout.peak for name, layout in baseline_policies(program, RATES).items()}
     assert len(found) == 4
     assert found["nothing_saveable on each of 4 blocks"] < found["everything_saveable"]

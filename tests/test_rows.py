@@ -12,8 +12,13 @@ import pytest
 
 import jaxmem
 from jaxmem.fitting import Search
-from jaxmem.planning import Variant, one_liners
-from jaxmem.planning.rows import policies, row, tilings, tilings_of_operations
+from jaxmem.planning import Variant, baseline_policies
+from jaxmem.planning.rows import (
+    block_partitions,
+    operation_block_partitions,
+    per_block_regions,
+    policies,
+)
 from jaxmem.program import Program
 from jaxmem.rematerialization import Constraints, TracedFunction
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
@@ -74,7 +79,7 @@ def planner():
 
 
 def test_blocks_are_found_by_what_repeats():
-    (spans,) = tilings(planner().variants[0].program, planner().variants[0].prices)
+    (spans,) = block_partitions(planner().variants[0].program, planner().variants[0].prices)
     assert len(spans) == LAYERS
     assert len({stop - start for start, stop in spans}) == 1
     assert all(one[1] == other[0] for one, other in itertools.pairwise(spans))
@@ -153,7 +158,7 @@ def test_what_a_one_liner_costs_is_what_it_compiles_to(name):
         jaxmem.memory(jax.value_and_grad(functools.partial(loss, of)), *arguments(), **options)
         for of in (lambda f: f, region)
     )
-    found = one_liners(program()[0], program()[1].rates)
+    found = baseline_policies(program()[0], program()[1].rates)
     layout = found[f"{name} on each of {LAYERS} blocks"]
     assert layout.flops == written.work.flops - plain.work.flops > 0
     total = program()[1].budget_for(program()[0]).total(layout.peak)
@@ -164,10 +169,10 @@ def test_what_a_one_liner_costs_is_what_it_compiles_to(name):
 
 def test_no_plan_loses_to_a_one_liner():
     variant = planner().variants[0]
-    (spans,) = tilings(variant.program, variant.prices)
+    (spans,) = block_partitions(variant.program, variant.prices)
     for saved in policies(variant.program).values():
         for count in (LAYERS, LAYERS // 2):
-            theirs = variant.layout(row(variant.program, spans[:count], saved))
+            theirs = variant.layout(per_block_regions(variant.program, spans[:count], saved))
             ours = planner().cheapest_for(theirs.peak)
             assert ours.price <= theirs.price and ours.peak <= theirs.peak
 
@@ -267,7 +272,10 @@ def test_rows_are_compiled_where_nothing_else_fits():
     fun = functools.partial(loss, lambda f: f)
     least = jaxmem.plan(fun, *arguments(), budget=None, compilations=0)
     lowest = program()[1].budget_for(program()[0]).total(planner().cheapest_near_minimum().peak)
-    rows = [program()[1].budget_for(program()[0]).total(one.peak) for one in planner().rows()]
+    rows = [
+        program()[1].budget_for(program()[0]).total(one.peak)
+        for one in planner().per_block_layouts()
+    ]
     budget = int(0.99 * lowest)
     assert 0.6 * min(rows) <= budget < least.projected_bytes
     plan = jaxmem.plan(fun, *arguments(), budget=budget, target="h200", compilations=8)
@@ -278,9 +286,9 @@ def test_rows_are_compiled_where_nothing_else_fits():
 def test_rows_are_compiled_where_they_cost_less_than_what_fits():
     fun = functools.partial(loss, lambda f: f)
     total = program()[1].budget_for(program()[0]).total
-    cheapest = min(planner().rows(), key=lambda layout: layout.price)
+    cheapest = min(planner().per_block_layouts(), key=lambda layout: layout.price)
     budget = int(0.85 * total(cheapest.peak))
-    fits = planner().cheapest_for(program()[1].budget_for(program()[0], budget).left)
+    fits = planner().cheapest_for(program()[1].budget_for(program()[0], budget).available)
     assert fits.price > cheapest.price  # what would be taken without them
     plan = jaxmem.plan(fun, *arguments(), budget=budget, target="h200")
     assert plan.compiled_bytes <= budget and len(plan.regions) == LAYERS
@@ -301,7 +309,7 @@ def test_the_first_block_may_differ_from_the_others():
     args = [pair] * LAYERS, jax.ShapeDtypeStruct((4096, 256), jnp.float32)
     constraints = Constraints.parse(None, 0, "h200", "dp")
     variant = constraints.planner(TracedFunction(deep, args, {}, 0).program).variants[0]
-    alike, every, halves, _ = tilings(variant.program, variant.prices)
+    alike, every, halves, _ = block_partitions(variant.program, variant.prices)
     assert len(alike) == LAYERS - 1 and every[1:LAYERS] == alike and every[0][1] == alike[0][0]
     assert len(halves) == 2 * len(alike)  # both matmuls of a block are alike
 
@@ -327,8 +335,8 @@ def test_layers_that_differ_in_what_costs_little_are_blocks():
     constraints = Constraints.parse(None, 0, "h200", "dp")
     program = TracedFunction(deep, args, {}, 0).program
     variant = constraints.planner(program).variants[0]
-    assert LAYERS in map(len, tilings(variant.program, variant.prices))
-    assert LAYERS in map(len, tilings_of_operations(variant.program, variant.prices))
+    assert LAYERS in map(len, block_partitions(variant.program, variant.prices))
+    assert LAYERS in map(len, operation_block_partitions(variant.program, variant.prices))
 
 
 def test_blocks_of_blocks_are_a_row_too():
@@ -350,7 +358,7 @@ def test_blocks_of_blocks_are_a_row_too():
     fun = functools.partial(contrast, lambda layer: layer)
     constraints = Constraints.parse(None, 0, "h100", "dp")
     variant = constraints.planner(TracedFunction(fun, args, {}, 0).program).variants[0]
-    assert 8 in map(len, tilings(variant.program, variant.prices))
+    assert 8 in map(len, block_partitions(variant.program, variant.prices))
     by_hand = functools.partial(contrast, jax.checkpoint)
     written = jaxmem.memory(jax.jit(jax.value_and_grad(by_hand)), *args, target="h100")
     plan = jaxmem.plan(fun, *args, budget=int(1.02 * written.device), target="h100")
@@ -470,13 +478,13 @@ def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(own, name):
 def test_a_loss_keeps_its_own_regions_where_nothing_else_takes_less_time(monkeypatch, capsys):
     """XLA makes what is projected of the author's own regions, and half as much again of all
     else."""
-    found = Search._made
+    found = Search._lowered
 
     def made(self, candidate):
         step, _ = found(self, candidate)
         return step, Said(candidate.projected * (1 if candidate.plan.stays else 1.5))
 
-    monkeypatch.setattr(Search, "_made", made)
+    monkeypatch.setattr(Search, "_lowered", made)
     dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
     fitted = jaxmem.fit(
         functools.partial(recurrent, dots), optax.sgd(1e-3), *of_a_sequence(), budget="13MiB",

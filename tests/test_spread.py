@@ -336,10 +336,10 @@ def test_fit_projects_what_a_device_has(form, stage):
     mesh = AbstractMesh((8,), ("data",))
     workload = Workload(loss, optax.adam(1e-3), layers, x, target="h100", mesh=mesh)
     costs, levers = Search(workload).costs, Levers(stage=stage)
-    plain = costs.plain(levers)
+    plain = costs.plain_plan(levers)
     step, state = workload.step(levers, plain), workload.state(levers)
     report = jaxmem.memory(step, state, workload.batch, target=workload.target, timeline=False)
-    assert costs.priced(levers, plain).projected == pytest.approx(report.device, rel=0.12)
+    assert costs.candidate_of(levers, plain).projected == pytest.approx(report.device, rel=0.12)
 
 
 def test_zeros_that_a_loop_begins_with_are_made_in_pieces():

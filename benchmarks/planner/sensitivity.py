@@ -54,7 +54,7 @@ from jaxmem.fitting.verdicts import key_of
 from jaxmem.fitting.workload import Workload
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
-from jaxmem.rematerialization.search import Begun, Outcome, Search as CompiledSearch
+from jaxmem.rematerialization.search import Outcome, PendingCompilation, Search as CompiledSearch
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import resolve
 
@@ -242,7 +242,13 @@ def constants() -> list[Constant]:
         *of("planning.repeating", "_PERIODS", programs=BLOCKS, searched=True),
         *of("planning.repeating", "_PART", programs=BLOCKS, searched=True, margin=True),
         *of("planning.rows", "_COVERED", programs=BLOCKS, searched=True),
-        *of("rematerialization.search", "NEARLY", programs=BLOCKS, searched=True, margin=True),
+        *of(
+            "rematerialization.search",
+            "MAX_OVERPROJECTION",
+            programs=BLOCKS,
+            searched=True,
+            margin=True,
+        ),
         Constant(
             *("rematerialization.search", "FIRST_ERROR", SEARCHED),
             margin=True,
@@ -250,20 +256,28 @@ def constants() -> list[Constant]:
             compilations=1,
         ),
         *of(
-            *("rematerialization.search", "ALTERNATIVE", "AS_IT_IS"),
+            *("rematerialization.search", "ALTERNATIVE", "TRY_PLAIN_LIMIT"),
             programs=SEARCHED,
             searched=True,
             margin=True,
         ),
-        *of(SEARCH, "_WORTH", programs=SEARCHED, searched=True),
+        *of(SEARCH, "_MIN_SAVING", programs=SEARCHED, searched=True),
         *of(
-            *(SEARCH, "_MORE", "_ABOVE", "_MARGIN"),
+            *(SEARCH, "_PROJECTION_SPREAD", "_OVER_BUDGET_STEPS", "_SAFETY_MARGIN"),
             programs=SEARCHED,
             searched=True,
             margin=True,
         ),
-        *of(FIT, "_CLOSE", "_NEAR", "_ABOVE", "_OVER", programs=SEARCHED, margin=True),
-        *of("fitting.verdicts", "GAIN", programs=SEARCHED),
+        *of(
+            FIT,
+            "_GOOD_ENOUGH",
+            "_RETRY_RANGE",
+            "_OVERPLAN",
+            "_AFTER_MISS",
+            programs=SEARCHED,
+            margin=True,
+        ),
+        *of("fitting.verdicts", "MIN_IMPROVEMENT", programs=SEARCHED),
     ]
 
 
@@ -315,11 +329,11 @@ class StandIn(CompiledPlans):
         super().__init__(traced, constraints, resolve("h200"))
         self.seed = seed
 
-    def start(self, layout) -> Begun:
-        return Begun("a stand-in", lambda: self.outcome(layout), lambda: None)
+    def start(self, layout) -> PendingCompilation:
+        return PendingCompilation("a stand-in", lambda: self.outcome(layout), lambda: None)
 
     def outcome(self, layout) -> Outcome:
-        place = random.Random(f"{self.seed} {layout.place}").uniform(0.94, 1.06)
+        place = random.Random(f"{self.seed} {layout.peak_location}").uniform(0.94, 1.06)
         own = random.Random(f"{self.seed} {layout.regions} {layout.loops}").uniform(0.995, 1.005)
         total = self.constraints.budget_for(self.traced.program).total(layout.peak)
         compiled = int(total * place * own)
@@ -358,7 +372,7 @@ class FitStandIn(fitting_search.Search):
         super().__init__(problem)
         self.costs, self.seed = costs, seed
 
-        over = fitting_search._OVER
+        over = fitting_search._AFTER_MISS
         self.compiled = CompiledSearch(problem.budget, FIT_COMPILATIONS, over)
 
     def chosen(self):
@@ -366,11 +380,11 @@ class FitStandIn(fitting_search.Search):
         self.compiled.run(self._rounds(), self._start)
         return self._best
 
-    def _start(self, candidate) -> Begun:
-        return Begun("a stand-in", lambda: self.outcome(candidate), lambda: None)
+    def _start(self, candidate) -> PendingCompilation:
+        return PendingCompilation("a stand-in", lambda: self.outcome(candidate), lambda: None)
 
     def outcome(self, candidate) -> Outcome:
-        where = fitting_search._place(candidate.levers)
+        where = fitting_search._ratio_key(candidate.levers)
         place = random.Random(f"{self.seed} {where}").uniform(0.85, 1.15)
         own = random.Random(f"{self.seed} {key_of(candidate)}").uniform(0.995, 1.005)
         compiled = int(candidate.projected * place * own)
@@ -392,7 +406,7 @@ def problem(name: str) -> tuple[Workload, Costs]:
 
 def fitted(name: str) -> Plans:
     one, costs = problem(name)
-    plain = costs.unplanned(one.as_is)
+    plain = costs.without_recomputation(one.as_is)
     began, times, failed = time.process_time(), [], 0
     for share in FIT_SHARES:
         one.budget = int(share * plain.projected)

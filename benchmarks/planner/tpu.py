@@ -41,7 +41,7 @@ def first_plan(loss, args, has_aux, target, budget):
     planner = constraints.planner(program)
     plain = constraints.budget_for(program).total(planner.plain.peak)
     layout = (
-        planner.cheapest_for(constraints.budget_for(program).left)
+        planner.cheapest_for(constraints.budget_for(program).available)
         or planner.cheapest_near_minimum()
     )
     plan = constraints.write(program, layout, constraints.as_it_is(program))

@@ -51,8 +51,8 @@ def rows(form: str, loss, params):
         for stage in (1, 2, 3):
             for slices in (1, 2):
                 levers = Levers(stage=stage, microbatches=slices)
-                plain = costs.plain(levers)
-                half = costs.plan(levers, (costs.priced(levers, plain).projected or 0) // 2)
+                plain = costs.plain_plan(levers)
+                half = costs.plan(levers, (costs.candidate_of(levers, plain).projected or 0) // 2)
                 found = {"layers": form, "mesh": name, "stage": stage, "slices": slices}
                 for word, plan in (("plain", plain), ("half", half)):
                     found |= compared(word, problem, costs, levers, plan)
@@ -63,7 +63,7 @@ def compared(word: str, problem: Workload, costs, levers: Levers, plan) -> dict:
     if isinstance(plan, int):
         lowest = f"none: the lowest {jaxmem.format_bytes(plan)}"
         return {f"{word}, projected": lowest, f"{word}, compiled": "", f"{word}, off": ""}
-    projected = costs.priced(levers, plan).projected
+    projected = costs.candidate_of(levers, plan).projected
     step, state = problem.step(levers, plan), problem.state(levers)
     report = jaxmem.memory(step, state, problem.batch, target=problem.target, timeline=False)
     return {

@@ -128,7 +128,7 @@ class Workload:
             self._put(first)
 
     def _put(self, shape: tuple) -> None:
-        self.shape, self.mesh = shape, self.meshes.on(shape)
+        self.shape, self.mesh = shape, self.meshes.mesh_of(shape)
         with self.meshes.placing():
             self.batch = self.meshes.sharding(shape, 1).place_batch(self._given)
 

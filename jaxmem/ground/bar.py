@@ -48,7 +48,7 @@ class Bar:
             self._remembered = seconds
 
     @property
-    def left(self) -> float | None:
+    def remaining_seconds(self) -> float | None:
         """Seconds until as many are compiled as may be; None: nothing is known. Those that began
         together end together."""
         each = self._each

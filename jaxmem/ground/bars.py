@@ -23,8 +23,8 @@ class _Counted(rich.progress.ProgressColumn):
         bar: Bar = task.fields["bar"]
         count = f"{bar.done} of at most {bar.most}, " if bar.most else ""
         told = f"{task.elapsed or 0:.0f} s"
-        if bar.left is not None and round(bar.left):
-            told += f", up to about {_time(bar.left)} more"
+        if bar.remaining_seconds is not None and round(bar.remaining_seconds):
+            told += f", up to about {_time(bar.remaining_seconds)} more"
         return rich.text.Text(count + told)
 
 

@@ -31,11 +31,11 @@ from jaxmem.planning.registry import (
     PLANNERS as PLANNERS,
     Planner as Planner,
     lowest as lowest,
-    rows_to_compile as rows_to_compile,
+    per_block_layouts as per_block_layouts,
 )
 from jaxmem.planning.simulation import (
     recomputed as recomputed,
     simulate as simulate,
     simulate_block as simulate_block,
 )
-from jaxmem.planning.usual_policies import one_liners as one_liners
+from jaxmem.planning.usual_policies import baseline_policies as baseline_policies

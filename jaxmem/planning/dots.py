@@ -50,7 +50,7 @@ class Dots:
 
     minimum_peak = minimum_at_one_forward = cheapest_near_minimum
 
-    def rows(self) -> list[Layout]:
+    def per_block_layouts(self) -> list[Layout]:
         """None."""
         return []
 

@@ -18,7 +18,7 @@ from jaxmem.planning.mapped import mapped_options
 from jaxmem.planning.options import LoopOption, combine_menus
 from jaxmem.planning.rates import Rates, of_each
 from jaxmem.planning.regions import Region, locate
-from jaxmem.planning.rows import Spans, policies, row, tilings
+from jaxmem.planning.rows import Spans, block_partitions, per_block_regions, policies
 from jaxmem.planning.simulation import live_bytes, simulate
 from jaxmem.program import Program
 
@@ -121,13 +121,17 @@ class DP:
     @functools.cached_property
     def _small(self) -> list[Layout]:
         """What may have the least peak."""
-        found = [self.plain, self.minimum_at_one_forward(), *self.rows()]
+        found = [self.plain, self.minimum_at_one_forward(), *self.per_block_layouts()]
         return [*found, *(variant.minimum_peak() for variant in self.variants)]
 
-    def rows(self) -> list[Layout]:
+    def per_block_layouts(self) -> list[Layout]:
         """One region on each block, or on the body of each scan, or both, for each policy: what a
         plan must not lose to."""
-        rows = [variant.row(*one) for variant in self.variants for one in variant.rows]
+        rows = [
+            variant.per_block_layout(*one)
+            for variant in self.variants
+            for one in variant.per_block_choices
+        ]
         return list(dict.fromkeys([*rows, *self._rows_of_bodies]))
 
     @functools.cached_property
@@ -136,14 +140,18 @@ class DP:
         variants = [variant for ways in found for variant in ways]
         return [
             *(variant.layout(()) for variant in variants),
-            *(variant.row(*one) for variant in variants for one in variant.rows),
+            *(
+                variant.per_block_layout(*one)
+                for variant in variants
+                for one in variant.per_block_choices
+            ),
         ]
 
     def minimum_at_one_forward(self) -> Layout:
         """The least projected peak for at most one more forward pass: below that, memory is bought
         with recomputation that grows faster and faster."""
         forward = sum(self.variants[0].seconds)
-        found = [self.plain, *self.rows()]
+        found = [self.plain, *self.per_block_layouts()]
         fast = (variant for variant in self.variants if variant.loops_seconds <= forward)
         found += [variant.smallest_in(forward) for variant in fast]
         return min(
@@ -281,24 +289,28 @@ class Variant:
         for memory in memories[low + 1 : low + 1 + _EXTRA_MEMORIES]:
             has_room(memory)
         price = min((layout.price for layout in fits), default=math.inf)
-        fits += self.rows_for(budget, price)
+        fits += self.per_block_layouts_for(budget, price)
         return min(fits, key=lambda layout: (layout.price, layout.peak), default=None)
 
     @functools.cached_property
-    def rows(self) -> list[tuple[Spans, frozenset[int]]]:
+    def per_block_choices(self) -> list[tuple[Spans, frozenset[int]]]:
         """One region on each block, as an author would place them: blocks, and what is saved."""
         saved = policies(self.program).values()
-        return [(s, v) for s in tilings(self.program, self.prices) for v in dict.fromkeys(saved)]
+        return [
+            (s, v)
+            for s in block_partitions(self.program, self.prices)
+            for v in dict.fromkeys(saved)
+        ]
 
-    def row(self, spans: Spans, saved: frozenset[int]) -> Layout:
-        return self.layout(row(self.program, spans, saved))
+    def per_block_layout(self, spans: Spans, saved: frozenset[int]) -> Layout:
+        return self.layout(per_block_regions(self.program, spans, saved))
 
-    def rows_for(self, budget: int, price: float) -> list[Layout]:
+    def per_block_layouts_for(self, budget: int, price: float) -> list[Layout]:
         """Rows of regions that fit and cost less than a price, each on as many blocks from the
         first on as the budget asks for."""
         found, plain = [], self.layout(())
-        for spans, saved in self.rows:
-            whole = self.row(spans, saved)
+        for spans, saved in self.per_block_choices:
+            whole = self.per_block_layout(spans, saved)
             if whole.peak > budget:
                 continue
             found.append(whole)
@@ -306,7 +318,7 @@ class Variant:
             share = (plain.peak - budget) / max(plain.peak - whole.peak, 1)
             least = max(math.ceil(share * count), 1)
             if least < count and whole.price * least / count < price:
-                part = self.row(spans[:least], saved)
+                part = self.per_block_layout(spans[:least], saved)
                 if part.peak <= budget:
                     found.append(part)
         return [layout for layout in found if layout.price < price]

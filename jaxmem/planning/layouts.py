@@ -57,5 +57,5 @@ class Planner(Protocol):
     def minimum_at_one_forward(self) -> Layout:
         """The least projected bytes for at most one more forward pass."""
 
-    def rows(self) -> list[Layout]:
+    def per_block_layouts(self) -> list[Layout]:
         """What else to compile where nothing that is projected to fit does."""

@@ -74,7 +74,7 @@ def mapped_options(
     least = planner.cheapest_near_minimum()
     between = np.geomspace(max(plain.peak, 1), max(least.peak, 1), _OPTIONS)[1:-1]
     found = [planner.cheapest_for(int(budget)) for budget in between]
-    layouts = [least, planner.plain, *planner.rows(), *filter(None, found)]
+    layouts = [least, planner.plain, *planner.per_block_layouts(), *filter(None, found)]
     front: list[LoopOption] = [as_it_is]
     for layout in sorted(layouts, key=lambda layout: (layout.price, layout.peak)):
         if layout.peak + plans.more < front[-1].bytes:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxmem.planning.named_counts import cost_tables, marginal_savings
 from jaxmem.planning.named_places import RegionProgram, projected_peak
 from jaxmem.planning.rates import ARITHMETIC_WEIGHT, Rates, of_each
-from jaxmem.planning.rows import Spans, tilings
+from jaxmem.planning.rows import Spans, block_partitions
 from jaxmem.program import Program
 
 _Name = TypeVar("_Name")
@@ -278,7 +278,7 @@ def spans_of_blocks(program: Program, rates: Rates) -> Spans:
     """The blocks of a program without regions, where its author would place them; empty: nothing
     repeats."""
     prices = of_each(program, rates.price)
-    found = tilings(program, prices)
+    found = block_partitions(program, prices)
     return max(found, key=lambda spans: sum(sum(prices[a:b]) for a, b in spans), default=())
 
 

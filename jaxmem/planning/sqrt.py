@@ -52,7 +52,7 @@ class Sqrt:
         """The least projected peak."""
         return self._minimum
 
-    def rows(self) -> list[Layout]:
+    def per_block_layouts(self) -> list[Layout]:
         """None: every plan is a row of regions."""
         return []
 

@@ -50,7 +50,7 @@ def bound_of(plan: Any) -> Bound | None:
         return None
     graph = graph_of(traced)
     allowed = plan.budget or plan.compiled_bytes or plan.projected_bytes
-    room = Budget(allowed, plan.reserved + traced.program.input_bytes).left
+    room = Budget(allowed, plan.reserved + traced.program.input_bytes).available
     assert room is not None
     # What waits in the memories of the chip is there, and not in the budget.
     if plan.planned_for.family:

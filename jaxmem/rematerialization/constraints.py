@@ -13,9 +13,9 @@ from jaxmem.planning import (
     Planner,
     Variant,
     as_emitted,
+    baseline_policies,
     loops_as_emitted,
     lowest,
-    one_liners,
 )
 from jaxmem.program import Program, apply_compiler_rules
 from jaxmem.rematerialization.choices import choices_of, rows_of
@@ -97,8 +97,8 @@ class Constraints:
         planner, budget = planner or self.planner(program), self.budget_for(program)
         layout = (
             planner.minimum_at_one_forward()
-            if budget.left is None
-            else planner.cheapest_for(budget.left)
+            if budget.available is None
+            else planner.cheapest_for(budget.available)
         )
         if layout is None:
             least = planner.minimum_peak()
@@ -153,10 +153,10 @@ class Constraints:
             return PlannedFor(rules=self.rules)
         return PlannedFor(device.family, self.rules, device.name, device.time_error)
 
-    def _one_liner(self, program: Program, compiled: Mapping[tuple, int]) -> str:
+    def _baseline_note(self, program: Program, compiled: Mapping[tuple, int]) -> str:
         """What regions on every block would take, in words."""
         total = self.budget_for(program).total
-        found = one_liners(self.as_run(program), self.rates)
+        found = baseline_policies(self.as_run(program), self.rates)
         found.pop("everything_saveable")
         if not found:
             return ""
@@ -183,7 +183,7 @@ class Constraints:
             f"{format_against(total, allowed)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
             f"{lowest(self.as_run(program), least)}."
-            f"{self._one_liner(program, compiled or {})}{hope} Raise the budget, shrink the batch, "
-            "or accumulate gradients over microbatches.",
+            f"{self._baseline_note(program, compiled or {})}{hope} Raise the budget, shrink the "
+            "batch, or accumulate gradients over microbatches.",
             total,
         )

@@ -10,7 +10,7 @@ from typing import Any
 from jaxmem.ground.bytes import format_bytes, parse_budget
 from jaxmem.ground.checks import check_call, check_count
 from jaxmem.ground.words import counted
-from jaxmem.planning import Layout, one_liners
+from jaxmem.planning import Layout, baseline_policies
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_text import checked
@@ -225,7 +225,7 @@ def pareto(
     found = constraints.planner(program)
     high, low = found.plain.peak, found.cheapest_near_minimum().peak
     layouts = {found.plain, found.cheapest_near_minimum()}
-    rivals = one_liners(constraints.as_run(program), constraints.rates)
+    rivals = baseline_policies(constraints.as_run(program), constraints.rates)
     goals = {int(low + (high - low) * (at / (points - 1)) ** 2) for at in range(1, points - 1)}
     goals |= {rival.peak for rival in rivals.values() if low < rival.peak < high}
     for goal in sorted(goals, reverse=True):  # a solution serves smaller budgets too

@@ -78,16 +78,16 @@ def scan(
     def whole(init, xs):
         return jax.lax.scan(f, init, xs, length, reverse, unroll)
 
-    def layout_for(program: Program, _) -> _Layout:
+    def layout_for(program: Program, _) -> _LoopLayout:
         if not program.scans:
-            return _Layout(())  # of no iterations
+            return _LoopLayout(())  # of no iterations
         option = _chosen(program, constraints.rates, constraints.budget.allowed, name_of(f))
-        return _Layout((option.loop,) if option.loop else ())
+        return _LoopLayout((option.loop,) if option.loop else ())
 
     return planned_function(whole, layout_for)(init, xs)
 
 
-class _Layout(NamedTuple):
+class _LoopLayout(NamedTuple):
     loops: tuple[Loop, ...]
     regions: tuple[Region, ...] = ()
     segments: tuple[Segment, ...] = ()

@@ -14,7 +14,9 @@ from jaxmem.planning import Region
 from jaxmem.program import Kernel, Program
 
 
-def keep_in_turn(program: Program, before: Region, region: Region, values: dict[int, Any]) -> None:
+def sequence_recomputation(
+    program: Program, before: Region, region: Region, values: dict[int, Any]
+) -> None:
     """Has what is made again for a region wait for the backward pass of the next region, if that
     gives it no cotangent: cotangents of what is made of its results wait for those of what the next
     region reads. ``values`` are those that are there where that begins, by number."""

@@ -16,7 +16,7 @@ class MicrobatchesLever(Lever):
     }
     kept = {"batch": "cut the batch into microbatches"}  # noqa: RUF012
     changes_state = False
-    changes_loss = own_ratio = True
+    changes_loss = shifts_projection_error = True
 
     def values(self, workload):
         fewest = min(workload.data_parallel_sizes)
@@ -65,7 +65,7 @@ class MicrobatchesLever(Lever):
     def text(self, value):
         return f"{value} microbatches"
 
-    def least(self, workload, value):
+    def fastest_loss_value(self, workload, value):
         """The whole batch at once takes the fewest launches and the least traffic of parameters."""
         return self.neutral
 

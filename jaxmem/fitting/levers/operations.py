@@ -19,7 +19,7 @@ class OperationsLever(Lever):
         "rounding"
     }
     changes_state = False
-    changes_loss = own_ratio = True
+    changes_loss = shifts_projection_error = True
 
     def values(self, workload):
         step, state = workload.step(workload.as_is), workload.state(workload.as_is)

@@ -67,7 +67,7 @@ class NamedChoices:
         Raises:
             BudgetError: nothing is.
         """
-        best = self.found.best_for(self.budget.left)
+        best = self.found.best_for(self.budget.available)
         if not self.budget.fits(self.projected(best)):
             raise self.too_small(self.projected(best), best, "projected")
         return best

@@ -12,7 +12,7 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError, OffloadError
 from jaxmem.planning import ARITHMETIC_WEIGHT, NamedChoice
 from jaxmem.rematerialization.named.choices import NamedChoices
-from jaxmem.rematerialization.search import Begun, Outcome
+from jaxmem.rematerialization.search import Outcome, PendingCompilation
 from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import Target, family_of
 
@@ -31,7 +31,7 @@ class NamedCompiler:
         self.reports: dict[NamedChoice | str, MemoryReport] = {}
         self.notes: list[str] = []
 
-    def start(self, one: NamedChoice | str) -> Begun:
+    def start(self, one: NamedChoice | str) -> PendingCompilation:
         """Begins to compile one."""
         if isinstance(one, str):
             policy, said = getattr(jax.checkpoint_policies, one), one
@@ -40,7 +40,7 @@ class NamedCompiler:
             said = f"{format_bytes(self.choices.projected(one))} projected"
         made = self._begin(policy)
         made.start()
-        return Begun(said, functools.partial(self._finish, one, made), made.stop)
+        return PendingCompilation(said, functools.partial(self._finish, one, made), made.stop)
 
     def _finish(self, one: NamedChoice | str, made: Compiling) -> Outcome:
         try:
@@ -79,7 +79,7 @@ class NamedCompiler:
         def fun(*leaves):
             return traced.value(jax.tree.unflatten(traced.out_tree, call(*leaves)))
 
-        options = family_of(target).limit_options(limits.budget.left)
+        options = family_of(target).limit_options(limits.budget.available)
         return begin(
             jax.jit(traced.differentiated(fun)),
             *traced.leaves,

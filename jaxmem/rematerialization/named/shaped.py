@@ -130,7 +130,7 @@ def shaped_policy(traced: TracedFunction, limits: Limits) -> ShapedPolicy:
     place = kinds.place(weighed)
     names = Names(place, len(weighed), rates)
     budget = limits.budget.reserve(place.program.boundary_bytes)
-    chosen = names.best_for(budget.left)
+    chosen = names.best_for(budget.available)
     total = budget.total(names.projected_of(chosen))
     if not budget.fits(total):
         raise _too_small(limits.budget, total)

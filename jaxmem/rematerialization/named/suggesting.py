@@ -212,7 +212,7 @@ def _suggestions(
     total = budget.reserve(place.program.boundary_bytes)
     size = total.total(found.projected(frozenset()))
     if budget.allowed is not None:
-        choice = found.best_for(total.left)
+        choice = found.best_for(total.available)
         size = total.total(found.projected_of(choice))
         chosen = [
             dataclasses.replace(one, action=_action(at, choice)) for at, one in enumerate(chosen)
