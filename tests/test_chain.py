@@ -41,8 +41,8 @@ def every_plan(chain: Chain) -> dict[int, int]:
                 best[peak] = time
         return tuple(best.items())
 
-    def after(held, plans, peak_before, time_before):
-        return [(max(held + peak, peak_before), time + time_before) for peak, time in plans]
+    def after(live, plans, peak_before, time_before):
+        return [(max(live + peak, peak_before), time + time_before) for peak, time in plans]
 
     @functools.cache
     def inner(level, start, stop):
@@ -50,9 +50,9 @@ def every_plan(chain: Chain) -> dict[int, int]:
         last = start + 1 == stop
         inside = chain.backward_peak[level, start]
         run = (chain.recompute_cost if last else chain.recompute_and_forward_cost)[level, start]
-        held = 0 if last else chain.activation_bytes[level, start]
+        live = 0 if last else chain.activation_bytes[level, start]
         rest = ((0, 0),) if last else inner(level, start + 1, stop)
-        plans = after(held, rest, inside, run)
+        plans = after(live, rest, inside, run)
         for middle in range(start + 1, stop):
             for peak, time in inner(level, start, middle):
                 plans += after(
@@ -87,7 +87,7 @@ def every_plan(chain: Chain) -> dict[int, int]:
 
 def walk(chain: Chain, stretches, start, stop, level=None) -> tuple[int, int]:
     """Peak and time of a plan, block by block, as its backward pass goes."""
-    held = peak = time = 0
+    live = peak = time = 0
     pieces, at = [], start
     for stretch in stretches:
         pieces += [*range(at, stretch.start), stretch]
@@ -96,15 +96,15 @@ def walk(chain: Chain, stretches, start, stop, level=None) -> tuple[int, int]:
     for piece in pieces:
         if isinstance(piece, ChainRegion):
             inside, spent = walk(chain, piece.inner, piece.start, piece.stop, piece.level)
-            peak = max(peak, held + inside)
-            held += chain.checkpoint_bytes[piece.level, piece.start, piece.stop]
+            peak = max(peak, live + inside)
+            live += chain.checkpoint_bytes[piece.level, piece.start, piece.stop]
             time += spent
             if level is not None:
                 time += chain.forward_cost[level, piece.start, piece.stop]
         else:
             last = piece + 1 == stop
-            peak = max(peak, held + chain.backward_peak[level or 0, piece])
-            held += 0 if last else chain.activation_bytes[level or 0, piece]
+            peak = max(peak, live + chain.backward_peak[level or 0, piece])
+            live += 0 if last else chain.activation_bytes[level or 0, piece]
             if level is not None:
                 time += (chain.recompute_cost if last else chain.recompute_and_forward_cost)[
                     level, piece

@@ -412,10 +412,10 @@ def test_planners_on_random_programs(instructions, planner):
     assert plan.projected_bytes <= plan.plain_bytes
     # What is said to fit does, and more does too.
     for budget in (plan.projected_bytes, plan.plain_bytes, plan.plain_bytes + 100):
-        within = jaxmem.plan(
+        planned = jaxmem.plan(
             fun, *args, planner=planner, argnums=(0, 1, 2), has_aux=True, budget=budget
         )
-        assert within.projected_bytes <= budget
+        assert planned.projected_bytes <= budget
     plain = jax.value_and_grad(fun, (0, 1, 2), has_aux=True)(*args)
     assert_equal(jax.value_and_grad(plan.apply(fun), (0, 1, 2), has_aux=True)(*args), plain, fun)
 

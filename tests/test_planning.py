@@ -122,11 +122,11 @@ def test_a_value_lies_in_the_memory_of_a_gradient_that_is_yet_to_come():
     operations = tuple(
         Operation("dot_general", (index,), (index + 1,), 10, False, "nothing") for index in range(4)
     )
-    held = Program(operations, (0, 40, 40, 40, 1), 1, (4,))
-    lent = dataclasses.replace(held, sizes=(64, 40, 40, 40, 1))
-    assert simulate(held, ()).peak == 80
-    assert simulate(lent, ()).peak == 40 + 1
-    assert lent.boundary_bytes == 64 + 64 + 1
+    separate = Program(operations, (0, 40, 40, 40, 1), 1, (4,))
+    reused = dataclasses.replace(separate, sizes=(64, 40, 40, 40, 1))
+    assert simulate(separate, ()).peak == 80
+    assert simulate(reused, ()).peak == 40 + 1
+    assert reused.boundary_bytes == 64 + 64 + 1
 
 
 def test_few_picked_elements_do_not_put_their_operand_into_memory():
@@ -195,10 +195,10 @@ def test_dp_is_no_worse_than_any_row_of_regions(seed):
         regions = tuple(Region(*pair) for pair in itertools.pairwise((0, *row)))
         runs = simulate(program, regions)
         spent = sum((n - 1) * RATES.price(program.kernels[k]) for k, n in runs.runs.items())
-        within = planner.cheapest_for(int(runs.peak * 1.05))  # slots round up
-        assert within is not None
-        assert within.price <= spent + 1e-12
-        assert within.peak <= int(runs.peak * 1.05)
+        planned = planner.cheapest_for(int(runs.peak * 1.05))  # slots round up
+        assert planned is not None
+        assert planned.price <= spent + 1e-12
+        assert planned.peak <= int(runs.peak * 1.05)
 
 
 def random_program(seed, most=8):

@@ -183,7 +183,7 @@ def test_a_budget_error_names_the_one_liner():
     assert f"nothing_saveable on each of {LAYERS} blocks takes " in str(caught.value)
 
 
-class Said(Compiling):
+class FakeCompilation(Compiling):
     """A stand-in for a compilation: so many bytes."""
 
     def __init__(self, device):
@@ -202,7 +202,7 @@ def compiling(monkeypatch, times):
     """A stand-in for the compiler, which makes so many times of what is projected of a plan."""
 
     def begin(_, plan, options):
-        return Said(plan.projected_bytes * times(plan))
+        return FakeCompilation(plan.projected_bytes * times(plan))
 
     monkeypatch.setattr(CompiledPlans, "begin", begin)
 
@@ -482,7 +482,7 @@ def test_a_loss_keeps_its_own_regions_where_nothing_else_takes_less_time(monkeyp
 
     def made(self, candidate):
         step, _ = found(self, candidate)
-        return step, Said(candidate.projected * (1 if candidate.plan.stays else 1.5))
+        return step, FakeCompilation(candidate.projected * (1 if candidate.plan.stays else 1.5))
 
     monkeypatch.setattr(Search, "_lowered", made)
     dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)

@@ -112,8 +112,8 @@ def test_progress_says_what_is_compiled_how_many_and_how_long(caplog, monkeypatc
     monkeypatch.setattr(search, "time", types.SimpleNamespace(monotonic=clock.__next__))
     searched([["a", "b"], ["c"]], {"a": 120, "b": 90, "c": 101})
     said = [record.getMessage() for record in caplog.records]
-    beside = "; beside it, in case it does not fit: b"
-    assert said[0] == f"jaxmem: compiling 1 of at most 6: a{beside}"
+    alternative = "; beside it, in case it does not fit: b"
+    assert said[0] == f"jaxmem: compiling 1 of at most 6: a{alternative}"
     assert said[1] == "jaxmem: compiled 1 of at most 6; up to about 3 s more"
     assert said[3] == "jaxmem: compiling 3 of at most 6: c"
 

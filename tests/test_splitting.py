@@ -162,9 +162,9 @@ def test_what_is_not_known_of_a_matmul_is_in_one_part():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("rows", "width", "classes", "within"), [(2048, 256, 10001, 0.12), (1024, 256, 50257, 0.05)]
+    ("rows", "width", "classes", "tolerance"), [(2048, 256, 10001, 0.12), (1024, 256, 50257, 0.05)]
 )
-def test_a_cotangent_of_odd_length_is_there_padded_too(rows, width, classes, within, dtype):
+def test_a_cotangent_of_odd_length_is_there_padded_too(rows, width, classes, tolerance, dtype):
     """One gradient reads it along its padded axis, in parts, the other one along the other axis."""
 
     def loss(weights, x):
@@ -176,7 +176,7 @@ def test_a_cotangent_of_odd_length_is_there_padded_too(rows, width, classes, wit
     args = [shaped((width, width)), shaped((width, classes))], shaped((rows, width))
     compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False)
     plain = jaxmem.plan(loss, *args, target="h100", compilations=0).plain_bytes
-    assert plain == pytest.approx(compiled.device, rel=within)
+    assert plain == pytest.approx(compiled.device, rel=tolerance)
 
 
 @pytest.mark.parametrize("target", sorted(known_targets()))

@@ -56,7 +56,7 @@ def transformer(kind: str, form: str, layers: int = 4):
         blocks = [{n: array(s, *p) for n, (s, p) in shapes.items()} for _ in range(layers)]
     params = {"words": array((WORDS, WIDTH), model, own), "blocks": blocks}
 
-    def lies(x):
+    def sharded(x):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(data, None, None)))
 
     def norm(x):
@@ -65,7 +65,7 @@ def transformer(kind: str, form: str, layers: int = 4):
         return (wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype)
 
     def block(x, w):
-        x = lies(x)
+        x = sharded(x)
         q, k, v = jnp.einsum("bsd,dchk->cbshk", norm(x), w["qkv"])
         scores = jnp.einsum("bshk,bthk->bhst", q, k).astype(jnp.float32)
         scores = jnp.where(jnp.tril(jnp.ones((TOKENS, TOKENS), bool)), scores, -1e9)
@@ -79,7 +79,7 @@ def transformer(kind: str, form: str, layers: int = 4):
             x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, params["blocks"])
         else:
             x = functools.reduce(block, params["blocks"], x)
-        logits = (norm(lies(x)) @ params["words"].T).astype(jnp.float32)
+        logits = (norm(sharded(x)) @ params["words"].T).astype(jnp.float32)
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)
         return -jnp.mean(picked)
 
@@ -194,11 +194,11 @@ def nested_scans():
 
 
 def collectives():
-    around = [(one, (one + 1) % 4) for one in range(4)]
+    ring = [(one, (one + 1) % 4) for one in range(4)]
 
     @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("data")), out_specs=P("data"))
     def layer(w, x):
-        return jnp.tanh(jax.lax.ppermute(x, "data", around) @ w)
+        return jnp.tanh(jax.lax.ppermute(x, "data", ring) @ w)
 
     def loss(ws, x):
         return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0] ** 2)
@@ -274,11 +274,11 @@ def test_an_axis_that_does_not_divide_is_in_pieces_of_one_size():
 def test_an_axis_that_does_not_divide_inside_of_a_loop():
     lying = NamedSharding(MESH, P("data", None))
 
-    def lies(x):
+    def sharded(x):
         return jax.lax.with_sharding_constraint(x, lying)
 
     def loss(ws, x):
-        y, _ = jax.lax.scan(lambda x, w: (lies(jnp.tanh(x @ w)), None), lies(jnp.sin(x)), ws)
+        y, _ = jax.lax.scan(lambda x, w: (sharded(jnp.tanh(x @ w)), None), sharded(jnp.sin(x)), ws)
         return jnp.mean(y**2)
 
     shapes = _array((4, 64, 64), None, None, "model"), jax.ShapeDtypeStruct((1022, 64), "float32")
@@ -424,11 +424,11 @@ def test_sequences_that_are_cut(budget):
     rows, length, width, words = 4, 4096, 512, 32768
     array = functools.partial(placed, mesh)
 
-    def lies(x):
+    def sharded(x):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", "context", None)))
 
     def block(x, w):
-        x = lies(x)
+        x = sharded(x)
         q, k, v = ((x @ one).reshape(rows, length, 8, -1) for one in w["heads"])
         mixed = jaxmem.ops.attention(q, k, v, is_causal=True, block=(256, 256))
         x = x + mixed.reshape(x.shape) @ w["out"]
@@ -436,7 +436,7 @@ def test_sequences_that_are_cut(budget):
 
     def loss(params, tokens):
         x, _ = jax.lax.scan(block, params["words"][tokens], params["blocks"])
-        logits = (lies(x) @ params["words"].T).astype(jnp.float32)
+        logits = (sharded(x) @ params["words"].T).astype(jnp.float32)
         picked = jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits[:, :-1], -1) - picked)
 
@@ -479,8 +479,8 @@ def _pieces(arrays):
 )
 def test_slices_that_lie_where_they_were(end, aligned):
     mesh = _mesh({"data": 8})
-    lies = NamedSharding(mesh, P("data", None))
-    x = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=lies)
+    sharded = NamedSharding(mesh, P("data", None))
+    x = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=sharded)
     program = TracedFunction(lambda x: jnp.sum(jnp.sin(x[:end])), (x,), {}, 0).program
     (found,) = (one for one in program.operations if one.name == "slice")
     assert found.communication.aligned == aligned

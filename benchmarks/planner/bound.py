@@ -17,7 +17,7 @@ import jax
 import jaxmem
 from benchmarks._record import record_parts
 from benchmarks.planner.frontiers import NETWORKS
-from benchmarks.planner.planner_gpt import problem as gpt2_medium
+from benchmarks.planner.planner_gpt import workload as gpt2_medium
 from jaxmem.planning import bound
 from jaxmem.rematerialization.bounds import graph_of
 from jaxmem.rematerialization.traced import TracedFunction

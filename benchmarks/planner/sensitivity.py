@@ -368,12 +368,12 @@ def searched(name: str, compilations: int) -> Plans:
 class FitStandIn(fitting_search.Search):
     """A search of `fit` whose compiler is random."""
 
-    def __init__(self, problem: Workload, costs: Costs, seed: int):
-        super().__init__(problem)
+    def __init__(self, workload: Workload, costs: Costs, seed: int):
+        super().__init__(workload)
         self.costs, self.seed = costs, seed
 
         over = fitting_search._AFTER_MISS
-        self.compiled = CompiledSearch(problem.budget, FIT_COMPILATIONS, over)
+        self.compiled = CompiledSearch(workload.budget, FIT_COMPILATIONS, over)
 
     def chosen(self):
         """What it would return, or None."""
@@ -393,7 +393,7 @@ class FitStandIn(fitting_search.Search):
 
 
 @functools.cache
-def problem(name: str) -> tuple[Workload, Costs]:
+def workload(name: str) -> tuple[Workload, Costs]:
     """With its plans, which none of the constants of the search changes."""
     loss, (params, *batch) = PROGRAMS[name]()
 
@@ -405,7 +405,7 @@ def problem(name: str) -> tuple[Workload, Costs]:
 
 
 def fitted(name: str) -> Plans:
-    one, costs = problem(name)
+    one, costs = workload(name)
     plain = costs.without_recomputation(one.as_is)
     began, times, failed = time.process_time(), [], 0
     for share in FIT_SHARES:

@@ -15,8 +15,8 @@ import jax
 import jaxmem
 from benchmarks._record import record_parts
 from benchmarks.planner.frontiers import compiled
-from benchmarks.planner.planner import problem as resnet50
-from benchmarks.planner.planner_gpt import problem as gpt2_medium
+from benchmarks.planner.planner import workload as resnet50
+from benchmarks.planner.planner_gpt import workload as gpt2_medium
 from benchmarks.planner.planner_models import CASES as MODELS
 from benchmarks.planner.projected import tanh
 from jaxmem.rematerialization.constraints import Constraints

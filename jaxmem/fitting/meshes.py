@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxmem import jaxprs
 from jaxmem.ground.checks import is_count, shown
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.levers.sharding import Sharding, shard
 from jaxmem.levers.splitting import Cut, UndividedError, check_cuts, cut_axis, cuts_of
 
@@ -93,7 +93,7 @@ class Meshes:
                 break
         if not self.shapes:
             raise JaxmemError(
-                f"No mesh of {counted(self.count, 'device')} divides the step. {refused[0]} "
+                f"No mesh of {pluralize(self.count, 'device')} divides the step. {refused[0]} "
                 f"{self._advice}"
             )
         if refused:

@@ -20,7 +20,7 @@ from jaxmem.fitting.sizes import bytes_of
 from jaxmem.ground.bytes import device_budget
 from jaxmem.ground.checks import check_batch, check_callable, check_optimizer
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision, precision as parse_precision
 from jaxmem.levers.sharding import Sharding
@@ -110,7 +110,7 @@ class Workload:
             target = _of_count(target, self.devices)
         if target.count != self.devices:
             raise JaxmemError(
-                f"The mesh has {counted(self.devices, 'device')} and the target {target.count}: "
+                f"The mesh has {pluralize(self.devices, 'device')} and the target {target.count}: "
                 "pass one device as target, or as many."
             )
         if target.known is None:

@@ -16,7 +16,7 @@ _lock = threading.Lock()
 _display: rich.progress.Progress | None = None
 
 
-class _Counted(rich.progress.ProgressColumn):
+class _CountColumn(rich.progress.ProgressColumn):
     """``2 of at most 6``, and the time."""
 
     def render(self, task: rich.progress.Task) -> rich.text.Text:
@@ -28,14 +28,14 @@ class _Counted(rich.progress.ProgressColumn):
         return rich.text.Text(count + told)
 
 
-class _Drawn(rich.progress.BarColumn):
+class _BarColumn(rich.progress.BarColumn):
     """The bar itself, where something is counted."""
 
     def render(self, task: rich.progress.Task):
         return super().render(task) if task.total is not None else rich.text.Text("")
 
 
-class _Said(rich.progress.ProgressColumn):
+class _MessageColumn(rich.progress.ProgressColumn):
     """What goes on, cut to one line."""
 
     def get_table_column(self) -> rich.table.Column:
@@ -73,9 +73,9 @@ def shown(bar: Bar) -> Iterator[bool]:
     with _lock:
         if _display is None and (console := _console()) is not None:
             _display = _Display(
-                _Said(),
-                _Drawn(bar_width=20),
-                _Counted(),
+                _MessageColumn(),
+                _BarColumn(bar_width=20),
+                _CountColumn(),
                 console=console,
                 transient=True,
                 expand=True,

@@ -16,8 +16,8 @@ from jaxmem.planning import Loop, Region, Segment, recomputed, saved_by
 from jaxmem.program import Kernel, Program, apply_compiler_rules, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
 from jaxmem.rematerialization.segments import run_segments
+from jaxmem.rematerialization.sequencing import sequence_recomputation
 from jaxmem.rematerialization.traced import check_pure, input_names
-from jaxmem.rematerialization.turns import sequence_recomputation
 from jaxmem.targets import Rules
 
 _EMISSIONS = itertools.count()

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxmem.ground.bytes import format_bytes, parse_budget
 from jaxmem.ground.checks import check_call, check_count
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.planning import Layout, baseline_policies
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Plan
@@ -148,7 +148,7 @@ class Frontier(Printed):
             )
         forward = most.predicted.seconds * 3
         rows = [
-            (f"{plan.planner}, {counted(len(plan.rows), 'region')}", plan.projected_bytes,
+            (f"{plan.planner}, {pluralize(len(plan.rows), 'region')}", plan.projected_bytes,
              plan.predicted.recompute_seconds, f"{plan.predicted.recompute_flops / 1e9:.4g}")
             for plan in self.plans
         ]  # fmt: skip

@@ -10,7 +10,7 @@ from jaxmem.frameworks.modules import on_arrays
 from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.checks import check_count, name_of
 from jaxmem.ground.errors import BudgetError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.loops import checkpointed_while, repeats
 from jaxmem.planning import Loop, LoopOption, Rates, Region, Segment, loop_options, simulate_block
 from jaxmem.program import Program, read_program
@@ -109,7 +109,7 @@ def _chosen(program: Program, rates: Rates, budget: int | None, name: str) -> Lo
         lowest = min(option.bytes for option in options)
         operation = program.operation_of(kernel)
         raise BudgetError(
-            f"No schedule of this scan ({counted(operation.length, 'iteration')} of {name}) fits "
+            f"No schedule of this scan ({pluralize(operation.length, 'iteration')} of {name}) fits "
             f"the budget of {format_bytes(budget)}; the lowest found takes "
             f"{format_against(lowest, budget)} ({lowest} bytes projected), with one state kept. "
             "Raise the budget, or make an iteration or its state smaller.",

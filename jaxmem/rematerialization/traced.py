@@ -14,10 +14,10 @@ import numpy as np
 
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import array_call, is_module
-from jaxmem.ground.checks import name_of, noted, shapes_of
+from jaxmem.ground.checks import name_of, note_call, shapes_of
 from jaxmem.ground.errors import JaxmemError, PlanError
 from jaxmem.ground.garbage import uncollected
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.program import Program, read_program, size_of
 
 
@@ -46,7 +46,7 @@ class TracedFunction:
         )
         with array_call(fun, args, kwargs) as call:
             self.leaves, self.value = call.leaves, call.value
-            with noted(name_of(fun), fun, args, kwargs):
+            with note_call(name_of(fun), fun, args, kwargs):
                 self.closed, self.out_tree = jaxprs.traced_jaxpr(call.fun, call.leaves)
         self.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree, open_regions, merge=True)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
@@ -159,7 +159,7 @@ def _loss_of(results: Any, name: str) -> Any:
     """The loss of a function with ``has_aux=True``."""
     several = isinstance(results, tuple | list)
     if not several or len(results) != 2:
-        count = f"{counted(len(results), 'value')}, " if several else ""
+        count = f"{pluralize(len(results), 'value')}, " if several else ""
         raise PlanError(
             f"{name}(..., has_aux=True) takes a function that returns (loss, aux), and it returns "
             f"{count}{shapes_of(results)}. Return a pair, or leave has_aux out."

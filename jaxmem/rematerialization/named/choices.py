@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_against
 from jaxmem.ground.errors import BudgetError, PlanError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.planning import MOST, NamedChoice, Names, of_each, worth_most
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import named_place, names_of
@@ -87,7 +87,7 @@ class NamedChoices:
         saved = ", ".join(self.names[at] for at in sorted(choice.saved)) or "no name"
         budget = self.limits.budget.allowed or 0
         return BudgetError(
-            f"No policy over {counted(len(self.order), 'name')} fits the budget of "
+            f"No policy over {pluralize(len(self.order), 'name')} fits the budget of "
             f"{self.limits.budget}; the lowest found takes "
             f"{format_against(total, budget)} ({total} bytes {word}), which saves {saved}. "
             "Raise the budget, shrink the batch, or let jaxmem.remat place regions of its own.",

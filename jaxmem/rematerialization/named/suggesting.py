@@ -10,7 +10,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.checks import check_call, is_count
 from jaxmem.ground.errors import PlanError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.planning import (
     MOST,
     NamedChoice,
@@ -163,7 +163,7 @@ def _collected(
     stretch = jaxprs.region_structure(traced.closed, without_regions=not opened)
     place = place_of_stretch(traced, stretch, target, rows.groups)
     if opened:
-        return (rows, place), f"in {counted(opened, 'region')} of its own"
+        return (rows, place), f"in {pluralize(opened, 'region')} of its own"
     if place.scans:
         return (rows, place), "it has no regions: the body of each scan counts as one"
     spans = spans_of_blocks(place.program, rates) or ((0, len(place.program.kernels)),)

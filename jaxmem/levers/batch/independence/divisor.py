@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxmem import jaxprs
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.widths import at_least
+from jaxmem.ground.widths import promote_at_least
 from jaxmem.levers.batch.independence.kinds import (
     BatchInvariant,
     Kind,
@@ -87,12 +87,12 @@ class Divisor:
         values = _evaluated(flat, wanted, [*flat.consts, *leaves])
         count = values[ratio.count]
         weight = ratio.bounded(count)
-        weight = weight.astype(at_least(jnp.float32, weight.dtype))
+        weight = weight.astype(promote_at_least(jnp.float32, weight.dtype))
         empty = ratio.summed is not None and jnp.all(values[wanted[-1]] == 0)
         lost = (weight == 0) | ratio.is_zero(count)
         weight = jnp.where(lost & jnp.logical_not(empty), jnp.nan, weight)
         if jnp.issubdtype(count.dtype, jnp.inexact):
-            count = count.astype(at_least(jnp.float32, count.dtype))
+            count = count.astype(promote_at_least(jnp.float32, count.dtype))
         if self.of_numerators == "mean":
             weight = weight * share.astype(weight.dtype)
         if self.of_count == "mean":
