@@ -21,7 +21,7 @@ RATES = Rates(jaxmem.target("h200"))
 
 
 def chain(sizes, flops=None, skips=()):
-    """A chain of dear operations: value 0 is the input, operation i makes value i + 1.
+    """A chain of expensive operations: value 0 is the input, operation i makes value i + 1.
 
     ``skips`` are pairs (value, operation that reads it too).
     """
@@ -170,7 +170,7 @@ def test_no_row_of_regions_is_better(seed):
     ]
     program = chain(sizes, flops, skips)
     solver = _Chain(program)
-    assert list(solver.cuts) == list(range(count + 1)), "after a dear operation one may cut"
+    assert list(solver.cuts) == list(range(count + 1)), "after an expensive operation one may cut"
     rows = list(every_row_of_regions(len(solver.cuts) - 1))
     peaks = {row: solver.peak(list(row)) for row in rows}
     best = min(peaks.values())
@@ -317,9 +317,9 @@ def test_several_scans_share_a_budget_by_what_a_byte_costs():
     def option(residuals, price):
         return LoopOption(None, residuals, 0, (), price=price)
 
-    dear = [option(1000, 0), option(500, 100), option(100, 900)]
+    expensive = [option(1000, 0), option(500, 100), option(100, 900)]
     cheap = [option(1000, 0), option(900, 30), option(300, 1), option(200, 2)]
-    found = [[one.residuals for one in options] for options in combine_menus([dear, cheap])]
+    found = [[one.residuals for one in options] for options in combine_menus([expensive, cheap])]
     assert found == [[1000, 1000], [1000, 300], [1000, 200], [500, 200], [100, 200]]
 
 
@@ -329,8 +329,10 @@ def test_of_several_scans_an_entry_that_takes_no_byte_less_is_left_out():
     def menu(*entries):
         return [LoopOption(None, *entry[:2], (0,), price=entry[2]) for entry in entries]
 
-    dear = menu((100, 0, 0), (80, 0, 1), (60, 40, 2), (50, 60, 3), (20, 60, 4), (20, 10, 9))
-    found = [[one.bytes for one in options] for options in combine_menus([dear, menu((40, 0, 0))])]
+    expensive = menu((100, 0, 0), (80, 0, 1), (60, 40, 2), (50, 60, 3), (20, 60, 4), (20, 10, 9))
+    found = [
+        [one.bytes for one in options] for options in combine_menus([expensive, menu((40, 0, 0))])
+    ]
     assert found == [[100, 40], [80, 40], [30, 40]]
 
 

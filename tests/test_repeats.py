@@ -1,4 +1,5 @@
-"""Chains of element-by-element operations: what XLA keeps, because it is dear to compute again."""
+"""Chains of element-by-element operations: what XLA keeps, because it is expensive to compute
+again."""
 
 import functools
 
@@ -99,7 +100,7 @@ def projected_and_compiled(loss, target, dtype=jnp.float32):
         ("h100", "exp", 2),
         ("h100", "product", 6),
         # The cycles of XLA for an A100 have no sine and no exponential; on the others those are
-        # dear, but a tanh costs less beside the time that a move takes.
+        # expensive, but a tanh costs less beside the time that a move takes.
         ("a100-80gb", "sin", 5),
         ("a100-80gb", "tanh", 3),
         ("rtx-3090", "sin", 5),
@@ -151,7 +152,7 @@ def test_a_gelu_behind_a_normalisation_is_kept(times):
     ],
 )
 def test_between_matmuls(name, times, dtype):
-    """What reads one value is computed as matmuls read; of the others what is dear is kept."""
+    """What reads one value is computed as matmuls read; of the others what is expensive is kept."""
     two, six = (
         np.array(projected_and_compiled(chain(name, times, matmul, count), "h100", dtype))
         for count in (2, 6)

@@ -297,7 +297,7 @@ def test_rows_are_compiled_where_they_cost_less_than_what_fits():
 
 def test_the_first_block_may_differ_from_the_others():
     """A row of three blocks that are alike has a region on the first one too, where that is about
-    as dear: it reads its input, and another value, in another way."""
+    as expensive: it reads its input, and another value, in another way."""
 
     def deep(params, x):
         for number, (up, down) in enumerate(params):

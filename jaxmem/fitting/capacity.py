@@ -202,7 +202,7 @@ def max_batch_size(
     check_callable(step, "jaxmem.max_batch_size")
     chosen = resolve(target)
     if multiple is None:
-        multiple = math.lcm(family_of(chosen.known).multiple, chosen.count)
+        multiple = math.lcm(family_of(chosen.known).shape_multiple, chosen.count)
     if not callable(make_args):
         raise JaxmemError(
             "jaxmem.max_batch_size takes make_args, a function of the batch size that returns the "

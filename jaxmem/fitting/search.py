@@ -68,7 +68,7 @@ class Search:
                 raise refused or Verdicts(self).too_small()
             step, compiling = self._lowered(best)
             try:
-                if family_of(self.workload.device).checks_code:
+                if family_of(self.workload.device).verifies_codegen:
                     compiling.report("full")
             except CompileError as error:
                 refused = error

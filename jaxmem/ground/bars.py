@@ -42,7 +42,7 @@ class _MessageColumn(rich.progress.ProgressColumn):
         return rich.table.Column(ratio=1, no_wrap=True, overflow="ellipsis")
 
     def render(self, task: rich.progress.Task) -> rich.text.Text:
-        return rich.text.Text(task.fields["bar"].said + " ...")
+        return rich.text.Text(task.fields["bar"].message + " ...")
 
 
 class _Display(rich.progress.Progress):

@@ -191,9 +191,9 @@ class Blocks:
 
 
 def _cuts(program: Program) -> list[int]:
-    """Kernels before which to consider cutting: after those of dear operations, whose results are
-    in memory anyway, and at the local minima of live bytes. A long program keeps the lowest point
-    of each stretch."""
+    """Kernels before which to consider cutting: after those of expensive operations, whose results
+    are in memory anyway, and at the local minima of live bytes. A long program keeps the lowest
+    point of each stretch."""
     kernels, sizes = program.kernels, program.sizes
     count = len(kernels)
     alive = np.zeros(count + 2, dtype=np.int64)
@@ -203,9 +203,9 @@ def _cuts(program: Program) -> list[int]:
             alive[program.last_used[value]] -= sizes[value]
     alive = np.cumsum(alive)[: count + 1]
     inner = np.arange(1, count)
-    dear = np.array([kernel.flops > 0 for kernel in kernels], dtype=bool)
+    expensive = np.array([kernel.flops > 0 for kernel in kernels], dtype=bool)
     low = (alive[inner] < alive[inner - 1]) & (alive[inner] < alive[inner + 1])
-    found = inner[dear[inner - 1] | low] if count else inner
+    found = inner[expensive[inner - 1] | low] if count else inner
     if len(found) > _BLOCKS:
         stretches = np.array_split(found, _BLOCKS)
         found = np.array([stretch[np.argmin(alive[stretch])] for stretch in stretches])

@@ -279,7 +279,7 @@ def is_differentiated(program: Program, kernel: int) -> bool:
 def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:
     """Nothing, and those sets of results that no other set betters in both bytes and price spared:
     a body has few of them that matter, and each counts as often as it repeats."""
-    dear = [
+    expensive = [
         (
             sum(body.sizes[v] for v in kernel.reusable_results),
             prices[index],
@@ -290,7 +290,7 @@ def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:
     ]
     # Ranks that the thresholds have are not all: what fits beside them may be smaller.
     front: list[tuple[int, float, frozenset[int]]] = [(0, 0.0, frozenset())]
-    for size, price, values in sorted(dear, key=lambda entry: -entry[1])[:_KERNELS]:
+    for size, price, values in sorted(expensive, key=lambda entry: -entry[1])[:_KERNELS]:
         grown = front + [(b + size, p + price, chosen | values) for b, p, chosen in front]
         front = []
         for entry in sorted(grown, key=lambda entry: (entry[0], -entry[1])):

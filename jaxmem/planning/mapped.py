@@ -18,7 +18,7 @@ class MappedOption(LoopOption):
 
     plans: "MappedPlans | None" = None
 
-    def with_room(self, room: int) -> LoopOption | None:
+    def cheapest_within(self, room: int) -> LoopOption | None:
         """The plan for the lowest price that takes at most so many bytes."""
         assert self.plans is not None
         return self.plans.cheapest_option(int(room))

@@ -81,8 +81,8 @@ class _Chain:
         crossing = np.zeros(count + 2)
         np.add.at(crossing, made, sizes)
         np.subtract.at(crossing, last, sizes)
-        dear = np.array([not kernel.fused for kernel in kernels], dtype=bool)
-        self.cuts = _candidates(np.cumsum(crossing)[: count + 1], dear)
+        expensive = np.array([not kernel.fused for kernel in kernels], dtype=bool)
+        self.cuts = _candidates(np.cumsum(crossing)[: count + 1], expensive)
         size = len(self.cuts)
 
         slot = np.searchsorted(self.cuts, made)
@@ -168,16 +168,16 @@ class _Chain:
         return tuple(Region(start, stop) for start, stop in itertools.pairwise(cuts))
 
 
-def _candidates(crossing: np.ndarray, dear: np.ndarray) -> np.ndarray:
-    """Where to consider cutting: right after dear operations, whose results are in memory anyway,
-    and at the local minima of live bytes (of a level stretch, at its ends and before dear
-    operations). A long program keeps the lowest point of each stretch.
+def _candidates(crossing: np.ndarray, expensive: np.ndarray) -> np.ndarray:
+    """Where to consider cutting: right after expensive operations, whose results are in memory
+    anyway, and at the local minima of live bytes (of a level stretch, at its ends and before
+    expensive operations). A long program keeps the lowest point of each stretch.
     """
     inner = np.arange(1, len(crossing) - 1)
     before, at_cut, after = crossing[inner - 1], crossing[inner], crossing[inner + 1]
     level = (at_cut == before) & (at_cut == after)
     least = (at_cut <= before) & (at_cut <= after)
-    low = inner[dear[inner - 1] | (least & (~level | dear[inner]))]
+    low = inner[expensive[inner - 1] | (least & (~level | expensive[inner]))]
     if len(low) > _CANDIDATES:
         stretches = np.array_split(low, _CANDIDATES)
         low = np.array([stretch[np.argmin(crossing[stretch])] for stretch in stretches])

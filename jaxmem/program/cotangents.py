@@ -26,7 +26,8 @@ class CotangentEdge:
         cuts: whether the kernel reads no more than slices of it, and others read it too: what it
             has of a cotangent is padded where all of them are summed up.
         passes: whether it is never in memory: it is computed element by element, and in memory
-            because it is dear, and so is all that reads it. The derivatives of both are one kernel.
+            because it is expensive, and so is all that reads it. The derivatives of both are one
+            kernel.
     """
 
     value: int

@@ -63,7 +63,7 @@ class Kernel:
         flops: of its matmuls and convolutions, whose operands have ``dtype``, multiplied with
             ``precision``.
         moved: bytes read and written.
-        fused: whether it is made of operations that XLA fuses, none of them dear.
+        fused: whether it is made of operations that XLA fuses, none of them expensive.
         derivative_workspace: bytes that its derivative takes beside sources, results and
             cotangents.
         scattered: those of them by which a cotangent that its derivative scatters into is larger
@@ -77,7 +77,7 @@ class Kernel:
         summed_bytes: bytes that a device sends and is sent where the results of several are summed.
         ring: among which devices either is.
         aliasing: what it, or its derivative, does not write over.
-        expensive: whether it is a kernel for no other reason than that its result is dear to
+        expensive: whether it is a kernel for no other reason than that its result is expensive to
             compute
             again: cotangents pass through it.
         gradients: how its derivative makes those, where it is a matmul.

@@ -1,9 +1,9 @@
 """What XLA makes of a program: kernels that read and write values in memory.
 
-A dear operation is a kernel of its own. Operations that XLA fuses join the kernels that read their
-results, every one of them where there are several; a value in between is never in memory. This is
-the granularity at which planning pays: what is not in memory costs no bytes to keep and next to
-none to make again.
+An expensive operation is a kernel of its own. Operations that XLA fuses join the kernels that read
+their results, every one of them where there are several; a value in between is never in memory.
+This is the granularity at which planning pays: what is not in memory costs no bytes to keep and
+next to none to make again.
 """
 
 import functools
@@ -48,7 +48,7 @@ _REDUCTIONS = frozenset(
 def read_kernels(program) -> tuple[Kernel, ...]:
     """Groups the operations of a program as XLA's fusion would."""
     whole = program.unsharded
-    stored, dear = _stored(whole)
+    stored, expensive = _stored(whole)
     maker = {}
     for index, operation in enumerate(program.operations):
         for value in operation.outputs:
@@ -182,7 +182,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 ring=operation.communication.summed,
                 aliasing=Aliasing(shifted, turned, rows, normalised),
                 scattered=scattered,
-                expensive=dear.issuperset(results),
+                expensive=expensive.issuperset(results),
                 gradients=Gradients(
                     len(sources) == 2
                     and is_matmul(operation)
@@ -289,9 +289,9 @@ def _copy(program, value: int) -> int:
 
 
 def _stored(program) -> tuple[list[bool], frozenset[int]]:
-    """For each value whether it is in memory: inputs, outputs, what a dear operation reads or
+    """For each value whether it is in memory: inputs, outputs, what an expensive operation reads or
     makes, reductions, and what would take too much to compute in each of its readers. And the
-    values that are there for no other reason than that they are dear to compute again."""
+    values that are there for no other reason than that they are expensive to compute again."""
     sizes, count, rules = program.sizes, len(program.sizes), program.rules
     readers = [0] * count
     wanted = [False] * count
@@ -333,12 +333,12 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
     repeats = Repeats(program, reduces, in_matmuls)
     # What a program is given is read along the way; an operation's own is given values of another.
     given = 0 if program.differentiated == frozenset() else program.input_count
-    dear: set[int] = set()
+    expensive: set[int] = set()
     for operation in program.operations:
         inputs = operation.inputs
         for value in repeats.materialized(operation, stored):
             if not stored[value]:
-                dear.add(value)
+                expensive.add(value)
             stored[value] = True
         sources = frozenset().union(*({v} if stored[v] else under[v] for v in inputs))
         parts = [frozenset([v]) if stored[v] else for_each[v] for v in inputs]
@@ -367,10 +367,10 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
                 )
             if write:
                 stored[value] = True
-                dear.discard(value)
+                expensive.discard(value)
             else:
                 under[value], for_each[value], length[value] = sources, element, chain
-    return stored, frozenset(dear)
+    return stored, frozenset(expensive)
 
 
 def _are_more(sources: list[int], size: int) -> bool:

@@ -1,4 +1,4 @@
-"""What is computed once, because it is dear to compute again.
+"""What is computed once, because it is expensive to compute again.
 
 By rules with `Cycles` XLA computes an element-by-element operation in every kernel that reads its
 result, unless that takes longer than to write the result once and to read it (its priority
@@ -14,10 +14,10 @@ from jaxmem.program.readers import SMALL, dtype_of, is_view, reads_few_elements
 from jaxmem.program.uses import Uses, adds_axes
 
 # Times as long as it takes to move an array: computing longer than that and than it takes to start
-# one more kernel is dear. If a value is computed in both of its readers, it need not be written
-# once and read twice, and what it is made of is read once more; most kernels move another array or
-# two meanwhile. Derived, 3 to 5: of those 4 is best for chains of ten functions on four GPUs
-# (tests/test_repeats.py has some of them).
+# one more kernel is expensive. If a value is computed in both of its readers, it need not be
+# written once and read twice, and what it is made of is read once more; most kernels move another
+# array or two meanwhile. Derived, 3 to 5: of those 4 is best for chains of ten functions on four
+# GPUs (tests/test_repeats.py has some of them).
 _EXPENSIVE = 4
 # The same where what becomes of it ends in memory, since matmuls read that (a `gelu`, and the
 # derivative of it). Derived: a kernel that moves three arrays, and one that moves four, compute
@@ -32,20 +32,21 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128
 
 
 class Repeats:
-    """The values of a program (`Program`) that are dear to compute again; ``reduces`` says of an
-    operation whether it makes little of much, ``read_for`` of a value what matmuls read for it."""
+    """The values of a program (`Program`) that are expensive to compute again; ``reduces`` says of
+    an operation whether it makes little of much, ``read_for`` of a value what matmuls read for
+    it."""
 
     def __init__(self, program: Any, reduces: Callable[[Any], bool], read_for: Sequence[int]):
         self.program, self.reduces, self.cycles = program, reduces, program.rules.cycles
         self.uses = Uses(program, reduces, read_for)
         count = len(program.sizes)
-        # For each value the dear operations that it is made of, by their results, as far as they
-        # are computed for it: the cycles of one element. And what may be kept to shorten that.
+        # For each value the expensive operations that it is made of, by their results, as far as
+        # they are computed for it: the cycles of one element. And what may be kept to shorten that.
         self.made_of: list[Mapping[int, int]] = [{}] * count
         self.shortcut: list[int | None] = [None] * count
         self.view_source = list(range(count))
         self.is_row, self.is_normalised = [False] * count, [False] * count
-        # Values that are dear, and so in memory.
+        # Values that are expensive, and so in memory.
         self.written: set[int] = set()
         # For each value the wide ones in memory that it is computed of.
         self.sources: list[frozenset[int]] = [frozenset()] * count
@@ -95,14 +96,14 @@ class Repeats:
             else self._cycles(result, operation.source.derivative_calls)
         )
         moves = _EXPENSIVE_IN_MEMORY if ends else _EXPENSIVE
-        if own or any(self.made_of[value] for value in fresh):  # else nothing is dear
+        if own or any(self.made_of[value] for value in fresh):  # else nothing is expensive
             moves += self._fused_operand_count(result, stored)
-        dear = self._hidden_cycles(result, moves)
+        expensive = self._hidden_cycles(result, moves)
         cycles: dict[int, int] = {}
         shortcuts = []
         for value in fresh:
             times = sizes[result] / max(sizes[value], 1)
-            if times >= 2 and times * self._cycles_per_element(value) > dear:
+            if times >= 2 and times * self._cycles_per_element(value) > expensive:
                 yield value  # each of its elements would be computed for several
                 continue
             cycles |= self.made_of[value]
@@ -113,11 +114,11 @@ class Repeats:
         if own:
             cycles[result] = own
         shortcuts.sort(key=self._cycles_per_element)
-        while shortcuts and sum(cycles.values()) > dear:
+        while shortcuts and sum(cycles.values()) > expensive:
             yield (shortcut := shortcuts.pop())
             for part in self.made_of[shortcut]:
                 cycles.pop(part, None)
-        if (total := sum(cycles.values())) + derivative_cycles > dear:
+        if (total := sum(cycles.values())) + derivative_cycles > expensive:
             if self._may_be_materialized(result):
                 yield result
                 cycles = {}
@@ -128,7 +129,8 @@ class Repeats:
 
     def _fused_operand_count(self, result: int, stored: Sequence[bool]) -> int:
         """How many arrays in memory a kernel reads beside one, of which a value is computed, and
-        what becomes of it until that is in memory. Of what is there because it is dear itself, none
+        what becomes of it until that is in memory. Of what is there because it is expensive itself,
+        none
         counts: XLA chooses of all such at the same time."""
         sizes, own = self.program.sizes, self.sources[result]
         found: set[int] = set()

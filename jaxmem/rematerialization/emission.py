@@ -210,8 +210,8 @@ class _Emission:
         *outer, (_, latest, costs) = self.open_regions
         if latest is None:
             return saved
-        for (region, *_), dear in zip(outer, costs, strict=True):
-            if dear and value in region.saved:
+        for (region, *_), expensive in zip(outer, costs, strict=True):
+            if expensive and value in region.saved:
                 return saved
         return jaxprs.order_after(saved, latest)
 

@@ -68,7 +68,7 @@ class PlanCompiler:
     ) -> int | None:
         """Bytes with XLA's own rematerialization pass on, where it would act."""
         family, total = family_of(self.target.known), self.constraints.budget.total
-        if total(report.device) <= family.pass_acts * self.target.memory_bytes:
+        if total(report.device) <= family.remat_pass_threshold * self.target.memory_bytes:
             return None
         with_pass = {**self.options(chosen), **family.pass_options, **options}
         return total(self.begin(chosen, with_pass).report().device)

@@ -113,7 +113,7 @@ class NamedCompiler:
         """FLOPs of a step without recomputation: where XLA's own pass acts on that program, those
         of another less what it recomputes."""
         plain, target = self.reports.get("everything_saveable"), self.target
-        if plain and plain.device <= family_of(target).pass_acts * target.memory_bytes:
+        if plain and plain.device <= family_of(target).remat_pass_threshold * target.memory_bytes:
             return max(plain.work.flops, 1)
         chosen = ((one, of) for one, of in self.reports.items() if isinstance(one, NamedChoice))
         one, report = min(chosen, key=lambda pair: pair[1].device)
@@ -122,7 +122,7 @@ class NamedCompiler:
     def note_pass(self, report: MemoryReport) -> None:
         """Notes where XLA's own rematerialization pass may act."""
         target = self.target
-        if report.device > family_of(target).pass_acts * target.memory_bytes:
+        if report.device > family_of(target).remat_pass_threshold * target.memory_bytes:
             self.notes.append(
                 "near the device's memory XLA's own rematerialization pass acts too: what it "
                 "recomputes is among these FLOPs"
