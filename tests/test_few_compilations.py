@@ -31,7 +31,7 @@ def test_no_budget_is_refused_that_the_fewest_bytes_meet(name, spread, compilati
                 self.traced.program, layout, self.planner.plain
             )
             total = layout.peak + boundary
-            return Outcome("", layout.price, total, int(ratio * total), layout.place)
+            return Outcome("", layout.price, total, int(ratio * total), layout.peak_location)
 
     for share in (0.15, 0.3, 0.75):
         total = int(least + share * (plain - least)) + boundary

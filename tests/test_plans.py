@@ -252,7 +252,7 @@ def test_a_ratio_is_believed_of_plans_that_peak_at_the_same_place(monkeypatch, o
     def layout(self, regions):
         """All plans peak at one place, or each at one of its own."""
         kernel = hash(regions) % len(self.program.kernels) if other_location else 0
-        return dataclasses.replace(original(self, regions), place=(kernel,))
+        return dataclasses.replace(original(self, regions), peak_location=(kernel,))
 
     monkeypatch.setattr(CompiledPlans, "begin", begin)
     monkeypatch.setattr(Variant, "layout", layout)

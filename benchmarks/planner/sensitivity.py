@@ -277,7 +277,7 @@ def constants() -> list[Constant]:
             programs=SEARCHED,
             margin=True,
         ),
-        *of("fitting.verdicts", "MIN_IMPROVEMENT", programs=SEARCHED),
+        *of("fitting.verdicts", "MIN_GAIN", programs=SEARCHED),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from jaxmem.fitting.costs import Costs
 from jaxmem.fitting.levers import LEVERS, Levers
 from jaxmem.fitting.table import Candidate, Fitting
-from jaxmem.fitting.verdicts import MIN_IMPROVEMENT, Verdicts, key_of
+from jaxmem.fitting.verdicts import MIN_GAIN, Verdicts, key_of
 from jaxmem.fitting.workload import Workload
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_count
@@ -126,9 +126,7 @@ class Search:
             best = self._best
             # What may still be returned is kept as it was lowered, and nothing else: it is large.
             self.lowered = {
-                key: compiling
-                for key, compiling in self.lowered.items()
-                if best and key == key_of(best)
+                key: one for key, one in self.lowered.items() if best and key == key_of(best)
             }
             candidate = self.faster_than(best) if best else self.next_candidate()
             if candidate is None:
@@ -173,9 +171,7 @@ class Search:
             if candidate is None or key_of(candidate) in self.found:
                 continue
             gain = limit - candidate.seconds
-            if gain > MIN_IMPROVEMENT * limit and (
-                found is None or candidate.seconds < found.seconds
-            ):
+            if gain > MIN_GAIN * limit and (found is None or candidate.seconds < found.seconds):
                 found = candidate
         return found
 
@@ -224,11 +220,8 @@ class Search:
             return None
         levers = best.levers if best else self.workload.as_is
         error = min([1.0, *self.compiled.ratios.values()])
-        rows = self.costs.baseline_candidates(
-            levers,
-            best.seconds if best else math.inf,
-            MAX_OVERPROJECTION * self.workload.budget / error,
-        )
+        most = MAX_OVERPROJECTION * self.workload.budget / error
+        rows = self.costs.baseline_candidates(levers, best.seconds if best else math.inf, most)
         return next((one for one in rows if key_of(one) not in self.found), None)
 
     def expected(self, candidate: Candidate) -> int:
@@ -240,9 +233,8 @@ class Search:
         # What was not compiled borrows the last one, rounded up to 2 %: fewer plans are made so.
         # The only one to be compiled has no other to learn from.
         ratios = self.compiled.ratios
-        alike = [
-            ratio for place, ratio in ratios.items() if _ratio_group(place) == _ratio_group(levers)
-        ]
+        group = _ratio_group(levers)
+        alike = [ratio for key, ratio in ratios.items() if _ratio_group(key) == group]
         alone = self.compiled.compilations == 1 and not self.found
         last = FIRST_ERROR if alone else 1.0
         last = math.ceil(alike[-1] * 50) / 50 if alike else last

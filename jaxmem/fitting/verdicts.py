@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CHOSEN = "chosen"
 # Of a step's time: what is worth one more compilation. Chosen
 # (benchmarks/planner/sensitivity.py).
-MIN_IMPROVEMENT = 0.005
+MIN_GAIN = 0.005
 
 
 class Verdicts:
@@ -80,7 +80,7 @@ class Verdicts:
         if candidate.seconds > best.seconds:
             return f"not compiled: {least}{_slower(candidate, best):.1%} slower"
         gain = -_slower(candidate, best)
-        if gain <= MIN_IMPROVEMENT:
+        if gain <= MIN_GAIN:
             return "not compiled: gains too little"
         most = "at most " if candidate.plan is None else ""
         return f"not compiled: {most}{gain:.1%} faster"
