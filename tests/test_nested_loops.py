@@ -81,8 +81,8 @@ def test_both_schedules_are_about_the_best_together(budget):
     for one in several | single | {None}:
         states = (room - inside(one)) // state
         if states >= 1:
-            outer = Schedule(OUTER, OUTER, 1, min(states, OUTER - 1))
-            best = min(best, evaluations(outer, one))
+            outer_schedule = Schedule(OUTER, OUTER, 1, min(states, OUTER - 1))
+            best = min(best, evaluations(outer_schedule, one))
     assert evaluations(outer.schedule, inner) <= 1.1 * best
 
 
