@@ -29,14 +29,14 @@ SEED = 20260101
 @pytest.mark.parametrize("example", faults.EXAMPLES)
 def test_examples_that_are_killed_end_as_if_nothing_had_been(example, tmp_path):
     dice = random.Random(SEED)
-    whole = faults.Whole(example, tmp_path, tmp_path / "compiled").run()
+    whole = faults.UndisturbedRun(example, tmp_path, tmp_path / "compiled").run()
     for row in (faults.kill_at_random(whole, 2, dice), faults.damage_checkpoint(whole, dice)):
         assert not row.wrong, row
 
 
 @pytest.mark.slow
 def test_an_example_on_a_full_disk(tmp_path):
-    whole = faults.Whole("equinox", tmp_path, tmp_path / "compiled").run()
+    whole = faults.UndisturbedRun("equinox", tmp_path, tmp_path / "compiled").run()
     try:
         row = faults.fill_disk(whole)
     except PermissionError as error:
