@@ -38,7 +38,7 @@ def projections(plan, loss, args, target, digits=1):
         step = jax.value_and_grad(fun)
         return jaxmem.memory(step, *args, target=target, timeline=False, compiler_options=options)
 
-    def off(bytes_compiled, projected):
+    def relative_error(bytes_compiled, projected):
         beyond = round(bytes_compiled / projected - 1, digits + 2) + 0.0  # (never -0 %)
         return f"{beyond:+.{digits}%}"
 
@@ -46,9 +46,9 @@ def projections(plan, loss, args, target, digits=1):
     columns = {
         "projected": jaxmem.format_bytes(plan.plain_bytes),
         "compiled": jaxmem.format_bytes(plain.device),
-        "off": off(plain.device, plan.plain_bytes),
+        "off": relative_error(plain.device, plan.plain_bytes),
         "plan, projected": jaxmem.format_bytes(plan.projected_bytes),
         "plan, compiled": jaxmem.format_bytes(planned.device),
-        "plan, off": off(planned.device, plan.projected_bytes),
+        "plan, off": relative_error(planned.device, plan.projected_bytes),
     }
     return columns, plain

@@ -133,8 +133,8 @@ def partitioned(make, budgets):
         decompositions = select_decomp_table()
         aot_function(loss, unchanged, unchanged, cut, decompositions)(*args)
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    held = sum(leaf.nbytes for leaf in tensors)
-    return {budget: row | {"peak": row["peak"] + held} for budget, row in found.items()}
+    tensor_bytes = sum(leaf.nbytes for leaf in tensors)
+    return {budget: row | {"peak": row["peak"] + tensor_bytes} for budget, row in found.items()}
 
 
 def _costs(forward, backward) -> dict[str, int]:

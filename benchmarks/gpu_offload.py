@@ -56,11 +56,11 @@ def link(size: int = GIB) -> dict:
         jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
         for kind in ("pinned_host", "device")
     ]
-    there = jax.device_put(jnp.ones(size // 4, jnp.float32), places[0])
+    on_host = jax.device_put(jnp.ones(size // 4, jnp.float32), places[0])
 
     def run():
-        here = jax.block_until_ready(jax.device_put(there, places[1]))
-        return jax.device_put(here, places[0])
+        on_device = jax.block_until_ready(jax.device_put(on_host, places[1]))
+        return jax.device_put(on_device, places[0])
 
     return {"step": LINK, "compiled": 0, "peak": 0, "seconds": seconds(run), "crossed": 2 * size}
 

@@ -31,10 +31,11 @@ from jax.experimental import multihost_utils
 
 import jaxmem
 
-LIST, PART = "checkpoint.json", ".part"  # the list of files; the names of what does not count
+# The list of files; the names of what does not count.
+MANIFEST, PARTIAL = "checkpoint.json", ".part"
 KEPT = 2
 _FILES = 2**16  # bytes of what Orbax writes beside the arrays: a dozen small files
-ABOUT = {
+OPTION_HELP = {
     "accumulate": "steps in an update of the parameters",
     "batch": "examples in a step",
     "length": "characters in an example",
@@ -62,7 +63,7 @@ def parser(
             f"--{name.replace('_', '-')}",
             type=type(default),
             default=default,
-            help=f"{ABOUT.get(name, '')} (default: %(default)s)".strip(),
+            help=f"{OPTION_HELP.get(name, '')} (default: %(default)s)".strip(),
         )
     add_checkpoint_options(found, every=save_every, default=folder)
     return found
@@ -174,7 +175,7 @@ class Checkpoints:
             ) from error
 
     def _save(self, step: int, leaves: list[Any]) -> None:
-        part = self.folder / PART
+        part = self.folder / PARTIAL
         if self._path(step).exists():  # the last one of a run that had ended
             return
         if self.first:
@@ -192,7 +193,7 @@ class Checkpoints:
                 logging.disable(logging.NOTSET)
         if self.first:
             about = json.dumps({"settings": self.settings, "files": _files(part)})
-            (part / LIST).write_text(f"{_sha256(about.encode())}\n{about}")
+            (part / MANIFEST).write_text(f"{_sha256(about.encode())}\n{about}")
             part.rename(self._path(step))
             for old in self._steps()[KEPT:]:
                 self._remove(old)
@@ -227,11 +228,11 @@ class Checkpoints:
     def _check(self, step: int) -> tuple[str, dict[str, Any]]:
         """What is wrong with a checkpoint ("": nothing), and the settings of its run."""
         try:
-            checksum, _, about = (self._path(step) / LIST).read_bytes().partition(b"\n")
+            checksum, _, about = (self._path(step) / MANIFEST).read_bytes().partition(b"\n")
         except OSError as error:
-            return f"{LIST}: {error.strerror}", {}
+            return f"{MANIFEST}: {error.strerror}", {}
         if _sha256(about) != checksum.decode(errors="replace"):
-            return LIST, {}
+            return MANIFEST, {}
         listed = json.loads(about)
         try:
             found = _files(self._path(step))
@@ -251,12 +252,12 @@ class Checkpoints:
 
     def _remove(self, step: int) -> None:
         """Renames first: half a checkpoint must not look like one."""
-        self._path(step).rename(self.folder / f"{PART}-{step}")
-        shutil.rmtree(self.folder / f"{PART}-{step}")
+        self._path(step).rename(self.folder / f"{PARTIAL}-{step}")
+        shutil.rmtree(self.folder / f"{PARTIAL}-{step}")
 
     def _clear(self) -> None:
         """Removes what was not written or not removed to its end."""
-        for part in self.folder.glob(f"{PART}*"):
+        for part in self.folder.glob(f"{PARTIAL}*"):
             shutil.rmtree(part)
 
 
@@ -270,7 +271,7 @@ def _files(folder: pathlib.Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): _sha256(path.read_bytes())
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != LIST
+        if path.is_file() and path.name != MANIFEST
     }
 
 

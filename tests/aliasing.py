@@ -113,7 +113,7 @@ def _read_elsewhere(lines: dict[str, str], reduces: bool) -> set[int]:
     """The parameters of a fused computation, by number, of which an element is read by another
     thread than the one that writes at its place."""
     read: dict[str, dict[int, list]] = {}
-    elsewhere: set[int] = set()
+    moved: set[int] = set()
     root = _root(lines)
     outputs = _shapes(lines[root])
     for name, line in lines.items():
@@ -134,11 +134,11 @@ def _read_elsewhere(lines: dict[str, str], reduces: bool) -> set[int]:
                 )
         read[name] = mine
         if name == root and operation != "tuple":
-            elsewhere |= _moved(mine, line)
+            moved |= _moved(mine, line)
         elif name == root:
             for output in operands_of(line):
-                elsewhere |= _moved(read.get(output, {}), lines[output])
-    return elsewhere
+                moved |= _moved(read.get(output, {}), lines[output])
+    return moved
 
 
 def _moved(ways: dict[int, list], line: str) -> set[int]:

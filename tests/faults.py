@@ -87,7 +87,7 @@ def digest(output: str) -> str:
 
 
 @dataclasses.dataclass
-class Whole:
+class UndisturbedRun:
     """A run that nobody disturbed."""
 
     example: str
@@ -96,7 +96,7 @@ class Whole:
     digest: str = ""
     seconds: float = 0
 
-    def run(self) -> "Whole":
+    def run(self) -> "UndisturbedRun":
         """Runs twice: the first one compiles."""
         for name in ("first", "whole"):
             began = time.monotonic()
@@ -120,7 +120,7 @@ def steps(folder: pathlib.Path) -> list[int]:
 # ---- kills
 
 
-def kill_at_random(whole: Whole, count: int, dice: random.Random) -> Row:
+def kill_at_random(whole: UndisturbedRun, count: int, dice: random.Random) -> Row:
     """Kills the runs of an example so many times, every second time while it writes."""
     row = Row(f"{whole.example}: killed", 0, 0)
     writing = ended = 0
@@ -178,7 +178,7 @@ def small_disk(folder: pathlib.Path, size: int) -> Iterator[Callable[[int], None
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def fill_disk(whole: Whole) -> Row:
+def fill_disk(whole: UndisturbedRun) -> Row:
     """An example whose disk has room for two checkpoints and not for a third."""
     newest = whole.folder / "whole" / str(whole.checkpoints[0])
     one = sum(path.stat().st_blocks * 512 or 4096 for path in newest.rglob("*"))
@@ -241,7 +241,7 @@ def damages(path: pathlib.Path, dice: random.Random) -> Iterator[str]:
     path.write_bytes(content)
 
 
-def damage_checkpoint(whole: Whole, dice: random.Random) -> Row:
+def damage_checkpoint(whole: UndisturbedRun, dice: random.Random) -> Row:
     """Every file of the newest checkpoint, in every way; and one such run to its end."""
     saved, (newest, before) = whole.folder / "whole", whole.checkpoints[:2]
     files = sorted(path for path in (saved / str(newest)).rglob("*") if path.is_file())
@@ -413,7 +413,7 @@ def campaign(options, folder: pathlib.Path) -> Iterator[Row]:
     for example in options.example or EXAMPLES:
         if set(wanted) == {"workers"}:
             break
-        whole = Whole(example, folder / example, folder / "compiled").run()
+        whole = UndisturbedRun(example, folder / example, folder / "compiled").run()
         if "kills" in wanted:
             yield kill_at_random(whole, options.kills, dice)
         if "full" in wanted:

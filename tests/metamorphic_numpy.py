@@ -181,8 +181,8 @@ def _windows(x, fill, sizes, strides, padding, base, dilation):
     numbers = np.arange(padded.size).reshape(padded.shape)
     spans = [(m - 1) * d + 1 for m, d in zip(sizes, dilation, strict=True)]
     steps = (slice(None, None, s) for s in strides)
-    within = (slice(None, None, d) for d in dilation)
-    numbers = np.lib.stride_tricks.sliding_window_view(numbers, spans)[(*steps, *within)]
+    dilated = (slice(None, None, d) for d in dilation)
+    numbers = np.lib.stride_tricks.sliding_window_view(numbers, spans)[(*steps, *dilated)]
     return padded, numbers
 
 
@@ -280,7 +280,8 @@ def _scattered(x, p):
     return x if p["tiled"] else np.squeeze(x, p["scatter_dimension"])
 
 
-# Of one device alone: inside `shard_map` over a mesh of one, where JAX would compile each operation.
+# Of one device alone: inside `shard_map` over a mesh of one, where JAX would compile each
+# operation.
 ALONE = {
     "all_gather": _gathered, "all_gather_invariant": _gathered, "reduce_scatter": _scattered,
     "axis_index": lambda p: np.int32(0), "ppermute": lambda x, p: x,

@@ -317,10 +317,10 @@ def test_what_is_held_ends_when_another_comes_or_its_worker_dies(ask, tmp_path):
     assert gone(first) and gone(second) and workers.Worker.idle == [worker]
     assert os.listdir(worker.folder) == []
     ask(then="goes on", hold=True)
-    held = forks(tmp_path)[-1]
+    paused = forks(tmp_path)[-1]
     worker.process.kill()
     worker.process.wait()
-    assert ends(held)
+    assert ends(paused)
     folder = worker.folder
     ask()
     assert not os.path.exists(folder)  # with the worker that was dead

@@ -42,25 +42,27 @@ def least_by_search(graph: Graph, room: int) -> float:
     nodes, sizes = graph.nodes, graph.sizes
     wanted = {read.value for read in graph.outputs}
 
-    def there(value: int, held: frozenset) -> bool:
-        if value in held:
+    def is_available(value: int, resident: frozenset) -> bool:
+        if value in resident:
             return True
-        return not nodes[value].flops and all(there(r.value, held) for r in nodes[value].reads)
+        return not nodes[value].flops and all(
+            is_available(r.value, resident) for r in nodes[value].reads
+        )
 
     begin = (frozenset(), frozenset(wanted))
     costs, queue, tie = {begin: 0.0}, [(0.0, 0, begin)], itertools.count(1)
     while queue:
-        cost, _, (held, left) = heapq.heappop(queue)
-        if cost > costs[held, left]:
+        cost, _, (resident, left) = heapq.heappop(queue)
+        if cost > costs[resident, left]:
             continue
-        left = frozenset(value for value in left if not there(value, held))
+        left = frozenset(value for value in left if not is_available(value, resident))
         if not left:
             return cost
-        steps = [(0.0, held - {value}) for value in held]
+        steps = [(0.0, resident - {value}) for value in resident]
         for value, node in enumerate(nodes):
-            ready = all(there(read.value, held) for read in node.reads)
-            if value not in held and ready:
-                steps.append((node.flops, held | {value}))
+            ready = all(is_available(read.value, resident) for read in node.reads)
+            if value not in resident and ready:
+                steps.append((node.flops, resident | {value}))
         for more, after in steps:
             new = (after, left)
             if sum(sizes[v] for v in after) <= room and cost + more < costs.get(new, math.inf):

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxmem.planning.chain import Chain, Solution, Stretch
+from jaxmem.planning.chain import Chain, ChainRegion, Solution
 
 
 def random_chain(seed: int) -> tuple[Chain, int]:
@@ -32,7 +32,7 @@ def every_plan(chain: Chain) -> dict[int, int]:
     """Least time of every peak that a plan can have: all trees of regions, written out as (peak,
     time) pairs without a notion of a budget. Of plans for the same stretch only those that another
     is not better than in both are gone on with, which changes no minimum."""
-    levels, count = chain.again.shape
+    levels, count = chain.recompute_cost.shape
 
     def front(plans):
         best: dict[int, int] = {}
@@ -41,25 +41,25 @@ def every_plan(chain: Chain) -> dict[int, int]:
                 best[peak] = time
         return tuple(best.items())
 
-    def after(held, plans, peak_before, time_before):
-        return [(max(held + peak, peak_before), time + time_before) for peak, time in plans]
+    def after(live, plans, peak_before, time_before):
+        return [(max(live + peak, peak_before), time + time_before) for peak, time in plans]
 
     @functools.cache
     def inner(level, start, stop):
         """The backward pass of a stretch under a region, what enters it at hand."""
         last = start + 1 == stop
-        inside = chain.inside[level, start]
-        run = (chain.again if last else chain.through)[level, start]
-        held = 0 if last else chain.stays[level, start]
+        inside = chain.backward_peak[level, start]
+        run = (chain.recompute_cost if last else chain.recompute_and_forward_cost)[level, start]
+        live = 0 if last else chain.activation_bytes[level, start]
         rest = ((0, 0),) if last else inner(level, start + 1, stop)
-        plans = after(held, rest, inside, run)
+        plans = after(live, rest, inside, run)
         for middle in range(start + 1, stop):
             for peak, time in inner(level, start, middle):
                 plans += after(
-                    chain.keeps[level, start, middle],
+                    chain.checkpoint_bytes[level, start, middle],
                     inner(level, middle, stop),
                     peak,
-                    time + chain.ahead[level, start, middle],
+                    time + chain.forward_cost[level, start, middle],
                 )
         return front(plans)
 
@@ -69,12 +69,17 @@ def every_plan(chain: Chain) -> dict[int, int]:
             return ((0, 0),)
         last = start + 1 == count
         plans = after(
-            0 if last else chain.stays[0, start], top(start + 1), chain.inside[0, start], 0
+            0 if last else chain.activation_bytes[0, start],
+            top(start + 1),
+            chain.backward_peak[0, start],
+            0,
         )
         for stop in range(start + 1, count):
             for level in range(levels):
                 for peak, time in inner(level, start, stop):
-                    plans += after(chain.keeps[level, start, stop], top(stop), peak, time)
+                    plans += after(
+                        chain.checkpoint_bytes[level, start, stop], top(stop), peak, time
+                    )
         return front(plans)
 
     return dict(top(0))
@@ -82,26 +87,28 @@ def every_plan(chain: Chain) -> dict[int, int]:
 
 def walk(chain: Chain, stretches, start, stop, level=None) -> tuple[int, int]:
     """Peak and time of a plan, block by block, as its backward pass goes."""
-    held = peak = time = 0
+    live = peak = time = 0
     pieces, at = [], start
     for stretch in stretches:
         pieces += [*range(at, stretch.start), stretch]
         at = stretch.stop
     pieces += range(at, stop)
     for piece in pieces:
-        if isinstance(piece, Stretch):
+        if isinstance(piece, ChainRegion):
             inside, spent = walk(chain, piece.inner, piece.start, piece.stop, piece.level)
-            peak = max(peak, held + inside)
-            held += chain.keeps[piece.level, piece.start, piece.stop]
+            peak = max(peak, live + inside)
+            live += chain.checkpoint_bytes[piece.level, piece.start, piece.stop]
             time += spent
             if level is not None:
-                time += chain.ahead[level, piece.start, piece.stop]
+                time += chain.forward_cost[level, piece.start, piece.stop]
         else:
             last = piece + 1 == stop
-            peak = max(peak, held + chain.inside[level or 0, piece])
-            held += 0 if last else chain.stays[level or 0, piece]
+            peak = max(peak, live + chain.backward_peak[level or 0, piece])
+            live += 0 if last else chain.activation_bytes[level or 0, piece]
             if level is not None:
-                time += (chain.again if last else chain.through)[level, piece]
+                time += (chain.recompute_cost if last else chain.recompute_and_forward_cost)[
+                    level, piece
+                ]
     return peak, time
 
 
@@ -115,8 +122,8 @@ def test_the_optimum_is_that_of_every_plan(first):
         solution = Solution(chain, budget)
         expected = min((time for peak, time in plans.items() if peak <= budget), default=np.inf)
         assert solution.price(budget) == expected, seed
-        assert solution.smallest() == min(min(plans), budget + 1), seed
+        assert solution.minimum_memory() == min(min(plans), budget + 1), seed
         if np.isfinite(expected):
-            stretches = solution.stretches(budget)
-            peak, time = walk(chain, stretches, 0, chain.again.shape[1])
+            stretches = solution.chain_regions(budget)
+            peak, time = walk(chain, stretches, 0, chain.recompute_cost.shape[1])
             assert (peak <= budget, time) == (True, expected), seed

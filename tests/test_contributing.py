@@ -194,7 +194,7 @@ class Half(Lever):
 
     name = "half_compute"
     allowed = {"half_compute": "compute in bfloat16"}  # noqa: RUF012
-    changes_loss = own_ratio = True
+    changes_loss = shifts_projection_error = True
     changes_state = False
 
     def values(self, workload):

@@ -107,7 +107,7 @@ LOSSES = {
 @pytest.mark.parametrize("target", ["h100", "a100-80gb", "rtx-3090"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_projected(name, target):
-    """As the step is, within 2 %: what is dear is in memory once."""
+    """As the step is, within 2 %: what is expensive is in memory once."""
     loss, args = of_logits(LOSSES[name])
     projected = jaxmem.plan(loss, *args, target=target, compilations=0).plain_bytes
     compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target=target, timeline=False).device

@@ -13,7 +13,7 @@ import jaxmem
 from jaxmem import rematerialization
 from jaxmem.planning import derivative_fusion, simulate_block
 from jaxmem.planning.events import Event
-from jaxmem.program import compiled_by
+from jaxmem.program import apply_compiler_rules
 from jaxmem.rematerialization.traced import TracedFunction
 
 LAYERS, ROWS, WIDTH = 4, 16, 512
@@ -70,7 +70,7 @@ NETWORKS = {"relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": jax.nn.gelu}
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def off(plan) -> float:
+def relative_error(plan) -> float:
     return plan.projected_bytes / plan.compiled_bytes - 1
 
 
@@ -81,7 +81,7 @@ def test_a_function_between_matmuls_is_made_with_its_derivative(name, in_a_loop)
     layer, *args = network(NETWORKS[name])
     fun = functools.partial(loss, jax.checkpoint(layer), in_a_loop)
     plan = jaxmem.plan(fun, *args, budget="60GiB", target="h100", regions="keep", compilations=1)
-    assert abs(off(plan)) < 0.06
+    assert abs(relative_error(plan)) < 0.06
 
 
 ATTENTION = {
@@ -102,7 +102,7 @@ def test_regions_of_attention_by_hand(kind, in_a_loop):
     fun = functools.partial(loss, jax.checkpoint(layer), in_a_loop)
     plan = jaxmem.plan(fun, *args, budget="60GiB", target="h100", regions="keep", compilations=1)
     least, most = ATTENTION[kind]
-    assert least < off(plan) < most
+    assert least < relative_error(plan) < most
 
 
 @pytest.mark.parametrize("share", [0.35, slow(0.5), slow(0.8)])
@@ -117,14 +117,14 @@ def test_plans_of_scans_over_attention(kind, share):
     # (The second plan of two leaves room for what may be off: it is another one.)
     plan = jaxmem.plan(fun, *args, budget=budget, target="h100", compilations=5)
     # Too few where one row is saved in a region inside, whose barrier XLA looks through.
-    assert (-0.15 if kind == "causal" else -0.09) < off(plan) < 0.25
+    assert (-0.15 if kind == "causal" else -0.09) < relative_error(plan) < 0.25
 
 
 def body_of(function, target):
     layer, *args = network(function)
     fun = functools.partial(loss, layer, True)
     program = TracedFunction(fun, args, {}, 0, False).program
-    program = compiled_by(program, jaxmem.target(target).rules)
+    program = apply_compiler_rules(program, jaxmem.target(target).rules)
     return program.body_of(program.scans[0])
 
 
@@ -147,11 +147,13 @@ def test_what_a_loop_has_stacked_is_read_there():
     assert recomputed.peak - saved.peak > 0.9 * wide > recomputed.peak - apart.peak
 
 
-@pytest.mark.parametrize(("there", "waits"), [(0, False), (49, False), (50, True), (100, True)])
-def test_most_of_what_waits_in_host_memory_has_to_be_there(there, waits):
+@pytest.mark.parametrize(
+    ("found_bytes", "offloaded"), [(0, False), (49, False), (50, True), (100, True)]
+)
+def test_most_of_what_waits_in_host_memory_has_to_be_there(found_bytes, offloaded):
     """XLA has one of two values that are equal, and `fit` refused all residuals for it."""
     plan = types.SimpleNamespace(predicted=types.SimpleNamespace(host_bytes=100))
-    assert rematerialization.waits(plan, there) is waits
+    assert rematerialization.is_offloaded(plan, found_bytes) is offloaded
 
 
 def test_what_waits_is_looked_at_as_often_as_something_that_it_needs_is_made():
@@ -168,7 +170,7 @@ def test_what_waits_is_looked_at_as_often_as_something_that_it_needs_is_made():
         before = sys.getprofile()
         sys.setprofile(count_call)
         try:
-            order = [event.kernel for event in derivative_fusion._as_early_as_may_be(events)]
+            order = [event.kernel for event in derivative_fusion._as_soon_as_possible(events)]
         finally:
             sys.setprofile(before)
     assert order == [1000, *range(1000)]
@@ -177,6 +179,6 @@ def test_what_waits_is_looked_at_as_often_as_something_that_it_needs_is_made():
 
 def test_events_that_need_their_own_results_are_left_out():
     first, second = Event(0, [1], [2], True), Event(1, [2], [1], True)
-    assert derivative_fusion._as_early_as_may_be([first, second, Event(2, [3], [4], True)]) == [
+    assert derivative_fusion._as_soon_as_possible([first, second, Event(2, [3], [4], True)]) == [
         Event(2, [3], [4], True)
     ]

@@ -236,7 +236,7 @@ def test_values_whose_cotangents_are_absent():
 
 def test_cotangents_that_pass_together_may_be_absent():
     def fun(a, b, c):
-        a, b, c = jaxprs.back_together([a, b * 2, c])
+        a, b, c = jaxprs.cotangent_barrier([a, b * 2, c])
         return jnp.sum(a), b, c
 
     x, whole = jnp.arange(3.0), jnp.arange(3)

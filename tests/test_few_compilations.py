@@ -22,23 +22,23 @@ def test_no_budget_is_refused_that_the_fewest_bytes_meet(name, spread, compilati
         traced = sensitivity.traced(name)
     boundary = traced.program.boundary_bytes
     planner = Constraints.parse(None, 0, "h200", "dp").planner(traced.program)
-    least, plain = planner.smallest().peak, planner.plain.peak
+    least, plain = planner.cheapest_near_minimum().peak, planner.plain.peak
 
     class Compiler(sensitivity.StandIn):
         def outcome(self, layout):
-            ratio = random.Random(f"{self.seed} {layout.place}").uniform(*spread)
+            ratio = random.Random(f"{self.seed} {layout.peak_location}").uniform(*spread)
             self.plans[layout] = self.constraints.write(
                 self.traced.program, layout, self.planner.plain
             )
             total = layout.peak + boundary
-            return Outcome("", layout.price, total, int(ratio * total), layout.place)
+            return Outcome("", layout.price, total, int(ratio * total), layout.peak_location)
 
     for share in (0.15, 0.3, 0.75):
         total = int(least + share * (plain - least)) + boundary
         for seed in range(3):
             search = Compiler(traced, Constraints.parse(total, 0, "h200", "dp"), seed)
             search.planner = planner
-            met = search.outcome(planner.smallest()).compiled <= total
+            met = search.outcome(planner.cheapest_near_minimum()).compiled <= total
             assert met and search.plan(compilations)
 
 
@@ -65,4 +65,4 @@ def test_what_misses_by_little_is_not_followed_by_the_fewest_bytes(compilations)
     search.planner = planner
     plan = search.plan(compilations)
     assert 0.7 * total < plan.projected_bytes < total
-    assert search.search.best.price < planner.smallest().price / 2
+    assert search.search.best.price < planner.cheapest_near_minimum().price / 2

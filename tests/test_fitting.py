@@ -224,7 +224,7 @@ def test_where_nothing_compiles_that_waits_on_the_host_the_rest_is_searched(monk
     """The levers are not to blame: the same ones with all on the device fit."""
     found = Search._finish
 
-    class Refusing(Compiling):
+    class RefusingCompilation(Compiling):
         def __init__(self):
             pass
 
@@ -233,7 +233,7 @@ def test_where_nothing_compiles_that_waits_on_the_host_the_rest_is_searched(monk
 
     def finish(self, candidate, made):
         waits = candidate.plan.predicted.host_bytes
-        return found(self, candidate, Refusing() if waits else made)
+        return found(self, candidate, RefusingCompilation() if waits else made)
 
     monkeypatch.setattr(Search, "_finish", finish)
     args = exact_loss, ADAM, *(jax.ShapeDtypeStruct(s, "float32") for s in EXACT)
@@ -471,12 +471,12 @@ def test_stage_3_counts_the_parameters_that_xla_gathers():
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
     workload = jaxmem.fitting.Workload(loss_fn, ADAM, PARAMS, BATCH, target="h100", mesh=mesh)
     levers = jaxmem.fitting.Levers(stage=3)
-    plain = jaxmem.fitting.Search(workload).costs.plain(levers)
+    plain = jaxmem.fitting.Search(workload).costs.plain_plan(levers)
     report = jaxmem.memory(
         workload.step(levers, plain), workload.state(levers), workload.batch, target=workload.target
     )
     assert report.collectives.count["all-gather"] >= 1
-    projected = jaxmem.fitting.Search(workload).costs.priced(levers, plain).projected
+    projected = jaxmem.fitting.Search(workload).costs.candidate_of(levers, plain).projected
     assert 0.8 * projected < report.device < 1.12 * projected, report.device / projected
 
 
@@ -530,7 +530,7 @@ def test_nothing_fits():
     assert step.fitting.chosen.compiled <= lowest
 
 
-class Said(Compiling):
+class FakeCompilation(Compiling):
     """A compilation of the next size, in shares of a budget, without a compiler."""
 
     def __init__(self, sizes, budget):
@@ -540,7 +540,7 @@ class Said(Compiling):
         return types.SimpleNamespace(device=self.device, host=0, has_timeline=False)
 
 
-class Refused(Compiling):
+class RefusedCompilation(Compiling):
     """A compilation whose code is not generated, where ``refuses(step)`` says so."""
 
     def __init__(self, made, refuses):
@@ -558,7 +558,9 @@ class Refused(Compiling):
 def fit_beside(monkeypatch, budget, sizes):
     """A step for a deep and narrow network, whose compiled bytes are the next of these shares of
     the budget."""
-    monkeypatch.setattr(jaxmem.fitting.search, "begin", lambda *_, **__: Said(sizes, budget))
+    monkeypatch.setattr(
+        jaxmem.fitting.search, "begin", lambda *_, **__: FakeCompilation(sizes, budget)
+    )
     params = {"layers": [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 32}
     batch = {name: jax.ShapeDtypeStruct((2048, 256), jnp.float32) for name in "xy"}
     return jaxmem.fit(
@@ -870,7 +872,9 @@ def refuse(monkeypatch, refuses):
     """Every compilation in full asks ``refuses`` whether it fails."""
     begin = jaxmem.fitting.search.begin
     monkeypatch.setattr(
-        jaxmem.fitting.search, "begin", lambda *args, **how: Refused(begin(*args, **how), refuses)
+        jaxmem.fitting.search,
+        "begin",
+        lambda *args, **how: RefusedCompilation(begin(*args, **how), refuses),
     )
 
 
@@ -900,7 +904,7 @@ def test_what_was_compiled_before_is_returned_where_the_best_has_no_code(monkeyp
     monkeypatch.setattr(
         jaxmem.fitting.search,
         "begin",
-        lambda *_, **__: Refused(Said(sizes, budget), lambda: answers.pop(0)),
+        lambda *_, **__: RefusedCompilation(FakeCompilation(sizes, budget), lambda: answers.pop(0)),
     )
     step = fit(budget, keep=("batch", "placement"), compilations=2)
     assert not answers and step.fitting.chosen.compiled == int(0.5 * budget)

@@ -49,8 +49,8 @@ def test_a_plan_is_made_for_the_bytes_of_each_one_liner(frontier):
     """So that no one-liner is better than what is drawn at its bytes."""
     assert len(frontier.one_liners) > 2
     for _, size, seconds in frontier.one_liners:
-        within = [plan for plan in frontier.plans if plan.projected_bytes <= size]
-        assert min(plan.predicted.recompute_seconds for plan in within) <= seconds
+        fitting = [plan for plan in frontier.plans if plan.projected_bytes <= size]
+        assert min(plan.predicted.recompute_seconds for plan in fitting) <= seconds
 
 
 def test_plans_that_are_as_fast_within_the_error_are_told(frontier):

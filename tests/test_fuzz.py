@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings, strate
 import jaxmem
 from jaxmem import jaxprs
 from jaxmem.loops import Schedule
-from jaxmem.planning import Head, Loop, Region
+from jaxmem.planning import LeadingIterations, Loop, Region
 from jaxmem.program import Program, read_program
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_facts import OwnRegions, Predicted
@@ -273,7 +273,9 @@ def draw_loops(draw, program: Program, depth: int) -> tuple[Loop, ...]:
             head = None
             if schedule is None and operation.length > 1 and draw(st.booleans()):
                 count = draw(st.integers(1, operation.length - 1))
-                head = Head(count, draw_iterations(draw, number, operation.body, depth))
+                head = LeadingIterations(
+                    count, draw_iterations(draw, number, operation.body, depth)
+                )
             loops.append(dataclasses.replace(loop, schedule=schedule, head=head))
     return tuple(loops)
 
@@ -411,10 +413,10 @@ def test_planners_on_random_programs(instructions, planner):
     assert plan.projected_bytes <= plan.plain_bytes
     # What is said to fit does, and more does too.
     for budget in (plan.projected_bytes, plan.plain_bytes, plan.plain_bytes + 100):
-        within = jaxmem.plan(
+        planned = jaxmem.plan(
             fun, *args, planner=planner, argnums=(0, 1, 2), has_aux=True, budget=budget
         )
-        assert within.projected_bytes <= budget
+        assert planned.projected_bytes <= budget
     plain = jax.value_and_grad(fun, (0, 1, 2), has_aux=True)(*args)
     assert_equal(jax.value_and_grad(plan.apply(fun), (0, 1, 2), has_aux=True)(*args), plain, fun)
 
@@ -486,7 +488,7 @@ def test_what_a_nested_region_returns_as_it_is_counts_once():
 
 
 @pytest.mark.parametrize(
-    "barrier", [jaxprs.together, jaxprs.back_together, jax.lax.optimization_barrier]
+    "barrier", [jaxprs.barrier, jaxprs.cotangent_barrier, jax.lax.optimization_barrier]
 )
 def test_what_waits_at_a_barrier_is_what_it_was(barrier):
     """Plans let parameters wait for one another; they are still the arguments."""

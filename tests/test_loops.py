@@ -396,8 +396,8 @@ def wave(length, size, scan=jax.lax.scan, **options):
     def loss(medium, source):
         def body(carry, value):
             u, before = carry
-            around = sum(jnp.roll(u, by, axis) for by in (1, -1) for axis in (0, 1))
-            new = 2 * u - before + medium * (around - 4 * u)
+            neighbours = sum(jnp.roll(u, by, axis) for by in (1, -1) for axis in (0, 1))
+            new = 2 * u - before + medium * (neighbours - 4 * u)
             return (new.at[size // 2, size // 2].add(value), u), new[10]
 
         zeros = jnp.zeros((size, size), jnp.float32)
@@ -578,8 +578,8 @@ def test_a_while_loop_takes_the_bytes_that_it_is_given():
     def loss(medium, source, steps, **options):
         def body(carry):
             u, before, at = carry
-            around = sum(jnp.roll(u, by, axis) for by in (1, -1) for axis in (0, 1))
-            new = 2 * u - before + medium * (around - 4 * u)
+            neighbours = sum(jnp.roll(u, by, axis) for by in (1, -1) for axis in (0, 1))
+            new = 2 * u - before + medium * (neighbours - 4 * u)
             return new.at[size // 2, size // 2].add(source), u, at + 1
 
         zeros = jnp.zeros((size, size), jnp.float32)

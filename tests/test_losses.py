@@ -44,12 +44,12 @@ def step(name, dtype=jnp.float32, classes=16000, right=False):
     return loss, (params, shaped(4096, 128), jax.ShapeDtypeStruct((4096,), jnp.int32))
 
 
-def check(loss, args, within, **options):
+def check(loss, args, tolerance, **options):
     plan = jaxmem.plan(loss, *args, target="h100", compilations=1, **options)
     step = jax.value_and_grad(loss, **options)
     compiled = jaxmem.memory(step, *args, target="h100", timeline=False).device
-    assert plan.plain_bytes == pytest.approx(compiled, rel=within)
-    assert plan.projected_bytes == pytest.approx(plan.compiled_bytes, rel=within)
+    assert plan.plain_bytes == pytest.approx(compiled, rel=tolerance)
+    assert plan.projected_bytes == pytest.approx(plan.compiled_bytes, rel=tolerance)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import jaxmem
 from jaxmem import cli
 from jaxmem.fitting import Levers, Search, Workload
-from jaxmem.fitting.meshes import Meshes, told
+from jaxmem.fitting.meshes import Meshes, describe
 
 P = PartitionSpec
 WIDTH, MIB = 1024, 2**20
@@ -50,7 +50,7 @@ def workload(count=64, batch=512, target="h100", **options):
 
 
 def shapes(*args, **options):
-    return [told(shape) for shape in workload(*args, **options).meshes.shapes]
+    return [describe(shape) for shape in workload(*args, **options).meshes.shapes]
 
 
 def test_pieces_lie_within_nodes_or_take_whole_ones():
@@ -83,7 +83,7 @@ def test_only_shapes_that_divide_batch_and_parameters():
 )
 def test_numbers_that_divide_no_parameter_have_copies_within_nodes(count, batch, expected):
     given = workload(count, batch=batch)
-    assert [told(shape) for shape in given.meshes.shapes] == expected
+    assert [describe(shape) for shape in given.meshes.shapes] == expected
     stages = {levers.stage for levers in given.options}
     assert stages == ({1, 2, 3} if "data" in expected[0] else {1})
 
@@ -117,7 +117,7 @@ def test_where_nothing_divides_the_advice_can_be_taken(count):
 def test_where_a_parameter_keeps_the_others_from_being_spread_the_table_says_so():
     params = {"w": jax.ShapeDtypeStruct((1001, 1023), jnp.float32)}
     given = Workload(odd_loss, ADAM, params, rows(64), target="h100", devices=8)
-    assert [told(shape) for shape in given.meshes.shapes] == ["8 replica"]
+    assert [describe(shape) for shape in given.meshes.shapes] == ["8 replica"]
     said = given.refused["mesh"]
     assert "8 data: ['w'] of shape [1001, 1023] cannot be spread over 8 devices (data): no" in said
     assert said.endswith("Make it a multiple, or take another number of devices.")
@@ -344,7 +344,7 @@ def seconds(target, shape, **levers):
     search = Search(workload(math.prod(shape), target=target, split=SPLIT))
     names = ("replica", "data", "model")
     chosen = Levers(mesh=tuple(zip(names, shape, strict=True)), **levers)
-    return search.costs.priced(chosen, search.costs.plain(chosen)).seconds
+    return search.costs.candidate_of(chosen, search.costs.plain_plan(chosen)).seconds
 
 
 def slow(network):
@@ -384,9 +384,9 @@ def test_the_bound_is_no_more_than_any_plan_takes():
     ]
     assert some
     for levers in some:
-        plain = search.costs.priced(levers, search.costs.plain(levers))
+        plain = search.costs.candidate_of(levers, search.costs.plain_plan(levers))
         assert search.costs.bound(levers) <= 1.02 * plain.seconds, levers
-        assert search.costs.least_bytes(levers) <= plain.projected
+        assert search.costs.argument_bytes(levers) <= plain.projected
 
 
 @pytest.mark.slow

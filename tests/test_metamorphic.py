@@ -79,10 +79,10 @@ sys.exit(bool(failures) or made < 5)
 @pytest.mark.slow
 def test_four_devices():
     """Programs inside `shard_map` over four devices, and with `shard_map` inside."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]),
+        "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)]),
     }
     first = FIRST + 90_000
     last = first + (10 if "JAXMEM_FUZZ" not in os.environ else COUNT // 50)

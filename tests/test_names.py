@@ -21,10 +21,10 @@ from jaxmem.planning import (
     Names,
     Rates,
     Region,
+    marginal_savings,
     of_each,
     simulate,
     simulate_block,
-    spared_alone,
 )
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.choices import NamedChoices
@@ -102,10 +102,10 @@ def plain_count(place, rates, saved):
     """Seconds, price and FLOPs by the layout's own account of what runs again."""
     found = np.zeros(3)
     for one, times in place.all():
-        held = {value for name in saved for value in one.groups[name]}
+        saved_values = {value for name in saved for value in one.groups[name]}
         kernels = one.program.kernels
         regions = [
-            Region(a, b, tuple(sorted(held & {v for k in kernels[a:b] for v in k.results})))
+            Region(a, b, tuple(sorted(saved_values & {v for k in kernels[a:b] for v in k.results})))
             for a, b in one.spans
         ]
         if one is place:
@@ -113,7 +113,7 @@ def plain_count(place, rates, saved):
         else:
             inside = {at for a, b in one.spans for at in range(a, b)}
             kept = {v for at, k in enumerate(kernels) for v in k.results if at not in inside}
-            runs = simulate_block(one.program, 0, len(kernels), held | kept, regions).runs
+            runs = simulate_block(one.program, 0, len(kernels), saved_values | kept, regions).runs
         for number, of in enumerate((rates.seconds, rates.price, lambda kernel: kernel.flops)):
             each = [of(kernel) for kernel in kernels] if number == 2 else of_each(one.program, of)
             found[number] += times * sum(each[at] * n for at, n in runs.items())
@@ -130,7 +130,7 @@ def test_what_sets_of_names_recompute_is_what_the_layout_runs_again(kind):
         assert found.tables.seconds[number] == pytest.approx(seconds)
         assert found.tables.price[number] == pytest.approx(price)
         assert found.tables.flops[number] == flops
-    alone = spared_alone(place, len(names), found.rates)
+    alone = marginal_savings(place, len(names), found.rates)
     sets = [found.tables.seconds[0] - found.tables.seconds[1 << n] for n in range(len(names))]
     assert alone == pytest.approx(sets)
 
@@ -145,8 +145,8 @@ def test_the_choice_is_the_best_of_all_there_are(kind, host):
         if "h" in how and not (host and all(able[n] for n, one in enumerate(how) if one == "h")):
             continue
         number = sum(1 << n for n, one in enumerate(how) if one != "r")
-        away = sum(1 << n for n, one in enumerate(how) if one == "h")
-        every.append(found.choice(number, away))
+        offloaded = sum(1 << n for n, one in enumerate(how) if one == "h")
+        every.append(found.choice(number, offloaded))
     assert len(every) == (3 if host and kind == "scan" else 2) ** len(names)
     low, high = (of(one.bytes for one in every) for of in (min, max))
     for budget in np.linspace(low, high, 17):
@@ -349,8 +349,8 @@ def test_what_a_built_in_keeps_is_a_choice_where_all_of_it_has_names():
     traced = TracedFunction(loss, args, {}, 0)
     target = jaxmem.target(TARGET)
     search = NamedSearch(NamedChoices(traced, Limits(Budget(64 * MIB), target), {}), target)
-    assert search._like("dots_saveable").saved == {0, 1}
-    assert search._like("everything_saveable") is None, "the first layer has no name"
+    assert search._equivalent_choice("dots_saveable").saved == {0, 1}
+    assert search._equivalent_choice("everything_saveable") is None, "the first layer has no name"
     plan = jaxmem.plan(loss, *args, budget="64MiB", target=TARGET, compilations=0)
     policy = plan.as_policy()
     assert not any(one.better for one in policy.built_ins)

@@ -17,8 +17,8 @@ def diffusion(size, outer=OUTER, inner=INNER, dtype="float32"):
 
     def loss(w, source):
         def substep(u, value):
-            around = jnp.roll(u, 1, 0) + jnp.roll(u, 1, 1) - 2 * u
-            return jnp.tanh(0.9 * u + 0.1 * w * around + value), None
+            neighbours = jnp.roll(u, 1, 0) + jnp.roll(u, 1, 1) - 2 * u
+            return jnp.tanh(0.9 * u + 0.1 * w * neighbours + value), None
 
         def step(u, values):
             u, _ = jax.lax.scan(substep, u, values)
@@ -81,8 +81,8 @@ def test_both_schedules_are_about_the_best_together(budget):
     for one in several | single | {None}:
         states = (room - inside(one)) // state
         if states >= 1:
-            around = Schedule(OUTER, OUTER, 1, min(states, OUTER - 1))
-            best = min(best, evaluations(around, one))
+            outer_schedule = Schedule(OUTER, OUTER, 1, min(states, OUTER - 1))
+            best = min(best, evaluations(outer_schedule, one))
     assert evaluations(outer.schedule, inner) <= 1.1 * best
 
 

@@ -102,13 +102,13 @@ def test_state_on_the_device_is_an_error_that_names_the_leaf():
 
 @pytest.mark.parametrize("name", ["accumulate", "MultiSteps", "apply_if_finite"])
 def test_what_takes_the_state_whole_is_warned_of(name, monkeypatch):
-    around = {
+    wrapper = {
         "accumulate": lambda tx: jaxmem.accumulate(tx, 2),
         "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
         "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
     }[name]
     monkeypatch.setattr(streaming, "CHUNK", 700)  # the state is of 768 bytes
-    optimizer = jaxmem.offload(around(optax.adam(0.1)))
+    optimizer = jaxmem.offload(wrapper(optax.adam(0.1)))
     expected = r"has all of .* B of the optimizer's state \(state.*mu\['layer0'\] is the first\) on"
     with pytest.warns(jaxmem.JaxmemWarning, match=expected) as caught:
         jax.eval_shape(optimizer.update, PARAMS, optimizer.init(PARAMS), PARAMS)
@@ -117,7 +117,7 @@ def test_what_takes_the_state_whole_is_warned_of(name, monkeypatch):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(around(jaxmem.offload(optax.adam(0.1))), jitted=True, steps=1)
+        run(wrapper(jaxmem.offload(optax.adam(0.1))), jitted=True, steps=1)
         run(jaxmem.offload(optax.contrib.muon(0.1)), jitted=True, steps=1)  # loops of its own
         monkeypatch.setattr(streaming, "CHUNK", 2000)
         run(optimizer, jitted=True, steps=1)

@@ -325,20 +325,20 @@ def test_what_a_rule_keeps_is_told_by_identity():
     square = shaped((64, 64))[0]
     size = 4 * 64 * 64
 
-    def held(rule):
+    def residuals_of(rule):
         program = kernels(lambda x, w: jnp.sum(rule(x @ w, w, w)), square, square)
         (operation,) = [one for one in program.operations if one.name.startswith("custom")]
         residuals = operation.residuals
         return 0 if residuals is None else program.sizes[residuals], operation
 
-    kept, operation = held(by_hand)
+    kept, operation = residuals_of(by_hand)
     assert kept == size and operation.reads == frozenset(operation.inputs)
-    kept, operation = held(iterated)
+    kept, operation = residuals_of(iterated)
     assert kept == 0 and operation.reads == {*operation.inputs[:2]}
-    assert operation.workspace >= size and operation.inside >= size
+    assert operation.workspace >= size and operation.derivative_workspace >= size
     rule = jax.custom_vjp(lambda x, first, second: x * 2)
     rule.defvjp(lambda *args: (rule(*args), None), lambda _, g: (2 * g, None, None))
-    kept, operation = held(rule)
+    kept, operation = residuals_of(rule)
     assert kept == 0 and operation.reads == frozenset()
 
 

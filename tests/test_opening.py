@@ -144,7 +144,7 @@ def test_a_scan_in_a_scan_keeps_its_own():
         return jnp.mean(jax.lax.scan(jax.checkpoint(outer), x, ws)[0] ** 2)
 
     flat = jaxprs.flatten(loss, [jnp.ones((2, 3, 4, 4)), jnp.ones((5, 4))], True)
-    assert flat.opened == 1
+    assert flat.inlined_checkpoints == 1
     (scan,) = [step for step in flat.steps if step.primitive == "scan"]
     text = str(scan.equation.params["jaxpr"])
     assert text.count("scan[") == 1 and text.count("checkpoint") + text.count("remat") > 0

@@ -30,14 +30,14 @@ def values(shift, dtype):
 def swept(monkeypatch, chunk):
     """The sweeps that happen from here on: group, axes cut and length of a piece."""
     seen = []
-    sweep = streaming._Stream.sweep
+    sweep = streaming._Stream.update_in_chunks
 
     def recorded(self, at, slicing, group, length):
         seen.append((slicing.lead, length))
         return sweep(self, at, slicing, group, length)
 
     monkeypatch.setattr(streaming, "CHUNK", chunk)
-    monkeypatch.setattr(streaming._Stream, "sweep", recorded)
+    monkeypatch.setattr(streaming._Stream, "update_in_chunks", recorded)
     return seen
 
 

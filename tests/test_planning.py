@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.planning import PLANNERS, Loop, Rates, Region, one_liners, simulate
-from jaxmem.planning.dp import DP, _depth, together
+from jaxmem.planning import PLANNERS, Loop, Rates, Region, baseline_policies, simulate
+from jaxmem.planning.dp import DP, _depth, combine_menus
 from jaxmem.planning.loops import LoopOption, loop_options
 from jaxmem.planning.sqrt import Sqrt, _Chain
 from jaxmem.program import Operation, Program
@@ -21,7 +21,7 @@ RATES = Rates(jaxmem.target("h200"))
 
 
 def chain(sizes, flops=None, skips=()):
-    """A chain of dear operations: value 0 is the input, operation i makes value i + 1.
+    """A chain of expensive operations: value 0 is the input, operation i makes value i + 1.
 
     ``skips`` are pairs (value, operation that reads it too).
     """
@@ -37,17 +37,17 @@ def chain(sizes, flops=None, skips=()):
 
 def test_sixteen_equal_layers_make_about_four_regions():
     planner = Sqrt(chain([100] * 16), RATES)
-    layout = planner.smallest()
+    layout = planner.cheapest_near_minimum()
     assert 3 <= len(layout.regions) <= 5
     # At most 3 values kept, and one region of 5 values with two cotangents.
     assert layout.peak <= 1000 < planner.plain.peak
 
 
 def test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp():
-    peaks = [Sqrt(chain([100] * n), RATES).smallest().peak for n in (16, 64, 256)]
+    peaks = [Sqrt(chain([100] * n), RATES).cheapest_near_minimum().peak for n in (16, 64, 256)]
     assert peaks[1] / peaks[0] < 2.3
     assert peaks[2] / peaks[1] < 2.3
-    peaks = [DP(chain([100] * n), RATES).smallest().peak for n in (16, 64)]
+    peaks = [DP(chain([100] * n), RATES).cheapest_near_minimum().peak for n in (16, 64)]
     assert peaks[1] - peaks[0] <= 400  # two more levels of halves
 
 
@@ -56,7 +56,7 @@ def test_a_planner_ends_with_its_plan(planner):
     """It has tables of some 50 MB."""
     made = PLANNERS[planner](chain([10.0] * 8), RATES)
     ended = weakref.ref(made)
-    made.smallest(), made.cheapest_for(45)
+    made.cheapest_near_minimum(), made.cheapest_for(45)
     del made
     gc.collect()
     assert ended() is None
@@ -64,18 +64,20 @@ def test_a_planner_ends_with_its_plan(planner):
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_one_operation_needs_no_region(planner):
-    assert PLANNERS[planner](chain([100]), RATES).smallest().regions == ()
+    assert PLANNERS[planner](chain([100]), RATES).cheapest_near_minimum().regions == ()
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_program_without_operations(planner):
-    layout = PLANNERS[planner](Program((), (8,), 1, (0,)), RATES).smallest()
+    layout = PLANNERS[planner](Program((), (8,), 1, (0,)), RATES).cheapest_near_minimum()
     assert (layout.regions, layout.peak) == ((), 0)
 
 
 @pytest.mark.parametrize("planner", sorted(PLANNERS.keys() - {"dots"}))  # it saves all of these
 def test_the_last_region_is_never_wrapped(planner):
-    layouts = {n: PLANNERS[planner](chain([100] * n), RATES).smallest() for n in range(1, 20)}
+    layouts = {
+        n: PLANNERS[planner](chain([100] * n), RATES).cheapest_near_minimum() for n in range(1, 20)
+    }
     stops = {n: layout.regions[-1].stop for n, layout in layouts.items() if layout.regions}
     assert stops, "none has regions"
     assert all(stop < n for n, stop in stops.items())
@@ -123,11 +125,11 @@ def test_a_value_lies_in_the_memory_of_a_gradient_that_is_yet_to_come():
     operations = tuple(
         Operation("dot_general", (index,), (index + 1,), 10, False, "nothing") for index in range(4)
     )
-    held = Program(operations, (0, 40, 40, 40, 1), 1, (4,))
-    lent = dataclasses.replace(held, sizes=(64, 40, 40, 40, 1))
-    assert simulate(held, ()).peak == 80
-    assert simulate(lent, ()).peak == 40 + 1
-    assert lent.boundary_bytes == 64 + 64 + 1
+    separate = Program(operations, (0, 40, 40, 40, 1), 1, (4,))
+    reused = dataclasses.replace(separate, sizes=(64, 40, 40, 40, 1))
+    assert simulate(separate, ()).peak == 80
+    assert simulate(reused, ()).peak == 40 + 1
+    assert reused.boundary_bytes == 64 + 64 + 1
 
 
 def test_few_picked_elements_do_not_put_their_operand_into_memory():
@@ -141,14 +143,14 @@ def test_few_picked_elements_do_not_put_their_operand_into_memory():
     types = ("bfloat16[]",) * 3 + ("float32[]",) * 2
     program = Program(operations, (8, 8, 3200, 6400, 4), 2, (4,), types)
     gather = program.kernels[-1]
-    assert (gather.sources, gather.operations, gather.inside) == ((2,), (1, 2), 3200)
+    assert (gather.sources, gather.operations, gather.derivative_workspace) == ((2,), (1, 2), 3200)
     many = dataclasses.replace(program, sizes=(8, 8, 3200, 6400, 3200))
     assert many.kernels[-1].sources == (3,)
 
 
 def test_no_tree_is_too_deep_to_trace():
     planner = DP(chain([100] * 80), RATES)
-    assert _depth(planner.smallest().regions) <= 16
+    assert _depth(planner.cheapest_near_minimum().regions) <= 16
 
 
 def every_row_of_regions(count):
@@ -171,7 +173,7 @@ def test_no_row_of_regions_is_better(seed):
     ]
     program = chain(sizes, flops, skips)
     solver = _Chain(program)
-    assert list(solver.cuts) == list(range(count + 1)), "after a dear operation one may cut"
+    assert list(solver.cuts) == list(range(count + 1)), "after an expensive operation one may cut"
     rows = list(every_row_of_regions(len(solver.cuts) - 1))
     peaks = {row: solver.peak(list(row)) for row in rows}
     best = min(peaks.values())
@@ -196,10 +198,10 @@ def test_dp_is_no_worse_than_any_row_of_regions(seed):
         regions = tuple(Region(*pair) for pair in itertools.pairwise((0, *row)))
         runs = simulate(program, regions)
         spent = sum((n - 1) * RATES.price(program.kernels[k]) for k, n in runs.runs.items())
-        within = planner.cheapest_for(int(runs.peak * 1.05))  # slots round up
-        assert within is not None
-        assert within.price <= spent + 1e-12
-        assert within.peak <= int(runs.peak * 1.05)
+        planned = planner.cheapest_for(int(runs.peak * 1.05))  # slots round up
+        assert planned is not None
+        assert planned.price <= spent + 1e-12
+        assert planned.peak <= int(runs.peak * 1.05)
 
 
 def random_program(seed, most=8):
@@ -234,7 +236,7 @@ def loop_program(length=16):
     inner = Program(body, (10**4, 10**6, 10**6, 10**6, 10**6), 2, (4,))
     scan = Operation(
         "scan", (0, 1), (2, 3), 2 * 10**9 * length, False, "operands",
-        body=inner, length=length, carry=(1,), residuals=3, inside=3 * 10**6,
+        body=inner, length=length, carry=(1,), residuals=3, derivative_workspace=3 * 10**6,
     )  # fmt: skip
     return Program((scan,), (10**4, 10**6, 10**6, 3 * 10**6 * length), 2, (2,))
 
@@ -268,12 +270,14 @@ def test_a_schedule_has_the_room_that_is_left():
 def every_split(bodies, room):
     """The prices of all that two bodies can do within so many bytes, from their own numbers."""
     for head, rest in itertools.permutations(bodies, 2):
-        length = rest.length if rest.step > head.step else 0
+        length = rest.length if rest.residual_bytes > head.residual_bytes else 0
         for first in range(2, length - 1):
-            left = first * head.step
-            most = max(left + (length - first) * rest.step + rest.inside, left + head.inside)
+            left = first * head.residual_bytes
+            most = max(
+                left + (length - first) * rest.residual_bytes + rest.inside, left + head.inside
+            )
             if most <= room:
-                yield first * head.again[3] + (length - first) * rest.again[3]
+                yield first * head.recompute_cost[3] + (length - first) * rest.recompute_cost[3]
 
 
 @pytest.mark.parametrize("host", [0.0, 1e9])
@@ -286,7 +290,7 @@ def test_the_first_iterations_keep_less_than_the_last_ones(host):
     parted = 0
     for percent in range(95, 5, -6):
         room = plain * percent // 100
-        found = menu[1].with_room(room)
+        found = menu[1].cheapest_within(room)
         best = min(every_split(bodies, room), default=np.inf)
         if found is None:
             assert best == np.inf
@@ -316,9 +320,9 @@ def test_several_scans_share_a_budget_by_what_a_byte_costs():
     def option(residuals, price):
         return LoopOption(None, residuals, 0, (), price=price)
 
-    dear = [option(1000, 0), option(500, 100), option(100, 900)]
+    expensive = [option(1000, 0), option(500, 100), option(100, 900)]
     cheap = [option(1000, 0), option(900, 30), option(300, 1), option(200, 2)]
-    found = [[one.residuals for one in options] for options in together([dear, cheap])]
+    found = [[one.residuals for one in options] for options in combine_menus([expensive, cheap])]
     assert found == [[1000, 1000], [1000, 300], [1000, 200], [500, 200], [100, 200]]
 
 
@@ -328,8 +332,10 @@ def test_of_several_scans_an_entry_that_takes_no_byte_less_is_left_out():
     def menu(*entries):
         return [LoopOption(None, *entry[:2], (0,), price=entry[2]) for entry in entries]
 
-    dear = menu((100, 0, 0), (80, 0, 1), (60, 40, 2), (50, 60, 3), (20, 60, 4), (20, 10, 9))
-    found = [[one.bytes for one in options] for options in together([dear, menu((40, 0, 0))])]
+    expensive = menu((100, 0, 0), (80, 0, 1), (60, 40, 2), (50, 60, 3), (20, 60, 4), (20, 10, 9))
+    found = [
+        [one.bytes for one in options] for options in combine_menus([expensive, menu((40, 0, 0))])
+    ]
     assert found == [[100, 40], [80, 40], [30, 40]]
 
 
@@ -338,7 +344,7 @@ def test_a_budget_chooses_from_the_menu():
     assert planner.cheapest_for(planner.plain.peak).loops == ()
     half = planner.cheapest_for(planner.plain.peak // 2)
     assert half.loops and half.peak <= planner.plain.peak // 2
-    assert planner.smallest().loops[0].schedule
+    assert planner.cheapest_near_minimum().loops[0].schedule
     assert isinstance(half.loops[0], Loop)
 
 
@@ -381,13 +387,13 @@ def test_planning_time_grows_near_linearly():
 
 def test_one_liners_need_blocks():
     """Stretches that repeat, or that one module path made."""
-    assert list(one_liners(chain([1, 2, 3, 4]), RATES)) == ["everything_saveable"]
-    assert "nothing_saveable on each of 3 blocks" in one_liners(chain([1] * 4), RATES)
+    assert list(baseline_policies(chain([1, 2, 3, 4]), RATES)) == ["everything_saveable"]
+    assert "nothing_saveable on each of 3 blocks" in baseline_policies(chain([1] * 4), RATES)
     operations = [
         dataclasses.replace(op, source=Source(f"Net/Block_{index // 3}/Dense_{index % 3}"))
         for index, op in enumerate(chain([100] * 12).operations)
     ]
     program = dataclasses.replace(chain([100] * 12), operations=tuple(operations))
-    found = {name: layout.peak for name, layout in one_liners(program, RATES).items()}
+    found = {name: layout.peak for name, layout in baseline_policies(program, RATES).items()}
     assert len(found) == 4
     assert found["nothing_saveable on each of 4 blocks"] < found["everything_saveable"]

@@ -9,7 +9,7 @@ from programs import array
 
 import jaxmem
 from jaxmem.cli import output
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.rematerialization import Row
 from jaxmem.reports.drawn.grouping import common_path, without_numbers
 from jaxmem.reports.drawn.tables import Table, as_html, as_text
@@ -64,7 +64,7 @@ def test_equal_regions_are_one_row(plan, monkeypatch):
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 regions"), (1, "1 region"), (2, "2 regions")])
 def test_one_is_not_several(count, text):
-    assert counted(count, "region") == text
+    assert pluralize(count, "region") == text
 
 
 @pytest.mark.parametrize(

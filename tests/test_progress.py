@@ -54,20 +54,20 @@ def clocked(monkeypatch, bar, seconds):
 
 def test_time_left_by_what_was_compiled_here(monkeypatch):
     bar = Bar("", 6)
-    assert bar.left is None
+    assert bar.remaining_seconds is None
     bar.begin(2)
     bar.expect(None)
-    assert bar.left is None
+    assert bar.remaining_seconds is None
     clocked(monkeypatch, bar, 10)
     bar.finish()
-    assert bar.left == 4 * 10  # the one beside it should be there, four more may come
+    assert bar.remaining_seconds == 4 * 10  # the one beside it should be there, four more may come
     bar.finish()
     bar.begin(1)
-    assert bar.left == 4 * 10
+    assert bar.remaining_seconds == 4 * 10
     clocked(monkeypatch, bar, 4)
-    assert bar.left == 4 * 10 - 4
+    assert bar.remaining_seconds == 4 * 10 - 4
     clocked(monkeypatch, bar, 400)
-    assert bar.left == 3 * 10
+    assert bar.remaining_seconds == 3 * 10
 
 
 def test_time_left_by_what_the_cache_remembers(monkeypatch):
@@ -75,15 +75,15 @@ def test_time_left_by_what_the_cache_remembers(monkeypatch):
     bar.begin(1)
     bar.expect(8.0)
     clocked(monkeypatch, bar, 2)
-    assert bar.left == 6 + 2 * 8
+    assert bar.remaining_seconds == 6 + 2 * 8
     clocked(monkeypatch, bar, 4)
     bar.finish()
-    assert bar.left == 2 * 4  # what was measured here counts more
+    assert bar.remaining_seconds == 2 * 4  # what was measured here counts more
     found = Bar("", 3)
     found.begin(1)
     clocked(monkeypatch, found, 0.5)
     found.finish()
-    assert found.left == 2 * 0.5  # in the cache, as those after it may be
+    assert found.remaining_seconds == 2 * 0.5  # in the cache, as those after it may be
 
 
 def test_durations_are_kept_beside_the_results(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from optax import contrib
 
 import jaxmem
-from jaxmem.optim.recurrences import recurrences
+from jaxmem.optim.state_analysis import analyze_state
 
 SIZE = 300
 OPTIMIZERS = {
@@ -95,7 +95,7 @@ def of_large(optimizer):
         return leaf.size >= 10 and jnp.issubdtype(leaf.dtype, jnp.floating)
 
     optimizer = optax.with_extra_args_support(optimizer)
-    return recurrences(optimizer, PARAMS, large), large
+    return analyze_state(optimizer, PARAMS, large), large
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

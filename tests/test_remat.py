@@ -478,8 +478,8 @@ def test_policy_in_linen_and_nnx_remat():
 
     def loss(model):
         def of(params):
-            held = {"params": params, "batch_stats": variables["batch_stats"]}
-            return jnp.sum(model.apply(held, x, True, mutable=["batch_stats"])[0] ** 2)
+            bound_variables = {"params": params, "batch_stats": variables["batch_stats"]}
+            return jnp.sum(model.apply(bound_variables, x, True, mutable=["batch_stats"])[0] ** 2)
 
         return of
 
@@ -517,8 +517,8 @@ def test_linen_class_comes_back_as_a_class():
 
     def loss(model):
         def of(params):
-            held = {"params": params, "batch_stats": variables["batch_stats"]}
-            out, new = model.apply(held, x, True, mutable=["batch_stats"])
+            bound_variables = {"params": params, "batch_stats": variables["batch_stats"]}
+            out, new = model.apply(bound_variables, x, True, mutable=["batch_stats"])
             return jnp.sum(out**2), new
 
         return of

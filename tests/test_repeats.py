@@ -1,4 +1,5 @@
-"""Chains of element-by-element operations: what XLA keeps, because it is dear to compute again."""
+"""Chains of element-by-element operations: what XLA keeps, because it is expensive to compute
+again."""
 
 import functools
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.program import compiled_by
+from jaxmem.program import apply_compiler_rules
 from jaxmem.rematerialization.traced import TracedFunction
 from tests.programs import budget_at
 
@@ -54,17 +55,17 @@ def normalised(w, x, layer):
 MATMULS = (matmul, normalised)
 
 
-def chain(name, times, around=alone, layers=1):
+def chain(name, times, block=alone, layers=1):
     def layer(x):
         for _ in range(times):
             x = FUNCTIONS[name](x)
         return x
 
     def loss(w, x):
-        x = x if around in MATMULS else x * w[1:2]
+        x = x if block in MATMULS else x * w[1:2]
         for _ in range(layers):
-            x = around(w, x, layer)
-        x = x @ w if around in MATMULS else x
+            x = block(w, x, layer)
+        x = x @ w if block in MATMULS else x
         return jnp.mean(x.astype(jnp.float32))
 
     return loss
@@ -74,7 +75,7 @@ def arrays(dtype=jnp.float32):
     return jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype), jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
 
 
-def off(loss, target, dtype=jnp.float32):
+def relative_error(loss, target, dtype=jnp.float32):
     """How far the projected bytes of the gradient as it is are from the compiled ones, a share."""
     projected, compiled = projected_and_compiled(loss, target, dtype)
     return projected / compiled - 1
@@ -99,7 +100,7 @@ def projected_and_compiled(loss, target, dtype=jnp.float32):
         ("h100", "exp", 2),
         ("h100", "product", 6),
         # The cycles of XLA for an A100 have no sine and no exponential; on the others those are
-        # dear, but a tanh costs less beside the time that a move takes.
+        # expensive, but a tanh costs less beside the time that a move takes.
         ("a100-80gb", "sin", 5),
         ("a100-80gb", "tanh", 3),
         ("rtx-3090", "sin", 5),
@@ -108,11 +109,11 @@ def projected_and_compiled(loss, target, dtype=jnp.float32):
     ],
 )
 def test_what_is_dear_is_kept(target, name, times):
-    assert abs(off(chain(name, times), target)) < EXACT
+    assert abs(relative_error(chain(name, times), target)) < EXACT
 
 
 @pytest.mark.parametrize(
-    ("target", "name", "around", "layers", "within"),
+    ("target", "name", "block", "layers", "tolerance"),
     [
         ("h100", "tanh", residual, 5, 0.02),
         ("h100", "exact gelu", residual, 5, 0.02),
@@ -125,20 +126,20 @@ def test_what_is_dear_is_kept(target, name, times):
         ("rtx-3090", "sin", stencil, 3, 0.02),
     ],
 )
-def test_in_layers(target, name, around, layers, within):
-    assert abs(off(chain(name, 1, around, layers), target)) < max(within, EXACT)
+def test_in_layers(target, name, block, layers, tolerance):
+    assert abs(relative_error(chain(name, 1, block, layers), target)) < max(tolerance, EXACT)
 
 
 def test_bfloat16_is_computed_in_itself_where_xla_does():
-    assert abs(off(chain("exp", 5), "h100", jnp.bfloat16)) < 0.02
-    assert abs(off(chain("tanh", 1, residual, 5), "h100", jnp.bfloat16)) < 0.02
+    assert abs(relative_error(chain("exp", 5), "h100", jnp.bfloat16)) < 0.02
+    assert abs(relative_error(chain("tanh", 1, residual, 5), "h100", jnp.bfloat16)) < 0.02
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_gelu_behind_a_normalisation_is_kept(times):
-    assert abs(off(chain("exact gelu", times, normalised, 2), "h100")) < 0.22
-    assert abs(off(chain("gelu", times, normalised, 2), "h100")) < 0.15
+    assert abs(relative_error(chain("exact gelu", times, normalised, 2), "h100")) < 0.22
+    assert abs(relative_error(chain("gelu", times, normalised, 2), "h100")) < 0.15
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_a_gelu_behind_a_normalisation_is_kept(times):
     ],
 )
 def test_between_matmuls(name, times, dtype):
-    """What reads one value is computed as matmuls read; of the others what is dear is kept."""
+    """What reads one value is computed as matmuls read; of the others what is expensive is kept."""
     two, six = (
         np.array(projected_and_compiled(chain(name, times, matmul, count), "h100", dtype))
         for count in (2, 6)
@@ -172,7 +173,7 @@ def test_rows_that_many_read_are_computed_once():
 
     args = arrays()
     program = TracedFunction(loss, args, {}, 0, False).program
-    program = compiled_by(program, jaxmem.target("h100").rules)
+    program = apply_compiler_rules(program, jaxmem.target("h100").rules)
     calls = {operation.outputs[0] for operation in program.operations if operation.source.calls}
     assert calls & {value for kernel in program.kernels for value in kernel.results}
 

@@ -363,13 +363,13 @@ def run(*arguments):
 
 
 @pytest.fixture
-def here(monkeypatch):
+def in_test_folder(monkeypatch):
     import pathlib
 
     monkeypatch.chdir(pathlib.Path(__file__).parent)
 
 
-def test_estimate_prints_writes_and_gates(here, capsys, tmp_path, plain):
+def test_estimate_prints_writes_and_gates(in_test_folder, capsys, tmp_path, plain):
     page = tmp_path / "page.html"
     step = ("estimate", "test_reports:deep_step", "--target", "h200")
     assert run(*step, "--html", str(page), "--budget", "1GiB") == 0
@@ -403,7 +403,7 @@ def test_a_reader_that_has_enough_is_no_error():
     assert (found.returncode, found.stderr) == (1, "")
 
 
-def test_diff_of_a_file_and_a_step(here, capsys, tmp_path, plain):
+def test_diff_of_a_file_and_a_step(in_test_folder, capsys, tmp_path, plain):
     path = tmp_path / "before.json"
     path.write_text(plain.to_json())
     step = ("diff", str(path), "test_reports:remat_step", "--target", "h200")
@@ -413,7 +413,7 @@ def test_diff_of_a_file_and_a_step(here, capsys, tmp_path, plain):
     assert json.loads(capsys.readouterr().out)["verdict"].count("came off the peak") == 1
 
 
-def test_diff_draws_and_gates_on_a_share(here, capsys, tmp_path, plain, planned):
+def test_diff_draws_and_gates_on_a_share(in_test_folder, capsys, tmp_path, plain, planned):
     pytest.importorskip("matplotlib")
     files = [tmp_path / "before.json", tmp_path / "after.json"]
     for path, found in zip(files, (plain, planned), strict=True):
@@ -428,7 +428,7 @@ def test_diff_draws_and_gates_on_a_share(here, capsys, tmp_path, plain, planned)
     assert f"wrote {page}" in capsys.readouterr().err
 
 
-def test_profile_runs_on_the_attached_device(here, capsys):
+def test_profile_runs_on_the_attached_device(in_test_folder, capsys):
     assert run("profile", "test_reports:remat_step", "--budget", "1GiB") == 0
     assert run("profile", "test_reports:remat_step", "--budget", "1KiB") == 3
     assert "more than the budget of 1.00 KiB" in capsys.readouterr().err
@@ -450,7 +450,7 @@ def test_profile_runs_on_the_attached_device(here, capsys):
         ("test_reports:no_arguments", "with args a tuple, as in (step, (state, batch)); its args"),
     ],
 )
-def test_a_wrong_step_is_told(here, capsys, name, message):
+def test_a_wrong_step_is_told(in_test_folder, capsys, name, message):
     assert run("estimate", name, "--target", "h200") == 1
     assert message in capsys.readouterr().err
 
@@ -465,14 +465,16 @@ def test_a_wrong_step_is_told(here, capsys, name, message):
         ("--html", "no/where/page.html", "cannot be written to no/where/page.html: there is no fo"),
     ],
 )
-def test_wrong_options_are_told_before_compiling(here, capsys, command, option, value, message):
+def test_wrong_options_are_told_before_compiling(
+    in_test_folder, capsys, command, option, value, message
+):
     steps = ["test_reports:deep_step", "test_reports:remat_step"][: 1 + (command == "diff")]
     assert run(command, *steps, option, value) == 1
     told = capsys.readouterr().err
     assert message in told and "compiling" not in told and "running" not in told
 
 
-def test_both_steps_of_a_diff_are_looked_at_before_compiling(here, capsys, tmp_path):
+def test_both_steps_of_a_diff_are_looked_at_before_compiling(in_test_folder, capsys, tmp_path):
     assert run("diff", "test_reports:deep_step", "test_reports:nothing") == 1
     told = capsys.readouterr().err
     assert "test_reports:nothing must return (step, args)" in told and "compiling" not in told
@@ -485,7 +487,7 @@ def test_both_steps_of_a_diff_are_looked_at_before_compiling(here, capsys, tmp_p
     assert "There is no file 'nowhere.json'; a step is given as" in capsys.readouterr().err
 
 
-def test_an_unknown_target(here, capsys):
+def test_an_unknown_target(in_test_folder, capsys):
     assert run("estimate", "test_reports:deep_step", "--target", "h300") == 1
     assert "There is no target named 'h300'" in capsys.readouterr().err
 

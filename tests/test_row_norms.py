@@ -6,7 +6,7 @@ import pytest
 
 import jaxmem
 from jaxmem.program.kernels import _REDUCTIONS
-from jaxmem.program.row_norms import row_norms
+from jaxmem.program.row_norms import find_row_normalizations
 from jaxmem.rematerialization.traced import TracedFunction
 
 ROWS, WIDTH, CLASSES = 2048, 256, 16384
@@ -121,13 +121,13 @@ def norms_of(name):
     for operation in program.operations:
         for value in operation.outputs:
             stored[value] = operation.name == "dot_general"
-    return program, row_norms(program, stored, _REDUCTIONS)
+    return program, find_row_normalizations(program, stored, _REDUCTIONS)
 
 
 def test_rows_are_normalised_by_what_they_are_reduced_to():
     program, norms = norms_of("log_softmax")
     logits = next(one for one in program.operations if one.name == "dot_general").outputs[0]
-    assert norms.sources and norms.made
+    assert norms.sources and norms.normalized
     for number, values in norms.sources.items():
         assert program.operations[number].name == "reduce_max" and values == {logits}
 
@@ -147,7 +147,7 @@ def test_reductions_along_other_axes_are_kernels_apart(axis):
 def test_what_else_is_read_or_chosen_from_is_apart(name):
     """Derivatives read the maximum too, a selection is in between, nothing is normalised."""
     _, norms = norms_of(name)
-    assert not norms.sources and not norms.made
+    assert not norms.sources and not norms.normalized
 
 
 def attention(x, weights):

@@ -12,8 +12,13 @@ import pytest
 
 import jaxmem
 from jaxmem.fitting import Search
-from jaxmem.planning import Variant, one_liners
-from jaxmem.planning.rows import policies, row, tilings, tilings_of_operations
+from jaxmem.planning import Variant, baseline_policies
+from jaxmem.planning.rows import (
+    block_partitions,
+    operation_block_partitions,
+    per_block_regions,
+    policies,
+)
 from jaxmem.program import Program
 from jaxmem.rematerialization import Constraints, TracedFunction
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
@@ -74,7 +79,7 @@ def planner():
 
 
 def test_blocks_are_found_by_what_repeats():
-    (spans,) = tilings(planner().variants[0].program, planner().variants[0].prices)
+    (spans,) = block_partitions(planner().variants[0].program, planner().variants[0].prices)
     assert len(spans) == LAYERS
     assert len({stop - start for start, stop in spans}) == 1
     assert all(one[1] == other[0] for one, other in itertools.pairwise(spans))
@@ -153,7 +158,7 @@ def test_what_a_one_liner_costs_is_what_it_compiles_to(name):
         jaxmem.memory(jax.value_and_grad(functools.partial(loss, of)), *arguments(), **options)
         for of in (lambda f: f, region)
     )
-    found = one_liners(program()[0], program()[1].rates)
+    found = baseline_policies(program()[0], program()[1].rates)
     layout = found[f"{name} on each of {LAYERS} blocks"]
     assert layout.flops == written.work.flops - plain.work.flops > 0
     total = program()[1].budget_for(program()[0]).total(layout.peak)
@@ -164,10 +169,10 @@ def test_what_a_one_liner_costs_is_what_it_compiles_to(name):
 
 def test_no_plan_loses_to_a_one_liner():
     variant = planner().variants[0]
-    (spans,) = tilings(variant.program, variant.prices)
+    (spans,) = block_partitions(variant.program, variant.prices)
     for saved in policies(variant.program).values():
         for count in (LAYERS, LAYERS // 2):
-            theirs = variant.layout(row(variant.program, spans[:count], saved))
+            theirs = variant.layout(per_block_regions(variant.program, spans[:count], saved))
             ours = planner().cheapest_for(theirs.peak)
             assert ours.price <= theirs.price and ours.peak <= theirs.peak
 
@@ -178,7 +183,7 @@ def test_a_budget_error_names_the_one_liner():
     assert f"nothing_saveable on each of {LAYERS} blocks takes " in str(caught.value)
 
 
-class Said(Compiling):
+class FakeCompilation(Compiling):
     """A stand-in for a compilation: so many bytes."""
 
     def __init__(self, device):
@@ -197,7 +202,7 @@ def compiling(monkeypatch, times):
     """A stand-in for the compiler, which makes so many times of what is projected of a plan."""
 
     def begin(_, plan, options):
-        return Said(plan.projected_bytes * times(plan))
+        return FakeCompilation(plan.projected_bytes * times(plan))
 
     monkeypatch.setattr(CompiledPlans, "begin", begin)
 
@@ -219,7 +224,11 @@ def test_the_fewest_bytes_are_not_all_that_is_left(monkeypatch):
     if none is further off, before the fewest bytes at any price."""
     fun = functools.partial(loss, lambda f: f)
     plain = jaxmem.plan(fun, *arguments(), compilations=0).plain_bytes
-    fewest = program()[1].write(program()[0], planner().smallest(), planner().plain).predicted
+    fewest = (
+        program()[1]
+        .write(program()[0], planner().cheapest_near_minimum(), planner().plain)
+        .predicted
+    )
     budget = int(0.7 * plain)
     off = itertools.chain([1.147], itertools.repeat(1.01))
 
@@ -240,7 +249,11 @@ def test_the_last_compilation_is_for_what_is_known_to_fit(monkeypatch):
     price are not asked for: what is that much below the budget, at the same place, fits."""
     fun = functools.partial(loss, lambda f: f)
     plain = jaxmem.plan(fun, *arguments(), target="h200", compilations=0).plain_bytes
-    fewest = program()[1].write(program()[0], planner().smallest(), planner().plain).predicted
+    fewest = (
+        program()[1]
+        .write(program()[0], planner().cheapest_near_minimum(), planner().plain)
+        .predicted
+    )
     budget = int(0.75 * plain)
 
     def times(plan) -> float:
@@ -258,8 +271,11 @@ def test_the_last_compilation_is_for_what_is_known_to_fit(monkeypatch):
 def test_rows_are_compiled_where_nothing_else_fits():
     fun = functools.partial(loss, lambda f: f)
     least = jaxmem.plan(fun, *arguments(), budget=None, compilations=0)
-    lowest = program()[1].budget_for(program()[0]).total(planner().smallest().peak)
-    rows = [program()[1].budget_for(program()[0]).total(one.peak) for one in planner().rows()]
+    lowest = program()[1].budget_for(program()[0]).total(planner().cheapest_near_minimum().peak)
+    rows = [
+        program()[1].budget_for(program()[0]).total(one.peak)
+        for one in planner().per_block_layouts()
+    ]
     budget = int(0.99 * lowest)
     assert 0.6 * min(rows) <= budget < least.projected_bytes
     plan = jaxmem.plan(fun, *arguments(), budget=budget, target="h200", compilations=8)
@@ -270,9 +286,9 @@ def test_rows_are_compiled_where_nothing_else_fits():
 def test_rows_are_compiled_where_they_cost_less_than_what_fits():
     fun = functools.partial(loss, lambda f: f)
     total = program()[1].budget_for(program()[0]).total
-    cheapest = min(planner().rows(), key=lambda layout: layout.price)
+    cheapest = min(planner().per_block_layouts(), key=lambda layout: layout.price)
     budget = int(0.85 * total(cheapest.peak))
-    fits = planner().cheapest_for(program()[1].budget_for(program()[0], budget).left)
+    fits = planner().cheapest_for(program()[1].budget_for(program()[0], budget).available)
     assert fits.price > cheapest.price  # what would be taken without them
     plan = jaxmem.plan(fun, *arguments(), budget=budget, target="h200")
     assert plan.compiled_bytes <= budget and len(plan.regions) == LAYERS
@@ -281,7 +297,7 @@ def test_rows_are_compiled_where_they_cost_less_than_what_fits():
 
 def test_the_first_block_may_differ_from_the_others():
     """A row of three blocks that are alike has a region on the first one too, where that is about
-    as dear: it reads its input, and another value, in another way."""
+    as expensive: it reads its input, and another value, in another way."""
 
     def deep(params, x):
         for number, (up, down) in enumerate(params):
@@ -293,7 +309,7 @@ def test_the_first_block_may_differ_from_the_others():
     args = [pair] * LAYERS, jax.ShapeDtypeStruct((4096, 256), jnp.float32)
     constraints = Constraints.parse(None, 0, "h200", "dp")
     variant = constraints.planner(TracedFunction(deep, args, {}, 0).program).variants[0]
-    alike, every, halves, _ = tilings(variant.program, variant.prices)
+    alike, every, halves, _ = block_partitions(variant.program, variant.prices)
     assert len(alike) == LAYERS - 1 and every[1:LAYERS] == alike and every[0][1] == alike[0][0]
     assert len(halves) == 2 * len(alike)  # both matmuls of a block are alike
 
@@ -319,8 +335,8 @@ def test_layers_that_differ_in_what_costs_little_are_blocks():
     constraints = Constraints.parse(None, 0, "h200", "dp")
     program = TracedFunction(deep, args, {}, 0).program
     variant = constraints.planner(program).variants[0]
-    assert LAYERS in map(len, tilings(variant.program, variant.prices))
-    assert LAYERS in map(len, tilings_of_operations(variant.program, variant.prices))
+    assert LAYERS in map(len, block_partitions(variant.program, variant.prices))
+    assert LAYERS in map(len, operation_block_partitions(variant.program, variant.prices))
 
 
 def test_blocks_of_blocks_are_a_row_too():
@@ -342,7 +358,7 @@ def test_blocks_of_blocks_are_a_row_too():
     fun = functools.partial(contrast, lambda layer: layer)
     constraints = Constraints.parse(None, 0, "h100", "dp")
     variant = constraints.planner(TracedFunction(fun, args, {}, 0).program).variants[0]
-    assert 8 in map(len, tilings(variant.program, variant.prices))
+    assert 8 in map(len, block_partitions(variant.program, variant.prices))
     by_hand = functools.partial(contrast, jax.checkpoint)
     written = jaxmem.memory(jax.jit(jax.value_and_grad(by_hand)), *args, target="h100")
     plan = jaxmem.plan(fun, *args, budget=int(1.02 * written.device), target="h100")
@@ -462,13 +478,13 @@ def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(own, name):
 def test_a_loss_keeps_its_own_regions_where_nothing_else_takes_less_time(monkeypatch, capsys):
     """XLA makes what is projected of the author's own regions, and half as much again of all
     else."""
-    found = Search._made
+    found = Search._lowered
 
     def made(self, candidate):
         step, _ = found(self, candidate)
-        return step, Said(candidate.projected * (1 if candidate.plan.stays else 1.5))
+        return step, FakeCompilation(candidate.projected * (1 if candidate.plan.stays else 1.5))
 
-    monkeypatch.setattr(Search, "_made", made)
+    monkeypatch.setattr(Search, "_lowered", made)
     dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
     fitted = jaxmem.fit(
         functools.partial(recurrent, dots), optax.sgd(1e-3), *of_a_sequence(), budget="13MiB",

@@ -10,7 +10,7 @@ import pytest
 
 import jaxmem
 from jaxmem.rematerialization import search
-from jaxmem.rematerialization.search import Begun, Outcome, Search
+from jaxmem.rematerialization.search import Outcome, PendingCompilation, Search
 
 
 def searched(rounds, compiled, seconds=None, compilations=6, allowed=100):
@@ -32,7 +32,7 @@ def searched(rounds, compiled, seconds=None, compilations=6, allowed=100):
     def start(name):
         threads[name] = threading.Thread(target=compile, args=(name,))
         threads[name].start()
-        return Begun(name, lambda: finish(name), lambda: stopped.append(name))
+        return PendingCompilation(name, lambda: finish(name), lambda: stopped.append(name))
 
     def proposals():
         yield from rounds
@@ -56,7 +56,7 @@ def test_what_is_found_does_not_depend_on_which_is_there_first(seed):
 def test_what_is_beside_one_that_fits_is_stopped_and_does_not_count():
     search, stopped = searched([["a", "b"], ["c"]], {"a": 90, "b": 80, "c": 101})
     assert list(search.outcomes) == ["a", "c"] and "b" in stopped
-    assert search.left == 4
+    assert search.remaining == 4
 
 
 def test_the_last_compilation_but_one_has_nothing_beside_it():
@@ -70,7 +70,7 @@ def test_errors_count_of_the_first_of_a_round_alone():
     error = jaxmem.CompileError("no such kernel")
     search, _ = searched([["a", "b"], ["c"]], {"a": 120, "b": error, "c": 90})
     assert search.outcomes["b"].compiled is None and search.best == "c"
-    assert "no such kernel" in search.outcomes["b"].said
+    assert "no such kernel" in search.outcomes["b"].message
     with pytest.raises(jaxmem.CompileError, match="no such kernel"):
         searched([["a", "b"]], {"a": error, "b": 90})
 
@@ -81,7 +81,9 @@ def test_an_error_or_an_interrupt_stops_what_was_begun():
     def start(name):
         if name == "b":
             raise KeyboardInterrupt
-        return Begun(name, lambda: pytest.fail("nobody waits"), lambda: stopped.append(name))
+        return PendingCompilation(
+            name, lambda: pytest.fail("nobody waits"), lambda: stopped.append(name)
+        )
 
     with pytest.raises(KeyboardInterrupt):
         Search(100, 6).run([["a", "b"]], start)
@@ -94,13 +96,13 @@ def test_an_error_at_the_start_of_the_second_counts_where_it_is_wanted(first, ou
         if name == "b":
             raise jaxmem.JaxmemError("cannot be lowered")
         size = {"a": first, "c": 80}[name]
-        return Begun(name, lambda: Outcome("", size, 100, size, name), lambda: None)
+        return PendingCompilation(name, lambda: Outcome("", size, 100, size, name), lambda: None)
 
     search = Search(100, 6)
     search.run([["a", "b"], ["c"]] if first > 100 else [["a", "b"]], start)
     assert list(search.outcomes) == outcomes and search.best == outcomes[-1]
     if first > 100:
-        assert "cannot be lowered" in search.outcomes["b"].said
+        assert "cannot be lowered" in search.outcomes["b"].message
     with pytest.raises(jaxmem.JaxmemError, match="cannot be lowered"):
         Search(100, 6).run([["b", "a"]], start)
 
@@ -110,8 +112,8 @@ def test_progress_says_what_is_compiled_how_many_and_how_long(caplog, monkeypatc
     monkeypatch.setattr(search, "time", types.SimpleNamespace(monotonic=clock.__next__))
     searched([["a", "b"], ["c"]], {"a": 120, "b": 90, "c": 101})
     said = [record.getMessage() for record in caplog.records]
-    beside = "; beside it, in case it does not fit: b"
-    assert said[0] == f"jaxmem: compiling 1 of at most 6: a{beside}"
+    alternative = "; beside it, in case it does not fit: b"
+    assert said[0] == f"jaxmem: compiling 1 of at most 6: a{alternative}"
     assert said[1] == "jaxmem: compiled 1 of at most 6; up to about 3 s more"
     assert said[3] == "jaxmem: compiling 3 of at most 6: c"
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxmem
-from jaxmem.planning import rows_to_compile
+from jaxmem.planning import per_block_layouts
 from jaxmem.planning.repeating import _Repeating
 from jaxmem.rematerialization import Constraints, TracedFunction
 from jaxmem.rematerialization.plan import Plan
@@ -201,7 +201,7 @@ def written(fun, args, **options):
     constraints = Constraints.parse(None, 0, "h100", "dp")
     planner = constraints.planner(traced.program)
     program = constraints.as_run(traced.program)
-    for layout in rows_to_compile(planner, program, constraints.rates):
+    for layout in per_block_layouts(planner, program, constraints.rates):
         if layout.segments:
             yield constraints.write(traced.program, layout, planner.plain)
 

@@ -15,21 +15,21 @@ KEYS = [one.key for one in constants()]
 # What bounds the time of one step of planning, or decides where a compiler does: in their comments
 # is what was looked at instead.
 ELSEWHERE = {
-    "planning.dp._MAPS",
+    "planning.dp._MAX_SHARD_MAPS",
     "planning.mapped._OPTIONS",
-    "planning.bound._LOOKS",
-    "planning.bound._MOMENTS",
+    "planning.bound._CANDIDATE_CUTS",
+    "planning.bound._SOLVED_CUTS",
     "planning.named_counts._CHUNK",
     "planning.segments._SMALL_HEAD",
-    "program.opaque._ORDERED",
+    "program.opaque._MAX_REORDERED",
     "program.derivatives.pooling._WINDOW",
-    "fitting.capacity._FURTHER",
-    "fitting.capacity._JUMP",
+    "fitting.capacity._MAX_GROWTH",
+    "fitting.capacity._JUMP_RATIO",
     "fitting.devices._HOPELESS",
     "fitting.sizes._MOST_SLICES",
-    "rematerialization.compiled_plans._OFF",
+    "rematerialization.compiled_plans._RECHECK_ERROR",
     "rematerialization.loop_budgets._STATES",
-    "rematerialization.policies._DEAR",
+    "rematerialization.policies._EXPENSIVE",
     "rematerialization.timelines._POINTS",
     *(f"planning.names.{name}" for name in ("MOST", "_GOALS", "_EQUAL")),
     *(f"rematerialization.named.search.{n}" for n in ("_BELOW", "_ABOVE", "_NEAR", "_WORTH")),
@@ -62,21 +62,25 @@ def test_every_chosen_constant_is_measured():
 # What changes nothing on the programs of the table, even far off: it bounds the time of planning,
 # or the test that is named needs it.
 NEEDED = {
-    "planning.dp._REACH": "test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp",
-    "planning.loops._APART": "test_both_schedules_are_about_the_best_together",
+    "planning.dp._FLOOR_MEMORIES": (
+        "test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp"
+    ),
+    "planning.loops._MENU_RATIO": "test_both_schedules_are_about_the_best_together",
     "planning.repeating._ALIKE": "test_blocks_are_found_by_what_repeats",
     "planning.repeating._INSIDE": "test_blocks_end_where_the_least_crosses_of_all_of_them",
     "planning.repeating._PART": "test_the_first_block_may_differ_from_the_others",
-    "rematerialization.search.AS_IT_IS": "test_what_fits_as_it_is_is_not_refused",
-    "rematerialization.search.NEARLY": "test_rows_are_compiled_where_they_cost_less_than_what_fits",
-    "rematerialization.compiled_plans._ABOVE": (
+    "rematerialization.search.TRY_PLAIN_LIMIT": "test_what_fits_as_it_is_is_not_refused",
+    "rematerialization.search.MAX_OVERPROJECTION": (
+        "test_rows_are_compiled_where_they_cost_less_than_what_fits"
+    ),
+    "rematerialization.compiled_plans._OVER_BUDGET_STEPS": (
         "test_what_is_projected_a_little_too_large_is_tried_last"
     ),
-    "rematerialization.compiled_plans._MARGIN": (
+    "rematerialization.compiled_plans._SAFETY_MARGIN": (
         "test_no_plan_loses_to_a_region_on_the_body_of_a_scan"
     ),
-    "fitting.search._NEAR": "test_plans_between_two_that_do_not_fit_are_tried",
-    "fitting.search._ABOVE": "test_plans_above_those_that_do_not_fit_are_tried",
+    "fitting.search._RETRY_RANGE": "test_plans_between_two_that_do_not_fit_are_tried",
+    "fitting.search._OVERPLAN": "test_plans_above_those_that_do_not_fit_are_tried",
 }
 
 

@@ -207,7 +207,7 @@ LOOPS = """
 import dataclasses, functools
 import jax, jax.numpy as jnp, numpy as np, optax
 import jaxmem
-from jaxmem.planning import Head, Rates, loop_options, loops_as_emitted
+from jaxmem.planning import LeadingIterations, Rates, loop_options, loops_as_emitted
 from jaxmem.rematerialization.traced import TracedFunction
 
 jax.config.update("jax_enable_x64", True)
@@ -232,7 +232,8 @@ def plans(step):
     kept = next(one.loop for one in bodies if not one.host and not one.loop.whole)
     plan = jaxmem.plan(step.loss, state.params, batch)
     for head, rest in ((hosted, kept), (kept, hosted), (hosted, hosted)):
-        loops = loops_as_emitted(program, [dataclasses.replace(rest, head=Head(4, head))])
+        head = LeadingIterations(4, head)
+        loops = loops_as_emitted(program, [dataclasses.replace(rest, head=head)])
         yield dataclasses.replace(plan, loops=loops, regions=())
 
 def trained(plan, sharding):

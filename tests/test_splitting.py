@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from jaxmem.program import compiled_by
+from jaxmem.program import apply_compiler_rules
 from jaxmem.program.splitting import has_padded_parts, parts_of
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import Matmul, known_targets
@@ -156,15 +156,15 @@ def test_what_is_padded_for_the_matmul_alone_does_not_wait():
 def test_what_is_not_known_of_a_matmul_is_in_one_part():
     args = [jax.ShapeDtypeStruct((0, 8), "float32"), jax.ShapeDtypeStruct((8, 4), "float32")]
     traced = TracedFunction(lambda x, w: jnp.sum(x @ w), args, {}, 0, False)
-    program = compiled_by(traced.program, jaxmem.target("h100").rules)
+    program = apply_compiler_rules(traced.program, jaxmem.target("h100").rules)
     assert all(not kernel.workspace for kernel in program.kernels)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("rows", "width", "classes", "within"), [(2048, 256, 10001, 0.12), (1024, 256, 50257, 0.05)]
+    ("rows", "width", "classes", "tolerance"), [(2048, 256, 10001, 0.12), (1024, 256, 50257, 0.05)]
 )
-def test_a_cotangent_of_odd_length_is_there_padded_too(rows, width, classes, within, dtype):
+def test_a_cotangent_of_odd_length_is_there_padded_too(rows, width, classes, tolerance, dtype):
     """One gradient reads it along its padded axis, in parts, the other one along the other axis."""
 
     def loss(weights, x):
@@ -176,7 +176,7 @@ def test_a_cotangent_of_odd_length_is_there_padded_too(rows, width, classes, wit
     args = [shaped((width, width)), shaped((width, classes))], shaped((rows, width))
     compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False)
     plain = jaxmem.plan(loss, *args, target="h100", compilations=0).plain_bytes
-    assert plain == pytest.approx(compiled.device, rel=within)
+    assert plain == pytest.approx(compiled.device, rel=tolerance)
 
 
 @pytest.mark.parametrize("target", sorted(known_targets()))

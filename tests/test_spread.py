@@ -56,7 +56,7 @@ def transformer(kind: str, form: str, layers: int = 4):
         blocks = [{n: array(s, *p) for n, (s, p) in shapes.items()} for _ in range(layers)]
     params = {"words": array((WORDS, WIDTH), model, own), "blocks": blocks}
 
-    def lies(x):
+    def sharded(x):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(data, None, None)))
 
     def norm(x):
@@ -65,7 +65,7 @@ def transformer(kind: str, form: str, layers: int = 4):
         return (wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype)
 
     def block(x, w):
-        x = lies(x)
+        x = sharded(x)
         q, k, v = jnp.einsum("bsd,dchk->cbshk", norm(x), w["qkv"])
         scores = jnp.einsum("bshk,bthk->bhst", q, k).astype(jnp.float32)
         scores = jnp.where(jnp.tril(jnp.ones((TOKENS, TOKENS), bool)), scores, -1e9)
@@ -79,7 +79,7 @@ def transformer(kind: str, form: str, layers: int = 4):
             x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, params["blocks"])
         else:
             x = functools.reduce(block, params["blocks"], x)
-        logits = (norm(lies(x)) @ params["words"].T).astype(jnp.float32)
+        logits = (norm(sharded(x)) @ params["words"].T).astype(jnp.float32)
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)
         return -jnp.mean(picked)
 
@@ -97,7 +97,7 @@ def test_bytes_and_flops_are_those_of_one_device(kind, form):
     assert 3 * traced.program.flops == report.work.flops
     plain = Constraints.parse("70GiB", 0, target, "dp").plan(traced.program)
     assert plain.projected_bytes == pytest.approx(report.device, rel=0.05)
-    together = traced.program.together
+    together = traced.program.unsharded
     assert together.fingerprint == traced.program.fingerprint == _on_one(loss, args).fingerprint
 
 
@@ -110,7 +110,7 @@ def _on_one(loss, args):
 def test_kernels_are_the_same_ones_wherever_the_function_is_traced(kind):
     loss, args = transformer(kind, "unrolled")
     spread, alone = TracedFunction(loss, args, {}, 0).program, _on_one(loss, args)
-    kernels = [kernel for kernel in spread.kernels if not kernel.sent]
+    kernels = [kernel for kernel in spread.kernels if not kernel.sent_bytes]
     assert [kernel.operations[-1] for kernel in kernels] == [
         kernel.operations[-1] for kernel in alone.kernels
     ]
@@ -167,10 +167,10 @@ def test_what_cannot_be_asked_is_spread_evenly(monkeypatch):
     mesh = _mesh({"data": 8})
     lying = NamedSharding(mesh, P("data"))
     flat = jaxprs.flatten(jnp.tanh, [jax.ShapeDtypeStruct((16, 64), "float32", sharding=lying)])
-    found = jaxprs.spread(flat, [lying])
+    found = jaxprs.propagate_shardings(flat, [lying])
     assert [found.aval(value).shape for value in range(2)] == [(2, 64), (2, 64)]
-    monkeypatch.setattr(jaxprs.spreading, "propagated", lambda *_: None)
-    found = jaxprs.spread(flat, [lying])
+    monkeypatch.setattr(jaxprs.shardings, "propagated", lambda *_: None)
+    found = jaxprs.propagate_shardings(flat, [lying])
     assert [found.aval(value).shape for value in range(2)] == [(16, 8), (16, 8)]
 
 
@@ -194,11 +194,11 @@ def nested_scans():
 
 
 def collectives():
-    around = [(one, (one + 1) % 4) for one in range(4)]
+    ring = [(one, (one + 1) % 4) for one in range(4)]
 
     @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("data")), out_specs=P("data"))
     def layer(w, x):
-        return jnp.tanh(jax.lax.ppermute(x, "data", around) @ w)
+        return jnp.tanh(jax.lax.ppermute(x, "data", ring) @ w)
 
     def loss(ws, x):
         return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0] ** 2)
@@ -230,7 +230,7 @@ def own_rules(*parts):
 def test_what_is_gathered_is_no_value_of_the_program():
     loss, args = own_rules("data", None)
     spread, alone = TracedFunction(loss, args, {}, 0).program, _on_one(loss, args)
-    assert len(spread.together.sizes) == len(alone.sizes)
+    assert len(spread.unsharded.sizes) == len(alone.sizes)
     assert spread.fingerprint == alone.fingerprint
 
 
@@ -274,11 +274,11 @@ def test_an_axis_that_does_not_divide_is_in_pieces_of_one_size():
 def test_an_axis_that_does_not_divide_inside_of_a_loop():
     lying = NamedSharding(MESH, P("data", None))
 
-    def lies(x):
+    def sharded(x):
         return jax.lax.with_sharding_constraint(x, lying)
 
     def loss(ws, x):
-        y, _ = jax.lax.scan(lambda x, w: (lies(jnp.tanh(x @ w)), None), lies(jnp.sin(x)), ws)
+        y, _ = jax.lax.scan(lambda x, w: (sharded(jnp.tanh(x @ w)), None), sharded(jnp.sin(x)), ws)
         return jnp.mean(y**2)
 
     shapes = _array((4, 64, 64), None, None, "model"), jax.ShapeDtypeStruct((1022, 64), "float32")
@@ -306,7 +306,7 @@ def test_a_vector_that_scales_features_does_not_spread_them():
     tokens = array((16, 128), "data", dtype=jnp.int32)
     found = TracedFunction(loss, (words, layers, tokens), {}, 0)
     (scan,) = [step for step in found.flat.steps if step.primitive == "scan"]
-    assert found.spread(found.flat).aval(scan.outputs[0]).shape == (2, 128, 256)
+    assert found.shards(found.flat).aval(scan.outputs[0]).shape == (2, 128, 256)
     step = jax.value_and_grad(loss, (0, 1))
     report = jaxmem.memory(step, words, layers, tokens, target=jaxmem.target("h100", count=8))
     assert "bf16[2,128,256]" in report.hlo and "bf16[16,128,32]" not in report.hlo
@@ -336,10 +336,10 @@ def test_fit_projects_what_a_device_has(form, stage):
     mesh = AbstractMesh((8,), ("data",))
     workload = Workload(loss, optax.adam(1e-3), layers, x, target="h100", mesh=mesh)
     costs, levers = Search(workload).costs, Levers(stage=stage)
-    plain = costs.plain(levers)
+    plain = costs.plain_plan(levers)
     step, state = workload.step(levers, plain), workload.state(levers)
     report = jaxmem.memory(step, state, workload.batch, target=workload.target, timeline=False)
-    assert costs.priced(levers, plain).projected == pytest.approx(report.device, rel=0.12)
+    assert costs.candidate_of(levers, plain).projected == pytest.approx(report.device, rel=0.12)
 
 
 def test_zeros_that_a_loop_begins_with_are_made_in_pieces():
@@ -356,7 +356,7 @@ def test_zeros_that_a_loop_begins_with_are_made_in_pieces():
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     flat = jaxprs.flatten(summed, [x])
     rows = NamedSharding(_mesh({"data": 8}), P("data"))
-    pieces = jaxprs.spread(flat, [rows])
+    pieces = jaxprs.propagate_shardings(flat, [rows])
     made = [step.outputs[0] for step in flat.steps if not [*step.uses]]
     assert len(made) >= 2
     shapes = {flat.avals[at].shape: pieces.aval(at).shape for at in made}
@@ -388,7 +388,7 @@ def test_what_is_sent_may_be_made_of_what_was_sent():
     for kernel in body.kernels:
         assert made.issuperset(kernel.sources)
         made.update(kernel.results)
-    assert [kernel.ring.devices for kernel in body.kernels if kernel.summed] == [2]
+    assert [kernel.ring.devices for kernel in body.kernels if kernel.summed_bytes] == [2]
 
 
 def test_conditionals_that_hand_an_operand_on():
@@ -407,7 +407,7 @@ def test_conditionals_that_hand_an_operand_on():
 
     args = [array(64, 64)] * 4, array(4096, 64, parts=("data",))
     spread, alone = (TracedFunction(loss, args, {}, 0).program, _on_one(loss, args))
-    assert spread.together.fingerprint == alone.fingerprint
+    assert spread.unsharded.fingerprint == alone.fingerprint
     assert jaxmem.plan(loss, *args).plain_bytes < jaxmem.plan(loss, *_whole(args)).plain_bytes
 
 
@@ -423,11 +423,11 @@ def test_sequences_that_are_cut(budget):
     rows, length, width, words = 4, 4096, 512, 32768
     array = functools.partial(placed, mesh)
 
-    def lies(x):
+    def sharded(x):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", "context", None)))
 
     def block(x, w):
-        x = lies(x)
+        x = sharded(x)
         q, k, v = ((x @ one).reshape(rows, length, 8, -1) for one in w["heads"])
         mixed = jaxmem.ops.attention(q, k, v, is_causal=True, block=(256, 256))
         x = x + mixed.reshape(x.shape) @ w["out"]
@@ -435,7 +435,7 @@ def test_sequences_that_are_cut(budget):
 
     def loss(params, tokens):
         x, _ = jax.lax.scan(block, params["words"][tokens], params["blocks"])
-        logits = (lies(x) @ params["words"].T).astype(jnp.float32)
+        logits = (sharded(x) @ params["words"].T).astype(jnp.float32)
         picked = jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits[:, :-1], -1) - picked)
 
@@ -478,11 +478,11 @@ def _pieces(arrays):
 )
 def test_slices_that_lie_where_they_were(end, aligned):
     mesh = _mesh({"data": 8})
-    lies = NamedSharding(mesh, P("data", None))
-    x = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=lies)
+    sharded = NamedSharding(mesh, P("data", None))
+    x = jax.ShapeDtypeStruct((4096, 16), jnp.float32, sharding=sharded)
     program = TracedFunction(lambda x: jnp.sum(jnp.sin(x[:end])), (x,), {}, 0).program
     (found,) = (one for one in program.operations if one.name == "slice")
-    assert found.exchange.aligned == aligned
+    assert found.communication.aligned == aligned
 
 
 def test_rules_on_explicit_axes():

@@ -263,7 +263,7 @@ def test_candidates_compile_side_by_side():
 
 def test_results_are_kept_on_disk(monkeypatch):
     first = jaxmem.memory(step, *SHAPES, target="t4")
-    monkeypatch.setattr(workers.Worker, "borrow", None)  # compiling again would fail
+    monkeypatch.setattr(workers.Worker, "acquire", None)  # compiling again would fail
     assert jaxmem.memory(step, *SHAPES, target="t4") == first
 
 
@@ -394,7 +394,7 @@ def test_a_damaged_result_is_compiled_again(monkeypatch, tmp_path):
     path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
     assert jaxmem.memory(step, *SHAPES, target="t4") == first
     assert cache.read(path) is not None
-    monkeypatch.setattr(workers.Worker, "borrow", None)  # compiling again would fail
+    monkeypatch.setattr(workers.Worker, "acquire", None)  # compiling again would fail
     assert jaxmem.memory(step, *SHAPES, target="t4") == first
 
 

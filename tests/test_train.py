@@ -1433,7 +1433,7 @@ def test_an_optimizer_may_take_the_loss_or_not():
 
 
 @pytest.mark.parametrize(
-    "around",
+    "wrapper",
     [
         lambda asks: optax.MultiSteps(asks, 1),
         lambda asks: optax.MultiSteps(asks, 1).gradient_transformation(),
@@ -1442,7 +1442,7 @@ def test_an_optimizer_may_take_the_loss_or_not():
         lambda asks: optax.conditionally_transform(asks, lambda step, **extra: step >= 0),
     ],
 )
-def test_what_is_around_an_optimizer_hands_the_loss_on(around):
+def test_what_is_around_an_optimizer_hands_the_loss_on(wrapper):
     """Whether or not it says by its type that it takes more than optax's three arguments."""
 
     def update(updates, state, params=None, *, value, **extra):
@@ -1453,7 +1453,7 @@ def test_what_is_around_an_optimizer_hands_the_loss_on(around):
 
     asks = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
     params, batch = jnp.ones(3), jnp.ones((4, 3))
-    step = jaxmem.train_step(loss, around(asks))
+    step = jaxmem.train_step(loss, wrapper(asks))
     state, _ = step(step.init(jnp.copy(params)), batch)
     np.testing.assert_allclose(state.params, params + 9.0 * jax.grad(loss)(params, batch))
 

@@ -49,7 +49,7 @@ ARGS = shape(256, 256), shape(2048, 256)
 def turns_of(hlo):
     lines = [line for found in computations_of(hlo).values() for line in found.values()]
     calls = (calls_of(line) for line in lines if re.search(r"\bwhile\(", line))
-    return sorted(one.turns if one.turns is not None else -1 for one in calls)
+    return sorted(one.trip_count if one.trip_count is not None else -1 for one in calls)
 
 
 @pytest.mark.parametrize("name", LOOPS)

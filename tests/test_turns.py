@@ -97,5 +97,7 @@ def test_planned_functions_are_cut_and_cast(loss, dtype):
     else:
         found = jax.grad(jaxmem.autocast(planned, "bf16"))(layers, (x, y))
         expected = jax.grad(jaxmem.autocast(loss, "bf16"))(layers, x, y)
-    within = 1e-10 if dtype == "float64" else 1e-2
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, within, within), found, expected)
+    tolerance = 1e-10 if dtype == "float64" else 1e-2
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), found, expected
+    )

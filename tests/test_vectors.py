@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem.program import compiled_by
+from jaxmem.program import apply_compiler_rules
 from jaxmem.rematerialization.traced import TracedFunction
 
 MULTIPLIED = {
@@ -56,9 +56,9 @@ def test_in_bfloat16(name):
 def test_only_these_are_no_matmuls(name):
     loss, operands = step(name)
     program = TracedFunction(loss, (operands,), {}, 0).program
-    on_gpu = compiled_by(program, jaxmem.target("h100").rules)
+    on_gpu = apply_compiler_rules(program, jaxmem.target("h100").rules)
     assert bool(on_gpu.flops) == (name in MATMULS)
-    on_tpu = compiled_by(program, jaxmem.target("v5e").rules)
+    on_tpu = apply_compiler_rules(program, jaxmem.target("v5e").rules)
     assert bool(on_tpu.flops) == (name != "nothing summed")
 
 

@@ -109,7 +109,7 @@ def main():
     weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * (LAYERS + 1)
     args = weights, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
     one = ROWS * WIDTH * 2
-    around = 2 * len(weights) * WIDTH**2 * 2 + one
+    fixed_bytes = 2 * len(weights) * WIDTH**2 * 2 + one
 
     def compiled(loss):
         step = jax.jit(jax.value_and_grad(loss))
@@ -134,7 +134,7 @@ def main():
                 continue
             report = reports[form]
             assert report.work.flops == plain.work.flops, (name, form)
-            row[form] = f"{(report.device - around) / one / LAYERS:.2f}"
+            row[form] = f"{(report.device - fixed_bytes) / one / LAYERS:.2f}"
         rows.append(row | {"FLOPs": "1.000x"})
         print(rows[-1], flush=True)
     record("Twelve layers: activations kept a layer", rows, __doc__.split("\n\n")[1])

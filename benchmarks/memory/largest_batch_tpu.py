@@ -23,7 +23,7 @@ import optax
 import jaxmem
 from benchmarks._models import Encoder, ViT, classifier, example
 from benchmarks._record import record_parts
-from benchmarks.planner.planner_gpt import POLICIES, problem as gpt2_medium
+from benchmarks.planner.planner_gpt import POLICIES, workload as gpt2_medium
 from jaxmem.targets.tpu.family import Tpu
 
 TARGET = "v5e"

@@ -17,7 +17,7 @@ import jax
 import jaxmem
 from benchmarks._record import record_parts
 from benchmarks.planner.frontiers import NETWORKS
-from benchmarks.planner.planner_gpt import problem as gpt2_medium
+from benchmarks.planner.planner_gpt import workload as gpt2_medium
 from jaxmem.planning import bound
 from jaxmem.rematerialization.bounds import graph_of
 from jaxmem.rematerialization.traced import TracedFunction
@@ -57,12 +57,12 @@ def rows_of(name):
 
 
 def looked_at_twice(graph, room):
-    looks, moments = bound._LOOKS, bound._MOMENTS
-    bound._LOOKS, bound._MOMENTS = 2 * looks, 2 * moments
+    looks, moments = bound._CANDIDATE_CUTS, bound._SOLVED_CUTS
+    bound._CANDIDATE_CUTS, bound._SOLVED_CUTS = 2 * looks, 2 * moments
     try:
         return bound.least_recomputed(graph, room)
     finally:
-        bound._LOOKS, bound._MOMENTS = looks, moments
+        bound._CANDIDATE_CUTS, bound._SOLVED_CUTS = looks, moments
 
 
 def main():

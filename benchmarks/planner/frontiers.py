@@ -31,7 +31,7 @@ from benchmarks._models import (
     unet,
 )
 from benchmarks._record import record_parts
-from benchmarks.planner.planner_gpt import problem as gpt2_medium
+from benchmarks.planner.planner_gpt import workload as gpt2_medium
 from jaxmem.targets.cuda.family import Cuda
 
 GIB = 2**30
@@ -51,10 +51,10 @@ POLICIES = {
 def flax(make, block, **options):
     """A network whose blocks are as they are, or under a policy."""
 
-    def problem(policy=None):
+    def workload(policy=None):
         return make(block=nn.remat(block, policy=policy, **options)) if policy else make()
 
-    return problem
+    return workload
 
 
 NETWORKS = {
@@ -91,8 +91,8 @@ def planned(loss, args, budget, target=TARGET):
 
 def rows_of(name):
     """The rows of one network: the plain step, the policies, the plans."""
-    problem = NETWORKS[name]
-    loss, args = problem()
+    workload = NETWORKS[name]
+    loss, args = workload()
     plain = compiled(loss, args)
     began = time.monotonic()
 
@@ -115,7 +115,7 @@ def rows_of(name):
     yield row("plain", plain.device, plain.work.flops)
     rivals: dict[int, str] = {}  # the first policy of so many bytes
     for policy, function in POLICIES.items():
-        report = compiled(*problem(function))
+        report = compiled(*workload(function))
         rivals.setdefault(report.device, policy)
         yield row(f"`{policy}` on every block", report.device, report.work.flops)
     for device, policy in rivals.items():

@@ -35,8 +35,8 @@ TARGET = "h100"
 COMPILATIONS = 5  # for each plan, as is the default
 
 
-def step_of(problem):
-    loss, args = problem
+def step_of(workload):
+    loss, args = workload
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
     return loss, args, has_aux
 
@@ -102,10 +102,10 @@ def rows_of(name):
     yield plan_row("jaxmem, half", plain.device // 2)
     rivals: dict[int, str] = {}  # the first policy of so many bytes
     for policy, function in POLICIES.items():
-        problem = make(function)
-        if problem is None:
+        workload = make(function)
+        if workload is None:
             continue
-        report = compiled(*problem, TARGET)
+        report = compiled(*workload, TARGET)
         rivals.setdefault(report.device, policy)
         yield row(f"`{policy}` on each block", report.device, report.work.flops)
     for device, policy in rivals.items():

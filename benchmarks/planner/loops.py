@@ -28,8 +28,8 @@ STATE = 2 * 4 * SIZE**2
 
 def propagated(medium, carry, value):
     u, before = carry
-    around = sum(jnp.roll(u, by, axis) for by in (1, -1) for axis in (0, 1))
-    new = 2 * u - before + medium * (around - 4 * u)
+    neighbours = sum(jnp.roll(u, by, axis) for by in (1, -1) for axis in (0, 1))
+    new = 2 * u - before + medium * (neighbours - 4 * u)
     return (new.at[SIZE // 2, SIZE // 2].add(value), u), new[10]
 
 
@@ -114,11 +114,11 @@ def body_of(loop, loss, args, target):
     for option in loop_options(program, loop.kernel, rates):
         for body in option.bodies:
             if dataclasses.replace(body.loop, schedule=loop.schedule) == loop:
-                return body.state, body.step
+                return body.state, body.residual_bytes
     return None
 
 
-def row(name, loss, args, target, within, budget, states=None, offload=False) -> dict:
+def row(name, loss, args, target, label, budget, states=None, offload=False) -> dict:
     began = time.process_time()
     jaxmem.plan(loss, *args, budget=budget, offload=offload, compilations=0)
     seconds = time.process_time() - began
@@ -129,7 +129,7 @@ def row(name, loss, args, target, within, budget, states=None, offload=False) ->
         best = f"{fewest(schedule, *kept) / schedule.length:.3f}"
     return {
         "loop": name,
-        "within": within,
+        "within": label,
         "states": schedule.states if schedule else "",
         "steps in a block": schedule.block if schedule else "",
         "repeats": schedule.repeats if schedule else 0,
@@ -157,8 +157,8 @@ def within_states():
     for states in (64, 34, 12):
         budget = lowest + (states - 1) * STATE
         yield row("wave", loss, args, "rtx-4090", f"{states} states", budget, states)
-    within = "2 GiB, states on the host"
-    yield row("wave", loss, args, "rtx-4090", within, 2 * 2**30, offload=True)
+    label = "2 GiB, states on the host"
+    yield row("wave", loss, args, "rtx-4090", label, 2 * 2**30, offload=True)
 
 
 def within_tenths(name, loss, args):

@@ -22,7 +22,7 @@ OPTIONS = dict(Cuda.compiler_options)  # as in Plan.compiler_options
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 
 
-def problem(batch: int, dtype=None):
+def workload(batch: int, dtype=None):
     """The loss of ResNet50 as a function of (params, batch_stats, batch), and its arguments."""
     net = MODEL.ResNet(dtype=dtype)
     loss_fn = MODEL.make_loss(net)
@@ -60,7 +60,7 @@ def whole_step(loss, plan, args, target):
 
 
 def main():
-    loss, args = problem(200)
+    loss, args = workload(200)
     momentum = sum(leaf.size * 4 for leaf in jax.tree.leaves(args[0]))
     plain = whole_step(loss, None, args, "h200")
     rows = [row("no remat", None, plain, plain)]

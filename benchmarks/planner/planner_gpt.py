@@ -28,7 +28,7 @@ POLICIES = {
 }
 
 
-def problem(form: str, policy=None):
+def workload(form: str, policy=None):
     """The loss as a function of (parameters, tokens and labels), and abstract arguments."""
     gpt = GPT(width=1024, depth=24, heads=16, context=1024)
 
@@ -70,7 +70,7 @@ def report(loss, args):
 
 def planned(form, what: str, budget: float, usual: str, flops: int, planner="dp") -> dict:
     """A row: what a planner makes of a budget in GiB."""
-    loss, args = problem(form)
+    loss, args = workload(form)
     row = {"form": form, "budget": what, "GiB": f"{budget:.3f}", "policy's FLOPs": usual}
     row["planner"] = planner
     options = {"planner": planner, "target": "h200", "compilations": 10}
@@ -90,10 +90,10 @@ def planned(form, what: str, budget: float, usual: str, flops: int, planner="dp"
 def main():
     rows = []
     for form in sys.argv[1:] or ("scan", "unrolled"):
-        loss, args = problem(form)
+        loss, args = workload(form)
         flops = report(loss, args).work.flops
         for name, policy in POLICIES.items():
-            usual = report(*problem(form, policy))
+            usual = report(*workload(form, policy))
             budget = math.ceil(usual.device / GIB * 1000) / 1000
             share = f"{usual.work.flops / flops:.3f}x"
             rows.append(planned(form, name, budget, share, flops))

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from benchmarks._record import record_parts
 from benchmarks.planner.frontiers import TARGET, compiled
-from benchmarks.planner.planner import BUDGETS, GIB, problem as resnet50
-from benchmarks.planner.planner_gpt import problem as gpt2_medium
+from benchmarks.planner.planner import BUDGETS, GIB, workload as resnet50
+from benchmarks.planner.planner_gpt import workload as gpt2_medium
 from benchmarks.planner.planner_models import CASES as MODELS
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction
@@ -57,18 +57,22 @@ def rows_of(name):
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
     allowed = Constraints.parse(None, 0, TARGET, "dp")
     program = TracedFunction(loss, args, {}, 0, has_aux).program
-    around, as_it_is = program.boundary_bytes, allowed.as_it_is(program)
+    boundary, as_it_is = program.boundary_bytes, allowed.as_it_is(program)
     for budget in budgets:
         planner = allowed.planner(program)
 
         def planned(goal: float, planner=planner):
             """The place where the plan for so many GiB peaks, its projected and compiled bytes;
             None: nothing is projected to fit."""
-            layout = planner.cheapest_for(int(goal * GIB) - around)
+            layout = planner.cheapest_for(int(goal * GIB) - boundary)
             if layout is None:
                 return None
             plan = allowed.write(program, layout, as_it_is)
-            return layout.place, layout.peak + around, compiled(plan.apply(loss), args).device
+            return (
+                layout.peak_location,
+                layout.peak + boundary,
+                compiled(plan.apply(loss), args).device,
+            )
 
         row = {"case": name, "budget": f"{budget:.3f} GiB", "projected": "none", "compiled": ""}
         row |= {"off": "", "corrected": ""}

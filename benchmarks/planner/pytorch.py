@@ -76,8 +76,8 @@ def jaxmem_rows(network):
         peak, flops = plan.compiled_bytes, plan.compiled.flops / plain.work.flops
         measured = None
         if attached():
-            there = apart(network, str(share))
-            measured = there["peak"], there["seconds"]
+            limited = apart(network, str(share))
+            measured = limited["peak"], limited["seconds"]
         budget = share if fits else "floor"
         yield row(part, budget, saved(plan.apply(loss)), peak, flops, measured)
         if not fits:

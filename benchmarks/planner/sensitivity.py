@@ -54,7 +54,7 @@ from jaxmem.fitting.verdicts import key_of
 from jaxmem.fitting.workload import Workload
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
-from jaxmem.rematerialization.search import Begun, Outcome, Search as CompiledSearch
+from jaxmem.rematerialization.search import Outcome, PendingCompilation, Search as CompiledSearch
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import resolve
 
@@ -210,30 +210,30 @@ def constants() -> list[Constant]:
 
     return [
         *of(SHARES_OF_RATES, "matmul", "memory", "launch"),
-        *of("planning.rates", "DEAR"),
+        *of("planning.rates", "ARITHMETIC_WEIGHT"),
         *of("program.cotangents", "_REDUCED"),
         *of("program.kernels", "_LARGE_SOURCES", "_SOURCES", "_CHAIN"),
         *of("program.readers", "SMALL"),
-        *of("program.repeats", "_DEAR", "_DEAR_IN_MEMORY"),
+        *of("program.repeats", "_EXPENSIVE", "_EXPENSIVE_IN_MEMORY"),
         *of("planning.blocks", "_BLOCKS", programs=(LONG,)),
         *of("planning.derivative_fusion", "_SMALL"),
-        *of("planning.events", "_LENT"),
+        *of("planning.events", "_MIN_REUSE"),
         *of("planning.blocks", "_TINY"),
         *of("planning.blocks", "_SHARES", most=1.0),
         *of("planning.dp", "_SLOTS"),
         *of("planning.dp", "_HEADROOM", margin=True),
         *of("planning.dp", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
-        *of("planning.dp", "_BEYOND", "_REACH"),
-        *of("planning.dp", "_ROOM", most=0.99),
-        *of("planning.dp", "_LOWER", "_WORTH", "_NEAR", margin=True),
+        *of("planning.dp", "_EXTRA_MEMORIES", "_FLOOR_MEMORIES"),
+        *of("planning.dp", "_REUSE_FRACTION", most=0.99),
+        *of("planning.dp", "_SHRINK_FACTOR", "_MIN_PROGRESS", "_PEAK_TOLERANCE", margin=True),
         *of(
             "planning.loops", "_SLOTS", "_LEVELS", "_SETS", "_KERNELS", "_OPTIONS", programs=(SCAN,)
         ),
         *of("planning.loops", "_BODIES", programs=(SCAN, STEPS)),
-        *of("planning.loops", "_APART", programs=(SCAN, STEPS), margin=True),
+        *of("planning.loops", "_MENU_RATIO", programs=(SCAN, STEPS), margin=True),
         *of("planning.loops", "_OVERLAP", programs=(SCAN,), offload=True),
-        *of("planning.options", "_STEP", programs=(STEPS,), margin=True),
-        *of("planning.options", "_TOGETHER", programs=(STEPS,)),
+        *of("planning.options", "_SCHEDULE_RATIO", programs=(STEPS,), margin=True),
+        *of("planning.options", "_COMBINATIONS", programs=(STEPS,)),
         *of("loops.schedules", "_TRIED", programs=(STEPS,)),
         *of("planning.dots", "_GROUPS", "_STATISTICS", planner="dots"),
         *of("planning.sqrt", "_CANDIDATES", programs=(LONGEST,), planner="sqrt"),
@@ -242,7 +242,13 @@ def constants() -> list[Constant]:
         *of("planning.repeating", "_PERIODS", programs=BLOCKS, searched=True),
         *of("planning.repeating", "_PART", programs=BLOCKS, searched=True, margin=True),
         *of("planning.rows", "_COVERED", programs=BLOCKS, searched=True),
-        *of("rematerialization.search", "NEARLY", programs=BLOCKS, searched=True, margin=True),
+        *of(
+            "rematerialization.search",
+            "MAX_OVERPROJECTION",
+            programs=BLOCKS,
+            searched=True,
+            margin=True,
+        ),
         Constant(
             *("rematerialization.search", "FIRST_ERROR", SEARCHED),
             margin=True,
@@ -250,20 +256,28 @@ def constants() -> list[Constant]:
             compilations=1,
         ),
         *of(
-            *("rematerialization.search", "ALTERNATIVE", "AS_IT_IS"),
+            *("rematerialization.search", "ALTERNATIVE", "TRY_PLAIN_LIMIT"),
             programs=SEARCHED,
             searched=True,
             margin=True,
         ),
-        *of(SEARCH, "_WORTH", programs=SEARCHED, searched=True),
+        *of(SEARCH, "_MIN_SAVING", programs=SEARCHED, searched=True),
         *of(
-            *(SEARCH, "_MORE", "_ABOVE", "_MARGIN"),
+            *(SEARCH, "_PROJECTION_SPREAD", "_OVER_BUDGET_STEPS", "_SAFETY_MARGIN"),
             programs=SEARCHED,
             searched=True,
             margin=True,
         ),
-        *of(FIT, "_CLOSE", "_NEAR", "_ABOVE", "_OVER", programs=SEARCHED, margin=True),
-        *of("fitting.verdicts", "GAIN", programs=SEARCHED),
+        *of(
+            FIT,
+            "_GOOD_ENOUGH",
+            "_RETRY_RANGE",
+            "_OVERPLAN",
+            "_AFTER_MISS",
+            programs=SEARCHED,
+            margin=True,
+        ),
+        *of("fitting.verdicts", "MIN_GAIN", programs=SEARCHED),
     ]
 
 
@@ -286,8 +300,8 @@ def planned(name: str, planner: str, offload: bool, budgets: tuple[float, ...]) 
     began = time.process_time()
     plans = constraints.planner(program)
     found = [plans.cheapest_for(int(budget)) for budget in budgets]
-    least = plans.smallest()
-    middle = plans.smallest_at_one_forward()
+    least = plans.cheapest_near_minimum()
+    middle = plans.minimum_at_one_forward()
     seconds = time.process_time() - began
     found.append(middle)
     forward = constraints.rates.forward(program)
@@ -303,7 +317,7 @@ def planned(name: str, planner: str, offload: bool, budgets: tuple[float, ...]) 
 def budgets(name: str, planner: str, offload: bool) -> tuple[tuple[float, ...], int]:
     """Those to plan for, and the plain bytes, with all constants as they are."""
     plans = Constraints.parse(None, 0, "h200", planner, offload).planner(traced(name).program)
-    low, high = plans.smallest().peak, plans.plain.peak
+    low, high = plans.cheapest_near_minimum().peak, plans.plain.peak
     shares = SHARES if planner != "dots" else (0.0,)
     return tuple(low + share * (high - low) for share in shares), high
 
@@ -315,17 +329,17 @@ class StandIn(CompiledPlans):
         super().__init__(traced, constraints, resolve("h200"))
         self.seed = seed
 
-    def start(self, layout) -> Begun:
-        return Begun("a stand-in", lambda: self.outcome(layout), lambda: None)
+    def start(self, layout) -> PendingCompilation:
+        return PendingCompilation("a stand-in", lambda: self.outcome(layout), lambda: None)
 
     def outcome(self, layout) -> Outcome:
-        place = random.Random(f"{self.seed} {layout.place}").uniform(0.94, 1.06)
+        place = random.Random(f"{self.seed} {layout.peak_location}").uniform(0.94, 1.06)
         own = random.Random(f"{self.seed} {layout.regions} {layout.loops}").uniform(0.995, 1.005)
         total = self.constraints.budget_for(self.traced.program).total(layout.peak)
         compiled = int(total * place * own)
         plan = self.constraints.write(self.traced.program, layout, self.plain)
         self.plans[layout] = plan
-        return Outcome("", layout.price, total, compiled, layout.place)
+        return Outcome("", layout.price, total, compiled, layout.peak_location)
 
 
 def searched(name: str, compilations: int) -> Plans:
@@ -333,7 +347,7 @@ def searched(name: str, compilations: int) -> Plans:
     times, flops, failed = [], [], 0
     planner = Constraints.parse(None, 0, "h200", "dp").planner(one.program)
     began = time.process_time()
-    for budget in (planner.smallest().peak, *budgets(name, "dp", False)[0]):
+    for budget in (planner.cheapest_near_minimum().peak, *budgets(name, "dp", False)[0]):
         plans = []
         total = int(budget) + one.program.boundary_bytes
         for seed in range(COMPILERS):
@@ -354,23 +368,23 @@ def searched(name: str, compilations: int) -> Plans:
 class FitStandIn(fitting_search.Search):
     """A search of `fit` whose compiler is random."""
 
-    def __init__(self, problem: Workload, costs: Costs, seed: int):
-        super().__init__(problem)
+    def __init__(self, workload: Workload, costs: Costs, seed: int):
+        super().__init__(workload)
         self.costs, self.seed = costs, seed
 
-        over = fitting_search._OVER
-        self.compiled = CompiledSearch(problem.budget, FIT_COMPILATIONS, over)
+        over = fitting_search._AFTER_MISS
+        self.compiled = CompiledSearch(workload.budget, FIT_COMPILATIONS, over)
 
     def chosen(self):
         """What it would return, or None."""
         self.compiled.run(self._rounds(), self._start)
         return self._best
 
-    def _start(self, candidate) -> Begun:
-        return Begun("a stand-in", lambda: self.outcome(candidate), lambda: None)
+    def _start(self, candidate) -> PendingCompilation:
+        return PendingCompilation("a stand-in", lambda: self.outcome(candidate), lambda: None)
 
     def outcome(self, candidate) -> Outcome:
-        where = fitting_search._place(candidate.levers)
+        where = fitting_search._ratio_key(candidate.levers)
         place = random.Random(f"{self.seed} {where}").uniform(0.85, 1.15)
         own = random.Random(f"{self.seed} {key_of(candidate)}").uniform(0.995, 1.005)
         compiled = int(candidate.projected * place * own)
@@ -379,7 +393,7 @@ class FitStandIn(fitting_search.Search):
 
 
 @functools.cache
-def problem(name: str) -> tuple[Workload, Costs]:
+def workload(name: str) -> tuple[Workload, Costs]:
     """With its plans, which none of the constants of the search changes."""
     loss, (params, *batch) = PROGRAMS[name]()
 
@@ -391,8 +405,8 @@ def problem(name: str) -> tuple[Workload, Costs]:
 
 
 def fitted(name: str) -> Plans:
-    one, costs = problem(name)
-    plain = costs.unplanned(one.as_is)
+    one, costs = workload(name)
+    plain = costs.without_recomputation(one.as_is)
     began, times, failed = time.process_time(), [], 0
     for share in FIT_SHARES:
         one.budget = int(share * plain.projected)

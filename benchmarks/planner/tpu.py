@@ -15,8 +15,8 @@ import jax
 import jaxmem
 from benchmarks._record import record_parts
 from benchmarks.planner.frontiers import compiled
-from benchmarks.planner.planner import problem as resnet50
-from benchmarks.planner.planner_gpt import problem as gpt2_medium
+from benchmarks.planner.planner import workload as resnet50
+from benchmarks.planner.planner_gpt import workload as gpt2_medium
 from benchmarks.planner.planner_models import CASES as MODELS
 from benchmarks.planner.projected import tanh
 from jaxmem.rematerialization.constraints import Constraints
@@ -40,7 +40,10 @@ def first_plan(loss, args, has_aux, target, budget):
     program = TracedFunction(loss, args, {}, 0, has_aux).program
     planner = constraints.planner(program)
     plain = constraints.budget_for(program).total(planner.plain.peak)
-    layout = planner.cheapest_for(constraints.budget_for(program).left) or planner.smallest()
+    layout = (
+        planner.cheapest_for(constraints.budget_for(program).available)
+        or planner.cheapest_near_minimum()
+    )
     plan = constraints.write(program, layout, constraints.as_it_is(program))
     device = jaxmem.memory(
         jax.value_and_grad(plan.apply(loss), has_aux=has_aux),

@@ -26,7 +26,7 @@ RESNET = "ResNet50"
 LEAST = 1.05
 RESNET_BYTES = 1900 * 2**20
 COMPILATIONS = 5
-PROBLEMS = NETWORKS | {
+WORKLOADS = NETWORKS | {
     RESNET: flax(
         lambda **changes: resnet50(100, **changes), example("resnet50").Block, static_argnums=(2,)
     )
@@ -37,8 +37,8 @@ compiled = functools.partial(compiled_for, target=TARGET, options=Tpu().planned_
 
 
 def rows_of(name):
-    problem = PROBLEMS[name]
-    loss, args = problem()
+    workload = WORKLOADS[name]
+    loss, args = workload()
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
     plain = compiled(loss, args)
 
@@ -57,7 +57,7 @@ def rows_of(name):
         return row
 
     seen = {plain.device}
-    reports = {policy: compiled(*problem(function)) for policy, function in POLICIES.items()}
+    reports = {policy: compiled(*workload(function)) for policy, function in POLICIES.items()}
     for policy, report in reports.items():
         if report.device not in seen:
             yield row(f"`{policy}` on every block", report.device, report)
@@ -70,7 +70,7 @@ def rows_of(name):
 
 def main():
     title, note = "Plans for TPUs beside policies on every block", __doc__.split("\n\n")[2]
-    record_parts(title, "network", list(PROBLEMS), rows_of, note)
+    record_parts(title, "network", list(WORKLOADS), rows_of, note)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ TARGET = jaxmem.target("h100", count=8)
 
 def ring(query, key, value):
     """Attention of a device's queries to all keys, which go around; inside `jax.shard_map`."""
-    around = [(one, (one + 1) % CONTEXT) for one in range(CONTEXT)]
+    permutation = [(one, (one + 1) % CONTEXT) for one in range(CONTEXT)]
     wide = query.astype(jnp.float32) * query.shape[-1] ** -0.5
 
     @jax.checkpoint  # scores are made again, as ring attention has it
@@ -41,7 +41,7 @@ def ring(query, key, value):
     def step(carry, _):
         found, key, value = carry
         found = turn(found, key, value)
-        key, value = (jax.lax.ppermute(one, "context", around) for one in (key, value))
+        key, value = (jax.lax.ppermute(one, "context", permutation) for one in (key, value))
         return (found, key, value), None
 
     batch, length, heads, width = query.shape
@@ -102,7 +102,7 @@ def compared(loss, args, share: float | None = None) -> dict:
     plain = jaxmem.plan(loss, *args, target=TARGET)
     planned, projected = loss, plain.plain_bytes
     if share is not None:
-        plan = within(loss, args, int(share * projected))
+        plan = plan_for_budget(loss, args, int(share * projected))
         planned, projected = plan.apply(loss), plan.projected_bytes
     report = jaxmem.memory(jax.value_and_grad(planned), *args, target=TARGET, timeline=False)
     return {
@@ -112,7 +112,7 @@ def compared(loss, args, share: float | None = None) -> dict:
     }
 
 
-def within(loss, args, budget: int) -> jaxmem.Plan:
+def plan_for_budget(loss, args, budget: int) -> jaxmem.Plan:
     """The plan within a budget, or the one of the fewest bytes."""
     try:
         return jaxmem.plan(loss, *args, budget=budget)

@@ -46,26 +46,26 @@ def programs():
 def rows(form: str, loss, params):
     tokens = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
     for name, mesh in MESHES.items():
-        problem = Workload(loss, optax.adamw(1e-4), params, tokens, target="h100", mesh=mesh)
-        costs = Search(problem).costs
+        workload = Workload(loss, optax.adamw(1e-4), params, tokens, target="h100", mesh=mesh)
+        costs = Search(workload).costs
         for stage in (1, 2, 3):
             for slices in (1, 2):
                 levers = Levers(stage=stage, microbatches=slices)
-                plain = costs.plain(levers)
-                half = costs.plan(levers, (costs.priced(levers, plain).projected or 0) // 2)
+                plain = costs.plain_plan(levers)
+                half = costs.plan(levers, (costs.candidate_of(levers, plain).projected or 0) // 2)
                 found = {"layers": form, "mesh": name, "stage": stage, "slices": slices}
                 for word, plan in (("plain", plain), ("half", half)):
-                    found |= compared(word, problem, costs, levers, plan)
+                    found |= compared(word, workload, costs, levers, plan)
                 yield found
 
 
-def compared(word: str, problem: Workload, costs, levers: Levers, plan) -> dict:
+def compared(word: str, workload: Workload, costs, levers: Levers, plan) -> dict:
     if isinstance(plan, int):
         lowest = f"none: the lowest {jaxmem.format_bytes(plan)}"
         return {f"{word}, projected": lowest, f"{word}, compiled": "", f"{word}, off": ""}
-    projected = costs.priced(levers, plan).projected
-    step, state = problem.step(levers, plan), problem.state(levers)
-    report = jaxmem.memory(step, state, problem.batch, target=problem.target, timeline=False)
+    projected = costs.candidate_of(levers, plan).projected
+    step, state = workload.step(levers, plan), workload.state(levers)
+    report = jaxmem.memory(step, state, workload.batch, target=workload.target, timeline=False)
     return {
         f"{word}, projected": jaxmem.format_bytes(projected),
         f"{word}, compiled": jaxmem.format_bytes(report.device),

@@ -25,7 +25,7 @@ import optax
 import jaxmem
 from benchmarks._models import example, resnet50
 from benchmarks._record import merge, record
-from benchmarks.planner.planner_gpt import problem as gpt2_medium
+from benchmarks.planner.planner_gpt import workload as gpt2_medium
 from jaxmem import jaxprs
 from jaxmem.targets import workers
 from jaxmem.targets.cache import cache_folder
@@ -48,7 +48,7 @@ functions["compile"](compiler, **pickle.load(open(sys.argv[2], "rb")), options=[
 """
 
 
-def problem(name):
+def workload(name):
     """A loss without and with metrics, and (params, batch, model state)."""
     if name == RESNET:
         model = example("resnet50")
@@ -60,7 +60,7 @@ def problem(name):
 
 def program(kind, name):
     """The jitted program that is to be compiled, and its arguments."""
-    loss, (params, batch, state), optimizer = problem(name)
+    loss, (params, batch, state), optimizer = workload(name)
     if kind == "plan":
         chosen = loss_of(name)
         arguments = (params, batch) if state is None else (params, batch, state)
@@ -72,7 +72,7 @@ def program(kind, name):
 
 def loss_of(name):
     """The loss alone, as a function of (params, batch, ...)."""
-    loss = problem(name)[0]
+    loss = workload(name)[0]
     if name == RESNET:
         return lambda params, batch, state: loss(params, batch, model_state=state)[0]
     return loss
@@ -109,7 +109,7 @@ def answer(kind, name, plain_bytes):
         report = jaxmem.memory(step, *args, target=TARGET)
         str(report)
         return str(report.device)
-    loss, (params, batch, state), optimizer = problem(name)
+    loss, (params, batch, state), optimizer = workload(name)
     options = {"budget": plain_bytes // 2, "target": TARGET}
     if kind == "plan":
         arguments = (params, batch) if state is None else (params, batch, state)

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks._models import ViT, classifier, of_tests, resnet50, unet
 from benchmarks._record import record
-from benchmarks.planner.planner_gpt import problem as gpt2_medium
+from benchmarks.planner.planner_gpt import workload as gpt2_medium
 from jaxmem.planning.chain import Chain, Solution
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction

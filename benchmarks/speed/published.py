@@ -30,7 +30,7 @@ from benchmarks._published import MODELS, OPTIMIZERS
 from benchmarks._record import record
 from benchmarks._steps import compile_plain
 from jaxmem.reports.speed.model import parts_of
-from jaxmem.reports.speed.schedule import Ran, Schedule
+from jaxmem.reports.speed.schedule import KernelRun, Schedule
 from jaxmem.targets import Shares, known_targets
 
 FIGURES = pathlib.Path(__file__).with_name("published.csv")
@@ -132,7 +132,7 @@ class Figure:
         return sum(one.seconds for one in Schedule(self.hlo, target).ran)
 
     @functools.cached_property
-    def ran(self) -> tuple[Ran, ...]:
+    def ran(self) -> tuple[KernelRun, ...]:
         """As the shares of `Shares` say."""
         return Schedule(self.hlo, self.target).ran
 

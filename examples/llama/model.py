@@ -107,9 +107,9 @@ def normalized(x, scale):
     return wide.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def rotated(x, turns: bool):
+def rotated(x, rotates: bool):
     """Rotary embeddings (Su et al. 2021)."""
-    if not turns:
+    if not rotates:
         return x
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * 500000.0 ** (-jnp.arange(half) / half)

@@ -54,7 +54,7 @@ def make_loss(net: UNet):
         mask = batch["mask"].astype(logits.dtype)
         loss = optax.sigmoid_binary_cross_entropy(logits, mask).mean(dtype=jnp.float32)
         found = (logits > 0).astype(jnp.float32)
-        both, either = (found * mask).sum(), jnp.maximum(found, mask).sum()
-        return loss, {"overlap": both / jnp.maximum(either, 1)}
+        intersection, union = (found * mask).sum(), jnp.maximum(found, mask).sum()
+        return loss, {"overlap": intersection / jnp.maximum(union, 1)}
 
     return loss_fn

@@ -52,7 +52,7 @@ def sponge(side: int) -> np.ndarray:
     return np.exp(-((0.3 * np.maximum(depth[:, None], depth[None, :])) ** 2)).astype(np.float32)
 
 
-def seismograms(speed, source, heard: Survey, budget: int | str | None = None):
+def seismograms(speed, source, geometry: Survey, budget: int | str | None = None):
     """``[steps, receivers]``: the pressure after a source has fired. The derivative takes no more
     than ``budget`` bytes for the states of the wave."""
     side = speed.shape[0]
@@ -61,22 +61,24 @@ def seismograms(speed, source, heard: Survey, budget: int | str | None = None):
 
     def step(carry, value):
         wave, before = carry
-        around = sum(jnp.roll(wave, by, axis) for by in (1, -1) for axis in (0, 1)) - 4 * wave
-        after = fades * (2 * wave - before + scale * around)
+        laplacian = sum(jnp.roll(wave, by, axis) for by in (1, -1) for axis in (0, 1)) - 4 * wave
+        after = fades * (2 * wave - before + scale * laplacian)
         after = after.at[source[0], source[1]].add(value)
-        return (after, fades * wave), after[heard.receivers[:, 0], heard.receivers[:, 1]]
+        return (after, fades * wave), after[geometry.receivers[:, 0], geometry.receivers[:, 1]]
 
     still = jnp.zeros((side, side), jnp.float32)
-    _, trace = jaxmem.scan(step, (still, still), ricker(heard.steps), budget=budget)
+    _, trace = jaxmem.scan(step, (still, still), ricker(geometry.steps), budget=budget)
     return trace
 
 
-def make_loss(heard: Survey, budget: int | str | None = None):
+def make_loss(geometry: Survey, budget: int | str | None = None):
     """The mean square of what is heard otherwise than it was, over the sources of a batch."""
 
     def loss_fn(params, batch):
         def misfit(source, observed):
-            return jnp.mean((seismograms(params["speed"], source, heard, budget) - observed) ** 2)
+            return jnp.mean(
+                (seismograms(params["speed"], source, geometry, budget) - observed) ** 2
+            )
 
         # One source after the other: their waves need not be in memory together.
         return jnp.mean(jax.lax.map(lambda one: misfit(*one), (batch["source"], batch["heard"])))

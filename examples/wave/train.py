@@ -27,30 +27,31 @@ from shared import Checkpoints, digest, parser, run
 def plan(options) -> None:
     """What one source of a large survey takes, compiled for a GPU that need not be there."""
     side, steps = 2048, 7343
-    heard = survey(side, steps)
+    geometry = survey(side, steps)
     params = {"speed": jax.ShapeDtypeStruct((side, side), jnp.float32)}
     batch = {
         "source": jax.ShapeDtypeStruct((1, 2), jnp.int32),
-        "heard": jax.ShapeDtypeStruct((1, steps, len(heard.receivers)), jnp.float32),
+        "heard": jax.ShapeDtypeStruct((1, steps, len(geometry.receivers)), jnp.float32),
     }
     print(f"{steps:,} steps of {side} x {side} points, {options.budget} for the states of the wave")
-    step = jax.value_and_grad(make_loss(heard, options.budget))
+    step = jax.value_and_grad(make_loss(geometry, options.budget))
     print(jaxmem.memory(step, params, batch, target=options.plan))
 
 
 def train(options) -> None:
-    heard = survey(options.side, options.length)
+    geometry = survey(options.side, options.length)
     true = medium(options.side)
-    listen = jax.jit(lambda source: seismograms(jnp.asarray(true), source, heard))
+    listen = jax.jit(lambda source: seismograms(jnp.asarray(true), source, geometry))
     batch = {
-        "source": heard.sources.astype(np.int32),
-        "heard": np.stack([listen(source) for source in heard.sources]),
+        "source": geometry.sources.astype(np.int32),
+        "heard": np.stack([listen(source) for source in geometry.sources]),
     }
     rate = optax.cosine_decay_schedule(options.rate, options.steps)
-    step = jaxmem.train_step(make_loss(heard, options.budget), optax.adam(rate))
+    step = jaxmem.train_step(make_loss(geometry, options.budget), optax.adam(rate))
     state = step.init({"speed": jnp.ones_like(true)})
     print(
-        f"{len(heard.sources)} sources, {len(heard.receivers)} receivers, {options.length} steps "
+        f"{len(geometry.sources)} sources, {len(geometry.receivers)} receivers, "
+        f"{options.length} steps "
         f"of {options.side} x {options.side} points, {options.budget} for the states of the wave",
         flush=True,
     )

@@ -4,9 +4,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxmem.cli.elsewhere import estimate_elsewhere
 from jaxmem.cli.loading import STEP, load
 from jaxmem.cli.options import add_command, add_files, add_target, budget_of, check_files
+from jaxmem.cli.other_environment import estimate_elsewhere
 from jaxmem.cli.output import compared, compile_step, show, write_files
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports import diff, read_report

@@ -2,7 +2,7 @@
 
 import json
 
-from jaxmem.cli.fitted import add_workload, arguments_of
+from jaxmem.cli.fit import add_workload, arguments_of
 from jaxmem.cli.options import add_command
 from jaxmem.cli.output import show
 from jaxmem.fitting.devices import devices_needed

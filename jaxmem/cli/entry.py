@@ -23,11 +23,11 @@ from jaxmem.cli.compare import add_diff
 from jaxmem.cli.devices import add_devices
 from jaxmem.cli.estimate import add_estimate
 from jaxmem.cli.explore import add_explore
-from jaxmem.cli.fitted import add_fit
+from jaxmem.cli.fit import add_fit
 from jaxmem.cli.install import add_install
 from jaxmem.cli.max_batch import add_max_batch
 from jaxmem.cli.output import MISSED
-from jaxmem.cli.planned import add_plan
+from jaxmem.cli.plan import add_plan
 from jaxmem.cli.profile import add_profile
 from jaxmem.cli.targets import add_targets
 from jaxmem.ground.errors import BudgetError, JaxmemError, JaxmemWarning

@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from jaxmem.cli.fitted import add_workload, search_of
+from jaxmem.cli.fit import add_workload, search_of
 from jaxmem.cli.options import add_command, check_folder
 from jaxmem.cli.output import progress, show, write_to
 from jaxmem.fitting.choice_page import frontier_of, page_of_fitting

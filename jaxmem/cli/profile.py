@@ -33,6 +33,6 @@ def _profile(options) -> int:
         print(measured)
     device = measured.compiled.device
     peak = measured.peak or device
-    left = Budget(budget, peak - device).left  # what is there for the step
+    left = Budget(budget, peak - device).available  # what is there for the step
     write_files(measured.compiled, options, left, name=options.step)
     return compared("the step", peak, budget)

@@ -12,16 +12,16 @@ import numpy as np
 from jaxmem.ground.bytes import device_budget, format_against, format_bytes
 from jaxmem.ground.checks import check_callable, is_count
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.rematerialization import Begun, Outcome, Search
+from jaxmem.rematerialization import Outcome, PendingCompilation, Search
 from jaxmem.reports import MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target, family_of, resolve
 
 # Times the largest that fits: how far to go on where the arguments do not grow. Chosen: bytes that
 # grow with the square are passed by so much that what is compiled stays small.
-_FURTHER = 8
+_MAX_GROWTH = 8
 # Times what larger numbers grow by: where bytes rise by more than that there is a jump. Chosen: of
 # the formulas in tests/test_max_batch.py 1.3 to 3 find as much.
-_JUMP = 1.4
+_JUMP_RATIO = 1.4
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -143,7 +143,7 @@ def largest(
             f"{make!r}."
         )
 
-    def made(number: int) -> tuple[Callable, tuple]:
+    def make_step(number: int) -> tuple[Callable, tuple]:
         found = make(number)
         pair = isinstance(found, tuple | list) and len(found) == 2
         if not pair or not callable(found[0]) or not isinstance(found[1], tuple | list):
@@ -153,7 +153,7 @@ def largest(
             )
         return found[0], tuple(found[1])
 
-    return _found(made, budget, resolve(target), multiple, most, compilations, "number")
+    return _found(make_step, budget, resolve(target), multiple, most, compilations, "number")
 
 
 def max_batch_size(
@@ -202,14 +202,14 @@ def max_batch_size(
     check_callable(step, "jaxmem.max_batch_size")
     chosen = resolve(target)
     if multiple is None:
-        multiple = math.lcm(family_of(chosen.known).multiple, chosen.count)
+        multiple = math.lcm(family_of(chosen.known).shape_multiple, chosen.count)
     if not callable(make_args):
         raise JaxmemError(
             "jaxmem.max_batch_size takes make_args, a function of the batch size that returns the "
             f"step's arguments; got {make_args!r}."
         )
 
-    def made(batch: int) -> tuple[Callable, tuple]:
+    def make_step(batch: int) -> tuple[Callable, tuple]:
         args = make_args(batch)
         if not isinstance(args, tuple | list):
             raise JaxmemError(
@@ -218,19 +218,19 @@ def max_batch_size(
             )
         return step, tuple(args)
 
-    if is_count(multiple, 1) and _line(made, multiple)[1] <= 0:
+    if is_count(multiple, 1) and _argument_slope(make_step, multiple)[1] <= 0:
         raise JaxmemError(
             f"make_args returns arguments of the same sizes for batches of {multiple} and "
             f"{2 * multiple}: no batch can be too large. Give the batch's arrays the size that it "
             "is called with."
         )
-    return _found(made, budget, chosen, multiple, None, compilations, "batch")
+    return _found(make_step, budget, chosen, multiple, None, compilations, "batch")
 
 
-Made = Callable[[int], tuple[Callable, tuple]]
+MakeStep = Callable[[int], tuple[Callable, tuple]]
 
 
-def _found(made: Made, budget, target, multiple, most, compilations, what: str) -> Largest:
+def _found(make_step: MakeStep, budget, target, multiple, most, compilations, what: str) -> Largest:
     if budget is None and not target.usable_bytes:
         raise JaxmemError(f"The memory of {target} is not known; pass a budget=.")
     budget = "100%" if budget is None else budget
@@ -240,7 +240,7 @@ def _found(made: Made, budget, target, multiple, most, compilations, what: str) 
             raise JaxmemError(f"{name}= takes an int of {least} or more; got {value!r}.")
     if most is not None and not is_count(most, multiple):
         raise JaxmemError(f"most= takes an int of {multiple} or more; got {most!r}.")
-    capacity = _Capacity(made, target, allowed, multiple, most, what)
+    capacity = _Capacity(make_step, target, allowed, multiple, most, what)
     search: Search[int] = Search(allowed, compilations)
     search.run(capacity.rounds(), capacity.start)
     return capacity.answer()
@@ -249,11 +249,11 @@ def _found(made: Made, budget, target, multiple, most, compilations, what: str) 
 class _Capacity:
     """Numbers compiled so far, by how many multiples they are."""
 
-    def __init__(self, made: Made, target, budget: int, multiple: int, most, what: str):
-        self.made, self.target, self.what = made, target, what
+    def __init__(self, make_step: MakeStep, target, budget: int, multiple: int, most, what: str):
+        self.make_step, self.target, self.what = make_step, target, what
         self.budget, self.multiple, self.most = budget, multiple, most
         self.reports: dict[int, MemoryReport] = {}
-        fixed, growth = _line(made, multiple)
+        fixed, growth = _argument_slope(make_step, multiple)
         self.grows = growth > 0
         self.fixed, self.growth = fixed // target.count, max(growth / target.count, 1e-9)
 
@@ -264,13 +264,13 @@ class _Capacity:
             yield [count]
             count = self.next()
 
-    def start(self, count: int) -> Begun:
+    def start(self, count: int) -> PendingCompilation:
         """The step of a number, which is compiled when it is waited for."""
         said = f"{self.what} {count * self.multiple} for {self.target.name}"
-        return Begun(said, functools.partial(self._compile, count, said), lambda: None)
+        return PendingCompilation(said, functools.partial(self._compile, count, said), lambda: None)
 
     def _compile(self, count: int, said: str) -> Outcome:
-        step, args = self.made(count * self.multiple)
+        step, args = self.make_step(count * self.multiple)
         report = self.reports[count] = memory(step, *args, target=self.target)
         verdict = "fits" if report.device <= self.budget else "does not fit"
         of_arguments = round(self.fixed + self.growth * count)
@@ -288,10 +288,10 @@ class _Capacity:
         last = self.most // self.multiple if self.most else None
         if not fits or fails == fits + 1 or fits == last:
             return None
-        wanted = max(self._met(fits, fails), fits + 1)
+        wanted = max(self._interpolate(fits, fails), fits + 1)
         return min(wanted, *(end for end in (fails and fails - 1, last) if end), wanted)
 
-    def _met(self, fits: int, fails: int | None) -> int:
+    def _interpolate(self, fits: int, fails: int | None) -> int:
         """Where the bytes known meet the budget."""
         known = {count: report.device for count, report in self.reports.items()}
         if len(known) == 1:
@@ -304,12 +304,14 @@ class _Capacity:
         met = low + (self.budget - known[low]) / slope
         if not fails and not self.grows:
             # Of what does not show in the arguments nothing is known beyond what was compiled.
-            met = min(met, _FURTHER * fits)
+            met = min(met, _MAX_GROWTH * fits)
         elif fails and len(known) > 2:
-            met = min(self._bent(known, fits, fails) or met, self._jumped(known, fits, fails))
+            met = min(
+                self._parabola_root(known, fits, fails) or met, self._step_limit(known, fits, fails)
+            )
         return int(min(met, 2**62))
 
-    def _bent(self, known: dict[int, int], fits: int, fails: int) -> float | None:
+    def _parabola_root(self, known: dict[int, int], fits: int, fails: int) -> float | None:
         """Where the parabola through both ends and one more meets the budget between them. The one
         more is the next that does not fit either, if there is one: small numbers may be bound by
         what large ones are not."""
@@ -320,7 +322,7 @@ class _Capacity:
         roots = [root.real for root in np.roots(parabola) if abs(root.imag) < 1e-9]
         return next((root for root in roots if fits < root < fails), None)
 
-    def _jumped(self, known: dict[int, int], fits: int, fails: int) -> float:
+    def _step_limit(self, known: dict[int, int], fits: int, fails: int) -> float:
         """What to try at most, where XLA seems to run small numbers in another way than large ones,
         with a jump between: where the line through the two next that do not fit meets the budget,
         then a third of the way, since only what fits is an answer."""
@@ -328,7 +330,7 @@ class _Capacity:
         if above is None or known[above] <= known[fails]:
             return math.inf
         slope = (known[above] - known[fails]) / (above - fails)
-        if known[fails] - known[fits] < _JUMP * slope * (fails - fits):
+        if known[fails] - known[fits] < _JUMP_RATIO * slope * (fails - fits):
             return math.inf
         met = fails - (known[fails] - self.budget) / slope
         third = (fails - fits) / 3
@@ -357,13 +359,13 @@ class _Capacity:
         return fits, min(fails, default=None)
 
 
-def _line(made: Made, multiple: int) -> tuple[int, int]:
+def _argument_slope(make_step: MakeStep, multiple: int) -> tuple[int, int]:
     """Bytes of the arguments: those that do not depend on the number, and what one more multiple
     adds."""
     one, two = (
         sum(
             math.prod(jnp.shape(leaf)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(made(times * multiple)[1])
+            for leaf in jax.tree.leaves(make_step(times * multiple)[1])
             if hasattr(leaf, "dtype")
         )
         for times in (1, 2)

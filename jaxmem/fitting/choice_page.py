@@ -34,7 +34,7 @@ def frontier_of(search: "Search", fitting: "Fitting", count: int = 10) -> "Itera
     costs, chosen = search.costs, fitting.chosen
     settings = [search.workload.as_is, *([chosen.levers] if chosen else [])]
     for levers in dict.fromkeys(settings):
-        plain = costs.unplanned(levers)
+        plain = costs.without_recomputation(levers)
         yield plain
         low, high = costs.plan(levers, 1), plain.projected or 0
         if isinstance(low, Plan):
@@ -42,7 +42,7 @@ def frontier_of(search: "Search", fitting: "Fitting", count: int = 10) -> "Itera
         for part in range(count):
             found = costs.plan(levers, int(low + (high - low) * (part / count) ** 2))
             if isinstance(found, Plan):
-                yield costs.priced(levers, found)
+                yield costs.candidate_of(levers, found)
 
 
 def _point(one: "Candidate") -> Point:

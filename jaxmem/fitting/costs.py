@@ -12,15 +12,15 @@ from jaxmem.fitting.table import Candidate
 from jaxmem.fitting.workload import Workload
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
-from jaxmem.planning import Layout, Planner, one_liners, rows_to_compile
+from jaxmem.planning import Layout, Planner, baseline_policies, per_block_layouts
 from jaxmem.program import Program
 from jaxmem.rematerialization import (
-    AsWritten,
     Constraints,
+    OriginalCheckpoints,
     Plan,
     TracedFunction,
     Written,
-    written,
+    original_cost,
 )
 
 # Kept at a time. Chosen: a program of 2,000 kernels takes a few MB, a planner 50 MB. The search
@@ -43,7 +43,7 @@ class Costs:
         """The plan within a budget of the whole step (None: without recomputation), or the lowest
         budget that has one."""
         workload, limits = self.workload, self.budget(levers, budget)
-        left = limits.left if limits.left is None else max(limits.left, 1)
+        left = limits.available if limits.available is None else max(limits.available, 1)
         offload = workload.offload and budget is not None
         loss = _of_loss(levers)
         key, lowest = (loss, left, offload), self._lowest.get((loss, offload), 0)
@@ -95,55 +95,59 @@ class Costs:
         """The loss with some levers."""
         return self._program(_of_loss(levers))
 
-    def written(self) -> Written | None:
+    def original_cost(self) -> Written | None:
         """What the loss costs with its own regions, everything else as it is: bytes of the whole
         step; None: it has none, or they stay."""
         as_is = self.workload.as_is
-        if not self.plain(as_is).own_regions.count:
+        if not self.plain_plan(as_is).own_regions.count:
             return None
-        found = written(self._traced(_of_loss(as_is)), self._constraints(False))
+        found = original_cost(self._traced(_of_loss(as_is)), self._constraints(False))
         return found and dataclasses.replace(found, bytes=self.budget(as_is).total(found.bytes))
 
-    def one_liners(self) -> Iterator[tuple[str, int, float]]:
+    def baseline_policies(self) -> Iterator[tuple[str, int, float]]:
         """The policies of `jax.checkpoint` on every block of the loss, everything else as it is:
         name, projected bytes and predicted seconds of the whole step."""
         as_is = self.workload.as_is
         limits, constraints = self.budget(as_is), self._constraints(False)
         program = self.program(as_is)
         total = constraints.budget_for(program).total
-        plain = self.unplanned(as_is).seconds
-        found = one_liners(constraints.as_run(program), constraints.rates)
+        plain = self.without_recomputation(as_is).seconds
+        found = baseline_policies(constraints.as_run(program), constraints.rates)
         for name, layout in found.items():
             size = limits.total(total(layout.peak))
             yield name, size, plain + layout.seconds
 
-    def by_one_line(self, levers: Levers, seconds: float, budget: float) -> Iterator[Candidate]:
+    def baseline_candidates(
+        self, levers: Levers, seconds: float, budget: float
+    ) -> Iterator[Candidate]:
         """What a line of the author's would do: the regions that the loss has, then, fastest first,
         one on every block or on the bodies of scans; of it what takes less time than that and is
         projected to take no more bytes."""
         loss, slices = _of_loss(levers), levers.microbatches
         constraints, program = self._constraints(False), self._program(loss)
-        planner, plain = self._planner(loss, False), self.unplanned(levers)
+        planner, plain = self._planner(loss, False), self.without_recomputation(levers)
         total = constraints.budget_for(program).total
         limits = self.budget(levers)
         found = [
             (plain.seconds + slices * layout.seconds, layout)
-            for layout in rows_to_compile(planner, constraints.as_run(program), constraints.rates)
+            for layout in per_block_layouts(planner, constraints.as_run(program), constraints.rates)
             if limits.total(total(layout.peak)) <= budget
         ]
-        if program.opened:
+        if program.inlined_checkpoints:
             own = self._as_written(levers)
             if own.seconds < seconds and (own.projected or 0) <= budget:
                 yield own
         for time, layout in sorted(found, key=lambda row: row[0]):
             if time >= seconds:
                 return
-            yield self.priced(levers, constraints.write(program, layout, self._as_it_is(loss)))
+            yield self.candidate_of(
+                levers, constraints.write(program, layout, self._as_it_is(loss))
+            )
 
     def _as_written(self, levers: Levers) -> Candidate:
         """The loss with its own regions."""
-        own = AsWritten(self._traced(_of_loss(levers)), self._constraints(False))
-        return self.priced(levers, own.projected())
+        own = OriginalCheckpoints(self._traced(_of_loss(levers)), self._constraints(False))
+        return self.candidate_of(levers, own.projected())
 
     def _make_planner(self, loss: Levers, offload: bool) -> Planner:
         return self._constraints(offload).planner(self._program(loss))
@@ -151,17 +155,17 @@ class Costs:
     def _make_as_it_is(self, loss: Levers) -> Layout:
         return self._constraints(False).as_it_is(self._program(loss))
 
-    def plain(self, levers: Levers) -> Plan:
+    def plain_plan(self, levers: Levers) -> Plan:
         """The plan without recomputation."""
         found = self.plan(levers, None)
         assert isinstance(found, Plan)
         return found
 
-    def unplanned(self, levers: Levers) -> Candidate:
+    def without_recomputation(self, levers: Levers) -> Candidate:
         """The levers without recomputation."""
-        return self.priced(levers, self.plain(levers))
+        return self.candidate_of(levers, self.plain_plan(levers))
 
-    def priced(self, levers: Levers, plan: Plan) -> Candidate:
+    def candidate_of(self, levers: Levers, plan: Plan) -> Candidate:
         """A plan with the bytes and seconds of the whole step."""
         limits, predicted = self.budget(levers), plan.predicted
         slices = levers.microbatches
@@ -175,12 +179,15 @@ class Costs:
         changing = [lever for lever in LEVERS.values() if lever.changes_loss]
         workload, values = self.workload, levers.to_dict()
         least = workload.as_is.replace(
-            **{lever.name: lever.least(workload, values[lever.name]) for lever in changing}
+            **{
+                lever.name: lever.fastest_loss_value(workload, values[lever.name])
+                for lever in changing
+            }
         )
         more = sum(lever.least_seconds(self, levers, least) for lever in changing)
-        return 3 * (self.plain(least).predicted.seconds + more) + self.overhead(levers)
+        return 3 * (self.plain_plan(least).predicted.seconds + more) + self.overhead(levers)
 
-    def least_bytes(self, levers: Levers) -> int:
+    def argument_bytes(self, levers: Levers) -> int:
         """Bytes of the arguments: no plan of these levers takes fewer."""
         workload = self.workload.on(levers)
         state = workload.state(levers)

@@ -18,7 +18,7 @@ from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.checks import check_count
 from jaxmem.ground.errors import BudgetError, CompileError, JaxmemError
 from jaxmem.ground.progress import tell
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.rematerialization import checked
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.targets import LocalDevice, Target, resolve
@@ -86,7 +86,7 @@ class DevicesNeeded(Printed):
 
     def _parts(self) -> Iterator[Part]:
         target = self.fitting.target
-        count = f"{counted(self.count, 'device')} {'is' if self.count == 1 else 'are'}"
+        count = f"{pluralize(self.count, 'device')} {'is' if self.count == 1 else 'are'}"
         yield Table(
             ("devices", "each", f"ms {checked(time_error(target))}", "step"),
             [
@@ -178,7 +178,7 @@ def devices_needed(
                     said = f"too large: {smallest.name}; recompute {smallest.remat}"
                     tried.append(Tried(count, size, not hopeless, said))
                     continue
-                tell(f"jaxmem: fit on {counted(count, 'device')}")
+                tell(f"jaxmem: fit on {pluralize(count, 'device')}")
                 step = search.run(compilations)
             except BudgetError as error:
                 size = error.lowest or smallest.projected
@@ -224,7 +224,7 @@ def _too_small(tried: list[Tried], workload: Workload) -> BudgetError:
         f"The step fits the budget of {format_bytes(workload.budget)} on no number of devices of "
         f"{workload.target.name} that divides the batch and was tried ({counts}). The fewest bytes "
         f"of each device were {format_against(least.bytes, workload.budget)} ({least.bytes} bytes "
-        f"{word}), on {counted(least.devices, 'device')}.",
+        f"{word}), on {pluralize(least.devices, 'device')}.",
         *permissions(workload),
         "Or raise the budget or most=, or take a batch that more devices divide.",
     ]

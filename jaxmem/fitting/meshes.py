@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxmem import jaxprs
 from jaxmem.ground.checks import is_count, shown
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.levers.sharding import Sharding, shard
 from jaxmem.levers.splitting import Cut, UndividedError, check_cuts, cut_axis, cuts_of
 
@@ -79,21 +79,21 @@ class Meshes:
             return
         refused: list[str] = []
         params = jax.tree.map(jaxprs.abstract, self._params)
-        for lies_well in (_takes_nodes, _within_node, _is_whole):
-            for shape in self._all(node, lies_well):
+        for is_node_aligned in (_fills_nodes, _within_node, _is_whole):
+            for shape in self._all(node, is_node_aligned):
                 try:
                     sharding = self.sharding(shape, 3)
                     sharding.place_batch(self._batch)
                     sharding.place_params(params)
                 except UndividedError as error:
-                    refused.append(f"{told(shape)}: {error.what}")
+                    refused.append(f"{describe(shape)}: {error.what}")
                 else:
                     self.shapes.append(shape)
             if self.shapes:
                 break
         if not self.shapes:
             raise JaxmemError(
-                f"No mesh of {counted(self.count, 'device')} divides the step. {refused[0]} "
+                f"No mesh of {pluralize(self.count, 'device')} divides the step. {refused[0]} "
                 f"{self._advice}"
             )
         if refused:
@@ -115,7 +115,9 @@ class Meshes:
         except UndividedError as error:
             raise JaxmemError(f"{error.what} {self._advice}") from error
 
-    def _all(self, node: int, lies_well: Callable[[int, int, int, int], bool]) -> Iterator[Shape]:
+    def _all(
+        self, node: int, is_node_aligned: Callable[[int, int, int, int], bool]
+    ) -> Iterator[Shape]:
         """Shapes by how many parts the model's own axes make, then by copies: those that lie well,
         by how many copies there are, their parts along both kinds of axes, and a node's devices."""
         sizes = {
@@ -130,13 +132,13 @@ class Meshes:
             rest = self.count // inner
             for copies in [1, *range(2, rest + 1)]:
                 data = rest // copies
-                if rest % copies or not lies_well(copies, data, inner, min(node, self.count)):
+                if rest % copies or not is_node_aligned(copies, data, inner, min(node, self.count)):
                     continue
                 named = list(zip(self._cut, model, strict=True))
                 first = [(REPLICA, copies)] if copies > 1 or named else []
                 yield (*first, (DATA, data), *named)
 
-    def alone(self, name: str) -> Shape | None:
+    def first_using_only(self, name: str) -> Shape | None:
         """The first shape that has several devices along no other of the model's axes; None: the
         model does not name it, or there is none."""
         others = {one for one in self._cut if one != name}
@@ -151,7 +153,7 @@ class Meshes:
             None,
         )
 
-    def on(self, shape: Shape) -> Mesh | AbstractMesh | None:
+    def mesh_of(self, shape: Shape) -> Mesh | AbstractMesh | None:
         """The mesh of a shape: of real devices, if they were given."""
         if not shape:
             return self.mesh
@@ -163,7 +165,7 @@ class Meshes:
     def sharding(self, shape: Shape, stage: int) -> Sharding:
         """How state is sharded on it: along its last axis that the model does not name, and those
         that it cuts no parameter along."""
-        mesh = self.on(shape)
+        mesh = self.mesh_of(shape)
         assert mesh is not None
         names = [name for name in mesh.axis_names if name not in self._cut]
         others = [
@@ -191,7 +193,7 @@ class Meshes:
         return math.prod(sharding.mesh.shape[name] for name in weights)
 
 
-def _takes_nodes(copies: int, data: int, own: int, node: int) -> bool:
+def _fills_nodes(copies: int, data: int, own: int, node: int) -> bool:
     """One copy, or each of whole nodes."""
     return copies == 1 or (data > 1 and data * own % node == 0)
 
@@ -206,7 +208,7 @@ def _is_whole(copies: int, data: int, own: int, node: int) -> bool:
     return copies > 1 and data == 1 and node % own == 0
 
 
-def told(shape: Shape) -> str:
+def describe(shape: Shape) -> str:
     """A shape in words: 8 replica x 8 data."""
     sizes = [f"{size} {name}" for name, size in shape if size > 1]
     return " x ".join(sizes) or "1 device"

@@ -9,7 +9,7 @@ from typing import Any
 from jaxmem.fitting.costs import Costs
 from jaxmem.fitting.levers import LEVERS, Levers
 from jaxmem.fitting.table import Candidate, Fitting
-from jaxmem.fitting.verdicts import GAIN, Verdicts, key_of
+from jaxmem.fitting.verdicts import MIN_GAIN, Verdicts, key_of
 from jaxmem.fitting.workload import Workload
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import check_count
@@ -18,12 +18,12 @@ from jaxmem.ground.progress import tell
 from jaxmem.rematerialization import (
     ALTERNATIVE,
     FIRST_ERROR,
-    NEARLY,
-    Begun,
+    MAX_OVERPROJECTION,
     Outcome,
+    PendingCompilation,
     Plan,
     Search as CompiledSearch,
-    waits,
+    is_offloaded,
 )
 from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import family_of
@@ -31,10 +31,10 @@ from jaxmem.training import TrainStep
 
 # Chosen: what half and twice of these change beside a stand-in for the compiler prints
 # benchmarks/planner/sensitivity.py; the step that is returned was compiled and fits in any case.
-_CLOSE = 0.97  # of the budget: no need to look for less recomputation
-_NEAR = 1.2  # times the budget: near enough to try plans in between
-_ABOVE = 1.06  # times the most that was tried: projected to take more, it may compile to less
-_OVER = 1.01  # times the ratio of what did not fit: the next one differs from it
+_GOOD_ENOUGH = 0.97  # of the budget: no need to look for less recomputation
+_RETRY_RANGE = 1.2  # times the budget: near enough to try plans in between
+_OVERPLAN = 1.06  # times the most that was tried: projected to take more, it may compile to less
+_AFTER_MISS = 1.01  # times the ratio of what did not fit: the next one differs from it
 
 
 class Search:
@@ -46,7 +46,7 @@ class Search:
         self.seen: dict[Levers, Candidate] = {}  # the last plan of each
         self.found: dict[tuple, Candidate] = {}  # by key: what was compiled
         self.reports: dict[tuple, MemoryReport] = {}
-        self.made: dict[tuple, tuple[TrainStep, Compiling]] = {}  # traced and lowered
+        self.lowered: dict[tuple, tuple[TrainStep, Compiling]] = {}  # traced and lowered
         self.compiled: CompiledSearch[Candidate] = CompiledSearch(workload.budget, 0)
 
     def run(self, compilations: int) -> TrainStep:
@@ -57,7 +57,7 @@ class Search:
             CompileError: XLA generates no code for what fits.
         """
         check_count("jaxmem.fit", "compilations", compilations)
-        self.compiled = CompiledSearch(self.workload.budget, compilations, _OVER)
+        self.compiled = CompiledSearch(self.workload.budget, compilations, _AFTER_MISS)
         refused: CompileError | None = None
         while True:
             self.compiled.run(self._rounds(), self._start)
@@ -66,10 +66,10 @@ class Search:
             best = self._best
             if best is None:
                 raise refused or Verdicts(self).too_small()
-            step, made = self._made(best)
+            step, compiling = self._lowered(best)
             try:
-                if family_of(self.workload.device).checks_code:
-                    made.report("full")
+                if family_of(self.workload.device).verifies_codegen:
+                    compiling.report("full")
             except CompileError as error:
                 refused = error
                 self._reject(best, error)
@@ -77,17 +77,17 @@ class Search:
                 step.fitting = self.fitting(best)
                 return step
 
-    def _made(self, candidate: Candidate) -> tuple[TrainStep, Compiling]:
+    def _lowered(self, candidate: Candidate) -> tuple[TrainStep, Compiling]:
         """The step of a candidate, and the same traced and lowered."""
         key, workload = key_of(candidate), self.workload
-        if key not in self.made:
+        if key not in self.lowered:
             step = workload.step(candidate.levers, candidate.plan)
             state = workload.state(candidate.levers)
-            self.made[key] = (
+            self.lowered[key] = (
                 step,
                 begin(step, state, workload.on(candidate.levers).batch, target=workload.target),
             )
-        return self.made[key]
+        return self.lowered[key]
 
     def bytes_of(self, candidate: Candidate) -> int:
         """Device bytes of a candidate's step, compiled.
@@ -95,7 +95,7 @@ class Search:
         Raises:
             CompileError: XLA does not compile it.
         """
-        return self._made(candidate)[1].report().device
+        return self._lowered(candidate)[1].report().device
 
     def _reject(self, best: Candidate, error: CompileError) -> None:
         """Its buffers could be assigned, and no code can be generated for it."""
@@ -125,25 +125,25 @@ class Search:
         while True:
             best = self._best
             # What may still be returned is kept as it was lowered, and nothing else: it is large.
-            self.made = {
-                key: made for key, made in self.made.items() if best and key == key_of(best)
+            self.lowered = {
+                key: one for key, one in self.lowered.items() if best and key == key_of(best)
             }
-            candidate = self.faster_than(best) if best else self.likely()
+            candidate = self.faster_than(best) if best else self.next_candidate()
             if candidate is None:
                 return
             yield [candidate, *self._alternatives(candidate, best)]
 
     def faster_than(self, best: Candidate) -> Candidate | None:
         """What promises to be faster than the best so far."""
-        return self.cheapest(best) or self._by_one_line(best)
+        return self.cheapest(best) or self._baseline_policy(best)
 
-    def likely(self) -> Candidate | None:
+    def next_candidate(self) -> Candidate | None:
         """What may fit, where nothing has so far."""
-        if self.found and self.compiled.left == 1:
-            likely = self._surest()
+        if self.found and self.compiled.remaining == 1:
+            likely = self._safest()
         else:
             likely = self.cheapest(None) or self.smallest()
-        return likely or self._by_one_line(None) or _between(self)
+        return likely or self._baseline_policy(None) or _interpolated(self)
 
     def _alternatives(self, candidate: Candidate, best: Candidate | None) -> list[Candidate]:
         """What to compile beside a candidate, in case that it does not fit: the one of the least
@@ -164,14 +164,14 @@ class Search:
         for levers in sorted(self.options, key=lambda levers: (bound(levers), str(levers))):
             if bound(levers) >= min(limit, found.seconds if found else math.inf):
                 break
-            close = best is not None and (best.compiled or 0) >= _CLOSE * self.workload.budget
+            close = best is not None and (best.compiled or 0) >= _GOOD_ENOUGH * self.workload.budget
             if best and levers == best.levers and close:
                 continue
             candidate = self._candidate(levers, ratio)
             if candidate is None or key_of(candidate) in self.found:
                 continue
             gain = limit - candidate.seconds
-            if gain > GAIN * limit and (found is None or candidate.seconds < found.seconds):
+            if gain > MIN_GAIN * limit and (found is None or candidate.seconds < found.seconds):
                 found = candidate
         return found
 
@@ -180,13 +180,13 @@ class Search:
     ) -> Candidate | None:
         """The levers with the plan that is expected to fit; None: none is."""
         costs, allowed = self.costs, self.workload.budget / (ratio or self.ratio)(levers)
-        least = costs.least_bytes(levers)
+        least = costs.argument_bytes(levers)
         found = costs.plan(levers, int(allowed)) if least <= self.workload.budget else least
         plan, lowest = (None, found) if isinstance(found, int) else (found, None)
         if plan and plan.recomputes and "residuals" in self.workload.keep:
-            plan, lowest = None, costs.unplanned(levers).projected
+            plan, lowest = None, costs.without_recomputation(levers).projected
         unplanned = Candidate(levers, None, lowest, costs.bound(levers))
-        candidate = costs.priced(levers, plan) if plan else unplanned
+        candidate = costs.candidate_of(levers, plan) if plan else unplanned
         if ratio is None:
             self.seen[levers] = candidate
         return candidate if plan else None
@@ -196,35 +196,32 @@ class Search:
         the batch whole or in the most slices. None: there is no hope in it."""
         most = max((levers.microbatches for levers in self.options), default=1)
         least: Candidate | None = None
-        smallest = max(map(_shrunk, self.options), default=None)
+        smallest = max(map(_state_reduction, self.options), default=None)
         for levers in self.options:
-            if _shrunk(levers) != smallest or levers.microbatches not in (1, most):
+            if _state_reduction(levers) != smallest or levers.microbatches not in (1, most):
                 continue
             found = self.costs.plan(levers, None if "residuals" in self.workload.keep else 1)
             found = self.costs.plan(levers, found) if isinstance(found, int) else found
             assert isinstance(found, Plan)
-            candidate = self.costs.priced(levers, found)
+            candidate = self.costs.candidate_of(levers, found)
             self.seen.setdefault(levers, candidate)
             if key_of(candidate) in self.found:
                 continue
             if least is None or self.expected(candidate) < self.expected(least):
                 least = candidate
         tried = len(self.found) > 1
-        hopeless = least and tried and self.expected(least) > _NEAR * self.workload.budget
+        hopeless = least and tried and self.expected(least) > _RETRY_RANGE * self.workload.budget
         return None if hopeless else least
 
-    def _by_one_line(self, best: Candidate | None) -> Candidate | None:
+    def _baseline_policy(self, best: Candidate | None) -> Candidate | None:
         """What a line of the author's would do, which may fit though it is projected not to: no
         step that is returned is to lose to it. None: it would not be faster than the best."""
         if "residuals" in self.workload.keep:
             return None
         levers = best.levers if best else self.workload.as_is
         error = min([1.0, *self.compiled.ratios.values()])
-        rows = self.costs.by_one_line(
-            levers,
-            best.seconds if best else math.inf,
-            NEARLY * self.workload.budget / error,
-        )
+        most = MAX_OVERPROJECTION * self.workload.budget / error
+        rows = self.costs.baseline_candidates(levers, best.seconds if best else math.inf, most)
         return next((one for one in rows if key_of(one) not in self.found), None)
 
     def expected(self, candidate: Candidate) -> int:
@@ -236,29 +233,30 @@ class Search:
         # What was not compiled borrows the last one, rounded up to 2 %: fewer plans are made so.
         # The only one to be compiled has no other to learn from.
         ratios = self.compiled.ratios
-        alike = [ratio for place, ratio in ratios.items() if _apart(place) == _apart(levers)]
+        group = _ratio_group(levers)
+        alike = [ratio for key, ratio in ratios.items() if _ratio_group(key) == group]
         alone = self.compiled.compilations == 1 and not self.found
         last = FIRST_ERROR if alone else 1.0
         last = math.ceil(alike[-1] * 50) / 50 if alike else last
-        return ratios.get(_place(levers), last)
+        return ratios.get(_ratio_key(levers), last)
 
-    def _surest(self) -> Candidate | None:
+    def _safest(self) -> Candidate | None:
         """For the last compilation, after others failed: the least predicted time that fits though
         projections are further off than the worst that was seen; else the fewest bytes."""
         ratios = self.compiled.ratios
 
-        def worst(levers: Levers) -> float:
+        def worst_ratio(levers: Levers) -> float:
             return FIRST_ERROR * max([self.ratio(levers), *ratios.values()])
 
-        return self.cheapest(None, worst) or self.smallest()
+        return self.cheapest(None, worst_ratio) or self.smallest()
 
-    def _start(self, candidate: Candidate) -> Begun:
-        _, made = self._made(candidate)
-        made.start(hold=True)  # the one that is returned is compiled in full
+    def _start(self, candidate: Candidate) -> PendingCompilation:
+        _, compiling = self._lowered(candidate)
+        compiling.start(hold=True)  # the one that is returned is compiled in full
         said = f"{candidate.levers}; recompute {candidate.remat}"
-        return Begun(said, lambda: self._finish(candidate, made), made.stop)
+        return PendingCompilation(said, lambda: self._finish(candidate, compiling), compiling.stop)
 
-    def _finish(self, candidate: Candidate, made: Compiling) -> Outcome:
+    def _finish(self, candidate: Candidate, compiling: Compiling) -> Outcome:
         levers, key = candidate.levers, key_of(candidate)
         assert candidate.projected and candidate.plan
         about = f"{levers}; recompute {candidate.remat}"
@@ -266,10 +264,10 @@ class Search:
         def outcome(said: str, **fields: Any) -> Outcome:
             self.found[key] = found = dataclasses.replace(candidate, **fields)
             assert found.projected
-            return Outcome(said, found.seconds, found.projected, found.compiled, _place(levers))
+            return Outcome(said, found.seconds, found.projected, found.compiled, _ratio_key(levers))
 
         try:
-            report = made.report()
+            report = compiling.report()
         except CompileError as error:
             why = f"XLA could not compile it: {_reason(error)}"
             if candidate.plan.predicted.host_bytes:
@@ -277,7 +275,7 @@ class Search:
             else:
                 self.options = [option for option in self.options if option != levers]
             return outcome(f": {about}: {why}", verdict=why)
-        if not waits(candidate.plan, report.host - self.workload.host_bytes(levers)):
+        if not is_offloaded(candidate.plan, report.host - self.workload.host_bytes(levers)):
             why = "XLA keeps on the device what was to wait in host memory"
             self.workload.refuse_offload(why)
             return outcome(f": {about}: {why}", verdict=why)
@@ -291,9 +289,9 @@ class Search:
 
 def _try_as_it_is(search: Search) -> None:
     """Compiles the step as it is, where nothing fits and there is hope."""
-    candidate = search.costs.unplanned(search.workload.as_is)
+    candidate = search.costs.without_recomputation(search.workload.as_is)
     if key_of(candidate) not in search.found:
-        search.compiled.last(candidate, candidate.projected or 0, search._start)
+        search.compiled.try_plain(candidate, candidate.projected or 0, search._start)
 
 
 def _reason(error: CompileError) -> str:
@@ -301,37 +299,37 @@ def _reason(error: CompileError) -> str:
     return lines[min(1, len(lines) - 1)]
 
 
-def _place(levers: Levers) -> Levers:
+def _ratio_key(levers: Levers) -> Levers:
     """What levers have in common whose projections are off alike."""
-    return levers.only(lambda lever: lever.own_ratio)
+    return levers.only(lambda lever: lever.shifts_projection_error)
 
 
-def _apart(levers: Levers) -> Levers:
+def _ratio_group(levers: Levers) -> Levers:
     """What settings have in common that learn from each other how far projections are off."""
-    return levers.only(lambda lever: lever.ratio_apart)
+    return levers.only(lambda lever: lever.separate_projection_error)
 
 
-def _shrunk(levers: Levers) -> tuple:
+def _state_reduction(levers: Levers) -> tuple:
     """How far the levers shrink the state, to be compared."""
     return tuple(getattr(levers, name) for name, lever in LEVERS.items() if lever.shrinks_state)
 
 
-def _between(search: Search) -> Candidate | None:
+def _interpolated(search: Search) -> Candidate | None:
     """A plan between two that were compiled, or a little above them, of the levers that came
     nearest to the budget: bytes do not fall evenly with what is recomputed. None: it is too
     far off."""
     known = [one for one in search.found.values() if one.compiled and one.projected]
     nearest = min(known, key=lambda one: one.compiled or 0, default=None)
-    if nearest is None or (nearest.compiled or 0) > _NEAR * search.workload.budget:
+    if nearest is None or (nearest.compiled or 0) > _RETRY_RANGE * search.workload.budget:
         return None
     sizes = sorted(one.projected or 0 for one in known if one.levers == nearest.levers)
-    sizes.append(int(_ABOVE * sizes[-1]))
+    sizes.append(int(_OVERPLAN * sizes[-1]))
     gaps = sorted(itertools.pairwise(sizes), key=lambda gap: gap[0] - gap[1])
     goals = [goal for low, high in gaps for goal in ((low + high) // 2, high)]
     for goal in goals:
         found = search.costs.plan(nearest.levers, goal)
         if isinstance(found, Plan):
-            candidate = search.costs.priced(nearest.levers, found)
+            candidate = search.costs.candidate_of(nearest.levers, found)
             if key_of(candidate) not in search.found:
                 return candidate
     return None

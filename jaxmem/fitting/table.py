@@ -144,7 +144,7 @@ class Fitting(Printed):
 
     def _table(self) -> Table:
         rows = []
-        for alike in grouped(self.considered, _told):
+        for alike in grouped(self.considered, _row_group):
             one = alike[0]
             name, least = one.name, "" if one.plan else "at least "
             projected = "" if one.projected is None else f"{least}{format_bytes(one.projected)}"
@@ -220,7 +220,7 @@ class Fitting(Printed):
         }
 
 
-def _told(one: Candidate) -> Hashable:
+def _row_group(one: Candidate) -> Hashable:
     """What rows have in common that are told as one: those that were not even planned, and why."""
     if one.plan is None and one.compiled is None:
         return _NUMBER.sub("", one.verdict)

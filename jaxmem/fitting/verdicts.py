@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CHOSEN = "chosen"
 # Of a step's time: what is worth one more compilation. Chosen
 # (benchmarks/planner/sensitivity.py).
-GAIN = 0.005
+MIN_GAIN = 0.005
 
 
 class Verdicts:
@@ -36,8 +36,8 @@ class Verdicts:
         workload = self.workload
         about = self._refused(best), workload.budget, workload.target
         costs = self.search.costs
-        one_liners = tuple(costs.one_liners())
-        return Fitting(chosen, tuple(rows), *about, report, costs.written(), one_liners)
+        one_liners = tuple(costs.baseline_policies())
+        return Fitting(chosen, tuple(rows), *about, report, costs.original_cost(), one_liners)
 
     def _refused(self, best: Candidate | None) -> dict[str, str]:
         """What was not searched and why, with what it would bring."""
@@ -64,7 +64,7 @@ class Verdicts:
         compiled = {found.levers for found in search.found.values()}
         if search.options:
             first = search.options[0]  # everything as it is
-            row = search.costs.unplanned(first)
+            row = search.costs.without_recomputation(first)
             if key_of(row) not in search.found:
                 compiled.add(first)
                 yield dataclasses.replace(row, verdict=self._not_compiled(row, best))
@@ -89,7 +89,7 @@ class Verdicts:
         if candidate.seconds > best.seconds:
             return f"not compiled: {least}{_slower(candidate, best):.1%} slower"
         gain = -_slower(candidate, best)
-        if gain <= GAIN:
+        if gain <= MIN_GAIN:
             return "not compiled: gains too little"
         most = "at most " if candidate.plan is None else ""
         return f"not compiled: {most}{gain:.1%} faster"
@@ -97,7 +97,7 @@ class Verdicts:
     def _why(self, best: Candidate) -> str:
         """Why the best one found was chosen: it is the fastest, or the search ended too early."""
         compiled = self.search.compiled
-        if compiled.left or self.search.faster_than(best) is None:
+        if compiled.remaining or self.search.faster_than(best) is None:
             return "the least predicted time that fits"
         return (
             f"the least predicted time of {len(self.search.found)} compiled; faster ones are "
@@ -119,8 +119,8 @@ class Verdicts:
                 f"{search.found[key].levers}; recompute {search.found[key].remat}), held by "
                 f"{holders(fitting.report)}."
             )
-        hope = search.compiled.hope
-        if hope and search.likely() is None:
+        hope = search.compiled.exhausted_note
+        if hope and search.next_candidate() is None:
             hope = ""
         text = " ".join(lines) + hope
         return BudgetError(f"{text} {self.remedies()}\n{fitting}", lowest)

@@ -20,7 +20,7 @@ from jaxmem.fitting.sizes import bytes_of
 from jaxmem.ground.bytes import device_budget
 from jaxmem.ground.checks import check_batch, check_callable, check_optimizer
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.levers.precision.loss_scale import LossScale
 from jaxmem.levers.precision.policy import Precision, precision as parse_precision
 from jaxmem.levers.sharding import Sharding
@@ -102,7 +102,7 @@ class Workload:
     def _divides(self, levers: Levers) -> bool:
         """Whether the part of the batch that a device has is cut into whole slices."""
         sizes = {leaf.shape[0] if leaf.shape else 1 for leaf in jax.tree.leaves(self.batch)}
-        pieces = levers.microbatches * self.on(levers).ways
+        pieces = levers.microbatches * self.on(levers).data_parallel_size
         return levers.microbatches == 1 or all(size % pieces == 0 for size in sizes)
 
     def _place(self, target: Target | LocalDevice) -> None:
@@ -111,7 +111,7 @@ class Workload:
             target = _of_count(target, self.devices)
         if target.count != self.devices:
             raise JaxmemError(
-                f"The mesh has {counted(self.devices, 'device')} and the target {target.count}: "
+                f"The mesh has {pluralize(self.devices, 'device')} and the target {target.count}: "
                 "pass one device as target, or as many."
             )
         if target.known is None:
@@ -129,7 +129,7 @@ class Workload:
             self._put(first)
 
     def _put(self, shape: tuple) -> None:
-        self.shape, self.mesh = shape, self.meshes.on(shape)
+        self.shape, self.mesh = shape, self.meshes.mesh_of(shape)
         with self.meshes.placing():
             self.batch = self.meshes.sharding(shape, 1).place_batch(self._given)
 
@@ -143,12 +143,14 @@ class Workload:
         return self._on[levers.mesh]
 
     @functools.cached_property
-    def all_ways(self) -> set[int]:
+    def data_parallel_sizes(self) -> set[int]:
         """The same of every mesh that is searched."""
-        return {self.on(Levers(mesh=shape)).ways for shape in self.meshes.shapes or [()]}
+        return {
+            self.on(Levers(mesh=shape)).data_parallel_size for shape in self.meshes.shapes or [()]
+        }
 
     @property
-    def ways(self) -> int:
+    def data_parallel_size(self) -> int:
         """Over how many devices the examples of a batch are spread."""
         mesh, rows = self.rows
         return math.prod(mesh.shape[axis] for axis in rows) if mesh else 1

@@ -67,7 +67,7 @@ def _check_params(before: Any, after: Any, call: Callable) -> None:
     first = flat.input_count - len(leaves)
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(before))
     for number, (path, origin) in enumerate(
-        zip(paths, jaxprs.origins_of(flat), strict=True), first
+        zip(paths, jaxprs.resolve_passthrough(flat), strict=True), first
     ):
         if origin != number:
             raise JaxmemError(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import name_of, noted
+from jaxmem.ground.checks import name_of, note_call
 from jaxmem.ground.errors import JaxmemError
 
 _TAG = "jaxmem"  # of Flax's records of what a call changes in the modules that it is given
@@ -52,7 +52,7 @@ def on_arrays(evaluate: Evaluate, fun: Callable, args: tuple, kwargs: dict) -> A
     linen = sys.modules.get("flax.linen")
     if linen and args and isinstance(args[0], linen.Module) and args[0].scope is not None:
         return _lifted(evaluate, fun)(*args, **kwargs)
-    with noted(name_of(fun), fun, args, kwargs), array_call(fun, args, kwargs) as call:
+    with note_call(name_of(fun), fun, args, kwargs), array_call(fun, args, kwargs) as call:
         return call.publish(evaluate(call.fun, call.leaves))
 
 

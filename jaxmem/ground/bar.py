@@ -12,13 +12,13 @@ class Bar:
     told, which the cache remembers of other compilations.
 
     Attributes:
-        said: what goes on.
+        message: what goes on.
         most: compilations at most; None: it is one piece of work.
         done: how many there were.
     """
 
-    def __init__(self, said: str, most: int | None = None, done: int = 0):
-        self.said, self.most, self.done = said, most, done
+    def __init__(self, message: str, most: int | None = None, done: int = 0):
+        self.message, self.most, self.done = message, most, done
         self.running, self.began = 0, time.monotonic()
         self.redraw: Callable[[], None] = lambda: None
         self.compiles = False  # whether what runs is not in the cache
@@ -28,7 +28,7 @@ class Bar:
 
     def show(self, said: str) -> None:
         """Says what goes on."""
-        self.said = said
+        self.message = said
         self.redraw()
 
     def begin(self, count: int = 1) -> None:
@@ -48,7 +48,7 @@ class Bar:
             self._remembered = seconds
 
     @property
-    def left(self) -> float | None:
+    def remaining_seconds(self) -> float | None:
         """Seconds until as many are compiled as may be; None: nothing is known. Those that began
         together end together."""
         each = self._each

@@ -16,33 +16,33 @@ _lock = threading.Lock()
 _display: rich.progress.Progress | None = None
 
 
-class _Counted(rich.progress.ProgressColumn):
+class _CountColumn(rich.progress.ProgressColumn):
     """``2 of at most 6``, and the time."""
 
     def render(self, task: rich.progress.Task) -> rich.text.Text:
         bar: Bar = task.fields["bar"]
         count = f"{bar.done} of at most {bar.most}, " if bar.most else ""
         told = f"{task.elapsed or 0:.0f} s"
-        if bar.left is not None and round(bar.left):
-            told += f", up to about {_time(bar.left)} more"
+        if bar.remaining_seconds is not None and round(bar.remaining_seconds):
+            told += f", up to about {_time(bar.remaining_seconds)} more"
         return rich.text.Text(count + told)
 
 
-class _Drawn(rich.progress.BarColumn):
+class _BarColumn(rich.progress.BarColumn):
     """The bar itself, where something is counted."""
 
     def render(self, task: rich.progress.Task):
         return super().render(task) if task.total is not None else rich.text.Text("")
 
 
-class _Said(rich.progress.ProgressColumn):
+class _MessageColumn(rich.progress.ProgressColumn):
     """What goes on, cut to one line."""
 
     def get_table_column(self) -> rich.table.Column:
         return rich.table.Column(ratio=1, no_wrap=True, overflow="ellipsis")
 
     def render(self, task: rich.progress.Task) -> rich.text.Text:
-        return rich.text.Text(task.fields["bar"].said + " ...")
+        return rich.text.Text(task.fields["bar"].message + " ...")
 
 
 class _Display(rich.progress.Progress):
@@ -73,9 +73,9 @@ def shown(bar: Bar) -> Iterator[bool]:
     with _lock:
         if _display is None and (console := _console()) is not None:
             _display = _Display(
-                _Said(),
-                _Drawn(bar_width=20),
-                _Counted(),
+                _MessageColumn(),
+                _BarColumn(bar_width=20),
+                _CountColumn(),
                 console=console,
                 transient=True,
                 expand=True,

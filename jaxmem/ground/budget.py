@@ -18,7 +18,7 @@ class Budget:
     reserved: int = 0
 
     @property
-    def left(self) -> int | None:
+    def available(self) -> int | None:
         """Bytes that what is planned may take."""
         return None if self.allowed is None else self.allowed - self.reserved
 

@@ -139,7 +139,7 @@ def check_callable(fun: Any, name: str) -> None:
 
 
 @contextlib.contextmanager
-def noted(called: str, fun: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
+def note_call(called: str, fun: Callable, args: tuple, kwargs: dict) -> Iterator[None]:
     """Adds to what a user's function raises, while it is traced, what it was given. ``called`` is
     its name. Where one function calls another, the inner one's note stands."""
     start = "jaxmem: while tracing "

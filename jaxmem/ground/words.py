@@ -1,6 +1,6 @@
 """Words of printed texts."""
 
 
-def counted(count: int, noun: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """``"1 region"``, ``"2 regions"``."""
     return f"{count} {noun}{'s' * (count != 1)}"

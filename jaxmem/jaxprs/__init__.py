@@ -6,10 +6,10 @@ Tested on jax 0.10.2 to 0.12. What differs between versions is met here and nowh
 from jaxmem.jaxprs.attached import in_place_of_attached as in_place_of_attached
 from jaxmem.jaxprs.barriers import (
     BARRIERS as BARRIERS,
-    after as after,
-    back_after as back_after,
-    back_together as back_together,
-    together as together,
+    barrier as barrier,
+    cotangent_barrier as cotangent_barrier,
+    order_after as order_after,
+    order_cotangent_after as order_cotangent_after,
 )
 from jaxmem.jaxprs.equations import (
     closed_of as closed_of,
@@ -41,8 +41,10 @@ from jaxmem.jaxprs.flat import (
     side_effects as side_effects,
     traced_jaxpr as traced_jaxpr,
 )
-from jaxmem.jaxprs.handing_on import origins_of as origins_of
-from jaxmem.jaxprs.joining import Joint as Joint, joint as joint
+from jaxmem.jaxprs.forward_backward import (
+    ForwardBackward as ForwardBackward,
+    trace_forward_backward as trace_forward_backward,
+)
 from jaxmem.jaxprs.layouts import row_major as row_major
 from jaxmem.jaxprs.lowering import (
     argument_names as argument_names,
@@ -56,10 +58,10 @@ from jaxmem.jaxprs.lowering import (
 )
 from jaxmem.jaxprs.mapped import mapped_like as mapped_like
 from jaxmem.jaxprs.names import (
-    Stretch as Stretch,
+    RegionStructure as RegionStructure,
     given_name as given_name,
     names_in as names_in,
-    stretches as stretches,
+    region_structure as region_structure,
     with_policy as with_policy,
 )
 from jaxmem.jaxprs.nested import (
@@ -75,33 +77,34 @@ from jaxmem.jaxprs.operands import (
     is_array as is_array,
     is_extended as is_extended,
     is_opaque as is_opaque,
-    of_some as of_some,
+    restrict_to as restrict_to,
     split_arrays as split_arrays,
 )
+from jaxmem.jaxprs.passthrough import resolve_passthrough as resolve_passthrough
 from jaxmem.jaxprs.placement import (
     DEVICE as DEVICE,
     HOST as HOST,
     abstract as abstract,
+    canonical_sharding as canonical_sharding,
     check_devices as check_devices,
     check_on_device as check_on_device,
-    copied_on as copied_on,
     element_of as element_of,
     filled as filled,
     has_explicit_axes as has_explicit_axes,
     host_sharding as host_sharding,
     in_automatic_axes as in_automatic_axes,
     is_committed as is_committed,
+    match_varying_axes as match_varying_axes,
+    match_weak_type as match_weak_type,
     memory_kinds as memory_kinds,
     memory_of as memory_of,
     memory_space as memory_space,
     mesh_in_force as mesh_in_force,
     of_shape as of_shape,
     on_several_devices as on_several_devices,
-    shortest as shortest,
+    replicated_like as replicated_like,
     spec_of as spec_of,
     struct_of as struct_of,
-    varying as varying,
-    weak_as as weak_as,
 )
 from jaxmem.jaxprs.regions import (
     NamePolicy as NamePolicy,
@@ -111,14 +114,14 @@ from jaxmem.jaxprs.regions import (
     policy_saves as policy_saves,
 )
 from jaxmem.jaxprs.residuals import (
-    Kept as Kept,
+    SavedResidual as SavedResidual,
     making_order as making_order,
     original as original,
     saved_residuals as saved_residuals,
     scan_residuals as scan_residuals,
 )
-from jaxmem.jaxprs.spreading import (
-    Spread as Spread,
-    gradient_pieces as gradient_pieces,
-    spread as spread,
+from jaxmem.jaxprs.shardings import (
+    Shardings as Shardings,
+    gradient_shards as gradient_shards,
+    propagate_shardings as propagate_shardings,
 )

@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 BARRIERS = frozenset("after back_after back_together optimization_barrier together".split())
 
 
-def together(values: Sequence[Any]) -> list[Any]:
+def barrier(values: Sequence[Any]) -> list[Any]:
     """The values, none of which is there before all are: `jax.lax.optimization_barrier`, but
     cotangents are none of it (XLA may fuse them), and a value that nothing needs is not computed
     for the others."""
-    return _together().bind(*values) if values else []
+    return _barrier().bind(*values) if values else []
 
 
-def back_together(values: Sequence[Any]) -> list[Any]:
+def cotangent_barrier(values: Sequence[Any]) -> list[Any]:
     """The values as they are; of their cotangents none is there before all are."""
-    return _back_together().bind(*values) if values else []
+    return _cotangent_barrier().bind(*values) if values else []
 
 
-def after(value: Any, other: Any) -> Any:
+def order_after(value: Any, other: Any) -> Any:
     """The value, which is not there before ``other`` is; cotangents are none of it."""
-    return _after().bind(value, other)[0]
+    return _order_after().bind(value, other)[0]
 
 
-def back_after(value: Any, other: Any) -> tuple[Any, Any]:
+def order_cotangent_after(value: Any, other: Any) -> tuple[Any, Any]:
     """Both as they are; the cotangent of ``value`` is not there before that of ``other`` is."""
-    first, second = _back_after().bind(value, other)
+    first, second = _order_cotangent_after().bind(value, other)
     return first, second
 
 
@@ -42,30 +42,30 @@ def back_after(value: Any, other: Any) -> tuple[Any, Any]:
 
 
 @functools.cache
-def _together() -> Primitive:
+def _barrier() -> Primitive:
     barrier = identity("together")
-    internals.ad.primitive_jvps[barrier] = with_tangents_as_they_are(barrier)
+    internals.ad.primitive_jvps[barrier] = identity_jvp(barrier)
     internals.mlir.register_lowering(barrier, internals._optimization_barrier_lowering_rule)
-    internals.partial_eval.dce_rules[barrier] = _needed_together
+    internals.partial_eval.dce_rules[barrier] = _dead_code_rule
     return barrier
 
 
 @functools.cache
-def _after() -> Primitive:
+def _order_after() -> Primitive:
     barrier = identity("after")
-    internals.ad.primitive_jvps[barrier] = with_tangents_as_they_are(barrier)
+    internals.ad.primitive_jvps[barrier] = identity_jvp(barrier)
     internals.mlir.register_lowering(barrier, internals._optimization_barrier_lowering_rule)
     return barrier
 
 
 @functools.cache
-def _back_together() -> Primitive:
-    return _of_cotangents("back_together", _transposed_together)
+def _cotangent_barrier() -> Primitive:
+    return _of_cotangents("back_together", _transposed_barrier)
 
 
 @functools.cache
-def _back_after() -> Primitive:
-    return _of_cotangents("back_after", _transposed_after)
+def _order_cotangent_after() -> Primitive:
+    return _of_cotangents("back_after", _transposed_order)
 
 
 def _of_cotangents(name: str, transposed: Callable) -> Primitive:
@@ -77,27 +77,27 @@ def _of_cotangents(name: str, transposed: Callable) -> Primitive:
     )
     internals.ad.primitive_transposes[barrier] = transposed
     internals.mlir.register_lowering(barrier, lambda _, *values: list(values))
-    internals.partial_eval.dce_rules[barrier] = _needed_together
+    internals.partial_eval.dce_rules[barrier] = _dead_code_rule
     return barrier
 
 
-def _transposed_together(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
+def _transposed_barrier(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
     linear = list(map(is_linear, operands))
     wanted = [one for one, asked in zip(cotangents, linear, strict=True) if asked]
-    made = iter(_of_nonzeros(_together().bind, wanted))
+    made = iter(_of_nonzeros(_barrier().bind, wanted))
     return [next(made) if asked else None for asked in linear]
 
 
-def _transposed_after(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
+def _transposed_order(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
     """Of one operand, where the other one is no part of a transposition, there is nothing to wait
     for."""
     nonzero = [type(one) is not internals.ad.Zero for one in cotangents]
     if len(operands) == 2 and all(nonzero) and all(map(is_linear, operands)):
-        return [after(*cotangents), cotangents[1]]
-    return _handed_on(cotangents, *operands)
+        return [order_after(*cotangents), cotangents[1]]
+    return _forwarded(cotangents, *operands)
 
 
-def _handed_on(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
+def _forwarded(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
     return [
         cotangent if is_linear(operand) else None
         for cotangent, operand in zip(cotangents, operands, strict=True)
@@ -113,12 +113,12 @@ def identity(name: str) -> Primitive:
     if internals.optional("batching"):
         batchers = internals.batching.primitive_batchers
         batchers[primitive] = lambda values, axes: (primitive.bind(*values), axes)
-    internals.ad.primitive_transposes[primitive] = _handed_on
-    _know_apart(primitive)
+    internals.ad.primitive_transposes[primitive] = _forwarded
+    _register_partial_eval(primitive)
     return primitive
 
 
-def _know_apart(primitive: Primitive) -> None:
+def _register_partial_eval(primitive: Primitive) -> None:
     """Where some operands are known when a function is traced to be transposed
     (`jax.linear_transpose`), as weights that it closes over are, so are their results: what is
     linear would be multiplied with what is taken to be."""
@@ -157,11 +157,11 @@ def is_linear(operand: Any) -> bool:
     return internals.ad.is_undefined_primal(operand)
 
 
-def with_tangents_as_they_are(primitive: Primitive) -> Callable:
+def identity_jvp(primitive: Primitive) -> Callable:
     return lambda values, tangents: (primitive.bind(*values), tangents)
 
 
-def _needed_together(used: list[bool], *rest):
+def _dead_code_rule(used: list[bool], *rest):
     equation = rest[-1]  # jax 0.12 tells in between which operands are alive
     return used, _of_some(equation, used)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxmem.jaxprs.operands import of_some
+from jaxmem.jaxprs.operands import restrict_to
 from jaxmem.jaxprs.sources import at_source, no_names
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def traced_rule(equation: JaxprEqn, real: Sequence[int]) -> ClosedJaxpr | None:
 
     def along(operands, tangents):
         chosen = [operands[at] for at in real]
-        return jax.jvp(of_some(real, called, operands), chosen, tangents)
+        return jax.jvp(restrict_to(real, called, operands), chosen, tangents)
 
     # JAX keeps what it traces of a rule here for all later calls, with the line that it finds.
     source = equation.source_info

@@ -19,8 +19,8 @@ from jaxmem.jaxprs.equations import (
     operation_of,
     parameters_of,
 )
-from jaxmem.jaxprs.merging import Computed
-from jaxmem.jaxprs.opening import opened_scan
+from jaxmem.jaxprs.inline_checkpoints import inline_scan
+from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.operands import has_derivative
 from jaxmem.jaxprs.sources import at_source, no_names
 
@@ -67,10 +67,10 @@ class FlatJaxpr:
 
     Values 0 to ``len(consts) + number of array arguments - 1`` are its inputs, the closed-over
     ones (``consts``, possibly tracers) first. ``regions`` are the bounds of the user's own regions
-    that were written in place among the steps, and ``opened`` is how many there were, with those in
-    the bodies of scans. ``scans`` are the scans among the steps that had some in their bodies, by
-    number of the step, as they were written. ``merged`` are values that are computed several times
-    as they were written.
+    that were written in place among the steps, and ``inlined_checkpoints`` is how many there were,
+    with those in the bodies of scans. ``scans`` are the scans among the steps that had some in
+    their bodies, by number of the step, as they were written. ``merged`` are values that are
+    computed several times as they were written.
     """
 
     steps: tuple[Step, ...]
@@ -80,7 +80,7 @@ class FlatJaxpr:
     outputs: tuple[int | Literal, ...]
     out_tree: Any
     regions: tuple[tuple[int, int], ...] = ()
-    opened: int = 0
+    inlined_checkpoints: int = 0
     scans: tuple[tuple[int, JaxprEqn], ...] = ()
     merged: frozenset[int] = frozenset()
 
@@ -181,7 +181,7 @@ def flatten_jaxpr(
     steps: list[Step] = []
     scans: list[tuple[int, JaxprEqn]] = []
     in_scans = 0
-    computed = Computed()
+    computed = CommonSubexpressions()
     merged: set[int] = set()
     moving: set[int] = set()  # numbers of what a derivative may be taken of
 
@@ -195,9 +195,9 @@ def flatten_jaxpr(
     def count_in(step: Step, earlier: tuple[int, ...] | None) -> None:
         """For what is merged with a step, that may have the results of an earlier one."""
         if earlier:
-            computed.same(step.outputs, earlier)
+            computed.alias(step.outputs, earlier)
         else:
-            computed.add(step.equation, step.inputs, step.outputs)
+            computed.insert(step.equation, step.inputs, step.outputs)
         if not moving.isdisjoint(step.uses):
             moving.update(have_derivative(step.outputs))
 
@@ -210,7 +210,7 @@ def flatten_jaxpr(
         for equation in jaxpr.eqns:
             if open_regions and equation.primitive.name == "scan":
                 written = equation
-                equation, count = opened_scan(equation)
+                equation, count = inline_scan(equation)
                 in_scans += count
                 if count:
                     scans.append((len(steps), written))
@@ -221,7 +221,7 @@ def flatten_jaxpr(
                 inner = closed_of(parameters_of(equation)["jaxpr"])
             names = stack + equation.source_info.name_stack
             if inner is None:
-                earlier = computed.again(equation, inputs) if merge else None
+                earlier = computed.lookup(equation, inputs) if merge else None
                 if earlier and not moving.isdisjoint(earlier):
                     made = earlier
                     merged.update(earlier)

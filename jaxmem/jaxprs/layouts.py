@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.barriers import identity, with_tangents_as_they_are
+from jaxmem.jaxprs.barriers import identity, identity_jvp
 from jaxmem.jaxprs.operands import is_extended
 from jaxmem.targets import FAMILIES
 
@@ -24,7 +24,7 @@ def row_major(value: Any) -> Any:
 @functools.cache
 def _row_major() -> Primitive:
     primitive = identity("row_major")
-    internals.ad.primitive_jvps[primitive] = with_tangents_as_they_are(primitive)
+    internals.ad.primitive_jvps[primitive] = identity_jvp(primitive)
     internals.mlir.register_lowering(primitive, _lowered)
     return primitive
 

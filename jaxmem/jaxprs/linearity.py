@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.custom_jvp import called_by, traced_rule
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
-from jaxmem.jaxprs.operands import moving
+from jaxmem.jaxprs.operands import differentiable
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -37,7 +37,9 @@ def has_linear_rule(equation: JaxprEqn) -> bool:
     from elsewhere) need not be, and a rule that cannot be traced is not known to be."""
     key = called_by(equation)
     if key not in _linear_rules:
-        traced = traced_rule(equation, moving([variable.aval for variable in equation.invars]))
+        traced = traced_rule(
+            equation, differentiable([variable.aval for variable in equation.invars])
+        )
         _linear_rules[key] = traced is not None and _transposed_by_jax(traced.jaxpr)
     return _linear_rules[key]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.barriers import together
+from jaxmem.jaxprs.barriers import barrier
 from jaxmem.jaxprs.equations import find_callback, is_callback
 from jaxmem.jaxprs.flat import Step, flatten_jaxpr
 from jaxmem.jaxprs.nested import loop_of
@@ -113,7 +113,7 @@ def _callbacks() -> list[Primitive]:
 
 def _left_out(ctx, *_, **__):
     def zeros():
-        return together([jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out])
+        return barrier([jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out])
 
     made = internals.mlir.lower_fun(zeros, multiple_results=True)(ctx.replace(avals_in=[]))
     ctx.set_tokens_out(ctx.tokens_in)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn, Literal
 
 
-class Computed:
+class CommonSubexpressions:
     """The equations of a program so far, over values that have numbers; those of one that is yet to
     be ``differentiated`` are the same only if the derivative of one is that of both."""
 
@@ -25,7 +25,7 @@ class Computed:
         self._alike: dict[Hashable, list[tuple[JaxprEqn, tuple[int, ...]]]] = {}
         self._same: dict[int, int] = {}
 
-    def again(self, equation: JaxprEqn, inputs: Sequence[int | Literal]) -> tuple[int, ...] | None:
+    def lookup(self, equation: JaxprEqn, inputs: Sequence[int | Literal]) -> tuple[int, ...] | None:
         """The results of an earlier equation that computes the same; None: there is none."""
         if not _is_pure(equation):
             return None
@@ -35,14 +35,14 @@ class Computed:
                 return outputs if once else None
         return None
 
-    def add(
+    def insert(
         self, equation: JaxprEqn, inputs: Sequence[int | Literal], outputs: tuple[int, ...]
     ) -> None:
         """Counts an equation in that computes what none has, with its results."""
         if _is_pure(equation):
             self._alike.setdefault(self._key(equation, inputs), []).append((equation, outputs))
 
-    def same(self, values: Sequence[int], earlier: Sequence[int]) -> None:
+    def alias(self, values: Sequence[int], earlier: Sequence[int]) -> None:
         """Takes values that stay for earlier ones, in what reads them."""
         self._same.update(zip(values, earlier, strict=True))
 

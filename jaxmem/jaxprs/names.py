@@ -90,7 +90,7 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class RegionStructure:
     """A program with regions of the user's own, which were written in place: the whole, or the body
     of a scan in it.
 
@@ -108,18 +108,18 @@ class Stretch:
     names: tuple[tuple[int, str], ...]
     length: int = 1
     carry: frozenset[int] = frozenset()
-    scans: tuple[tuple[int, Stretch], ...] = ()
+    scans: tuple[tuple[int, RegionStructure], ...] = ()
 
 
-def stretches(closed: ClosedJaxpr, without_regions: bool = False) -> Stretch:
+def region_structure(closed: ClosedJaxpr, without_regions: bool = False) -> RegionStructure:
     """A traced function by its regions; of a function ``without_regions`` the body of each scan
     counts as one, and names count wherever they are."""
-    return _stretch(flatten_jaxpr(closed, open_regions=True), without_regions)
+    return _region_structure(flatten_jaxpr(closed, open_regions=True), without_regions)
 
 
-def _stretch(
+def _region_structure(
     flat: FlatJaxpr, whole: bool, length: int = 1, carry: frozenset[int] = frozenset()
-) -> Stretch:
+) -> RegionStructure:
     outermost = _outermost(flat.regions)
     if whole and length > 1:
         outermost = ((0, len(flat.steps)),)
@@ -137,15 +137,15 @@ def _stretch(
         if (name := given_name(step.equation)) is not None
         and (whole or any(start <= at < stop for start, stop in outermost))
     )
-    return Stretch(flat, outermost, names, length, carry, scans)
+    return RegionStructure(flat, outermost, names, length, carry, scans)
 
 
-def _of_scan(equation: JaxprEqn, whole: bool) -> Stretch:
+def _of_scan(equation: JaxprEqn, whole: bool) -> RegionStructure:
     flat = flatten_jaxpr(closed_of(equation.params["jaxpr"]), open_regions=True)
     first = flat.input_count - len(equation.invars)  # the body's own constants come first
     carry = loop_of(equation).carry
     handed = frozenset(range(first + carry.start, first + carry.stop))
-    return _stretch(flat, whole, equation.params["length"], handed)
+    return _region_structure(flat, whole, equation.params["length"], handed)
 
 
 def _outermost(regions: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:

@@ -17,22 +17,22 @@ def split_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], C
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         return fun(*inner_args, **inner_kwargs)
 
-    return [leaves[index] for index in at], of_some(at, call, leaves)
+    return [leaves[index] for index in at], restrict_to(at, call, leaves)
 
 
-def of_some(at: Sequence[int], fun: Callable, operands: Sequence[Any]) -> Callable:
+def restrict_to(at: Sequence[int], fun: Callable, operands: Sequence[Any]) -> Callable:
     """A function as one of those of its operands that stand at some places."""
 
-    def of_chosen(*chosen):
+    def restricted(*chosen):
         filled = list(operands)
         for place, value in zip(at, chosen, strict=True):
             filled[place] = value
         return fun(*filled)
 
-    return of_chosen
+    return restricted
 
 
-def moving(avals: Sequence[Any], constant: Sequence[bool] = ()) -> list[int]:
+def differentiable(avals: Sequence[Any], constant: Sequence[bool] = ()) -> list[int]:
     """The places of abstract values that have a derivative, but for those that are ``constant``."""
     return [
         at

@@ -62,7 +62,7 @@ def memory_of(value) -> Any:
     return piece.sharding, piece.unsafe_buffer_pointer()
 
 
-def copied_on(sharding: Sharding) -> Sharding:
+def replicated_like(sharding: Sharding) -> Sharding:
     """A sharding with a copy on each device of another."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
@@ -70,7 +70,7 @@ def copied_on(sharding: Sharding) -> Sharding:
     return SingleDeviceSharding(device)
 
 
-def shortest(sharding: Sharding) -> Sharding:
+def canonical_sharding(sharding: Sharding) -> Sharding:
     """A sharding as XLA's programs return it: without what says that an axis is whole."""
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -84,7 +84,7 @@ def shortest(sharding: Sharding) -> Sharding:
     return sharding.update(spec=PartitionSpec(*parts))
 
 
-def varying(value: jax.Array, *others: Any) -> jax.Array:
+def match_varying_axes(value: jax.Array, *others: Any) -> jax.Array:
     """The value, varying over the mesh axes of `jax.shard_map` that any of the others (arrays or
     abstract values) varies over: the carry of a loop does not begin to vary in it."""
     axes = frozenset().union(*(_aval(x).mat.varying for x in jax.tree.leaves(others)))
@@ -120,10 +120,12 @@ def filled(like, number: int = 0) -> jax.Array:
     if memory_space(like) is HOST:  # the number: of the whole XLA would make all on the device
         one = jax.device_put(one, HOST)
     aval = _aval(like)
-    return varying(jax.lax.broadcast(one, aval.shape, out_sharding=_explicit(aval)), aval)
+    return match_varying_axes(
+        jax.lax.broadcast(one, aval.shape, out_sharding=_explicit(aval)), aval
+    )
 
 
-def weak_as(aval: Any, value: Any) -> Any:
+def match_weak_type(aval: Any, value: Any) -> Any:
     """A value, of a weak type where its abstract value is: JAX makes those of custom rules strong,
     and what is computed of them would have another dtype."""
     if not getattr(aval, "weak_type", False) or jax.typeof(value).weak_type:

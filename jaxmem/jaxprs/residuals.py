@@ -22,7 +22,7 @@ from jaxmem.jaxprs.equations import (
 from jaxmem.jaxprs.flat import Step, evaluate
 from jaxmem.jaxprs.mapped import automatic_axes
 from jaxmem.jaxprs.nested import loop_of
-from jaxmem.jaxprs.operands import moving, of_some
+from jaxmem.jaxprs.operands import differentiable, restrict_to
 from jaxmem.jaxprs.placement import HOST, memory_space
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "tr
 
 def scan_residuals(
     equation: JaxprEqn, constant: Sequence[bool], wanted: Sequence[bool]
-) -> tuple[list[Kept], list[Kept]]:
+) -> tuple[list[SavedResidual], list[SavedResidual]]:
     """What each iteration of a scan keeps on the device for its derivative: the values that JAX
     saves of the body, but for slices and constants, and what is made of constants alone, which are
     there anyway, or once; and those of them that the scan stacks as a result that is ``wanted``.
@@ -44,9 +44,11 @@ def scan_residuals(
     loop = loop_of(equation)
     carry, constants = (range(len(avals))[part] for part in (loop.carry, loop.body_consts))
     stacked = {at for at, one in enumerate(wanted) if one and at >= len(carry)}
-    kept: list[Kept] = []
-    results: list[Kept] = []
-    for one in saved_residuals(internals.jaxpr_as_fun(closed), avals, moving(avals, constant)):
+    kept: list[SavedResidual] = []
+    results: list[SavedResidual] = []
+    for one in saved_residuals(
+        internals.jaxpr_as_fun(closed), avals, differentiable(avals, constant)
+    ):
         if memory_space(one.aval) is HOST:
             continue
         if one.argument in carry:
@@ -56,12 +58,12 @@ def scan_residuals(
     return kept, results
 
 
-def region_residuals(step: Step, constant: Sequence[bool]) -> list[Kept]:
+def region_residuals(step: Step, constant: Sequence[bool]) -> list[SavedResidual]:
     """What a user's own region keeps on the device for its derivative by the operands that are not
     ``constant``, as its policy says, beside operands and results."""
     avals = [variable.aval for variable in step.equation.invars]
     kept = saved_residuals(
-        lambda *operands: evaluate(step, operands), avals, moving(avals, constant)
+        lambda *operands: evaluate(step, operands), avals, differentiable(avals, constant)
     )
     return [
         one
@@ -71,7 +73,7 @@ def region_residuals(step: Step, constant: Sequence[bool]) -> list[Kept]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
+class SavedResidual:
     """A value that a vjp keeps: the number of the argument that it is, or the equation that made
     it, of what arguments; neither: a constant. ``result``: the number of the last result that it
     is, or -1; ``piece``: bytes that one device has of it, where a `jax.shard_map` made it."""
@@ -106,20 +108,20 @@ class Kept:
 
 def saved_residuals(
     fun: Callable, leaves: Sequence[Any], differentiated: Sequence[int] | None = None
-) -> list[Kept]:
+) -> list[SavedResidual]:
     """What the forward pass of ``fun(*leaves)`` keeps for its backward pass, each value once, by
     all arguments or those that stand at some places."""
     at = range(len(leaves)) if differentiated is None else differentiated
 
     def forward(*xs):
-        return jax.vjp(of_some(at, fun, xs), *(xs[place] for place in at))
+        return jax.vjp(restrict_to(at, fun, xs), *(xs[place] for place in at))
 
     closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*leaves)
     jaxpr = getattr(closed, "jaxpr", closed)
     made_of = _made_of(jaxpr, [frozenset([number]) for number in range(len(jaxpr.invars))])
     count = jax.tree.structure(shapes[1]).num_leaves
     made = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
-    found: dict[Any, Kept] = {}
+    found: dict[Any, SavedResidual] = {}
     results = jaxpr.outvars[: len(jaxpr.outvars) - count]
     for variable in jaxpr.outvars[len(results) :]:
         variable = original(made, variable)
@@ -130,7 +132,7 @@ def saved_residuals(
         sources = made_of.get(variable, frozenset())
         result = max((at for at, one in enumerate(results) if one is variable), default=-1)
         piece = _piece(equation, variable)
-        found[variable] = Kept(variable.aval, number, equation, sources, result, piece)
+        found[variable] = SavedResidual(variable.aval, number, equation, sources, result, piece)
     return list(found.values())
 
 
@@ -167,14 +169,14 @@ def original(made: Mapping[Any, JaxprEqn], variable: Any) -> Any:
     """The variable, or literal, that has the values of one already, given what makes each."""
     while not isinstance(variable, internals.Literal):
         equation = made.get(variable)
-        source = None if equation is None else _passed_on(equation, variable)
+        source = None if equation is None else _forwarded_operand(equation, variable)
         if source is None:
             break
         variable = source
     return variable
 
 
-def _passed_on(equation: JaxprEqn, variable: Any) -> Any:
+def _forwarded_operand(equation: JaxprEqn, variable: Any) -> Any:
     """The operand that a result only marks or waits for, or is rounded to what it is already (as
     JAX does with the residuals of regions), or that a region or a call returns as it is, or an
     earlier result that it is once more; None: the equation made it."""

@@ -20,7 +20,7 @@ from jaxmem.ground.checks import (
     shown,
 )
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.levers.gathering import gathered_where_read
 from jaxmem.levers.placing import bytes_table, placed
 from jaxmem.levers.splitting import (
@@ -222,7 +222,7 @@ class Sharding:
         if self.model:
             cut = " x ".join(f"{self.mesh.shape[name]} ({name})" for name in self.model)
             times += f", the model's own axes {cut}"
-        spread = counted(self.count, "device")
+        spread = pluralize(self.count, "device")
         axes = f" ({self._axis})" if self._axis else ""
         return f"ZeRO stage {self.stage} over {spread}{axes}{times}"
 
@@ -264,7 +264,7 @@ class Sharding:
         if not fits:
             raise UndividedError(
                 f"{path} of shape {list(leaf.shape)} cannot be spread over "
-                f"{counted(self.count, 'device')} ({self._axis}): no axis"
+                f"{pluralize(self.count, 'device')} ({self._axis}): no axis"
                 f"{' after the layers' if first else ''} is a multiple.",
                 "Pad it, or let every device keep a copy: jaxmem.shard(keep=lambda path, leaf: "
                 "...).",

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmem.ground.checks import shown
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 
 # By the name of an axis of the mesh: of the path of an array and the array, which of its axes is
 # cut along it; None: it is not.
@@ -148,7 +148,7 @@ def batch_specs(cuts: Cuts, counts: Mapping[str, int], rows: tuple[str, ...], ba
         if not leaf.ndim or leaf.shape[0] % devices:
             raise UndividedError(
                 f"{path} has shape {list(leaf.shape)}, and its first axis is to be spread over "
-                f"{counted(devices, 'device')}.",
+                f"{pluralize(devices, 'device')}.",
                 "Make it a multiple.",
             )
         first, *others = cut_axes(cuts, counts, path, leaf)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.jaxprs.placement import DEVICE, HOST
-from jaxmem.loops.looped import Looped
+from jaxmem.loops.looped import DifferentiableLoop
 from jaxmem.loops.schedules import Schedule
 from jaxmem.loops.states import Arrays, Walk
 from jaxmem.loops.tapes import Step
@@ -41,7 +41,7 @@ def checkpointed_scan(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scan(Looped):
+class _Scan(DifferentiableLoop):
     step: Step
     schedule: Schedule
 
@@ -81,7 +81,7 @@ class _Scan(Looped):
         constants, carry, slices = self.parts(operands)
         schedule, walk = self.schedule, self.walk(operands, wanted)
         results = self.blank_results(operands)
-        others, places = schedule.blocks - 1, None
+        others, slots = schedule.blocks - 1, None
 
         def sent(loop, at):
             """The state before the block before this one is sent while this one runs."""
@@ -94,65 +94,83 @@ class _Scan(Looped):
             return walk.run_on(state, at, 1, constants, slices, results), state
 
         if schedule.host:
-            (state, places, results), kept = jax.lax.scan(
+            (state, slots, results), kept = jax.lax.scan(
                 sent, (carry, carry, results), jnp.arange(others)
             )
         elif self.keeps_all:
             (state, results), kept = jax.lax.scan(stacked, (carry, results), jnp.arange(others))
         else:
-            states, results = walk.reach(others, walk.start(carry), constants, slices, results)
-            state, _, places, kept = states
-        carry, results, tail = walk.taped(
+            states, results = walk.advance(others, walk.start(carry), constants, slices, results)
+            state, _, slots, kept = states
+        carry, results, tail = walk.forward_with_residuals(
             state, schedule.tail, self.tail_start, constants, slices, results
         )
         constant = walk.tape.constant(constants, carry, [value[0] for value in slices])
-        return (*carry, *results), (places, kept, tail, constant)
+        return (*carry, *results), (slots, kept, tail, constant)
 
     def backward(self, wanted, operands, residuals, cotangents) -> Arrays:
         """The cotangents of the operands."""
         constants, _, slices = self.parts(operands)
-        places, kept, tail, constant = residuals
+        slots, kept, tail, constant = residuals
         schedule, walk = self.schedule, self.walk(operands, wanted)
-        bars, results_bar = self.last_bars(operands, wanted, walk.tape, cotangents)
-        bars = walk.untaped(
-            bars, tail, schedule.tail, self.tail_start, constant, slices, results_bar
+        loop_cotangents, result_cotangents = self.final_cotangents(
+            operands, wanted, walk.tape, cotangents
+        )
+        loop_cotangents = walk.backward_steps(
+            loop_cotangents,
+            tail,
+            schedule.tail,
+            self.tail_start,
+            constant,
+            slices,
+            result_cotangents,
         )
 
-        def block(state, at, bars):
+        def block(state, at, loop_cotangents):
             start = at * schedule.block
-            _, _, more = walk.taped(state, schedule.block, start, constants, slices, None)
-            return walk.untaped(bars, more, schedule.block, start, constant, slices, results_bar)
+            _, _, more = walk.forward_with_residuals(
+                state, schedule.block, start, constants, slices, None
+            )
+            return walk.backward_steps(
+                loop_cotangents, more, schedule.block, start, constant, slices, result_cotangents
+            )
 
         def fetched(loop, entry):
             """The state before the block before this one is fetched while this one runs."""
-            bars, state = loop
+            loop_cotangents, state = loop
             at, before = entry
-            return (block(state, at, bars), _moved(before, DEVICE)), None
+            return (block(state, at, loop_cotangents), _moved(before, DEVICE)), None
 
-        def kept_one(bars, entry):
+        def kept_one(loop_cotangents, entry):
             at, state = entry
-            return block(state, at, bars), None
+            return block(state, at, loop_cotangents), None
 
         def found_one(count, loop):
-            places, kept, bars = loop
+            slots, kept, loop_cotangents = loop
             target = schedule.blocks - 2 - count
-            states = walk.back(target, places, kept)
-            states, _ = walk.reach(target, states, constants, slices, None)
-            return states.places, states.kept, block(states.state, target, bars)
+            states = walk.restore(target, slots, kept)
+            states, _ = walk.advance(target, states, constants, slices, None)
+            return states.slots, states.kept, block(states.state, target, loop_cotangents)
 
         others = schedule.blocks - 1
         if others == 1:
             # XLA has no loop to run once, and would make the block's residuals at any time.
-            places, kept, bars = jax.lax.optimization_barrier((places, kept, bars))
+            slots, kept, loop_cotangents = jax.lax.optimization_barrier(
+                (slots, kept, loop_cotangents)
+            )
         entry = (jnp.arange(others), kept)
         if schedule.host:
-            (bars, _), _ = jax.lax.scan(fetched, (bars, places), entry, reverse=True)
+            (loop_cotangents, _), _ = jax.lax.scan(
+                fetched, (loop_cotangents, slots), entry, reverse=True
+            )
         elif self.keeps_all:
-            bars, _ = jax.lax.scan(kept_one, bars, entry, reverse=True)
+            loop_cotangents, _ = jax.lax.scan(kept_one, loop_cotangents, entry, reverse=True)
         else:
-            *_, bars = jax.lax.fori_loop(0, others, found_one, (places, kept, bars))
-        carry_bar, sums, slices_bar = bars
-        return [*sums, *carry_bar, *slices_bar]
+            *_, loop_cotangents = jax.lax.fori_loop(
+                0, others, found_one, (slots, kept, loop_cotangents)
+            )
+        carry_cotangents, sums, slice_cotangents = loop_cotangents
+        return [*sums, *carry_cotangents, *slice_cotangents]
 
 
 def _moved(state: Arrays, space) -> Arrays:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.operands import of_some
+from jaxmem.jaxprs.operands import restrict_to
 from jaxmem.loops.axes import in_front
 from jaxmem.loops.linear import Linear
 from jaxmem.loops.tapes import no_cotangent, zeros
@@ -67,7 +67,7 @@ def with_backward(plain: Callable, passes: Callable[[frozenset[int]], Passes]) -
                 made = plain(*operands)
                 return [made[place] for place in real]
 
-            return of_some(at, of_real, values[:count])
+            return restrict_to(at, of_real, values[:count])
 
         def forwards(values, moved):
             return jax.jvp(chosen(values), [values[place] for place in at], list(moved))[1]

@@ -16,7 +16,7 @@ from jaxmem.loops.tapes import Step, Tape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Looped(abc.ABC):
+class DifferentiableLoop(abc.ABC):
     """A step that is run ``length`` times. Operands are ``constants``, so many, then ``carried``
     ones, then slices; in reverse the last slice is the first."""
 
@@ -67,7 +67,7 @@ class Looped(abc.ABC):
         """One of the iterations, with its residuals."""
         constants, carry, slices = self.parts(list(map(jax.typeof, operands)))
         slices = list(map(element_of, slices))
-        return Tape.of(step, constants, carry, slices, wanted)
+        return Tape.trace(step, constants, carry, slices, wanted)
 
     def blank_results(self, operands: Sequence[Any]) -> Arrays:
         """Where the results go."""
@@ -76,7 +76,7 @@ class Looped(abc.ABC):
         _, made = self.plain_step(constants, carry, [value[0] for value in slices])
         return [stack(blank(value), self.length) for value in made]
 
-    def last_bars(
+    def final_cotangents(
         self, operands: Sequence[Any], wanted: Set[int], tape: Tape, cotangents: Mapping[int, Any]
     ) -> tuple[tuple[Arrays, Arrays, Arrays], Arrays]:
         """The cotangents behind the last iteration, of carry, constants and slices, and those of
@@ -84,6 +84,6 @@ class Looped(abc.ABC):
         _, carry, _ = self.parts(operands)
         made = range(len(carry), len(tape.results))
         zeros = [blank(x) if place in wanted else None for place, x in enumerate(operands)]
-        sums, _, slices_bar = self.parts(zeros)
-        bars = carried(cotangents, carry), sums, slices_bar
-        return bars, [cotangents.get(place) for place in made]
+        sums, _, slice_cotangents = self.parts(zeros)
+        loop_cotangents = carried(cotangents, carry), sums, slice_cotangents
+        return loop_cotangents, [cotangents.get(place) for place in made]

@@ -22,7 +22,7 @@ from jaxmem.loops.schedules import table
 from jaxmem.loops.states import Arrays, Walk, blank, carried, written
 from jaxmem.loops.tapes import Step, Tape
 
-_FIRST = np.iinfo(np.int32).max  # the level of the first state, which is always kept
+_NEVER_FREED = np.iinfo(np.int32).max  # the level of the first state, which is always kept
 # Columns of the table of distances: more repeats than any loop that ends.
 _REPEATS = 64
 
@@ -60,7 +60,7 @@ class _While:
             list(values[self.second :]),
         )
 
-    def goes_on(self, constants, state, count):
+    def condition_holds(self, constants, state, count):
         holds = self.condition(constants, state)
         return holds if self.most is None else holds & (count < self.most)
 
@@ -72,7 +72,7 @@ class _While:
             return self.step(constants, state, [])[0], count + 1
 
         state, _ = jax.lax.while_loop(
-            lambda loop: self.goes_on(of_condition, *loop), one, (carry, jnp.int32(0))
+            lambda loop: self.condition_holds(of_condition, *loop), one, (carry, jnp.int32(0))
         )
         return tuple(state)
 
@@ -81,7 +81,7 @@ class _While:
 
     def walk(self, operands, wanted) -> Walk:
         _, constants, carry = self.parts(list(map(jax.typeof, operands)))
-        tape = Tape.of(self.step, constants, carry, [], {place - self.first for place in wanted})
+        tape = Tape.trace(self.step, constants, carry, [], {place - self.first for place in wanted})
         return Walk(self.step, tape, self.states, table(self.states, _REPEATS))
 
     def forward(self, wanted, operands):
@@ -91,53 +91,55 @@ class _While:
         start = walk.start(carry)
 
         def one(loop):
-            state, count, places, levels, kept = loop
+            state, count, slots, levels, kept = loop
             if self.states > 1:
-                slot, level = _slot(places, levels)
-                level = jnp.where(count > 0, level, _FIRST)
+                slot, level = _next_slot(slots, levels)
+                level = jnp.where(count > 0, level, _NEVER_FREED)
                 slot = jnp.where(count > 0, slot, 0)
-                places, levels = places.at[slot].set(count), levels.at[slot].set(level)
+                slots, levels = slots.at[slot].set(count), levels.at[slot].set(level)
                 kept = written(kept, state, slot)
-            return self.step(constants, state, [])[0], count + 1, places, levels, kept
+            return self.step(constants, state, [])[0], count + 1, slots, levels, kept
 
-        levels = jnp.zeros(self.states, jnp.int32).at[0].set(_FIRST)
-        state, count, places, _, kept = jax.lax.while_loop(
-            lambda loop: self.goes_on(of_condition, *loop[:2]),
+        levels = jnp.zeros(self.states, jnp.int32).at[0].set(_NEVER_FREED)
+        state, count, slots, _, kept = jax.lax.while_loop(
+            lambda loop: self.condition_holds(of_condition, *loop[:2]),
             one,
-            (carry, jnp.int32(0), start.places, levels, start.kept),
+            (carry, jnp.int32(0), start.slots, levels, start.kept),
         )
         constant = walk.tape.constant(constants, carry, [])
-        return tuple(state), (count, places, kept, constant)
+        return tuple(state), (count, slots, kept, constant)
 
     def backward(self, wanted, operands, residuals, cotangents) -> Arrays:
         """The cotangents of the operands."""
         _, constants, carry = self.parts(operands)
-        count, places, kept, constant = residuals
+        count, slots, kept, constant = residuals
         walk = self.walk(operands, wanted)
-        bars = carried(cotangents, carry)
+        loop_cotangents = carried(cotangents, carry)
         zeros = [blank(x) if place in wanted else None for place, x in enumerate(operands)]
         none, sums, _ = self.parts(zeros)  # a condition has no derivative
 
         def one(done, loop):
-            places, kept, bars = loop
+            slots, kept, loop_cotangents = loop
             target = count - 1 - done
-            found, _ = walk.reach(target, walk.back(target, places, kept), constants, [], None)
-            _, _, tape = walk.taped(found.state, 1, target, constants, [], None)
-            bars = walk.untaped(bars, tape, 1, target, constant, [], [])
-            return found.places, found.kept, bars
+            found, _ = walk.advance(target, walk.restore(target, slots, kept), constants, [], None)
+            _, _, tape = walk.forward_with_residuals(found.state, 1, target, constants, [], None)
+            loop_cotangents = walk.backward_steps(
+                loop_cotangents, tape, 1, target, constant, [], []
+            )
+            return found.slots, found.kept, loop_cotangents
 
-        start: tuple = (places, kept, (bars, sums, []))
-        *_, (carry_bar, sums, _) = jax.lax.fori_loop(0, count, one, start)
-        return [*none, *sums, *carry_bar]
+        start: tuple = (slots, kept, (loop_cotangents, sums, []))
+        *_, (carry_cotangents, sums, _) = jax.lax.fori_loop(0, count, one, start)
+        return [*none, *sums, *carry_cotangents]
 
 
-def _slot(places, levels):
+def _next_slot(slots, levels):
     """Where the next state is kept, and its level."""
-    used = places >= 0
-    later = (places[None, :] > places[:, None]) & used[None, :]
+    used = slots >= 0
+    later = (slots[None, :] > slots[:, None]) & used[None, :]
     spared = used & jnp.any(later & (levels[None, :] > levels[:, None]), axis=1)
     empty = ~used
-    latest = jnp.argmax(places)
+    latest = jnp.argmax(slots)
     any_empty, any_spared = jnp.any(empty), jnp.any(spared)
     slot = jnp.where(
         any_empty, jnp.argmax(empty), jnp.where(any_spared, jnp.argmax(spared), latest)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxmem.loops.looped import Looped
+from jaxmem.loops.looped import DifferentiableLoop
 from jaxmem.loops.schedules import table
 from jaxmem.loops.states import Arrays, Walk
 from jaxmem.loops.tapes import Step
@@ -24,14 +24,14 @@ def split_scan(
     """The last carry and the stacked results of the steps, each run so many times after the one
     before it, as `jax.lax.scan` has them. All steps compute the same: what differs is what their
     derivatives keep."""
-    scan = _Split(
+    scan = _PiecewiseLoop(
         pieces=tuple(pieces), constants=len(constants), carried=len(carry), reverse=reverse
     )
     return scan.run(*constants, *carry, *slices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Split(Looped):
+class _PiecewiseLoop(DifferentiableLoop):
     pieces: tuple[tuple[int, Step], ...]
 
     @property
@@ -59,7 +59,9 @@ class _Split(Looped):
         one = [value[0] for value in slices]
         for start, count, walk in self.walks(operands, wanted):
             constant = walk.tape.constant(constants, state, one)
-            state, results, tape = walk.taped(state, count, start, constants, slices, results)
+            state, results, tape = walk.forward_with_residuals(
+                state, count, start, constants, slices, results
+            )
             kept.append((tape, constant))
         return (*state, *results), kept
 
@@ -67,8 +69,12 @@ class _Split(Looped):
         _, _, slices = self.parts(operands)
         pieces = list(zip(self.walks(operands, wanted), kept, strict=True))
         (_, _, first), _ = pieces[0]
-        bars, results_bar = self.last_bars(operands, wanted, first.tape, cotangents)
+        loop_cotangents, result_cotangents = self.final_cotangents(
+            operands, wanted, first.tape, cotangents
+        )
         for (start, count, walk), (tape, constant) in reversed(pieces):
-            bars = walk.untaped(bars, tape, count, start, constant, slices, results_bar)
-        carry_bar, sums, slices_bar = bars
-        return [*sums, *carry_bar, *slices_bar]
+            loop_cotangents = walk.backward_steps(
+                loop_cotangents, tape, count, start, constant, slices, result_cotangents
+            )
+        carry_cotangents, sums, slice_cotangents = loop_cotangents
+        return [*sums, *carry_cotangents, *slice_cotangents]

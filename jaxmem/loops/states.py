@@ -25,8 +25,8 @@ class States(NamedTuple):
     that they are before (-1: none is kept there), and the states."""
 
     state: Arrays
-    at: Any
-    places: Any
+    position: Any
+    slots: Any
     kept: Arrays
 
 
@@ -45,38 +45,38 @@ class Walk:
 
     def start(self, carry: Arrays) -> States:
         """Before the first step, whose state is kept."""
-        places = jnp.full(self.states, -1, jnp.int32).at[0].set(0)
-        return States(carry, jnp.int32(0), places, [stack(value, self.states) for value in carry])
+        slots = jnp.full(self.states, -1, jnp.int32).at[0].set(0)
+        return States(carry, jnp.int32(0), slots, [stack(value, self.states) for value in carry])
 
-    def back(self, target, places, kept) -> States:
+    def restore(self, target, slots, kept) -> States:
         """At the last state that is kept before block ``target`` or one ahead of it."""
-        last = jnp.argmax(jnp.where(places <= target, places, -1))
+        last = jnp.argmax(jnp.where(slots <= target, slots, -1))
         state = [jax.lax.dynamic_index_in_dim(x, last, keepdims=False) for x in kept]
-        return States(state, places[last], places, kept)
+        return States(state, slots[last], slots, kept)
 
-    def reach(self, target, states: States, constants, slices, results):
+    def advance(self, target, states: States, constants, slices, results):
         """From a state to the one before block ``target``; keeps others on the way, where the rule
         of Griewank and Walther (2000) says. What was kept behind it makes room."""
 
-        def free(places):
-            return (places < 0) | (places > target)
+        def free(slots):
+            return (slots < 0) | (slots > target)
 
         def more(loop):
             states, _ = loop
-            return (states.at < target) & jnp.any(free(states.places))
+            return (states.position < target) & jnp.any(free(states.slots))
 
         def keep(loop):
-            (state, at, places, kept), results = loop
-            empty = free(places)
+            (state, at, slots, kept), results = loop
+            empty = free(slots)
             distance = self.distance(target - at + 1, 1 + jnp.sum(empty))
             state, results = self.run_on(state, at, distance, constants, slices, results)
             slot, at = jnp.argmax(empty), at + distance
-            return States(state, at, places.at[slot].set(at), written(kept, state, slot)), results
+            return States(state, at, slots.at[slot].set(at), written(kept, state, slot)), results
 
         if self.states > 1:
             states, results = jax.lax.while_loop(more, keep, (states, results))
         state, results = self.run_on(
-            states.state, states.at, target - states.at, constants, slices, results
+            states.state, states.position, target - states.position, constants, slices, results
         )
         return states._replace(state=state), results
 
@@ -106,7 +106,7 @@ class Walk:
 
         return jax.lax.fori_loop(0, blocks, block, (state, results))
 
-    def taped(self, state, steps, start, constants, slices, results):
+    def forward_with_residuals(self, state, steps, start, constants, slices, results):
         """The state some steps later, the results written, and what each step keeps."""
 
         def one(count, loop):
@@ -127,24 +127,29 @@ class Walk:
             kept = [stack(y, steps) if x is None else x for x, y in zip(kept, more, strict=True)]
         return jax.lax.fori_loop(0, steps, one, (state, results, kept))
 
-    def untaped(self, bars, tape, steps, start, constant, slices, results_bar):
+    def backward_steps(
+        self, loop_cotangents, tape, steps, start, constant, slices, result_cotangents
+    ):
         """The cotangents of carry, constants and slices before some steps, from those behind."""
 
-        def one(bars, entry):
-            carry_bar, sums, slices_bar = bars
+        def one(loop_cotangents, entry):
+            carry_cotangents, sums, slice_cotangents = loop_cotangents
             count, kept = entry
             place = self.place(start + count)
-            more, carry_bar, slice_bar = self.tape.back(
-                constant, kept, read(slices, place), [*carry_bar, *read(results_bar, place)]
+            more, carry_cotangents, own_cotangents = self.tape.pullback(
+                constant,
+                kept,
+                read(slices, place),
+                [*carry_cotangents, *read(result_cotangents, place)],
             )
             sums = [None if x is None else x + y for x, y in zip(sums, more, strict=True)]
-            slices_bar = [
+            slice_cotangents = [
                 None if x is None else written([x], [y], place)[0]
-                for x, y in zip(slices_bar, slice_bar, strict=True)
+                for x, y in zip(slice_cotangents, own_cotangents, strict=True)
             ]
-            return (carry_bar, sums, slices_bar), None
+            return (carry_cotangents, sums, slice_cotangents), None
 
-        return jax.lax.scan(one, bars, (jnp.arange(steps), tape), reverse=True)[0]
+        return jax.lax.scan(one, loop_cotangents, (jnp.arange(steps), tape), reverse=True)[0]
 
     def place(self, at):
         """Where a step's slices and results are."""

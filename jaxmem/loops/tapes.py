@@ -30,10 +30,10 @@ class Tape:
     results: tuple[Any, ...]  # abstract values of the next carry and the step's results
     stacked: tuple[Any, ...]  # abstract values of what is kept of each step
     sources: tuple[tuple[str, int], ...]  # of each residual: a kind, and a number of that kind
-    moving: tuple[bool, ...]  # whether each operand has a cotangent
+    differentiable: tuple[bool, ...]  # whether each operand has a cotangent
 
     @classmethod
-    def of(
+    def trace(
         cls, step: Step, constants: Sequence, carry: Sequence, slices: Sequence, wanted: Set[int]
     ) -> "Tape":
         """The tape of a step, by its operands' abstract values, for cotangents of the carry and of
@@ -41,7 +41,7 @@ class Tape:
         differentiated by arrays that it closes over."""
         avals = [*constants, *carry, *slices]
         first, second = len(constants), len(constants) + len(carry)
-        moving = [
+        differentiable = [
             jnp.issubdtype(aval.dtype, jnp.inexact) and (place in wanted or first <= place < second)
             for place, aval in enumerate(avals)
         ]
@@ -50,11 +50,14 @@ class Tape:
         def forward(*operands):
             def of_moving(chosen):
                 left = iter(chosen)
-                filled = [next(left) if one else x for one, x in zip(moving, operands, strict=True)]
+                filled = [
+                    next(left) if one else x
+                    for one, x in zip(differentiable, operands, strict=True)
+                ]
                 carry, results = step(filled[:first], filled[first:second], filled[second:])
                 return [*carry, *results]
 
-            chosen = [x for one, x in zip(moving, operands, strict=True) if one]
+            chosen = [x for one, x in zip(differentiable, operands, strict=True) if one]
             results, derivative = jax.vjp(of_moving, chosen)
             residuals, tree = jax.tree.flatten(derivative)
             nonlocal shapes
@@ -94,7 +97,14 @@ class Tape:
         results = tuple(closed.out_avals[:made])
         function = internals.jaxpr_as_fun(closed)
         return cls(
-            function, tree, first, second, results, tuple(stacked), tuple(sources), tuple(moving)
+            function,
+            tree,
+            first,
+            second,
+            results,
+            tuple(stacked),
+            tuple(sources),
+            tuple(differentiable),
         )
 
     def run(self, constants, carry, slices) -> tuple[list[Any], list[Any], list[Any]]:
@@ -115,7 +125,7 @@ class Tape:
             number: residuals[number] for kind, number in set(self.sources) if kind == "constant"
         }
 
-    def back(self, constant, kept, slices, cotangents) -> tuple[list, list, list]:
+    def pullback(self, constant, kept, slices, cotangents) -> tuple[list, list, list]:
         """The cotangents of constants, carry and slices, from those of the next carry and of the
         results (None: it has none); None of what has none."""
         values = {"constant": constant, "slice": slices, "stacked": kept}
@@ -124,7 +134,7 @@ class Tape:
         pairs = zip(cotangents, self.results, strict=True)
         (made,) = derivative([zeros(aval) if bar is None else bar for bar, aval in pairs])
         left = iter(made)
-        found = [next(left) if one else None for one in self.moving]
+        found = [next(left) if one else None for one in self.differentiable]
         return found[: self.first], found[self.first : self.second], found[self.second :]
 
 

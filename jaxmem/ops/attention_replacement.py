@@ -183,10 +183,10 @@ class AttentionReplacement:
         batch, groups, lanes, length, keys = (
             math.prod(self.shape[axis] for axis in group) for group in self.groups
         )
-        query = self.query.lined(query, [*first, self.row, *others, *heads])
+        query = self.query.aligned(query, [*first, self.row, *others, *heads])
         query = query.reshape(batch, length, groups, lanes, -1).astype(dtype)
         key, value = (
-            side.lined(array, [*first, own, *others], last).reshape(batch, keys, groups, -1)
+            side.aligned(array, [*first, own, *others], last).reshape(batch, keys, groups, -1)
             for side, array, own, last in (
                 (self.key, key, self.match.column, None),
                 (self.value, value, None, -1),
@@ -220,7 +220,7 @@ class _MatmulOperand:
         self.at = dict(zip(range(len(self.batch)), self.batch, strict=True))
         self.at |= dict(zip(free, rest, strict=False))
 
-    def lined(self, array: jax.Array, order: list, last: Any = None) -> jax.Array:
+    def aligned(self, array: jax.Array, order: list, last: Any = None) -> jax.Array:
         """The array with its axes in order, the summed one where None stands and at the end, or
         another one at the end."""
         axes = [self.inner[0] if axis is None else self.at[axis] for axis in order]

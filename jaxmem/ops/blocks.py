@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.ground.widths import at_least
+from jaxmem.ground.widths import promote_at_least
 
 # Elements of a block of scores or logits: 128 MiB of float32 at a time. Chosen: half and twice take
 # 64 MiB less and 128 MiB more.
@@ -58,7 +58,7 @@ def map_blocks(fun: Callable, total: int, block: int) -> Any:
 
 def accumulation_dtype(dtype: Any) -> np.dtype:
     """float32, or float64 for that."""
-    return at_least(np.float32, dtype)
+    return promote_at_least(np.float32, dtype)
 
 
 def finite(largest: jax.Array) -> jax.Array:

@@ -56,9 +56,9 @@ def attend(
     else:
         sizes = block_size(length, block[0]), block_size(keys, block[1])
         counts = -(-length // sizes[0]), -(-keys // sizes[1])
-    how = _How(modify, query.dtype, is_causal, sizes, counts, keys)
+    how = _AttentionConfig(modify, query.dtype, is_causal, sizes, counts, keys)
     rows, columns = (size * number for size, number in zip(sizes, counts, strict=True))
-    hidden = None if hidden_score is None else _hidden(value, rows, hidden_score)
+    hidden = None if hidden_score is None else _masked_keys(value, rows, hidden_score)
     out, _, _ = _attend(
         _padded(query, rows, 1),
         _padded(key[:, :keys], columns, 1),
@@ -73,7 +73,7 @@ def attend(
     return jnp.moveaxis(out[:, :, :length], 1, 2)
 
 
-class _Hidden(NamedTuple):
+class _MaskedKeys(NamedTuple):
     """The keys above the diagonal: for each query the score that all of them have (-inf: there are
     none), how many they are, and the sum of their values. Axes are those of the result's blocks."""
 
@@ -82,13 +82,13 @@ class _Hidden(NamedTuple):
     values: jax.Array
 
 
-def _hidden(value: jax.Array, rows: int, score: float) -> _Hidden:
+def _masked_keys(value: jax.Array, rows: int, score: float) -> _MaskedKeys:
     keys, wide = value.shape[1], accumulation_dtype(value.dtype)
     behind = jax.lax.cumsum(value.astype(wide), axis=1, reverse=True)[:, 1 : rows + 1]
     behind = jnp.pad(behind, [(0, 0), (0, rows - behind.shape[1]), (0, 0), (0, 0)])
     count = np.maximum(keys - 1 - np.arange(rows), 0).astype(wide).reshape(1, 1, rows, 1)
     scores = np.where(count > 0, wide.type(score), -np.inf)
-    return _Hidden(scores, count, jnp.moveaxis(behind, 1, 2)[:, :, :, None])
+    return _MaskedKeys(scores, count, jnp.moveaxis(behind, 1, 2)[:, :, :, None])
 
 
 def _padded(array, size: int, axis: int):
@@ -100,7 +100,7 @@ def _padded(array, size: int, axis: int):
 
 
 @dataclasses.dataclass(frozen=True)
-class _How:
+class _AttentionConfig:
     """``dtype`` is that of matmuls, ``block`` and ``counts`` are of queries and keys; ``keys`` are
     not padding."""
 
@@ -149,7 +149,7 @@ class _How:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
 def _attend(
-    query, key, value, others, hidden: _Hidden | None, how: _How
+    query, key, value, others, hidden: _MaskedKeys | None, how: _AttentionConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The result, and of each query and head the largest score and the sum of exp(score -
     largest)."""
@@ -175,7 +175,7 @@ def _attend(
     return (out / total[..., None]).astype(query.dtype), finite(largest), total
 
 
-def _attend_jvp(how: _How, primals, tangents):
+def _attend_jvp(how: _AttentionConfig, primals, tangents):
     query, key, value, others, hidden = primals
     found = out, largest, total = _attend(query, key, value, others, hidden, how)
     # Cotangents add up over blocks.
@@ -217,12 +217,12 @@ def _attend_jvp(how: _How, primals, tangents):
 _attend.defjvp(_attend_jvp, symbolic_zeros=True)
 
 
-def _zeros(query, key, value, others, how: _How) -> jax.Array:
+def _zeros(query, key, value, others, how: _AttentionConfig) -> jax.Array:
     """A block of the result."""
     batch, _, groups, heads, _ = query.shape
     shape = (batch, groups, how.block[0], heads, value.shape[-1])
     zeros = jnp.zeros(shape, accumulation_dtype(query.dtype))
-    return jaxprs.varying(zeros, query, key, value, *others)
+    return jaxprs.match_varying_axes(zeros, query, key, value, *others)
 
 
 def _piece(array, at, size: int, axis: int):
@@ -231,7 +231,7 @@ def _piece(array, at, size: int, axis: int):
     return jax.lax.dynamic_slice_in_dim(array, at, size, axis)
 
 
-def _operands(arrays, row, column, how: _How) -> list[Any]:
+def _operands(arrays, row, column, how: _AttentionConfig) -> list[Any]:
     """Blocks of queries, keys, values and others, floats as float32 or wider."""
     (height, width), (query, *by_key), others = how.block, arrays[:3], arrays[3:]
     pieces = [_piece(query, row, height, 1)]
@@ -247,7 +247,7 @@ def widened(array: jax.Array, dtype) -> jax.Array:
     return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
-def _scores(rows, keys, others, row, column, how: _How) -> jax.Array:
+def _scores(rows, keys, others, row, column, how: _AttentionConfig) -> jax.Array:
     scores = wide_einsum(_SCORES, rows, keys, how.dtype)
     others = [
         None if other is None else jnp.broadcast_to(jnp.moveaxis(other, 2, 3), scores.shape)
@@ -260,7 +260,7 @@ def _scores(rows, keys, others, row, column, how: _How) -> jax.Array:
     return scores
 
 
-def _scores_jvp(operands, tangents, row, column, how: _How):
+def _scores_jvp(operands, tangents, row, column, how: _AttentionConfig):
     """`_scores` along tangents, of which None is zero."""
     given = [at for at, tangent in enumerate(tangents) if tangent is not None and at != 2]
 

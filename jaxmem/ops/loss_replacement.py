@@ -37,7 +37,9 @@ class LossReplacement:
             return None
         labels = {cls._labels(graph, match, at) for at in match.results} - {None}
         chosen = [at for at, kind in match.results.items() if kind != "log total"]
-        beyond = {str(one): one for one in (_beyond(graph.flat.steps[at]) for at in chosen)}
+        beyond = {
+            str(one): one for one in (_out_of_range_value(graph.flat.steps[at]) for at in chosen)
+        }
         if len(labels) > 1 or len(beyond) > 1:
             return None
         operands, axis = list(step.inputs), 1 - next(iter(right))
@@ -88,7 +90,7 @@ class LossReplacement:
         return made
 
 
-def _beyond(step: jaxprs.Step) -> float | None:
+def _out_of_range_value(step: jaxprs.Step) -> float | None:
     """What is chosen for a label out of range: zero by a one-hot matrix, by a gather a number of
     its own; None: what the nearest label chooses."""
     if step.primitive != "gather":
@@ -109,7 +111,7 @@ def _bias_and_cap(graph: Graph, match: Match) -> tuple[int | None, float | None]
     scale = 1.0  # of the logits; behind a cap, of the cap
     for at in match.chain:
         link = graph.flat.steps[at]
-        of = [graph.uncut(value) for value in link.inputs]
+        of = [graph.unsliced(value) for value in link.inputs]
         if current not in of or link.primitive == "transpose":
             return None
         others = [v for v, one in zip(link.inputs, of, strict=True) if one != current]

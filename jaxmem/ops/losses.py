@@ -100,12 +100,12 @@ def softmax_cross_entropy(
 
 def statistics(
     hidden, weights, bias, labels, axis, soft_cap, axis_name=None, with_mean=False, block=None
-) -> "Found":
+) -> "LogitStatistics":
     """What a loss is made of, for ``hidden`` of two axes and labels of one."""
     if labels.dtype.itemsize < 4:  # numbers of columns may be larger
         labels = labels.astype(np.int32)
     block = _blocks(hidden, weights, axis, block)
-    how = _How(hidden.dtype, block, axis, soft_cap, axis_name, with_mean)
+    how = _LossConfig(hidden.dtype, block, axis, soft_cap, axis_name, with_mean)
     return _statistics(hidden, weights, bias, labels, how)
 
 
@@ -157,7 +157,7 @@ def _check(hidden, weights, labels, bias, axis, label_smoothing, soft_cap, block
 
 
 @dataclasses.dataclass(frozen=True)
-class _How:
+class _LossConfig:
     """``dtype`` is that of matmuls."""
 
     dtype: Any
@@ -168,7 +168,7 @@ class _How:
     with_mean: bool
 
 
-class Found(NamedTuple):
+class LogitStatistics(NamedTuple):
     """Of each row of logits: the largest, the sum of exp(logit - largest), the one of the label,
     and their mean (zero where it is not asked for)."""
 
@@ -179,7 +179,7 @@ class Found(NamedTuple):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
-def _statistics(hidden, weights, bias, labels, how: _How) -> Found:
+def _statistics(hidden, weights, bias, labels, how: _LossConfig) -> LogitStatistics:
     columns = weights.shape[how.axis]
 
     def of_rows(at, size):
@@ -208,10 +208,12 @@ def _statistics(hidden, weights, bias, labels, how: _How) -> Found:
         total, chosen, mean = jax.lax.psum((total, chosen, mean), how.axis_name)
     columns = _all_columns(columns, how)
     known = (labels >= 0) & (labels < columns)
-    return Found(finite(largest), total, jnp.where(known, chosen, jnp.nan), mean / columns)
+    return LogitStatistics(
+        finite(largest), total, jnp.where(known, chosen, jnp.nan), mean / columns
+    )
 
 
-def _statistics_jvp(how: _How, primals, tangents):
+def _statistics_jvp(how: _LossConfig, primals, tangents):
     hidden, weights, bias, labels = primals
     *tangents, _ = tangents
     found = _statistics(hidden, weights, bias, labels, how)
@@ -252,7 +254,7 @@ def _statistics_jvp(how: _How, primals, tangents):
     if how.axis_name is not None:
         d_total, d_chosen, d_mean = jax.lax.psum((d_total, d_chosen, d_mean), how.axis_name)
     columns = _all_columns(columns, how)
-    d_found = Found(jnp.zeros_like(found.largest), d_total, d_chosen, d_mean / columns)
+    d_found = LogitStatistics(jnp.zeros_like(found.largest), d_total, d_chosen, d_mean / columns)
     return found, d_found
 
 
@@ -261,10 +263,12 @@ _statistics.defjvp(_statistics_jvp, symbolic_zeros=True)
 
 def _zeros(size: int, hidden, *others) -> jax.Array:
     """A number for each row."""
-    return jaxprs.varying(jnp.zeros(size, accumulation_dtype(hidden.dtype)), hidden, *others)
+    return jaxprs.match_varying_axes(
+        jnp.zeros(size, accumulation_dtype(hidden.dtype)), hidden, *others
+    )
 
 
-def _parts(parameters, at, size: int, how: _How) -> list[Any]:
+def _parts(parameters, at, size: int, how: _LossConfig) -> list[Any]:
     """Columns of weights and bias."""
     return [
         None if array is None else jax.lax.dynamic_slice_in_dim(array, at, size, axis)
@@ -272,12 +276,12 @@ def _parts(parameters, at, size: int, how: _How) -> list[Any]:
     ]
 
 
-def _widened(how: _How, *arrays: Any) -> list[Any]:
+def _widened(how: _LossConfig, *arrays: Any) -> list[Any]:
     wide = accumulation_dtype(how.dtype)
     return [x if x is None else x.astype(wide) for x in arrays]
 
 
-def _logits(operands: Iterable[Any], how: _How) -> jax.Array:
+def _logits(operands: Iterable[Any], how: _LossConfig) -> jax.Array:
     rows, weights, bias = operands
     spec = "rw,wc->rc" if how.axis else "rw,cw->rc"
     logits = wide_einsum(spec, rows, weights, how.dtype)
@@ -288,7 +292,7 @@ def _logits(operands: Iterable[Any], how: _How) -> jax.Array:
     return logits
 
 
-def _logits_jvp(primals, tangents, how: _How):
+def _logits_jvp(primals, tangents, how: _LossConfig):
     """`_logits` along tangents, of which None is zero."""
     given = [index for index, tangent in enumerate(tangents) if tangent is not None]
 
@@ -299,7 +303,7 @@ def _logits_jvp(primals, tangents, how: _How):
     return jax.jvp(of_given, [primals[i] for i in given], [tangents[i] for i in given])
 
 
-def _is_label(labels, at, size: int, columns: int, how: _How) -> jax.Array:
+def _is_label(labels, at, size: int, columns: int, how: _LossConfig) -> jax.Array:
     """Where in a block of columns the label of each row is."""
     if how.axis_name is not None:
         at = at + jax.lax.axis_index(how.axis_name) * columns
@@ -307,5 +311,5 @@ def _is_label(labels, at, size: int, columns: int, how: _How) -> jax.Array:
     return labels[:, None] == numbers[None]
 
 
-def _all_columns(columns: int, how: _How) -> int:
+def _all_columns(columns: int, how: _LossConfig) -> int:
     return columns if how.axis_name is None else columns * jax.lax.axis_size(how.axis_name)

@@ -142,9 +142,9 @@ class Graph:
             for kind in read
         )
         if own == {"scores"} and name in _OF_ROWS:
-            return self._of_rows(step, first)
+            return self._slice_rows(step, first)
         if name == "transpose" or (own <= {"largest", "total", "log"} and name in _SAME):
-            return self._placed(step, first)
+            return self._permuted(step, first)
         if own == {"scores"} and name in ELEMENTWISE and same and len(shape) == len(first.axes):
             return first
         if name == "convert_element_type" and first.name in (
@@ -154,7 +154,7 @@ class Graph:
             "log share",
         ):
             return first
-        if own == {"scores"} and name == "reduce_max" and self._of_row(step, first):
+        if own == {"scores"} and name == "reduce_max" and self._is_last_axis(step, first):
             return Kind("largest", first.axes[:-1])
         if own == {"largest"} and name in ("max", "is_finite", "select_n"):
             return first
@@ -162,7 +162,7 @@ class Graph:
             return Kind("shifted", first.axes)
         if own == {"shifted"} and name == "exp":
             return Kind("exp", first.axes)
-        if own == {"exp"} and name == "reduce_sum" and self._of_row(step, first):
+        if own == {"exp"} and name == "reduce_sum" and self._is_last_axis(step, first):
             return Kind("total", first.axes[:-1])
         if own == {"total"} and name == "abs":
             return first
@@ -181,19 +181,23 @@ class Graph:
                 return Kind("chosen" + suffix, first.axes)
             if name == "mul" and self.one_hot(step, kinds) is not None:
                 return Kind("masked" + suffix, first.axes)
-        if name == "reduce_sum" and own <= {"masked", "masked share"} and self._of_row(step, first):
+        if (
+            name == "reduce_sum"
+            and own <= {"masked", "masked share"}
+            and self._is_last_axis(step, first)
+        ):
             return Kind("chosen" + first.name.removeprefix("masked"), first.axes)
         if own == {"share"} and name == "dot_general":
             return Kind("attended", first.axes)
         return None
 
-    def uncut(self, value: Any) -> Any:
+    def unsliced(self, value: Any) -> Any:
         """What a value has rows of."""
         while (step := self.made_by(value, *_OF_ROWS)) is not None:
             value = step.inputs[0]
         return value
 
-    def _of_rows(self, step: jaxprs.Step, kind: Kind) -> Kind | None:
+    def _slice_rows(self, step: jaxprs.Step, kind: Kind) -> Kind | None:
         """Some rows of scores, whole ones, or all of them with other axes, in the same order."""
         params, before = step.equation.params, step.equation.invars[0].aval.shape
         after = step.equation.outvars[0].aval.shape
@@ -213,7 +217,7 @@ class Graph:
         bounds = zip(params["start_indices"][:-1], params["limit_indices"][:-1], strict=True)
         return Kind(kind.name, kind.axes, tuple(slice(*pair) for pair in bounds), moved=True)
 
-    def _placed(self, step: jaxprs.Step, kind: Kind) -> Kind | None:
+    def _permuted(self, step: jaxprs.Step, kind: Kind) -> Kind | None:
         """A value of this kind with its axes elsewhere."""
         params, before = step.equation.params, step.equation.invars[0].aval.shape
         after = step.equation.outvars[0].aval.shape
@@ -230,7 +234,7 @@ class Graph:
             axes = tuple(next(long) if size > 1 else None for size in after)
         return Kind(kind.name, axes)
 
-    def _of_row(self, step: jaxprs.Step, kind: Kind) -> bool:
+    def _is_last_axis(self, step: jaxprs.Step, kind: Kind) -> bool:
         """Whether a reduction is over the last axis."""
         return tuple(step.equation.params["axes"]) == (len(kind.axes) - 1,)
 

@@ -46,7 +46,7 @@ wide_einsum.defjvp(_jvp, symbolic_zeros=True)
 
 def tangent_einsum(spec: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
     """`wide_einsum` where one of the two is a tangent, for rules of derivatives."""
-    left, right = jaxprs.varying(left, right), jaxprs.varying(right, left)
+    left, right = jaxprs.match_varying_axes(left, right), jaxprs.match_varying_axes(right, left)
     return _product().bind(left, right, spec=spec, dtype=np.dtype(dtype))
 
 

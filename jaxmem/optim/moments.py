@@ -13,7 +13,7 @@ from jaxmem.ground.checks import check_optimizer, check_state, is_count
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.streaming import stream
 from jaxmem.optim.codecs import CODECS
-from jaxmem.optim.recurrences import Recurrences, recurrences
+from jaxmem.optim.state_analysis import StateAnalysis, analyze_state
 
 _SMALL = 4096  # chosen, as in bitsandbytes (min_8bit_size): norms and biases are below
 
@@ -91,13 +91,13 @@ def small_moments(
     if not is_count(block):
         raise JaxmemError(f"A block is an int of 1 or more values; got block={block!r}.")
 
-    read: dict[Any, Recurrences] = {}  # by what the parameters are
+    read: dict[Any, StateAnalysis] = {}  # by what the parameters are
 
-    def recurrences_of(params) -> Recurrences:
+    def recurrences_of(params) -> StateAnalysis:
         leaves, tree = jax.tree.flatten(params)
         kind = tree, tuple(map(jax.typeof, leaves))
         if kind not in read:
-            found = recurrences(optimizer, params, is_large)
+            found = analyze_state(optimizer, params, is_large)
             left_out = frozenset() if codec.adds_up else found.sums
             read[kind] = dataclasses.replace(found, moments=found.moments - left_out)
         return read[kind]

@@ -3,8 +3,8 @@
 from jaxmem.planning.dp import Variant as Variant
 from jaxmem.planning.layouts import Layout as Layout, Segment as Segment
 from jaxmem.planning.loops import LoopOption as LoopOption, loop_options as loop_options
-from jaxmem.planning.named_counts import spared_alone as spared_alone
-from jaxmem.planning.named_places import Place as Place
+from jaxmem.planning.named_counts import marginal_savings as marginal_savings
+from jaxmem.planning.named_places import RegionProgram as RegionProgram
 from jaxmem.planning.names import (
     MOST as MOST,
     NamedChoice as NamedChoice,
@@ -13,29 +13,29 @@ from jaxmem.planning.names import (
     worth_most as worth_most,
 )
 from jaxmem.planning.rates import (
-    DEAR as DEAR,
+    ARITHMETIC_WEIGHT as ARITHMETIC_WEIGHT,
     Rates as Rates,
     of_each as of_each,
     sums_seconds as sums_seconds,
 )
 from jaxmem.planning.regions import (
-    Head as Head,
+    LeadingIterations as LeadingIterations,
     Loop as Loop,
     Region as Region,
     as_emitted as as_emitted,
+    locate as locate,
     loops_as_emitted as loops_as_emitted,
-    place_of as place_of,
     saved_by as saved_by,
 )
 from jaxmem.planning.registry import (
     PLANNERS as PLANNERS,
     Planner as Planner,
     lowest as lowest,
-    rows_to_compile as rows_to_compile,
+    per_block_layouts as per_block_layouts,
 )
 from jaxmem.planning.simulation import (
     recomputed as recomputed,
     simulate as simulate,
     simulate_block as simulate_block,
 )
-from jaxmem.planning.usual_policies import one_liners as one_liners
+from jaxmem.planning.usual_policies import baseline_policies as baseline_policies

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmem.planning.chain import Chain, Stretch
+from jaxmem.planning.chain import Chain, ChainRegion
 from jaxmem.planning.regions import Region
 from jaxmem.planning.simulation import simulate_block
 from jaxmem.program import Program
@@ -44,7 +44,7 @@ class Blocks:
         self.made = program.made
         self.last = program.last_used
         self.values = [value for kernel in kernels for value in kernel.results]
-        spared = {value for kernel in kernels for value in kernel.spared}
+        spared = {value for kernel in kernels for value in kernel.reusable_results}
         self.cuts = _cuts(program)
         largest = max((program.sizes[value] for value in self.values), default=0)
         self.density = {}
@@ -83,25 +83,28 @@ class Blocks:
 
         found = self._in_bytes
         return dataclasses.replace(
-            found, inside=slots(found.inside), stays=slots(found.stays), keeps=slots(found.keeps)
+            found,
+            backward_peak=slots(found.backward_peak),
+            activation_bytes=slots(found.activation_bytes),
+            checkpoint_bytes=slots(found.checkpoint_bytes),
         )
 
     @functools.cached_property
     def _in_bytes(self) -> Chain:
         count, levels = len(self.cuts) - 1, len(self.levels)
-        again, through = np.zeros((levels, count)), np.zeros((levels, count))
-        inside, stays = np.zeros((levels, count)), np.zeros((levels, count))
-        ahead, keeps = (np.zeros((levels, count, count + 1)) for _ in range(2))
+        recompute, recompute_and_forward = np.zeros((levels, count)), np.zeros((levels, count))
+        inside, activations = np.zeros((levels, count)), np.zeros((levels, count))
+        forward, checkpoints = (np.zeros((levels, count, count + 1)) for _ in range(2))
         for level, saved in enumerate(self.levels):
             for block, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
                 need, cross, stay = self._block(start, stop, saved)
-                again[level, block] = self._price(start, stop, need, saved)
-                through[level, block] = self._price(start, stop, need | cross, saved)
-                stays[level, block] = self._bytes(stay)
+                recompute[level, block] = self._price(start, stop, need, saved)
+                recompute_and_forward[level, block] = self._price(start, stop, need | cross, saved)
+                activations[level, block] = self._bytes(stay)
                 cost = simulate_block(self.program, start, stop, saved, (), self.gradients)
                 inside[level, block] = cost.peak
-            ahead[level], keeps[level] = self._between(saved)
-        return Chain(again, through, inside, stays, ahead, keeps)
+            forward[level], checkpoints[level] = self._between(saved)
+        return Chain(recompute, recompute_and_forward, inside, activations, forward, checkpoints)
 
     def _bytes(self, values) -> int:
         return sum(self.program.sizes[value] for value in values)
@@ -130,7 +133,7 @@ class Blocks:
         the bytes of that and of what is saved between them."""
         program, cuts = self.program, self.cuts
         count = len(cuts) - 1
-        ahead, keeps = np.zeros((count, count + 1)), np.zeros((count, count + 1))
+        forward, checkpoints = np.zeros((count, count + 1)), np.zeros((count, count + 1))
         block_of = np.searchsorted(cuts, [self.made[value] for value in self.values]) - 1
         sizes = np.array([program.sizes[value] for value in self.values], dtype=np.float64)
         last = np.array([self.last[value] for value in self.values])
@@ -141,14 +144,14 @@ class Blocks:
         for stop in range(1, count + 1):
             end = cuts[stop]
             earlier = block_of < stop
-            stays = np.zeros(count)
+            activations = np.zeros(count)
             resident = earlier & (is_saved | (last > end))
-            np.add.at(stays, block_of[resident], sizes[resident])
-            keeps[:, stop] = np.cumsum(stays[::-1])[::-1]
+            np.add.at(activations, block_of[resident], sizes[resident])
+            checkpoints[:, stop] = np.cumsum(activations[::-1])[::-1]
             crossing = earlier & ~is_saved & (last > end)
             wanted = {self.values[index] for index in np.flatnonzero(crossing)}
-            self._walk(stop, wanted, saved, ahead[:, stop], known)
-        return ahead, keeps
+            self._walk(stop, wanted, saved, forward[:, stop], known)
+        return forward, checkpoints
 
     def _walk(self, stop: int, wanted: set[int], saved: frozenset[int], prices, known) -> None:
         """Fills in the prices to make what is wanted at a cut, from each of the cuts before it."""
@@ -169,7 +172,7 @@ class Blocks:
         for (cut, needed), before in passed:
             known[cut, needed] = prices[:cut] - before
 
-    def regions(self, stretches: Sequence[Stretch]) -> tuple[Region, ...]:
+    def regions(self, stretches: Sequence[ChainRegion]) -> tuple[Region, ...]:
         """Stretches of the chain as regions of the program."""
         return tuple(
             Region(
@@ -188,9 +191,9 @@ class Blocks:
 
 
 def _cuts(program: Program) -> list[int]:
-    """Kernels before which to consider cutting: after those of dear operations, whose results are
-    in memory anyway, and at the local minima of live bytes. A long program keeps the lowest point
-    of each stretch."""
+    """Kernels before which to consider cutting: after those of expensive operations, whose results
+    are in memory anyway, and at the local minima of live bytes. A long program keeps the lowest
+    point of each stretch."""
     kernels, sizes = program.kernels, program.sizes
     count = len(kernels)
     alive = np.zeros(count + 2, dtype=np.int64)
@@ -200,9 +203,9 @@ def _cuts(program: Program) -> list[int]:
             alive[program.last_used[value]] -= sizes[value]
     alive = np.cumsum(alive)[: count + 1]
     inner = np.arange(1, count)
-    dear = np.array([kernel.flops > 0 for kernel in kernels], dtype=bool)
+    expensive = np.array([kernel.flops > 0 for kernel in kernels], dtype=bool)
     low = (alive[inner] < alive[inner - 1]) & (alive[inner] < alive[inner + 1])
-    found = inner[dear[inner - 1] | low] if count else inner
+    found = inner[expensive[inner - 1] | low] if count else inner
     if len(found) > _BLOCKS:
         stretches = np.array_split(found, _BLOCKS)
         found = np.array([stretch[np.argmin(alive[stretch])] for stretch in stretches])

@@ -14,8 +14,8 @@ from jaxmem.program import Graph, Read
 
 # Moments that are looked at first, evenly spread, and those of which programs are solved. Chosen:
 # of the benchmarks' networks twice as many of either raise no bound by 0.1 points.
-_LOOKS = 16
-_MOMENTS = 6
+_CANDIDATE_CUTS = 16
+_SOLVED_CUTS = 6
 # Of all FLOPs: how far the solver's optimum may be off, times a hundred (its tolerance is 1e-7).
 _TOLERANCE = 1e-5
 
@@ -23,11 +23,11 @@ _TOLERANCE = 1e-5
 def least_recomputed(graph: Graph, room: int) -> int:
     """FLOPs that every schedule of a step recomputes if never more than ``room`` bytes of its
     values are there at a time, inputs apart."""
-    most = max((moment.least(room) for moment in _moments(graph)), default=0.0)
+    most = max((cut.least(room) for cut in _cuts(graph)), default=0.0)
     return max(int((most - _TOLERANCE) * graph.flops), 0)
 
 
-def _moments(graph: Graph) -> list["_Moment"]:
+def _cuts(graph: Graph) -> list["_Cut"]:
     """The first runs of operations, those behind which the most work is read: a look at a few of
     them, then ever nearer to the best."""
     readers: dict[int, list[tuple[int, Read]]] = {}
@@ -37,23 +37,23 @@ def _moments(graph: Graph) -> list["_Moment"]:
             readers.setdefault(first, []).append((number, read))
     outer = [at for at, node in enumerate(graph.nodes) if node.outer]
     outer = [at for at in outer if graph.nodes[at].flops] or outer
-    seen: dict[int, _Moment] = {}
+    seen: dict[int, _Cut] = {}
 
-    def look(at: int) -> None:
+    def evaluate(at: int) -> None:
         if 0 <= at < len(outer) and at not in seen:
-            seen[at] = _Moment(graph, outer[at], readers)
+            seen[at] = _Cut(graph, outer[at], readers)
 
-    stride = max(len(outer) // _LOOKS, 1)
+    stride = max(len(outer) // _CANDIDATE_CUTS, 1)
     for at in range(0, len(outer), stride):
-        look(at)
+        evaluate(at)
     ranked = list(seen)
     while stride and seen:
         ranked = sorted(seen, key=lambda at: (-seen[at].work, at))
-        look(ranked[0] - stride)
-        look(ranked[0] + stride)
+        evaluate(ranked[0] - stride)
+        evaluate(ranked[0] + stride)
         stride //= 2
     ranked = sorted(seen, key=lambda at: (-seen[at].work, at))
-    return [seen[at] for at in ranked[:_MOMENTS]]
+    return [seen[at] for at in ranked[:_SOLVED_CUTS]]
 
 
 def _makers(graph: Graph, reads: Iterable[Read]) -> Iterator[int]:
@@ -63,16 +63,16 @@ def _makers(graph: Graph, reads: Iterable[Read]) -> Iterator[int]:
                 yield graph.maker[value]
 
 
-class _Moment:
+class _Cut:
     """When a node has run for the first time. ``work`` is that of the operations whose results, or
     what is computed of those for nothing, is read later."""
 
     def __init__(self, graph: Graph, node: int, readers: Mapping[int, list[tuple[int, Read]]]):
         self.graph, self.node = graph, node
-        self.later = self._after(readers)
-        self.work = sum(graph.nodes[number].flops for number in self._behind())
+        self.later = self._descendants(readers)
+        self.work = sum(graph.nodes[number].flops for number in self._read_later())
 
-    def _behind(self) -> set[int]:
+    def _read_later(self) -> set[int]:
         found: set[int] = set()
         pending = [read for number in self.later for read in self.graph.nodes[number].reads]
         while pending:
@@ -83,7 +83,7 @@ class _Moment:
                         pending.extend(self.graph.nodes[maker].reads)
         return found
 
-    def _after(self, readers: Mapping[int, list[tuple[int, Read]]]) -> set[int]:
+    def _descendants(self, readers: Mapping[int, list[tuple[int, Read]]]) -> set[int]:
         """Nodes that are computed from it, in all iterations."""
         graph, node = self.graph, self.node
         handed = {r.value for n in graph.nodes for r in n.reads if r.initial is not None}
@@ -106,7 +106,7 @@ class _Moment:
                 return found - {node}
             handed -= wrong
 
-    def _before(self) -> set[int]:
+    def _ancestors(self) -> set[int]:
         """Nodes that it is computed from, by all iterations, and itself."""
         graph = self.graph
         last = {r.value: r.length for n in graph.nodes for r in n.reads if r.last}
@@ -146,7 +146,7 @@ class _Moment:
         from scipy.optimize import linprog
         from scipy.sparse import csr_array
 
-        graph, later, done = self.graph, self.later, self._before()
+        graph, later, done = self.graph, self.later, self._ancestors()
         wanted = {
             read
             for number in later
@@ -154,15 +154,15 @@ class _Moment:
             if any(maker not in later for maker in _makers(graph, [read]))
         }
         made_of = self._made_of([*wanted, *operands])
-        again = {number: at for at, number in enumerate(sorted(made_of))}
-        values = [value for number in again for value in graph.nodes[number].makes]
-        column_of = {value: len(again) + at for at, value in enumerate(values)}
+        recomputed = {number: at for at, number in enumerate(sorted(made_of))}
+        values = [value for number in recomputed for value in graph.nodes[number].makes]
+        column_of = {value: len(recomputed) + at for at, value in enumerate(values)}
         # What its operands are computed from on the way into it: nothing of FLOPs.
         free = sorted(self._made_of(operands, free=True))
-        fused = {number: len(again) + len(column_of) + at for at, number in enumerate(free)}
+        fused = {number: len(recomputed) + len(column_of) + at for at, number in enumerate(free)}
         total = max(graph.flops, 1)
-        cost = np.zeros(len(again) + len(column_of) + len(fused))
-        for number, at in again.items():
+        cost = np.zeros(len(recomputed) + len(column_of) + len(fused))
+        for number, at in recomputed.items():
             if number in done:  # others may be computed now for the first time
                 cost[at] = graph.nodes[number].flops / total
         if not cost.any():
@@ -176,7 +176,7 @@ class _Moment:
             limit = 0.0 if by is not None else -1.0
             for value, share in _shares(read):
                 maker = graph.maker[value]
-                if maker not in again:
+                if maker not in recomputed:
                     limit += share  # an input; what is yet to come may be there in time
                     continue
                 for column in (run.get(maker), column_of[value]):
@@ -187,7 +187,7 @@ class _Moment:
                 rows.append(row)
                 limits.append(limit)
 
-        for reads, run in ((wanted, again), (operands, fused)):
+        for reads, run in ((wanted, recomputed), (operands, fused)):
             for read in reads:
                 needs(read, None, run)
             for number, at in run.items():

@@ -18,31 +18,34 @@ class Chain:
     """Blocks ``0`` to ``n - 1`` in order, and levels of saved sets, from nothing to much.
 
     Attributes:
-        again: [levels, n] price of running a block again for its own backward pass.
-        through: [levels, n] price of doing so and of making what later blocks read of it.
-        inside: [levels, n] memory of the block's backward pass, beyond what is kept before it.
-        stays: [levels, n] what a block that is not recomputed leaves behind.
-        ahead: [levels, n, n + 1] price of running blocks i to k - 1 for what later blocks read.
-        keeps: [levels, n, n + 1] what blocks i to k - 1 leave behind as a region: what later
-            blocks read, and what is saved.
+        recompute_cost: [levels, n] price of running a block again for its own backward pass.
+        recompute_and_forward_cost: [levels, n] price of doing so and of making what later blocks
+            read of it.
+        backward_peak: [levels, n] memory of the block's backward pass, beyond what is kept before
+            it.
+        activation_bytes: [levels, n] what a block that is not recomputed leaves behind.
+        forward_cost: [levels, n, n + 1] price of running blocks i to k - 1 for what later blocks
+            read.
+        checkpoint_bytes: [levels, n, n + 1] what blocks i to k - 1 leave behind as a region: what
+            later blocks read, and what is saved.
     """
 
-    again: np.ndarray
-    through: np.ndarray
-    inside: np.ndarray
-    stays: np.ndarray
-    ahead: np.ndarray
-    keeps: np.ndarray
+    recompute_cost: np.ndarray
+    recompute_and_forward_cost: np.ndarray
+    backward_peak: np.ndarray
+    activation_bytes: np.ndarray
+    forward_cost: np.ndarray
+    checkpoint_bytes: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stretch:
+class ChainRegion:
     """Blocks ``start`` to ``stop - 1`` under a region that saves what ``level`` says."""
 
     start: int
     stop: int
     level: int
-    inner: "tuple[Stretch, ...]"
+    inner: "tuple[ChainRegion, ...]"
 
 
 class Solution:
@@ -51,72 +54,72 @@ class Solution:
     def __init__(self, chain: Chain, slots: int):
         self.chain = chain
         self.slots = slots
-        self.levels, self.count = chain.again.shape
+        self.levels, self.count = chain.recompute_cost.shape
         # By number of blocks, [level, start, slots + 1 + memory]; what is below is out of memory.
         self.pad = slots + 1
         self.tables: list[np.ndarray] = []
         self._found: dict[tuple[int, int], tuple[int, int | None, int]] = {}
         self._fill()
-        self._top()
+        self._solve_top_level()
 
     def _fill(self) -> None:
         chain, pad, memory = self.chain, self.pad, np.arange(self.slots + 1)
         levels = np.arange(self.levels)[:, None]
-        stays = np.minimum(chain.stays, pad)
-        keeps = np.minimum(chain.keeps, pad)
-        left: list[np.ndarray] = []  # by number of blocks, the prices where so much less is left
+        activation_bytes = np.minimum(chain.activation_bytes, pad)
+        checkpoint_bytes = np.minimum(chain.checkpoint_bytes, pad)
+        shifted: list[np.ndarray] = []  # by number of blocks, the prices where so much less is left
         regions: list[np.ndarray] = []  # those of a region of so many blocks, and of running them
         for length in range(self.count + 1):
             start = np.arange(self.count - length + 1)
             table = np.full((self.levels, len(start), pad + len(memory)), np.inf, np.float32)
             self.tables.append(table)
-            left.append(self._left(table))
+            shifted.append(self._shifted(table))
             if not length:
                 table[:, :, pad:] = 0
                 regions.append(table[:, :, pad:])
                 continue
-            run = chain.again if length == 1 else chain.through
-            used = stays[:, start] * (length > 1)
-            best = left[length - 1][levels, start + 1, used]
+            run = chain.recompute_cost if length == 1 else chain.recompute_and_forward_cost
+            used = activation_bytes[:, start] * (length > 1)
+            best = shifted[length - 1][levels, start + 1, used]
             best += run[:, start, None]
-            best[chain.inside[:, start, None] > memory] = np.inf
+            best[chain.backward_peak[:, start, None] > memory] = np.inf
             for split in range(1, length):
-                used = keeps[:, start, start + split]
-                price = left[length - split][levels, start + split, used]
+                used = checkpoint_bytes[:, start, start + split]
+                price = shifted[length - split][levels, start + split, used]
                 price += regions[split][:, : len(start)]
                 np.minimum(best, price, out=best)
             table[:, :, pad:] = best
-            ahead = chain.ahead[:, start, start + length, None].astype(np.float32)
-            regions.append(best + ahead)
+            forward_cost = chain.forward_cost[:, start, start + length, None].astype(np.float32)
+            regions.append(best + forward_cost)
 
-    def _left(self, table: np.ndarray) -> np.ndarray:
+    def _shifted(self, table: np.ndarray) -> np.ndarray:
         """[level, start, used]: the prices of a table, by memory, where so much less is left; a
         view."""
         windows = np.lib.stride_tricks.sliding_window_view
         return windows(table, self.slots + 1, -1)[:, :, ::-1]
 
-    def _top(self) -> None:
+    def _solve_top_level(self) -> None:
         """[start, pad + memory]: the whole chain from a block on, whose forward pass is the first:
         running it costs nothing extra."""
         self.top = np.full((self.count + 1, self.pad + self.slots + 1), np.inf, dtype=np.float32)
         self.top[self.count, self.pad :] = 0
         for start in reversed(range(self.count)):
-            alone, _, regions, _ = self._ways(start, np.arange(self.slots + 1))
+            alone, _, regions, _ = self._transitions(start, np.arange(self.slots + 1))
             self.top[start, self.pad :] = np.minimum(alone, regions.min((0, 1), initial=np.inf))
 
-    def _ways(self, start: int, memory) -> tuple[np.ndarray, int, np.ndarray, np.ndarray]:
+    def _transitions(self, start: int, memory) -> tuple[np.ndarray, int, np.ndarray, np.ndarray]:
         """Ways to go on at the top level within a memory, or each of several: the price of a block
         that runs in no region, and what it uses; [level, stop]: those of regions from it on."""
         chain, top, at = self.chain, self.top, self.pad + memory
-        used = 0 if start + 1 == self.count else int(chain.stays[0, start])
+        used = 0 if start + 1 == self.count else int(chain.activation_bytes[0, start])
         rest = top[start + 1, at - min(used, self.pad)]
-        alone = np.where(chain.inside[0, start] <= memory, rest, np.inf)
+        alone = np.where(chain.backward_peak[0, start] <= memory, rest, np.inf)
         stops = range(start + 1, self.count)
-        uses = chain.keeps[:, start, start + 1 : self.count]
+        uses = chain.checkpoint_bytes[:, start, start + 1 : self.count]
         regions = np.full((*uses.shape, *np.shape(memory)), np.inf, np.float32)
         for number, stop in enumerate(stops):
-            left = np.subtract.outer(at, np.minimum(uses[:, number], self.pad)).T
-            regions[:, number] = top[stop, left] + self.tables[stop - start][:, start, at]
+            shifted = np.subtract.outer(at, np.minimum(uses[:, number], self.pad)).T
+            regions[:, number] = top[stop, shifted] + self.tables[stop - start][:, start, at]
         return alone, used, regions, uses
 
     def _best(self, start: int, memory: int) -> tuple[int, int | None, int]:
@@ -124,7 +127,7 @@ class Solution:
         first to end."""
         found = self._found.get((start, memory))
         if found is None:
-            alone, used, regions, uses = self._ways(start, memory)
+            alone, used, regions, uses = self._transitions(start, memory)
             found = start + 1, None, used
             if (lowest := regions.min(initial=np.inf)) < alone:
                 stop, level = map(int, np.argwhere(lowest == regions.T)[0])
@@ -140,7 +143,7 @@ class Solution:
         """By memory, the price of running all blocks again under a region."""
         return self.tables[self.count][level, 0, self.pad :]
 
-    def smallest(self) -> int:
+    def minimum_memory(self) -> int:
         """The least memory that anything fits in, or ``slots + 1``."""
         fits = np.flatnonzero(np.isfinite(self.top[0, self.pad :]))
         return int(fits[0]) if len(fits) else self.slots + 1
@@ -150,18 +153,18 @@ class Solution:
         prices = self.top[0, self.pad - 1 :]
         return [int(memory) for memory in np.flatnonzero(prices[1:] < prices[:-1])]
 
-    def stretches(self, memory: int) -> tuple[Stretch, ...]:
+    def chain_regions(self, memory: int) -> tuple[ChainRegion, ...]:
         """The regions that reach `price`."""
         found, start = [], 0
         while start < self.count:
             stop, level, used = self._best(start, memory)
             if level is not None:
                 inner = self.inner(level, start, stop, memory)
-                found.append(Stretch(start, stop, level, inner))
+                found.append(ChainRegion(start, stop, level, inner))
             start, memory = stop, memory - used
         return tuple(found)
 
-    def inner(self, level: int, start: int, stop: int, memory: int) -> tuple[Stretch, ...]:
+    def inner(self, level: int, start: int, stop: int, memory: int) -> tuple[ChainRegion, ...]:
         chain, pad = self.chain, self.pad
         found = []
 
@@ -170,23 +173,25 @@ class Solution:
 
         while start < stop:
             last = start + 1 == stop
-            run = (chain.again if last else chain.through)[level, start]
-            used = 0 if last else int(chain.stays[level, start])
+            run = (chain.recompute_cost if last else chain.recompute_and_forward_cost)[level, start]
+            used = 0 if last else int(chain.activation_bytes[level, start])
             best = np.inf
-            if chain.inside[level, start] <= memory:
+            if chain.backward_peak[level, start] <= memory:
                 best = price_of(start + 1, stop, memory, used) + run
             choice = None
             for middle in range(start + 1, stop):
-                price = price_of(middle, stop, memory, int(chain.keeps[level, start, middle]))
+                price = price_of(
+                    middle, stop, memory, int(chain.checkpoint_bytes[level, start, middle])
+                )
                 price += price_of(start, middle, memory)
-                price += chain.ahead[level, start, middle]
+                price += chain.forward_cost[level, start, middle]
                 if price < best:
                     best, choice = price, middle
             if choice is None:
                 start, memory = start + 1, memory - used
             else:
                 inner = self.inner(level, start, choice, memory)
-                found.append(Stretch(start, choice, level, inner))
-                memory -= int(chain.keeps[level, start, choice])
+                found.append(ChainRegion(start, choice, level, inner))
+                memory -= int(chain.checkpoint_bytes[level, start, choice])
                 start = choice
         return tuple(found)

@@ -33,7 +33,7 @@ def fused(
         and sum(sizes[one] for one in events[number].makes) > large
         for number in derivatives
     ):
-        found = _Fusion(program, _parted(program, events, start), sizes, start, large)
+        found = _Fusion(program, _split_gradients(program, events, start), sizes, start, large)
         return found.moved() if found.late else None
     return None
 
@@ -46,14 +46,14 @@ def _derivatives(events: Sequence[Event], start: int) -> dict[int, int]:
     for number in reversed(range(start, len(events))):
         event = events[number]
         if event.backward:
-            into = [following[one] for one in event.completed if one in following]
+            into = [following[one] for one in event.joined if one in following]
             following[event.kernel] = min(into, default=number)
         elif event.kernel in following:
             found[number] = following[event.kernel]
     return found
 
 
-def _parted(program: Program, events: Sequence[Event], start: int) -> list[Event]:
+def _split_gradients(program: Program, events: Sequence[Event], start: int) -> list[Event]:
     """Events with the two gradients of a contraction apart: each reads the other's operand."""
     found: list[Event] = []
     for number, event in enumerate(events):
@@ -61,7 +61,7 @@ def _parted(program: Program, events: Sequence[Event], start: int) -> list[Event
         two = (
             number >= start
             and event.backward
-            and kernel.gradients.in_turn
+            and kernel.gradients.separable
             and len(event.makes) == 2
         )
         if two and len(event.uses) > 2:
@@ -73,7 +73,7 @@ def _parted(program: Program, events: Sequence[Event], start: int) -> list[Event
     return found
 
 
-def _as_early_as_may_be(events: Sequence[Event]) -> list[Event]:
+def _as_soon_as_possible(events: Sequence[Event]) -> list[Event]:
     """Events in their order, but for those whose operands are made later: each of them follows the
     last of these. What needs its own results is left out."""
     unmade = {instance for event in events for instance in event.makes}
@@ -119,7 +119,7 @@ class _Fusion:
         """Whether it holds nothing for longer to make what an event makes with a derivative, which
         needs nothing that is made of that."""
         event = self.events[number]
-        if self.events[into].apart or not self.program.kernels[event.kernel].fused:
+        if self.events[into].not_in_place or not self.program.kernels[event.kernel].fused:
             return False
         read = [instance for instance in event.uses if self.sizes[instance] > self.large]
         if any(self.readers[instance][-1] < into for instance in read):
@@ -149,42 +149,50 @@ class _Fusion:
         late = {instance for number in self.late for instance in self.events[number].makes}
         left: list[Event] = []
         for number, event in enumerate(self.events):
-            if number in self.late or (self._passes(event) and not late.isdisjoint(event.uses)):
+            if number in self.late or (
+                self._is_fused_through(event) and not late.isdisjoint(event.uses)
+            ):
                 continue  # what passes on is read where it arrives
             if number in moved:
-                event = self._with(number, moved[number], sizes)
+                event = self._fuse_into(number, moved[number], sizes)
             left.append(event)
-        found = _as_early_as_may_be(left)
+        found = _as_soon_as_possible(left)
         return (found, sizes) if len(found) == len(left) else None
 
-    def _with(self, number: int, moved: Sequence[Event], sizes: list[int]) -> Event:
+    def _fuse_into(self, number: int, moved: Sequence[Event], sizes: list[int]) -> Event:
         """A derivative with what its kernel makes too; what nobody else reads is in no memory."""
         event = self.events[number]
         own = {one for each in moved for one in each.makes}
         uses = {one for each in moved for one in each.uses}.union(event.uses) - own
-        inside = event.inside
+        inside = event.workspace_bytes
         for each in moved:
             for one in each.makes:
                 if all(
-                    at == number or self.late.get(at) == number or self._passes(self.events[at])
+                    at == number
+                    or self.late.get(at) == number
+                    or self._is_fused_through(self.events[at])
                     for at in self.readers.get(one, ())
                 ):
                     sizes[one] = 0
-                elif not any(self._over(one, read, each) for read in each.uses):
+                elif not any(self._writes_in_place(one, read, each) for read in each.uses):
                     inside += sizes[one]
         makes = [*event.makes, *sorted(own)]
-        turned = [*event.turned, *(one for each in moved for one in each.turned)]
+        transposed = [*event.transposed, *(one for each in moved for one in each.transposed)]
         return dataclasses.replace(
-            event, uses=sorted(uses), makes=makes, inside=inside, turned=turned
+            event,
+            uses=sorted(uses),
+            makes=makes,
+            workspace_bytes=inside,
+            transposed=transposed,
         )
 
-    def _over(self, made: int, read: int, event: Event) -> bool:
+    def _writes_in_place(self, made: int, read: int, event: Event) -> bool:
         """Whether XLA writes one of two results over what it is made of: what has as many bytes,
         in the same order, and comes from behind no barrier."""
-        alike = self.sizes[made] == self.sizes[read] and read not in event.turned
+        alike = self.sizes[made] == self.sizes[read] and read not in event.transposed
         return alike and self.makers.get(read) == event.run
 
     @staticmethod
-    def _passes(event: Event) -> bool:
+    def _is_fused_through(event: Event) -> bool:
         """Whether it is a derivative that the one that reads its cotangents computes."""
         return event.backward and not event.makes

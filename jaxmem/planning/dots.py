@@ -37,18 +37,20 @@ class Dots:
 
     def cheapest_for(self, budget: int) -> Layout | None:
         """The plain plan if it fits, else the least, or None."""
-        return next((one for one in (self.plain, self.smallest()) if one.peak <= budget), None)
+        return next(
+            (one for one in (self.plain, self.cheapest_near_minimum()) if one.peak <= budget), None
+        )
 
-    def smallest(self) -> Layout:
+    def cheapest_near_minimum(self) -> Layout:
         """The least projected peak."""
         leaves = self._leaves()
         found = [self.variant.layout(self._nested(leaves, group)) for group in _GROUPS]
         once = (layout for layout in found if not layout.flops)
         return min([self.plain, *once], key=lambda layout: layout.peak)
 
-    fewest = smallest_at_one_forward = smallest
+    minimum_peak = minimum_at_one_forward = cheapest_near_minimum
 
-    def rows(self) -> list[Layout]:
+    def per_block_layouts(self) -> list[Layout]:
         """None."""
         return []
 

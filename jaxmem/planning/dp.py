@@ -15,10 +15,10 @@ from jaxmem.planning.chain import Solution
 from jaxmem.planning.layouts import Layout
 from jaxmem.planning.loops import checkpointed, is_differentiated, loop_options, plain_option
 from jaxmem.planning.mapped import mapped_options
-from jaxmem.planning.options import LoopOption, together
+from jaxmem.planning.options import LoopOption, combine_menus
 from jaxmem.planning.rates import Rates, of_each
-from jaxmem.planning.regions import Region, place_of
-from jaxmem.planning.rows import Spans, policies, row, tilings
+from jaxmem.planning.regions import Region, locate
+from jaxmem.planning.rows import Spans, block_partitions, per_block_regions, policies
 from jaxmem.planning.simulation import live_bytes, simulate
 from jaxmem.program import Program
 
@@ -32,25 +32,25 @@ _HEADROOM = 1.25
 # more than half of it.
 _DEPTH = 16
 # Memories tried above the largest that fits. Chosen.
-_BEYOND = 6
+_EXTRA_MEMORIES = 6
 # A solution serves budgets down to this share of its memory. Chosen: above, more are solved; below,
 # the slots of one are too coarse.
-_ROOM = 0.7
+_REUSE_FRACTION = 0.7
 # Each round of the search for the least peak solves the chain for this share of the last. Chosen.
-_LOWER = 0.9
+_SHRINK_FACTOR = 0.9
 # Memories from the chain's least on that are tried. Chosen: it bounds the time of planning where
 # the layout takes more than the chain counts.
-_REACH = 25
-_WORTH = 0.95  # of the last peak: worth one more round. Chosen: it bounds the rounds
+_FLOOR_MEMORIES = 25
+_MIN_PROGRESS = 0.95  # of the last peak: worth one more round. Chosen: it bounds the rounds
 # Times the least peak: as good, for a lower price. Chosen.
-_NEAR = 1.02
+_PEAK_TOLERANCE = 1.02
 # Times that a loop's bytes are fitted into what a plan leaves. Derived: the second try knows what
 # is there beside the loop's residuals, where that takes more than the loop inside; with less room
 # the residuals may grow, at the cost of what is inside, which takes one or two more.
-_FITTINGS = 4
+_LOOP_FIT_ROUNDS = 4
 # A program of more `jax.shard_map`s has no regions inside of them, but round them: it has small
 # ones, such as the attention of each layer. Chosen: it bounds the time of planning.
-_MAPS = 4
+_MAX_SHARD_MAPS = 4
 
 
 class DP:
@@ -64,7 +64,7 @@ class DP:
             for number in program.loops
         ]
         self.program, self.rates = program, rates
-        self.variants = [Variant(program, rates, options) for options in together(menus)]
+        self.variants = [Variant(program, rates, options) for options in combine_menus(menus)]
         self.plain = self.variants[0].layout(())
 
     def cheapest_for(self, budget: int) -> Layout | None:
@@ -91,8 +91,8 @@ class DP:
         for at in range(len(variant.options)):
             option = variant.options[at]
             room = option.bytes + budget - layout.peak
-            for _ in range(_FITTINGS):
-                other = option.with_room(room)
+            for _ in range(_LOOP_FIT_ROUNDS):
+                other = option.cheapest_within(room)
                 if other is None or other.price >= option.price:
                     break
                 options = [*variant.options[:at], other, *variant.options[at + 1 :]]
@@ -106,28 +106,32 @@ class DP:
                 room = other.bytes - (found.peak - budget)
         return layout
 
-    def fewest(self) -> Layout:
+    def minimum_peak(self) -> Layout:
         """The least projected peak, at any price."""
         return min(self._small, key=lambda layout: layout.peak)
 
-    def smallest(self) -> Layout:
+    def cheapest_near_minimum(self) -> Layout:
         """The least projected peak; of several about as low, the lowest price."""
-        lowest = self.fewest().peak
+        lowest = self.minimum_peak().peak
         return min(
-            (layout for layout in self._small if layout.peak <= _NEAR * lowest),
+            (layout for layout in self._small if layout.peak <= _PEAK_TOLERANCE * lowest),
             key=lambda layout: layout.price,
         )
 
     @functools.cached_property
     def _small(self) -> list[Layout]:
         """What may have the least peak."""
-        found = [self.plain, self.smallest_at_one_forward(), *self.rows()]
-        return [*found, *(variant.smallest() for variant in self.variants)]
+        found = [self.plain, self.minimum_at_one_forward(), *self.per_block_layouts()]
+        return [*found, *(variant.minimum_peak() for variant in self.variants)]
 
-    def rows(self) -> list[Layout]:
+    def per_block_layouts(self) -> list[Layout]:
         """One region on each block, or on the body of each scan, or both, for each policy: what a
         plan must not lose to."""
-        rows = [variant.row(*one) for variant in self.variants for one in variant.rows]
+        rows = [
+            variant.per_block_layout(*one)
+            for variant in self.variants
+            for one in variant.per_block_choices
+        ]
         return list(dict.fromkeys([*rows, *self._rows_of_bodies]))
 
     @functools.cached_property
@@ -136,14 +140,18 @@ class DP:
         variants = [variant for ways in found for variant in ways]
         return [
             *(variant.layout(()) for variant in variants),
-            *(variant.row(*one) for variant in variants for one in variant.rows),
+            *(
+                variant.per_block_layout(*one)
+                for variant in variants
+                for one in variant.per_block_choices
+            ),
         ]
 
-    def smallest_at_one_forward(self) -> Layout:
+    def minimum_at_one_forward(self) -> Layout:
         """The least projected peak for at most one more forward pass: below that, memory is bought
         with recomputation that grows faster and faster."""
         forward = sum(self.variants[0].seconds)
-        found = [self.plain, *self.rows()]
+        found = [self.plain, *self.per_block_layouts()]
         fast = (variant for variant in self.variants if variant.loops_seconds <= forward)
         found += [variant.smallest_in(forward) for variant in fast]
         return min(
@@ -158,7 +166,7 @@ def _mapped(program: Program, number: int, rates: Rates) -> list[LoopOption]:
         return [plain_option(program, number)]
     body, rates = program.body_of(number), dataclasses.replace(rates, host=0.0)
     plain = Variant.plain(body.as_written, rates).layout(())
-    planner = DP(body, rates) if len(program.maps) <= _MAPS else None
+    planner = DP(body, rates) if len(program.maps) <= _MAX_SHARD_MAPS else None
     return mapped_options(planner, number, plain, plain_option(program, number))
 
 
@@ -223,12 +231,12 @@ class Variant:
         kernels = self.program.kernels
         again = {number: times - 1 for number, times in cost.runs.items() if times > 1}
         options = dict(zip(self.program.loops, self.options, strict=True))
-        inside = options[cost.at].place if cost.at in options else ()
+        inside = options[cost.at].peak_location if cost.at in options else ()
         return Layout(
             regions,
             tuple(option.loop for option in self.options if option.loop),
             cost.peak,
-            (*place_of(regions, cost.at), *inside),
+            (*locate(regions, cost.at), *inside),
             dict(cost.runs),
             sum(kernels[k].flops * n for k, n in again.items())
             + sum(option.flops for option in self.options),
@@ -244,7 +252,11 @@ class Variant:
         """The chain's solution for memories up to the budget and some more, and its slot."""
         if self._solved:
             slot, solution = self._solved
-            if _ROOM * solution.slots * slot <= budget * _HEADROOM <= solution.slots * slot:
+            if (
+                _REUSE_FRACTION * solution.slots * slot
+                <= budget * _HEADROOM
+                <= solution.slots * slot
+            ):
                 return self._solved
         slot = max(int(budget * _HEADROOM / _SLOTS) + 1, 1)
         self._solved = slot, Solution(self.blocks.chain(slot), _SLOTS)
@@ -274,27 +286,31 @@ class Variant:
                 low = middle + 1
             else:
                 high = middle
-        for memory in memories[low + 1 : low + 1 + _BEYOND]:
+        for memory in memories[low + 1 : low + 1 + _EXTRA_MEMORIES]:
             has_room(memory)
         price = min((layout.price for layout in fits), default=math.inf)
-        fits += self.rows_for(budget, price)
+        fits += self.per_block_layouts_for(budget, price)
         return min(fits, key=lambda layout: (layout.price, layout.peak), default=None)
 
     @functools.cached_property
-    def rows(self) -> list[tuple[Spans, frozenset[int]]]:
+    def per_block_choices(self) -> list[tuple[Spans, frozenset[int]]]:
         """One region on each block, as an author would place them: blocks, and what is saved."""
         saved = policies(self.program).values()
-        return [(s, v) for s in tilings(self.program, self.prices) for v in dict.fromkeys(saved)]
+        return [
+            (s, v)
+            for s in block_partitions(self.program, self.prices)
+            for v in dict.fromkeys(saved)
+        ]
 
-    def row(self, spans: Spans, saved: frozenset[int]) -> Layout:
-        return self.layout(row(self.program, spans, saved))
+    def per_block_layout(self, spans: Spans, saved: frozenset[int]) -> Layout:
+        return self.layout(per_block_regions(self.program, spans, saved))
 
-    def rows_for(self, budget: int, price: float) -> list[Layout]:
+    def per_block_layouts_for(self, budget: int, price: float) -> list[Layout]:
         """Rows of regions that fit and cost less than a price, each on as many blocks from the
         first on as the budget asks for."""
         found, plain = [], self.layout(())
-        for spans, saved in self.rows:
-            whole = self.row(spans, saved)
+        for spans, saved in self.per_block_choices:
+            whole = self.per_block_layout(spans, saved)
             if whole.peak > budget:
                 continue
             found.append(whole)
@@ -302,14 +318,14 @@ class Variant:
             share = (plain.peak - budget) / max(plain.peak - whole.peak, 1)
             least = max(math.ceil(share * count), 1)
             if least < count and whole.price * least / count < price:
-                part = self.row(spans[:least], saved)
+                part = self.per_block_layout(spans[:least], saved)
                 if part.peak <= budget:
                     found.append(part)
         return [layout for layout in found if layout.price < price]
 
     def proposed(self, solution: Solution, memory: int) -> Layout | None:
         """What the chain's plan for a memory really is; None: nested too deep."""
-        regions = self.blocks.regions(solution.stretches(memory))
+        regions = self.blocks.regions(solution.chain_regions(memory))
         return self.layout(regions) if _depth(regions) <= _DEPTH else None
 
     def smallest_in(self, seconds: float) -> Layout:
@@ -333,25 +349,25 @@ class Variant:
                 return layout.seconds <= seconds
 
             at = bisect.bisect_left(memories, True, key=in_time)
-            for memory in memories[max(at - _BEYOND, 0) : at]:
+            for memory in memories[max(at - _EXTRA_MEMORIES, 0) : at]:
                 in_time(memory)
             lower = min(found, key=lambda layout: layout.peak)
-            if lower.peak >= _WORTH * best.peak:
+            if lower.peak >= _MIN_PROGRESS * best.peak:
                 close = self.cheapest_for(lower.peak)
                 return close if close and close.seconds <= seconds else lower
             best = lower
 
-    def smallest(self) -> Layout:
+    def minimum_peak(self) -> Layout:
         best = self.layout(())
         while True:
-            _, solution = self.solution(int(best.peak * _LOWER))
-            low = solution.smallest()
-            memories = range(low, min(low + _REACH, solution.slots + 1))
+            _, solution = self.solution(int(best.peak * _SHRINK_FACTOR))
+            low = solution.minimum_memory()
+            memories = range(low, min(low + _FLOOR_MEMORIES, solution.slots + 1))
             found = [lay for memory in memories if (lay := self.proposed(solution, memory))]
             lower = min(found, key=lambda layout: layout.peak, default=best)
-            if lower.peak >= _WORTH * best.peak:
+            if lower.peak >= _MIN_PROGRESS * best.peak:
                 lowest = min(lower.peak, best.peak)
-                close = self.cheapest_for(int(_NEAR * lowest))
+                close = self.cheapest_for(int(_PEAK_TOLERANCE * lowest))
                 return close or min(lower, best, key=lambda layout: layout.peak)
             best = lower
 

@@ -9,7 +9,7 @@ from jaxmem.program import Kernel
 
 # Times smaller than the largest result: whether it is lent memory matters no more. Chosen: lending
 # to all took half of the time of planning a ResNet152, for the same plans.
-_LENT = 256
+_MIN_REUSE = 256
 
 
 @dataclasses.dataclass(slots=True)
@@ -21,28 +21,28 @@ class Event:
     uses: list[int]
     makes: list[int]
     backward: bool
-    inside: int = 0  # bytes beside what it uses and makes
-    apart: bool = False  # whether it writes over nothing that it uses
-    completed: Sequence[int] = ()  # kernels whose derivatives make the rest of its cotangents
-    turned: Sequence[int] = ()  # what it uses in another order than it writes
+    workspace_bytes: int = 0  # bytes beside what it uses and makes
+    not_in_place: bool = False  # whether it writes over nothing that it uses
+    joined: Sequence[int] = ()  # kernels whose derivatives make the rest of its cotangents
+    transposed: Sequence[int] = ()  # what it uses in another order than it writes
     run: int = 0  # of a region, which it is in: barriers part one from another. 0: of none
     copies: bool = False  # whether it is no run of its kernel, but copies what that reads
 
 
-def alive(
+def liveness(
     kernels: Sequence[Kernel],
     events: Sequence[Event],
     sizes: list[int],
     kept: set[int],
     live: Sequence[int],
     results: Mapping[int, int],
-    in_turn: bool,
+    sequential_gradients: bool,
 ) -> tuple[list[int], int, int]:
     """The bytes that are alive at each of some events in their order, the most of them, and the
     number of the event where that is: ``live`` from the beginning, ``kept`` to the end. ``results``
-    have memory of their own, so many bytes each. ``in_turn``: where there is a recomputation, or an
-    operand was gathered from other devices, the two gradients of a matmul are made so that less is
-    alive."""
+    have memory of their own, so many bytes each. ``sequential_gradients``: where there is a
+    recomputation, or an operand was gathered from other devices, the two gradients of a matmul are
+    made so that less is alive."""
     last: dict[int, int] = {}
     for index, event in enumerate(events):
         for instance in event.makes:
@@ -50,7 +50,7 @@ def alive(
         for instance in event.uses:
             last[instance] = index
     if results:
-        sizes = _lend(events, sizes, results, last)
+        sizes = _reuse_output_buffers(events, sizes, results, last)
     seen, total = set(live), []
     runs: dict[int, int] = {}  # in which what is recomputed was made
     gathered: set[int] = set()
@@ -71,23 +71,23 @@ def alive(
                 ends.append(instance)
                 freed += sizes[instance]
         kernel = kernels[event.kernel]
-        if kernel.sent and not event.backward:
+        if kernel.sent_bytes and not event.backward:
             gathered.update(event.makes)
         if kernel.fused:
             dies = [one for one in ends if runs.get(one, event.run) == event.run]
-            live_now = max(before, now - _over(event, sizes, dies))
+            live_now = max(before, now - _in_place_bytes(event, sizes, dies))
         elif (
-            in_turn
+            sequential_gradients
             and event.backward
             and (event.run or not gathered.isdisjoint(event.uses))
-            and kernel.gradients.in_turn
+            and kernel.gradients.separable
             and event.makes[1:]
         ):
-            parts = kernel.gradients.parts or (0, 0)
-            live_now = before + _in_turn(event, sizes, ends, parts) - max(parts)
+            parts = kernel.gradients.split_k_bytes or (0, 0)
+            live_now = before + _sequential_gradient_peak(event, sizes, ends, parts) - max(parts)
         else:
             live_now = now
-        live_now += event.inside
+        live_now += event.workspace_bytes
         total.append(live_now)
         if live_now > peak:
             peak, at = live_now, index
@@ -95,7 +95,9 @@ def alive(
     return total, peak, at
 
 
-def _in_turn(event: Event, sizes: list[int], ends: Sequence[int], parts: Sequence[int]) -> int:
+def _sequential_gradient_peak(
+    event: Event, sizes: list[int], ends: Sequence[int], parts: Sequence[int]
+) -> int:
     """The most bytes more while the two gradients of a contraction are made, each of which reads
     the other's operand, in the order that takes less; ``parts`` are there while either is made."""
     left, right = (sizes[one] if one in ends else 0 for one in event.uses[:2])  # that die
@@ -106,20 +108,22 @@ def _in_turn(event: Event, sizes: list[int], ends: Sequence[int], parts: Sequenc
     return min(right_first, left_first)
 
 
-def _over(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
+def _in_place_bytes(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
     """Bytes that an elementwise kernel writes over what dies there, and comes from behind no
     barrier: each result over an operand of as many bytes, in the same order."""
-    if event.apart:
+    if event.not_in_place:
         return 0
     if len(event.makes) == 1:
         size = sizes[event.makes[0]]
-        return size if any(sizes[one] == size and one not in event.turned for one in dies) else 0
+        return (
+            size if any(sizes[one] == size and one not in event.transposed for one in dies) else 0
+        )
     made = collections.Counter(sizes[one] for one in event.makes)
-    dying = collections.Counter(sizes[one] for one in dies if one not in event.turned)
+    dying = collections.Counter(sizes[one] for one in dies if one not in event.transposed)
     return sum(size * min(count, dying[size]) for size, count in made.items())
 
 
-def _lend(
+def _reuse_output_buffers(
     events: Sequence[Event],
     sizes: list[int],
     results: Mapping[int, int],
@@ -137,7 +141,7 @@ def _lend(
     values = [
         (sizes[instance], instance)
         for instance in first
-        if largest // _LENT < sizes[instance] <= largest and instance not in results
+        if largest // _MIN_REUSE < sizes[instance] <= largest and instance not in results
     ]
     taken: list[list[tuple[int, int]]] = [[] for _ in room]
     for size, instance in sorted(values, reverse=True):

@@ -28,7 +28,7 @@ class Layout:
     regions: tuple[Region, ...]
     loops: tuple[Loop, ...]
     peak: int
-    place: tuple[int, ...]
+    peak_location: tuple[int, ...]
     runs: dict[int, int] = dataclasses.field(compare=False)
     flops: int
     moved: int
@@ -48,14 +48,14 @@ class Planner(Protocol):
     def cheapest_for(self, budget: int) -> Layout | None:
         """The least recompute that is projected to fit a budget, or None."""
 
-    def fewest(self) -> Layout:
+    def minimum_peak(self) -> Layout:
         """The least projected bytes, at any price."""
 
-    def smallest(self) -> Layout:
+    def cheapest_near_minimum(self) -> Layout:
         """About the least projected bytes, at the lowest price."""
 
-    def smallest_at_one_forward(self) -> Layout:
+    def minimum_at_one_forward(self) -> Layout:
         """The least projected bytes for at most one more forward pass."""
 
-    def rows(self) -> list[Layout]:
+    def per_block_layouts(self) -> list[Layout]:
         """What else to compile where nothing that is projected to fit does."""

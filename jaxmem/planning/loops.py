@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
-from jaxmem.planning.options import Body, LoopOption, lower_hull, together
-from jaxmem.planning.rates import DEAR, Rates, of_each
-from jaxmem.planning.regions import Loop, Region, place_of
+from jaxmem.planning.options import Body, LoopOption, combine_menus, lower_hull
+from jaxmem.planning.rates import ARITHMETIC_WEIGHT, Rates, of_each
+from jaxmem.planning.regions import Loop, Region, locate
 from jaxmem.planning.rows import policies
 from jaxmem.planning.simulation import peak_of_scan, simulate_block
 from jaxmem.program import Program
@@ -33,7 +33,7 @@ _OVERLAP = 0.5
 _BODIES = 16  # ways to run a body that have schedules
 # Ways to run the scans of a body are at least so many times apart in bytes. Chosen: the schedules
 # of the loop around them fill what is left.
-_APART = 1.5
+_MENU_RATIO = 1.5
 
 Costs = tuple[float, float, float, float]  # FLOPs, bytes moved, seconds, price
 
@@ -50,17 +50,17 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
         return [plain]
     if any(inner.is_region for inner in body.operations):
         return [plain]  # the user has placed regions: theirs it is
-    iterations = [_Iteration(program, kernel, rates, inner) for inner in _inside(body, rates)]
+    iterations = [_Iteration(program, kernel, rates, inner) for inner in _body_options(body, rates)]
     first, *others = iterations
-    bodies = first.saving()
+    bodies = first.save_levels()
     hosted: list[Body] = []
     if rates.host:
         for one in bodies:
             for values in {one.carried, (*one.carried, *_hostable(one, first.body))} - {()}:
                 hosted.append(_offloaded(one, values, first.body, rates))
     if others:  # where the inner ones take the fewest bytes, what is beside them counts
-        bodies += others[-1].saving()
-    bodies += [one.whole() for one in iterations]
+        bodies += others[-1].save_levels()
+    bodies += [one.save_all() for one in iterations]
     found = [one.option() for one in [*bodies, *hosted] if one.loop.loops or not one.loop.whole]
     bodies = _undominated(bodies)
     found += [option for one in bodies for option in one.menu(rates.host)]
@@ -78,14 +78,14 @@ def _hostable(one: Body, body: Program) -> tuple[int, ...]:
     )
 
 
-def _inside(body: Program, rates: Rates) -> list[list[LoopOption]]:
+def _body_options(body: Program, rates: Rates) -> list[list[LoopOption]]:
     """Ways to run the scans of a body: as they are, then some with fewer and fewer bytes."""
     rates = dataclasses.replace(rates, host=0.0)  # one loop at a time copies to the host
     menus = [loop_options(body, scan, rates) for scan in body.scans]
-    ways = together(menus) if menus else [[]]
+    ways = combine_menus(menus) if menus else [[]]
     found = [ways[0]]
     for way in ways[1:]:
-        if _bytes(way) * _APART <= _bytes(found[-1]) or way is ways[-1]:
+        if _bytes(way) * _MENU_RATIO <= _bytes(found[-1]) or way is ways[-1]:
             found.append(way)
     return found
 
@@ -113,10 +113,10 @@ def checkpointed(program: Program, kernel: int, rates: Rates) -> dict[str, list[
     for inside, way in inner.items():
         iteration = _Iteration(program, kernel, rates, way)
         if inside:
-            found[inside].append(_unparted(iteration.whole().option()))
+            found[inside].append(_unparted(iteration.save_all().option()))
         for name, saved in policies(iteration.body).items():
             if inside in ("", name):
-                found.setdefault(name, []).append(_unparted(iteration.under(saved).option()))
+                found.setdefault(name, []).append(_unparted(iteration.with_region(saved).option()))
     return found
 
 
@@ -155,7 +155,9 @@ class _Iteration:
             sum(self.prices[k] * n for k, n in runs) + sum(one.price for one in more),
         )
 
-    def alone(self, saved: Set[int], regions: tuple[Region, ...] = ()) -> Callable[[], int]:
+    def peak_without_loop(
+        self, saved: Set[int], regions: tuple[Region, ...] = ()
+    ) -> Callable[[], int]:
         """What a body takes where no loop parts its derivative from it; asked for where a schedule
         has blocks of one turn."""
 
@@ -166,7 +168,7 @@ class _Iteration:
 
         return peak
 
-    def whole(self) -> Body:
+    def save_all(self) -> Body:
         """All that its derivative reads is saved."""
         length, body = self.operation.length, self.body
         cost = simulate_block(body, 0, len(body.kernels), None)
@@ -175,11 +177,11 @@ class _Iteration:
         each = others + self.operation.results + self.in_place
         return Body(
             Loop(self.kernel, whole=True, loops=self.loops), (), length, self.state, each,
-            cost.peak, self.alone(frozenset()), (cost.at,), self.costs([], self.inner),
+            cost.peak, self.peak_without_loop(frozenset()), (cost.at,), self.costs([], self.inner),
             self.forward,
         )  # fmt: skip
 
-    def saving(self) -> list[Body]:
+    def save_levels(self) -> list[Body]:
         """A part is saved, for each level of what is saved and each memory inside."""
         body, prices = self.body, self.prices
         peak = simulate_block(body, 0, len(body.kernels), frozenset()).peak
@@ -187,12 +189,14 @@ class _Iteration:
         slot = max(peak // _SLOTS + 1, 1)
         solution = Solution(blocks.chain(slot), 2 * _SLOTS)
         return [
-            self.under(saved, blocks.regions(solution.inner(level, 0, solution.count, memory)))
+            self.with_region(
+                saved, blocks.regions(solution.inner(level, 0, solution.count, memory))
+            )
             for level, saved in enumerate(blocks.levels)
             for memory in _memories(solution, level)
         ]
 
-    def under(self, saved: Set[int], regions: tuple[Region, ...] = ()) -> Body:
+    def with_region(self, saved: Set[int], regions: tuple[Region, ...] = ()) -> Body:
         """One region round everything, with others inside of it."""
         body, operation = self.body, self.operation
         cost = simulate_block(body, 0, len(body.kernels), saved, regions)
@@ -205,8 +209,8 @@ class _Iteration:
             self.state,
             sum(body.sizes[value] for value in (*carried, *read)),
             cost.peak,
-            self.alone(saved, regions),
-            place_of(regions, cost.at),
+            self.peak_without_loop(saved, regions),
+            locate(regions, cost.at),
             self.costs(cost.runs.items(), self.inner),
             self.forward,
         )
@@ -216,11 +220,16 @@ def _undominated(bodies: list[Body]) -> list[Body]:
     """The bodies that no other betters in bytes kept, bytes inside and price. Of too many those
     that no two together better in what they keep and their price, and some of the others."""
     found: list[Body] = []
-    for one in sorted(bodies, key=lambda one: (one.again[3], one.step, one.inside)):
-        if all(one.step < other.step or one.inside < other.inside for other in found):
+    for one in sorted(
+        bodies, key=lambda one: (one.recompute_cost[3], one.residual_bytes, one.inside)
+    ):
+        if all(
+            one.residual_bytes < other.residual_bytes or one.inside < other.inside
+            for other in found
+        ):
             found.append(one)
     if len(found) > _BODIES:
-        hull = lower_hull(found, lambda one: (one.step, one.again[3]))[:_BODIES]
+        hull = lower_hull(found, lambda one: (one.residual_bytes, one.recompute_cost[3]))[:_BODIES]
         others = [one for one in found if one not in hull]
         some = np.linspace(0, len(others) - 1, _BODIES - len(hull))
         found = [*hull, *(others[int(at)] for at in some)]
@@ -232,18 +241,18 @@ def _offloaded(one: Body, values: tuple[int, ...], body: Program, rates: Rates) 
     are on the device, and the next ones' on their way."""
     moved = sum(body.sizes[value] for value in values)
     link = moved / rates.host
-    flops, bytes_moved, seconds, price = one.again
-    forward = one.forward[2]
+    flops, bytes_moved, seconds, price = one.recompute_cost
+    forward = one.forward_cost[2]
     compute = (forward, 2 * forward + seconds)
     exposed = sum(max(link - _OVERLAP * time, 0.0) for time in compute)
     saved = tuple(value for value in one.loop.saved if value not in values)
     return dataclasses.replace(
         one,
         loop=dataclasses.replace(one.loop, saved=saved, offloaded=values),
-        step=one.step - moved,
+        residual_bytes=one.residual_bytes - moved,
         inside=one.inside + 2 * moved,
-        alone=lambda: one.alone() + 2 * moved,
-        again=(flops, bytes_moved, seconds + exposed, price + DEAR * exposed),
+        peak_without_loop=lambda: one.peak_without_loop() + 2 * moved,
+        recompute_cost=(flops, bytes_moved, seconds + exposed, price + ARITHMETIC_WEIGHT * exposed),
         host=moved,
     )
 
@@ -257,7 +266,7 @@ def plain_option(program: Program, kernel: int) -> LoopOption:
     if not is_differentiated(program, kernel):
         return LoopOption(None, 0, 0, ())
     if kernel in program.maps:
-        return LoopOption(None, program.residual_bytes(kernel), operation.inside, ())
+        return LoopOption(None, program.residual_bytes(kernel), operation.derivative_workspace, ())
     cost = peak_of_scan(program, kernel)
     # Between the passes, and so not beside what a turn takes. What a plan saves lies by rows.
     relaid = operation.relaid if program.rules.row_major else 0
@@ -273,14 +282,18 @@ def is_differentiated(program: Program, kernel: int) -> bool:
 def _sets(body: Program, prices: list[float]) -> list[frozenset[int]]:
     """Nothing, and those sets of results that no other set betters in both bytes and price spared:
     a body has few of them that matter, and each counts as often as it repeats."""
-    dear = [
-        (sum(body.sizes[v] for v in kernel.spared), prices[index], frozenset(kernel.spared))
+    expensive = [
+        (
+            sum(body.sizes[v] for v in kernel.reusable_results),
+            prices[index],
+            frozenset(kernel.reusable_results),
+        )
         for index, kernel in enumerate(body.kernels)
-        if kernel.residuals is None and kernel.spared
+        if kernel.residuals is None and kernel.reusable_results
     ]
     # Ranks that the thresholds have are not all: what fits beside them may be smaller.
     front: list[tuple[int, float, frozenset[int]]] = [(0, 0.0, frozenset())]
-    for size, price, values in sorted(dear, key=lambda entry: -entry[1])[:_KERNELS]:
+    for size, price, values in sorted(expensive, key=lambda entry: -entry[1])[:_KERNELS]:
         grown = front + [(b + size, p + price, chosen | values) for b, p, chosen in front]
         front = []
         for entry in sorted(grown, key=lambda entry: (entry[0], -entry[1])):

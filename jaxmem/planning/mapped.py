@@ -8,7 +8,7 @@ from jaxmem.planning.layouts import Layout, Planner
 from jaxmem.planning.options import LoopOption
 from jaxmem.planning.regions import Loop
 
-# Plans in a menu. Chosen: the bytes that are left go to a plan of their own (`with_room`).
+# Plans in a menu. Chosen: the bytes that are left go to a plan of their own (`cheapest_within`).
 _OPTIONS = 12
 
 
@@ -18,7 +18,7 @@ class MappedOption(LoopOption):
 
     plans: "MappedPlans | None" = None
 
-    def with_room(self, room: int) -> LoopOption | None:
+    def cheapest_within(self, room: int) -> LoopOption | None:
         """The plan for the lowest price that takes at most so many bytes."""
         assert self.plans is not None
         return self.plans.cheapest_option(int(room))
@@ -52,7 +52,7 @@ class MappedPlans:
             Loop(self.kernel, regions=layout.regions, whole=True, loops=layout.loops),
             kept,
             layout.peak - kept + self.more,
-            layout.place,
+            layout.peak_location,
             layout.flops,
             layout.moved,
             layout.seconds,
@@ -71,10 +71,10 @@ def mapped_options(
     as_it_is = dataclasses.replace(plans.option(plain), loop=None)
     if planner is None:
         return [as_it_is]
-    least = planner.smallest()
+    least = planner.cheapest_near_minimum()
     between = np.geomspace(max(plain.peak, 1), max(least.peak, 1), _OPTIONS)[1:-1]
     found = [planner.cheapest_for(int(budget)) for budget in between]
-    layouts = [least, planner.plain, *planner.rows(), *filter(None, found)]
+    layouts = [least, planner.plain, *planner.per_block_layouts(), *filter(None, found)]
     front: list[LoopOption] = [as_it_is]
     for layout in sorted(layouts, key=lambda layout: (layout.price, layout.peak)):
         if layout.peak + plans.more < front[-1].bytes:

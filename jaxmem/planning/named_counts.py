@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxmem.planning.named_places import Place
+from jaxmem.planning.named_places import RegionProgram
 from jaxmem.planning.rates import Rates, of_each
 
 # Sets at a time, so that what is counted of them fits a processor's cache. Chosen: it changes no
@@ -29,7 +29,7 @@ class Tables:
         return cls(*(np.zeros(count) for _ in dataclasses.fields(cls)))
 
 
-def counted(root: Place, count: int, rates: Rates) -> Tables:
+def cost_tables(root: RegionProgram, count: int, rates: Rates) -> Tables:
     """What each set of so many names costs."""
     tables = Tables.zeros(2**count)
     for start in range(0, 2**count, _CHUNK):
@@ -43,7 +43,7 @@ def counted(root: Place, count: int, rates: Rates) -> Tables:
     return tables
 
 
-def spared_alone(root: Place, count: int, rates: Rates) -> list[float]:
+def marginal_savings(root: RegionProgram, count: int, rates: Rates) -> list[float]:
     """For each of any number of names the seconds of recomputation that it spares if it alone is
     saved."""
     tables = Tables.zeros(count + 1)
@@ -56,14 +56,14 @@ def spared_alone(root: Place, count: int, rates: Rates) -> list[float]:
 class _Counting:
     """Counts what sets of names cost in one place, and adds it to tables."""
 
-    def __init__(self, place: Place, times: int, rates: Rates, bits, tables: Tables):
+    def __init__(self, place: RegionProgram, times: int, rates: Rates, bits, tables: Tables):
         self.place, self.times, self.tables, self.bits = place, times, tables, bits
         self.program = program = place.program
         self.seconds = of_each(program, rates.seconds)
         self.prices = of_each(program, rates.price)
         self.names = {value: name for name, values in enumerate(place.groups) for value in values}
-        self.never = np.zeros(len(tables.price), bool)
-        self.always = ~self.never
+        self.no_sets = np.zeros(len(tables.price), bool)
+        self.all_sets = ~self.no_sets
         # Sets for which a value is kept for the backward pass: made outside of the region that
         # reads it.
         self.kept: dict[int, np.ndarray] = {}
@@ -72,47 +72,47 @@ class _Counting:
         program, stop = self.program, len(self.program.kernels)
         for start, end in reversed(self.place.spans):
             for number in reversed(range(end, stop)):
-                self.plain(number)
-            self.region(start, end)
+                self.count_outside_regions(number)
+            self.count_region(start, end)
             stop = start
         for number in reversed(range(stop)):
-            self.plain(number)
+            self.count_outside_regions(number)
         inputs = (value for value in self.kept if value in self.place.carry)
         for value in inputs:
             self.tables.kept += self.times * program.sizes[value] * self.kept[value]
 
-    def plain(self, number: int) -> None:
+    def count_outside_regions(self, number: int) -> None:
         """A kernel outside of all regions: what its derivative reads is kept."""
         kernel = self.program.kernels[number]
         if any(self.program.active[value] for value in kernel.results):
             for value in kernel.reads:
-                self.keep(value, self.always)
+                self.mark_kept(value, self.all_sets)
         if number in self.place.scans and kernel.residuals is not None:
             self.kept.pop(kernel.residuals, None)  # its turns are counted by themselves
         for value in kernel.results:
-            self.settle(value)
+            self.finalize_value(value)
 
-    def keep(self, value: int, when: np.ndarray) -> None:
+    def mark_kept(self, value: int, when: np.ndarray) -> None:
         self.kept[value] = self.kept[value] | when if value in self.kept else when
 
-    def settle(self, value: int) -> None:
+    def finalize_value(self, value: int) -> None:
         """Counts a value whose readers are all known."""
         when = self.kept.pop(value, None)
         if when is not None:
             self.tables.kept += self.times * self.program.sizes[value] * when
 
-    def region(self, start: int, stop: int) -> None:
+    def count_region(self, start: int, stop: int) -> None:
         program, tables = self.program, self.tables
         kernels = program.kernels[start:stop]
         made = {value for kernel in kernels for value in kernel.results}
         needed: dict[int, np.ndarray] = {}
         for kernel in kernels:
             if any(program.active[value] for value in kernel.results):
-                needed |= dict.fromkeys(kernel.reads, self.always)
+                needed |= dict.fromkeys(kernel.reads, self.all_sets)
         inside = np.zeros(len(tables.price))
         for number in reversed(range(start, stop)):
             kernel = program.kernels[number]
-            runs = self.never
+            runs = self.no_sets
             for value in kernel.results:
                 when = needed.get(value)
                 if when is None:
@@ -121,7 +121,7 @@ class _Counting:
                 if name is not None:
                     kept = when & self.bits[name]
                     tables.named += self.times * program.sizes[value] * kept
-                    self.keep(value, kept)
+                    self.mark_kept(value, kept)
                     when = when & ~self.bits[name]
                 inside += program.sizes[value] * when
                 runs = runs | when
@@ -133,7 +133,7 @@ class _Counting:
                     needed[value] = needed[value] | runs if value in needed else runs
         for value, when in needed.items():
             if value not in made:
-                self.keep(value, when)
+                self.mark_kept(value, when)
         for value in made:
-            self.settle(value)
+            self.finalize_value(value)
         np.maximum(tables.inside, inside, out=tables.inside)

@@ -9,7 +9,7 @@ from jaxmem.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RegionProgram:
     """A program with regions, the whole or the body of a scan in it.
 
     Attributes:
@@ -26,31 +26,31 @@ class Place:
     groups: tuple[frozenset[int], ...]
     length: int = 1
     carry: frozenset[int] = frozenset()
-    scans: Mapping[int, "Place"] = dataclasses.field(default_factory=dict)
+    scans: Mapping[int, "RegionProgram"] = dataclasses.field(default_factory=dict)
 
-    def all(self, times: int = 1) -> Iterator[tuple["Place", int]]:
+    def all(self, times: int = 1) -> Iterator[tuple["RegionProgram", int]]:
         """This one and all inside, with how often each runs in a step."""
         yield self, times * self.length
         for scan in self.scans.values():
             yield from scan.all(times * self.length)
 
 
-def laid_out(place: Place, saved: frozenset[int]) -> int:
+def projected_peak(place: RegionProgram, saved: frozenset[int]) -> int:
     """The projected peak of the whole program, with some names saved."""
-    program = _decided(place, saved)
+    program = _with_scan_costs(place, saved)
     return simulate(program, _regions(place, saved)).peak
 
 
-def _decided(place: Place, saved: frozenset[int]) -> Program:
+def _with_scan_costs(place: RegionProgram, saved: frozenset[int]) -> Program:
     """The program of a place, its scans with what they keep and take inside."""
     loops = {}
     for number, scan in place.scans.items():
-        body = _decided(scan, saved)
+        body = _with_scan_costs(scan, saved)
         regions = _regions(scan, saved)
         own = {k for start, stop in scan.spans for k in range(start, stop)}
         given = {value for region in regions for value in region.saved}
         for at, kernel in enumerate(body.kernels):
-            out = [v for v in kernel.results if at not in own or _leaves(scan, v, at)]
+            out = [v for v in kernel.results if at not in own or _escapes_region(scan, v, at)]
             given.update(value for value in out if value != kernel.residuals)
         cost = simulate_block(body, 0, len(body.kernels), given, regions)
         read = cost.read & (given | scan.carry)
@@ -59,13 +59,13 @@ def _decided(place: Place, saved: frozenset[int]) -> Program:
     return place.program.with_loops(loops) if loops else place.program
 
 
-def _leaves(place: Place, value: int, kernel: int) -> bool:
+def _escapes_region(place: RegionProgram, value: int, kernel: int) -> bool:
     """Whether a value of a region is read after it."""
     stop = next(stop for start, stop in place.spans if start <= kernel < stop)
     return place.program.last_used[value] > stop
 
 
-def _regions(place: Place, saved: frozenset[int]) -> list[Region]:
+def _regions(place: RegionProgram, saved: frozenset[int]) -> list[Region]:
     saved_values = {value for name in saved for value in place.groups[name]}
     regions = []
     for start, stop in place.spans:

@@ -15,10 +15,10 @@ from typing import TypeVar
 import numpy as np
 
 from jaxmem.planning.loops import _OVERLAP
-from jaxmem.planning.named_counts import counted, spared_alone
-from jaxmem.planning.named_places import Place, laid_out
-from jaxmem.planning.rates import DEAR, Rates, of_each
-from jaxmem.planning.rows import Spans, tilings
+from jaxmem.planning.named_counts import cost_tables, marginal_savings
+from jaxmem.planning.named_places import RegionProgram, projected_peak
+from jaxmem.planning.rates import ARITHMETIC_WEIGHT, Rates, of_each
+from jaxmem.planning.rows import Spans, block_partitions
 from jaxmem.program import Program
 
 _Name = TypeVar("_Name")
@@ -57,12 +57,12 @@ class Names:
     """
 
     def __init__(
-        self, root: Place, count: int, rates: Rates, fixed: Mapping[int, str] | None = None
+        self, root: RegionProgram, count: int, rates: Rates, fixed: Mapping[int, str] | None = None
     ):
         if count > MOST:
             raise ValueError(f"{count} names; at most {MOST} are counted")
         self.root, self.count, self.rates, self.fixed = root, count, rates, fixed or {}
-        self.tables = counted(root, count, rates)
+        self.tables = cost_tables(root, count, rates)
         none = int(self.tables.kept[0] + self.tables.inside[0])
         base = self.projected(frozenset()) - none
         self.forced = sum(1 << name for name, how in self.fixed.items() if how == "offload")
@@ -71,23 +71,25 @@ class Names:
         self.bytes = base - self._on_host + self.tables.kept + self.tables.inside
         self.allowed = np.ones(2**count, bool)
         for name, how in self.fixed.items():
-            self.allowed &= self._has(name) == (how != "recompute")
+            self.allowed &= self._contains(name) == (how != "recompute")
 
     def projected(self, saved: frozenset[int]) -> int:
         """Bytes beyond inputs, outputs and gradients by the layout of the whole step, with some
         names saved on the device: slower, and what all other counts rest on."""
-        return laid_out(self.root, saved)
+        return projected_peak(self.root, saved)
 
     @functools.cache  # noqa: B019 (this lives as long as the call that made it)
-    def laid_out(self, choice: NamedChoice) -> int:
+    def projected_of(self, choice: NamedChoice) -> int:
         """`projected`, of a choice."""
         return self.projected(choice.saved | choice.offloaded) - choice.host
 
     def best_for(self, budget: float | None) -> NamedChoice:
         """Of the `front` the lowest price whose layout takes at most so many bytes; where none
         does, and without a budget, the one of the fewest."""
-        fits = (one for one in self.front if budget is not None and self.laid_out(one) <= budget)
-        return next(fits, None) or min(self.front, key=self.laid_out)
+        fits = (
+            one for one in self.front if budget is not None and self.projected_of(one) <= budget
+        )
+        return next(fits, None) or min(self.front, key=self.projected_of)
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -102,12 +104,12 @@ class Names:
         """The choice that a set is, with some of it in host memory."""
         tables, offloaded = self.tables, offloaded | self.forced
         host = sum(self.sizes[name] for name in _names(offloaded))
-        exposed = float(self._exposed(host, tables.seconds[number]))
+        exposed = float(self._unhidden_copy_seconds(host, tables.seconds[number]))
         return NamedChoice(
             frozenset(_names(number & ~offloaded)),
             frozenset(_names(offloaded)),
             float(tables.seconds[number]) + exposed,
-            float(tables.price[number]) + DEAR * exposed,
+            float(tables.price[number]) + ARITHMETIC_WEIGHT * exposed,
             int(tables.flops[number]),
             int(self.bytes[number]) + self._on_host - host,
             host,
@@ -116,15 +118,15 @@ class Names:
     def cheapest_for(self, budget: float) -> NamedChoice | None:
         """The lowest price whose projected bytes are at most so many; None: nothing is."""
         fits = self.allowed & (self.bytes <= budget)
-        best = self.choice(self._least(fits)) if fits.any() else None
+        best = self.choice(self._cheapest_set(fits)) if fits.any() else None
         return self._with_host(budget, best) if self.rates.host else best
 
     def smallest(self) -> NamedChoice:
         """The fewest projected bytes on the device; of several the lowest price."""
         sizes = np.where(self.allowed, self.bytes, np.inf)
-        offloads = self._whole & self.allowed
-        sizes[offloads] -= self._total(self._hostable)[offloads]
-        number = self._least(sizes <= sizes.min())
+        offloads = self._complete_sets & self.allowed
+        sizes[offloads] -= self._bytes_of(self._hostable)[offloads]
+        number = self._cheapest_set(sizes <= sizes.min())
         hostable = sum(1 << name for name in self._hostable)
         return self.choice(number, number & hostable if offloads[number] else 0)
 
@@ -157,36 +159,42 @@ class Names:
     @functools.cached_property
     def _order(self) -> np.ndarray:
         """The sets by price, of equal ones the fewest bytes first, and then the fewest names."""
-        return np.lexsort((self._many, self.bytes, np.round(self.tables.price / _EQUAL)))
+        return np.lexsort((self._set_sizes, self.bytes, np.round(self.tables.price / _EQUAL)))
 
-    def _has(self, name: int) -> np.ndarray:
+    def _contains(self, name: int) -> np.ndarray:
         """By set whether a name is in it."""
         return ((np.arange(2**self.count) >> name) & 1).astype(bool)
 
-    def _total(self, names: Iterable[int]) -> np.ndarray:
+    def _bytes_of(self, names: Iterable[int]) -> np.ndarray:
         """By set the bytes of those of some names that are in it."""
-        return sum((self._has(name) * self.sizes[name] for name in names), np.zeros(2**self.count))
+        return sum(
+            (self._contains(name) * self.sizes[name] for name in names), np.zeros(2**self.count)
+        )
 
     @functools.cached_property
-    def _whole(self) -> np.ndarray:
+    def _complete_sets(self) -> np.ndarray:
         """The sets all of whose bytes are read: of the others there is one without what is not."""
-        return self.tables.named == self._total(range(self.count))
+        return self.tables.named == self._bytes_of(range(self.count))
 
     @functools.cached_property
-    def _many(self) -> np.ndarray:
+    def _set_sizes(self) -> np.ndarray:
         """By set how many names it has."""
-        return sum((self._has(name) for name in range(self.count)), np.zeros(2**self.count, int))
+        return sum(
+            (self._contains(name) for name in range(self.count)), np.zeros(2**self.count, int)
+        )
 
-    def _least(self, wanted: np.ndarray) -> int:
+    def _cheapest_set(self, wanted: np.ndarray) -> int:
         """The set of the lowest price among some, of several that of the fewest bytes, and then of
         the fewest names."""
         numbers = np.flatnonzero(wanted)
-        for table, near in ((self.tables.price, _EQUAL), (self.bytes, 0), (self._many, 0)):
+        for table, near in ((self.tables.price, _EQUAL), (self.bytes, 0), (self._set_sizes, 0)):
             values = table[numbers]
             numbers = numbers[values <= values.min() + near]
         return int(numbers[0])
 
-    def _exposed(self, host: float | np.ndarray, seconds: float | np.ndarray) -> np.ndarray:
+    def _unhidden_copy_seconds(
+        self, host: float | np.ndarray, seconds: float | np.ndarray
+    ) -> np.ndarray:
         """Seconds of copies to the host and back that nothing hides: beside the forward pass, and
         beside the backward pass with its recomputation."""
         if not self.rates.host:
@@ -229,9 +237,14 @@ class Names:
         tables = self.tables
         hostable = sum(1 << name for name in self._hostable)
         short = np.maximum(self.bytes - budget, 0)
-        able = self.allowed & self._whole & (short > 0) & (short <= self._total(self._hostable))
-        exposed = self._exposed(short + self._on_host, tables.seconds)
-        least = tables.price + DEAR * exposed
+        able = (
+            self.allowed
+            & self._complete_sets
+            & (short > 0)
+            & (short <= self._bytes_of(self._hostable))
+        )
+        exposed = self._unhidden_copy_seconds(short + self._on_host, tables.seconds)
+        least = tables.price + ARITHMETIC_WEIGHT * exposed
         order = np.flatnonzero(able)
         for number in order[np.argsort(least[order], kind="stable")]:
             if best is not None and least[number] >= best.price - _EQUAL:
@@ -247,15 +260,15 @@ class Names:
 
 def worth_most(
     names: Sequence[_Name],
-    place_of: Callable[[Sequence[_Name]], Place],
+    program_with: Callable[[Sequence[_Name]], RegionProgram],
     rates: Rates,
     first: Collection[_Name] = (),
 ) -> list[_Name]:
     """At most `MOST` of some names, in their order: those that alone spare the most time, the
-    ``first`` before all others. ``place_of`` is the program with the values that names mark."""
+    ``first`` before all others. ``program_with`` is the program with the values that names mark."""
     if len(names) <= MOST:
         return list(names)
-    spared = spared_alone(place_of(names), len(names), rates)
+    spared = marginal_savings(program_with(names), len(names), rates)
     ranked = sorted(range(len(names)), key=lambda at: (names[at] not in first, -spared[at]))
     return [names[at] for at in sorted(ranked[:MOST])]
 
@@ -264,7 +277,7 @@ def spans_of_blocks(program: Program, rates: Rates) -> Spans:
     """The blocks of a program without regions, where its author would place them; empty: nothing
     repeats."""
     prices = of_each(program, rates.price)
-    found = tilings(program, prices)
+    found = block_partitions(program, prices)
     return max(found, key=lambda spans: sum(sum(prices[a:b]) for a, b in spans), default=())
 
 

@@ -8,7 +8,7 @@ from jaxmem.targets import Target
 
 # Times that arithmetic counts in choosing, and waiting for the host: it is known better than the
 # time of what moves bytes. Chosen (benchmarks/planner/sensitivity.py).
-DEAR = 6
+ARITHMETIC_WEIGHT = 6
 
 # Of a matmul's two derivatives one is summed among devices where it is itself, or where it is not;
 # each as much as the other (Shoeybi et al. 2019: two sums forward, two backward). A step is taken
@@ -39,7 +39,7 @@ class Rates:
         counts as if it was not rounded: with the rates of TF32 in its place, plans for 4 GiB of
         ResNet50 recompute more for less traffic, and compile to 19 % more than projected."""
         arithmetic = self._arithmetic(kernel, "highest")
-        return self._traffic(kernel) + self.device.shares.launch + DEAR * arithmetic
+        return self._traffic(kernel) + self.device.shares.launch + ARITHMETIC_WEIGHT * arithmetic
 
     def forward(self, program: Program) -> float:
         """Seconds of one forward pass, those of its loops' iterations among them."""
@@ -58,8 +58,8 @@ class Rates:
         ring = kernel.ring
         if ring is None:
             return read
-        sent = device.sending_seconds(kernel.sent, ring.devices, ring.apart)
-        return read + sent + sums_seconds(device, kernel.summed, ring.devices, ring.apart)
+        sent = device.sending_seconds(kernel.sent_bytes, ring.devices, ring.stride)
+        return read + sent + sums_seconds(device, kernel.summed_bytes, ring.devices, ring.stride)
 
 
 def sums_seconds(device: Target, sent: float, among: int, apart: int) -> float:

@@ -24,11 +24,11 @@ def saved_by(regions: Sequence[Region]) -> frozenset[int]:
     return frozenset().union(*({*one.saved, *saved_by(one.regions)} for one in regions))
 
 
-def place_of(regions: tuple[Region, ...], kernel: int) -> tuple[int, ...]:
+def locate(regions: tuple[Region, ...], kernel: int) -> tuple[int, ...]:
     """A kernel's number, and the first and the last of the innermost region that it is in."""
     for region in regions:
         if region.start <= kernel < region.stop:
-            inside = place_of(region.regions, kernel)
+            inside = locate(region.regions, kernel)
             return inside if len(inside) > 1 else (kernel, region.start, region.stop - 1)
     return (kernel,)
 
@@ -76,12 +76,12 @@ class Loop:
     schedule: Schedule | None = None
     whole: bool = False
     loops: "tuple[Loop, ...]" = ()
-    head: "Head | None" = None
+    head: "LeadingIterations | None" = None
     parted: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Head:
+class LeadingIterations:
     """The first ``count`` iterations of a `scan`, which are run as ``loop`` says."""
 
     count: int
@@ -100,7 +100,7 @@ def loops_as_emitted(program: Program, loops: Sequence[Loop]) -> tuple[Loop, ...
             kernel=before[loop.kernel],
             regions=as_emitted(body, loop.regions),
             loops=loops_as_emitted(body, loop.loops),
-            head=head and Head(head.count, emitted(head.loop)),
+            head=head and LeadingIterations(head.count, emitted(head.loop)),
         )
 
     return tuple(map(emitted, loops))
@@ -108,10 +108,10 @@ def loops_as_emitted(program: Program, loops: Sequence[Loop]) -> tuple[Loop, ...
 
 def _emitted_before(program: Program) -> list[int]:
     """For each kernel, and the end, how many are emitted before it."""
-    return [0, *itertools.accumulate(int(not kernel.sent) for kernel in program.kernels)]
+    return [0, *itertools.accumulate(int(not kernel.sent_bytes) for kernel in program.kernels)]
 
 
-def pieces(regions: Sequence[Region], start: int, stop: int) -> list:
+def kernels_and_regions(regions: Sequence[Region], start: int, stop: int) -> list:
     """Kernels ``start`` to ``stop - 1``: the numbers of those outside the regions, and the
     regions."""
     found: list = []

@@ -52,8 +52,8 @@ def repeating_blocks(
 def _cuts(program: Program, crossing: np.ndarray) -> list[int]:
     """Where the fewest bytes cross before each operation that has FLOPs and after the one before
     it, and the end."""
-    dear = [number for number, one in enumerate(program.operations) if one.flops]
-    pairs = itertools.pairwise([-1, *dear])
+    expensive = [number for number, one in enumerate(program.operations) if one.flops]
+    pairs = itertools.pairwise([-1, *expensive])
     cuts = [a + 1 + int(np.argmin(crossing[a + 1 : b + 1])) for a, b in pairs]
     return [*cuts, len(program.operations)]
 

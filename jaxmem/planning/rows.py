@@ -20,7 +20,7 @@ from jaxmem.program import Operation, Program
 _COVERED = 0.25
 
 
-def tilings(program: Program, prices: Sequence[float]) -> list[Spans]:
+def block_partitions(program: Program, prices: Sequence[float]) -> list[Spans]:
     """Ways to see a program as a row of blocks: kernels from and to, in order."""
     ways = _repeating(program, prices, _crossing_kernels(program))
     whole, *others = (in_kernels(program, spans) for spans in ways)
@@ -30,7 +30,7 @@ def tilings(program: Program, prices: Sequence[float]) -> list[Spans]:
     return [spans for spans in found if _is_row(spans, prices)]
 
 
-def tilings_of_operations(program: Program, prices: Sequence[float]) -> list[Spans]:
+def operation_block_partitions(program: Program, prices: Sequence[float]) -> list[Spans]:
     """The same by operations from and to, as an author has them: with what kernels compute of a
     block in the next one."""
     by_path = _by_path([operation.path for operation in program.operations])
@@ -49,7 +49,7 @@ def _is_row(spans: Spans, prices: Sequence[float]) -> bool:
     return len(spans) > 1 and sum(sum(prices[a:b]) for a, b in spans) >= _COVERED * sum(prices)
 
 
-def row(program: Program, spans: Spans, saved: Set[int]) -> tuple[Region, ...]:
+def per_block_regions(program: Program, spans: Spans, saved: Set[int]) -> tuple[Region, ...]:
     """One region on each block, which saves of it what ``saved`` says."""
     regions = []
     for start, stop in spans:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from jaxmem.planning.dp import Variant
 from jaxmem.planning.layouts import Layout, Segment
 from jaxmem.planning.rates import Rates
-from jaxmem.planning.rows import Spans, in_kernels, last_read, policies, tilings_of_operations
+from jaxmem.planning.rows import Spans, in_kernels, last_read, operation_block_partitions, policies
 from jaxmem.program import Program
 
 # Of the bytes of the largest value that a block hands on: what takes less is beside it, such as
@@ -23,7 +23,7 @@ from jaxmem.program import Program
 _SMALL_HEAD = 1 / 16
 
 
-def written_rows(program: Program, rates: Rates) -> list[Layout]:
+def per_block_segments(program: Program, rates: Rates) -> list[Layout]:
     """For each way to see a program as a row of blocks, one `jax.checkpoint` on each, by one policy
     after the other; and the same on as much of each as makes what it hands on."""
     program = program.as_written
@@ -33,13 +33,13 @@ def written_rows(program: Program, rates: Rates) -> list[Layout]:
     if any(kind.startswith("complex") for kind in program.types):
         names = {}  # JAX rounds what a region saves, and cannot do it to complex numbers
     names[frozenset()] = "nothing_saveable"
-    tilings = tilings_of_operations(variant.program, variant.prices)
+    tilings = operation_block_partitions(variant.program, variant.prices)
     found = []
     last = last_read(program)
     for spans in dict.fromkeys([*tilings, *(_handing_on(program, one, last) for one in tilings)]):
         kernels = in_kernels(program, spans)
         for saved, name in names.items():
-            layout = variant.row(kernels, saved)
+            layout = variant.per_block_layout(kernels, saved)
             segments = tuple(Segment(start, stop, name) for start, stop in spans)
             found.append(dataclasses.replace(layout, segments=segments))
     return found

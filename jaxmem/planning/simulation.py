@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Container, Mapping, Sequence, Set
 
 from jaxmem.planning.derivative_fusion import fused
-from jaxmem.planning.events import Event, alive
-from jaxmem.planning.regions import Region, pieces, saved_by
+from jaxmem.planning.events import Event, liveness
+from jaxmem.planning.regions import Region, kernels_and_regions, saved_by
 from jaxmem.program import Program, gradient_size
 
 
@@ -36,39 +36,39 @@ def simulate(program: Program, regions: Sequence[Region]) -> Cost:
 def live_bytes(program: Program, regions: Sequence[Region]) -> tuple[list[int], int]:
     """Bytes beyond the program's inputs, outputs and gradients at each event of a program with
     regions, and the number of the first event of the backward pass."""
-    _, layout = _simulate(program, regions)
-    events = layout.ran
+    _, simulator = _simulate(program, regions)
+    events = simulator.executed
     first = next((at for at, event in enumerate(events) if event.backward), len(events))
-    return layout.alive, first
+    return simulator.live, first
 
 
 def recomputed(program: Program, regions: Sequence[Region]) -> dict[Region, frozenset[int]]:
     """For each region, nested ones too, the kernels that its recomputation runs, those of regions
     inside it as their forward pass."""
-    _, layout = _simulate(program, regions)
-    needed = {id(event) for event in layout.events if not event.copies}
+    _, simulator = _simulate(program, regions)
+    needed = {id(event) for event in simulator.events if not event.copies}
     return {
         region: frozenset(event.kernel for event in events if id(event) in needed)
-        for region, events in layout.passes
+        for region, events in simulator.passes
     }
 
 
-def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, "_Layout"]:
-    layout = _Layout(program, False, program.in_loop, saved_by(regions))
-    made = {value: layout.instance(value, free=True) for value in range(program.input_count)}
-    tape = layout.forward(pieces(regions, 0, len(program.kernels)), made, {})
+def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, "_StepSimulator"]:
+    simulator = _StepSimulator(program, False, program.in_loop, saved_by(regions))
+    made = {value: simulator.instance(value, free=True) for value in range(program.input_count)}
+    tape = simulator.forward(kernels_and_regions(regions, 0, len(program.kernels)), made, {})
     outputs = [value for value in program.outputs if value in made]
-    cotangents = {value: [layout.instance(value)] for value in outputs if program.active[value]}
-    layout.first = len(layout.events)
-    layout.backward(tape, cotangents)
+    cotangents = {value: [simulator.instance(value)] for value in outputs if program.active[value]}
+    simulator.first = len(simulator.events)
+    simulator.backward(tape, cotangents)
     results = {made[value]: program.sizes[value] for value in outputs}
     for instance in results:
-        layout.sizes[instance] = 0
+        simulator.sizes[instance] = 0
     for value in range(program.input_count):
         if program.active[value] and value not in cotangents and program.kernels:
-            cotangents[value] = [layout.zeros(value)]
+            cotangents[value] = [simulator.zeros(value)]
         results |= dict.fromkeys(cotangents.get(value, ())[-1:], gradient_size(program, value))
-    return layout.sweep(set(results), (), results), layout
+    return simulator.compute_liveness(set(results), (), results), simulator
 
 
 def simulate_block(
@@ -87,50 +87,50 @@ def simulate_block(
     loop parts that from the forward pass; None: as the program's."""
     looped = program.in_loop if looped is None else looped
     kept = range(len(program.sizes)) if saved is None else saved | saved_by(regions)
-    layout = _Layout(program, gradients, looped, kept)
+    simulator = _StepSimulator(program, gradients, looped, kept)
     recomputes = saved is not None
     saved = saved or frozenset()
     made_by, last_used = program.made, program.last_used
     kernels = program.kernels[start:stop]
     sources = {value for kernel in kernels for value in kernel.sources}
     results = [value for kernel in kernels for value in kernel.results]
-    made = {v: layout.instance(v, free=True) for v in sources if made_by[v] <= start}
+    made = {v: simulator.instance(v, free=True) for v in sources if made_by[v] <= start}
     at_hand = list(made.items())
-    given = {value: layout.instance(value) for value in results if value in saved}
+    given = {value: simulator.instance(value) for value in results if value in saved}
     alive = [*sources.intersection(made), *results]
     cotangents = {
-        value: [layout.instance(value)]
+        value: [simulator.instance(value)]
         for value in alive
         if last_used[value] > stop and made_by[value] and program.active[value]
     }
     live = [*given.values(), *(i for instances in cotangents.values() for i in instances)]
-    layout.run = layout.runs = int(recomputes)
-    tape = layout.forward(pieces(regions, start, stop), made, given)
-    layout.first = 0 if recomputes else len(layout.events)
-    layout.backward(tape, cotangents)
+    simulator.run = simulator.runs = int(recomputes)
+    tape = simulator.forward(kernels_and_regions(regions, start, stop), made, given)
+    simulator.first = 0 if recomputes else len(simulator.events)
+    simulator.backward(tape, cotangents)
     if looped and program.rules.fuses_derivatives:
-        whole, parted = layout.read_whole(), saved_by(regions)  # by barriers
+        whole, parted = simulator.read_whole(), saved_by(regions)  # by barriers
         for value, instance in given.items():
             if value not in parted and instance not in whole:
-                layout.sizes[instance] = 0  # read where the loop before has stacked it
+                simulator.sizes[instance] = 0  # read where the loop before has stacked it
     kept = {i for value, instances in cotangents.items() if value not in results for i in instances}
-    cost = layout.sweep(kept, live)
-    used = {instance for event in layout.events for instance in event.uses}
+    cost = simulator.compute_liveness(kept, live)
+    used = {instance for event in simulator.events for instance in event.uses}
     return dataclasses.replace(
         cost, read=frozenset(v for v, instance in [*given.items(), *at_hand] if instance in used)
     )
 
 
-def _inside(program: Program, number: int) -> int:
+def _region_workspace(program: Program, number: int) -> int:
     """Bytes that the derivative of a user's own region takes beside what it reads, keeps and
     returns: of what it makes again, and of cotangents."""
     own = program.body_of(number)
-    if "region" not in own.found:
+    if "region" not in own.planner_cache:
         body = _with_scans(own)
-        cost = simulate_block(body, 0, len(body.kernels), body.saves, gradients=False)
+        cost = simulate_block(body, 0, len(body.kernels), body.policy_saves, gradients=False)
         cotangents = {value for value in body.outputs if body.active[value]}
-        own.found["region"] = cost.peak - sum(body.sizes[value] for value in cotangents)
-    return max(own.found["region"] - program.residual_bytes(number), 0)
+        own.planner_cache["region"] = cost.peak - sum(body.sizes[value] for value in cotangents)
+    return max(own.planner_cache["region"] - program.residual_bytes(number), 0)
 
 
 def peak_of_scan(program: Program, kernel: int) -> Cost:
@@ -149,7 +149,7 @@ def _with_scans(program: Program) -> Program:
     return program.with_loops(found) if found else program
 
 
-class _Again(dict[int, int]):
+class _RecomputedInstances(dict[int, int]):
     """Instances of values that are made again, on top of those of the pass before: a kernel reads
     what comes before it, which no later one makes."""
 
@@ -162,7 +162,7 @@ class _Again(dict[int, int]):
         return found
 
 
-class _Layout:
+class _StepSimulator:
     """The events of a step. A value that is made twice is two instances; without ``gradients``
     those of the program's inputs are counted elsewhere. ``looped``: a loop parts the backward pass
     from the forward pass, and has stacked what is ``saved``."""
@@ -175,27 +175,27 @@ class _Layout:
         self.live_rows = saved if looped else ()
         self.kernels = program.kernels
         self.events: list[Event] = []
-        self.ran: Sequence[Event] = ()  # as XLA runs them
+        self.executed: Sequence[Event] = ()  # as XLA runs them
         self.run = self.runs = 0  # the run of a region that events are of, and how many there are
         self.first = 0  # the number of the first event after the forward pass
         self.passes: list[tuple[Region, list[Event]]] = []
         self.sizes: list[int] = []
-        self.alive: list[int] = []  # bytes at each event, once it is swept
+        self.live: list[int] = []  # bytes at each event, once it is swept
         self.shifted: set[int] = set()  # values whose cotangents are not written over them
         # Bytes by which cotangents that are scattered into are larger than their values.
         self.scattered: dict[int, int] = {}
-        self.rows: set[int] = set()  # nor those of these, where only reductions of rows make them
-        self.own: set[int] = set()  # values of which a kernel has written a cotangent
-        self.turned: set[int] = set()  # those whose cotangents are written in another order
-        self.spread: set[int] = set()  # those whose cotangents are spread out where they are read
-        self.cut: set[int] = set()  # those that pieces of are padded where they are read
+        self.row_reduced: set[int] = set()  # nor those of these, where reductions of rows make them
+        self.written: set[int] = set()  # values of which a kernel has written a cotangent
+        self.transposed: set[int] = set()  # those whose cotangents are written in another order
+        self.broadcast: set[int] = set()  # those whose cotangents are broadcast where they are read
+        self.padded: set[int] = set()  # those that pieces of are padded where they are read
         # What cotangents are made of with those of a reduction, by its kernel and by their values.
-        self.waiting: dict[tuple[int, int], list[int]] = {}
+        self.pending: dict[tuple[int, int], list[int]] = {}
         # Copies of operands that gradients read, by the run of a region and the operand.
         self.copied: dict[tuple[int, int], int] = {}
         # Copies of rows by the run of a region that writes them, and their groups.
         self.copies: dict[tuple[int, int], list[int]] = {}
-        self.ways = program.ways
+        self.cotangent_edges = program.cotangent_edges
         self.scans = set(program.scans)
 
     def instance(self, value: int, free: bool = False) -> int:
@@ -239,10 +239,10 @@ class _Layout:
                 fresh.append(made[value])
         if fresh:
             event = Event(number, [made[value] for value in kernel.sources], fresh, False)
-            event.inside, event.run = kernel.workspace, self.run
-            if kernel.aliasing.turned:
-                event.turned = [made[value] for value in kernel.aliasing.turned]
-            for value, size in kernel.gradients.copies:
+            event.workspace_bytes, event.run = kernel.workspace, self.run
+            if kernel.aliasing.transposed:
+                event.transposed = [made[value] for value in kernel.aliasing.transposed]
+            for value, size in kernel.gradients.operand_copies:
                 if (self.run, value) not in self.copied:
                     self.copied[self.run, value] = copy = self.of_bytes(size)
                     self.events.append(
@@ -255,10 +255,10 @@ class _Layout:
             if isinstance(piece, int):
                 self.derive(piece, live, cotangents)
             else:
-                order = pieces(piece.regions, piece.start, piece.stop)
+                order = kernels_and_regions(piece.regions, piece.start, piece.stop)
                 start, outer = len(self.events), self.run
                 self.run = self.runs = self.runs + 1
-                inner = self.forward(order, _Again(live), *given)
+                inner = self.forward(order, _RecomputedInstances(live), *given)
                 self.passes.append((piece, self.events[start:]))
                 self.backward(inner, cotangents)
                 self.run = outer
@@ -274,66 +274,66 @@ class _Layout:
             incoming = [rounded]
         for value in [v for v in kernel.results if self._written_first(number, v)]:
             whole = self.instance(value)
-            beside = self.scattered.get(value, 0)
-            self.events.append(Event(number, incoming, [whole], True, beside, apart=True))
+            extra = self.scattered.get(value, 0)
+            self.events.append(Event(number, incoming, [whole], True, extra, not_in_place=True))
             incoming = [whole]
         count = self.program.input_count
-        fresh, completed, in_rows = [], [], False
-        for way in self.ways[number]:
-            value = way.value
-            in_one = any(row not in self.live_rows for row in way.rows)
-            if way.last is not None and way.rows and not in_one:
+        fresh, joined, in_rows = [], [], False
+        for edge in self.cotangent_edges[number]:
+            value = edge.value
+            in_one = any(row not in self.live_rows for row in edge.rows)
+            if edge.last is not None and edge.rows and not in_one:
                 # Rows are summed up apart: the cotangent follows the last of the sums.
-                completed.append(way.last)
-                self.waiting.setdefault((way.last, value), []).extend([*incoming, *reads])
-            elif way.passes:
-                completed.append(self.program.made[value] - 1)
+                joined.append(edge.last)
+                self.pending.setdefault((edge.last, value), []).extend([*incoming, *reads])
+            elif edge.passes:
+                joined.append(self.program.made[value] - 1)
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
-            elif way.reduces and value >= count and (number, value) not in self.waiting:
+            elif edge.reduces and value >= count and (number, value) not in self.pending:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
-                self.spread.add(value)
-                if value in kernel.aliasing.shifted:
+                self.broadcast.add(value)
+                if value in kernel.aliasing.offset_reads:
                     self.shifted.add(value)
-                if value in kernel.aliasing.rows or (way.rows and way.last is not None):
-                    self.rows.add(value)
-            elif way.cuts and value >= count and (number, value) not in self.waiting:
+                if value in kernel.aliasing.row_reduced or (edge.rows and edge.last is not None):
+                    self.row_reduced.add(value)
+            elif edge.cuts and value >= count and (number, value) not in self.pending:
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
-                self.cut.add(value)
+                self.padded.add(value)
             else:
-                self.own.add(value)
+                self.written.add(value)
                 self.scattered[value] = max(self.scattered.get(value, 0), kernel.scattered)
-                if value in kernel.aliasing.turned:
-                    self.turned.add(value)
+                if value in kernel.aliasing.transposed:
+                    self.transposed.add(value)
                 in_rows |= in_one
                 fresh.append(self.instance(value, free=value < count and not self.gradients))
-                incoming += self.waiting.pop((number, value), ())
+                incoming += self.pending.pop((number, value), ())
                 if value < count:  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).append(fresh[-1])
-        inside = kernel.inside
+        inside = kernel.derivative_workspace
         if kernel.flops:
             # Its gradients read a copy of the cotangent, in their own order.
-            turned_results = self.turned.intersection(kernel.results)
+            turned_results = self.transposed.intersection(kernel.results)
             inside += sum(self.program.sizes[value] for value in turned_results)
         if number in self.program.regions:
-            inside += _inside(self.program, number)
+            inside += _region_workspace(self.program, number)
         uses = [*reads, *incoming]
-        for value, size in kernel.gradients.copies:
+        for value, size in kernel.gradients.operand_copies:
             if (copy := self.copied.get((self.run, value))) is None:
                 inside += size
             else:
                 uses.append(copy)
-        groups = kernel.gradients.groups
+        groups = kernel.gradients.ragged_groups
         if groups is not None and self.run:
             copies = self.copies.setdefault((self.run, groups), [])
             uses += copies
             pairs = zip(kernel.reads, reads, strict=True)
             copies += [instance for value, instance in pairs if value == kernel.residuals]
-        turned: Sequence[int] = ()
-        if kernel.aliasing.turned:
-            pairs = zip(kernel.reads, reads, strict=True)
-            turned = [instance for value, instance in pairs if value in kernel.aliasing.turned]
+        transposed: Sequence[int] = ()
+        if kernel.aliasing.transposed:
+            pairs, order = zip(kernel.reads, reads, strict=True), kernel.aliasing.transposed
+            transposed = [instance for value, instance in pairs if value in order]
         self.events.append(
             Event(
                 number,
@@ -341,21 +341,21 @@ class _Layout:
                 fresh,
                 True,
                 inside,
-                apart=in_rows,
-                completed=completed,
-                turned=turned,
+                not_in_place=in_rows,
+                joined=joined,
+                transposed=transposed,
                 run=self.run,
             )
         )
 
     def _written_first(self, number: int, value: int) -> bool:
         """Whether the cotangent of a kernel's result is written before its derivative reads it."""
-        if value in self.shifted or (number in self.scans and value in self.spread):
+        if value in self.shifted or (number in self.scans and value in self.broadcast):
             return True  # a loop reads slices of it
-        apart = value in self.rows or (
-            value in self.cut and number not in self.scans and not self.kernels[number].fused
+        apart = value in self.row_reduced or (
+            value in self.padded and number not in self.scans and not self.kernels[number].fused
         )
-        return apart and value not in self.own
+        return apart and value not in self.written
 
     def read_whole(self) -> set[int]:
         """The instances that XLA does not read by the element, in a kernel that it fuses."""
@@ -367,7 +367,7 @@ class _Layout:
                 found.update(event.uses[: len(kernel.reads)] if event.backward else event.uses)
         return found
 
-    def sweep(
+    def compute_liveness(
         self, kept: set[int], live: Sequence[int], results: Mapping[int, int] | None = None
     ) -> Cost:
         """Drops what nothing reads, and adds up what is alive: ``live`` from the beginning,
@@ -389,10 +389,10 @@ class _Layout:
         live = [instance for instance in live if instance in needed]
         merges = self.program.rules.fuses_derivatives
         ends = kept, live, results or {}, merges
-        self.ran = events
-        self.alive, peak, at = alive(self.kernels, events, self.sizes, *ends)
+        self.executed = events
+        self.live, peak, at = liveness(self.kernels, events, self.sizes, *ends)
         order = fused(self.program, events, self.sizes, first, at) if merges else None
         if order:
-            self.ran, sizes = order
-            self.alive, peak, at = alive(self.kernels, self.ran, sizes, *ends)
-        return Cost(peak, self.ran[at].kernel if events else 0, runs)
+            self.executed, sizes = order
+            self.live, peak, at = liveness(self.kernels, self.executed, sizes, *ends)
+        return Cost(peak, self.executed[at].kernel if events else 0, runs)

@@ -44,25 +44,27 @@ class Sqrt:
             if layout.peak <= budget:
                 return layout
             limit *= 0.99 * budget / layout.peak  # chosen: a little less than would do
-        least = self.smallest()  # the chain's bytes are not the layout's: it may fit all the same
+        # The chain's bytes are not the layout's: it may fit all the same.
+        least = self.cheapest_near_minimum()
         return least if least.peak <= budget else None
 
-    def smallest(self) -> Layout:
+    def cheapest_near_minimum(self) -> Layout:
         """The least projected peak."""
-        return self._smallest
+        return self._minimum
 
-    def rows(self) -> list[Layout]:
+    def per_block_layouts(self) -> list[Layout]:
         """None: every plan is a row of regions."""
         return []
 
     @functools.cached_property
-    def _smallest(self) -> Layout:
+    def _minimum(self) -> Layout:
         ends = self.chain.least_recompute(self.chain.least_peak()) or []
         layout = self.variant.layout(self.chain.regions(ends))
         return min(layout, self.plain, key=lambda layout: layout.peak)
 
-    fewest = smallest
-    smallest_at_one_forward = smallest  # no region is nested: one more forward pass at most
+    minimum_peak = cheapest_near_minimum
+    # No region is nested: one more forward pass at most.
+    minimum_at_one_forward = cheapest_near_minimum
 
 
 class _Chain:
@@ -79,8 +81,8 @@ class _Chain:
         crossing = np.zeros(count + 2)
         np.add.at(crossing, made, sizes)
         np.subtract.at(crossing, last, sizes)
-        dear = np.array([not kernel.fused for kernel in kernels], dtype=bool)
-        self.cuts = _candidates(np.cumsum(crossing)[: count + 1], dear)
+        expensive = np.array([not kernel.fused for kernel in kernels], dtype=bool)
+        self.cuts = _candidates(np.cumsum(crossing)[: count + 1], expensive)
         size = len(self.cuts)
 
         slot = np.searchsorted(self.cuts, made)
@@ -166,16 +168,16 @@ class _Chain:
         return tuple(Region(start, stop) for start, stop in itertools.pairwise(cuts))
 
 
-def _candidates(crossing: np.ndarray, dear: np.ndarray) -> np.ndarray:
-    """Where to consider cutting: right after dear operations, whose results are in memory anyway,
-    and at the local minima of live bytes (of a level stretch, at its ends and before dear
-    operations). A long program keeps the lowest point of each stretch.
+def _candidates(crossing: np.ndarray, expensive: np.ndarray) -> np.ndarray:
+    """Where to consider cutting: right after expensive operations, whose results are in memory
+    anyway, and at the local minima of live bytes (of a level stretch, at its ends and before
+    expensive operations). A long program keeps the lowest point of each stretch.
     """
     inner = np.arange(1, len(crossing) - 1)
     before, at_cut, after = crossing[inner - 1], crossing[inner], crossing[inner + 1]
     level = (at_cut == before) & (at_cut == after)
     least = (at_cut <= before) & (at_cut <= after)
-    low = inner[dear[inner - 1] | (least & (~level | dear[inner]))]
+    low = inner[expensive[inner - 1] | (least & (~level | expensive[inner]))]
     if len(low) > _CANDIDATES:
         stretches = np.array_split(low, _CANDIDATES)
         low = np.array([stretch[np.argmin(crossing[stretch])] for stretch in stretches])

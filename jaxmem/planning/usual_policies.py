@@ -3,20 +3,22 @@
 from jaxmem.planning.dp import Variant
 from jaxmem.planning.layouts import Layout
 from jaxmem.planning.rates import Rates
-from jaxmem.planning.rows import policies, row, tilings
+from jaxmem.planning.rows import block_partitions, per_block_regions, policies
 from jaxmem.program import Program
 
 
-def one_liners(program: Program, rates: Rates) -> dict[str, Layout]:
+def baseline_policies(program: Program, rates: Rates) -> dict[str, Layout]:
     """The layouts of everything saved, and of one policy after the other on every block, the
     blocks in the way in which that takes the fewest bytes; a program without blocks has none.
     Derivatives are JAX's own."""
     program = program.as_written
     variant = Variant.plain(program, rates)
     found = {"everything_saveable": variant.layout(())}
-    rows = tilings(variant.program, variant.prices)
+    rows = block_partitions(variant.program, variant.prices)
     for name, saved in policies(variant.program).items():
-        layouts = [variant.layout(row(variant.program, spans, saved)) for spans in rows]
+        layouts = [
+            variant.layout(per_block_regions(variant.program, spans, saved)) for spans in rows
+        ]
         if layouts:
             least = min(layouts, key=lambda layout: layout.peak)
             count = len(least.regions)

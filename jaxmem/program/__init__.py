@@ -1,6 +1,7 @@
 """A traced function as a flat list of operations: values, bytes, FLOPs, liveness."""
 
 from jaxmem.program.abstract_values import size_of as size_of, type_of as type_of
+from jaxmem.program.compiler_rules import apply_compiler_rules as apply_compiler_rules
 from jaxmem.program.costs import (
     CONTRACTIONS as CONTRACTIONS,
     contraction_flops as contraction_flops,
@@ -14,7 +15,6 @@ from jaxmem.program.graph import (
 )
 from jaxmem.program.kernel import Kernel as Kernel
 from jaxmem.program.kernels import NAMED as NAMED, read_kernels as read_kernels
-from jaxmem.program.laid_out import compiled_by as compiled_by
 from jaxmem.program.operations import (
     Operation as Operation,
     Program as Program,

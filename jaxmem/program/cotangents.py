@@ -14,7 +14,7 @@ _REDUCED = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
+class CotangentEdge:
     """How a kernel's derivative gives one of its sources a cotangent.
 
     Attributes:
@@ -26,7 +26,8 @@ class Way:
         cuts: whether the kernel reads no more than slices of it, and others read it too: what it
             has of a cotangent is padded where all of them are summed up.
         passes: whether it is never in memory: it is computed element by element, and in memory
-            because it is dear, and so is all that reads it. The derivatives of both are one kernel.
+            because it is expensive, and so is all that reads it. The derivatives of both are one
+            kernel.
     """
 
     value: int
@@ -51,7 +52,7 @@ def active_of(program: Any) -> list[bool]:
         for value in range(count)
     ]
     for operation in program.operations:
-        for value, gathered, _ in operation.exchange.gathers:
+        for value, gathered, _ in operation.communication.gathers:
             active[gathered] = active[value]
         if operation.name != "stop_gradient" and any(active[v] for v in operation.inputs):
             for value in operation.outputs:
@@ -59,32 +60,34 @@ def active_of(program: Any) -> list[bool]:
     return active
 
 
-def ways_of(program: Any) -> tuple[tuple[Way, ...], ...]:
+def cotangent_edges(program: Any) -> tuple[tuple[CotangentEdge, ...], ...]:
     """How each kernel of a program (`Program`) gives its sources the cotangents that it does not
     leave to other kernels."""
     moving = [_moving(program, kernel) for kernel in program.kernels]
     passed = _passed(program, moving)
     readers = collections.Counter(value for sources in moving for value in sources)
     shared = frozenset(value for value, count in readers.items() if count > 1)
-    return tuple(_ways(program, moving, passed, shared, number) for number in range(len(moving)))
+    return tuple(
+        _cotangent_edges(program, moving, passed, shared, number) for number in range(len(moving))
+    )
 
 
-def _ways(
+def _cotangent_edges(
     program: Any,
     moving: Sequence[frozenset[int]],
     passed: Mapping[int, frozenset[int]],
     shared: frozenset[int],
     number: int,
-) -> tuple[Way, ...]:
+) -> tuple[CotangentEdge, ...]:
     kernel, sizes = program.kernels[number], program.sizes
     written = sum(sizes[value] for value in kernel.results)
     last = _completed(program, moving, number)
     later = {one for value in kernel.sources for one in passed.get(value, ())}
     return tuple(
-        Way(
+        CotangentEdge(
             value,
             kernel.fused and sizes[value] > _REDUCED * written,
-            tuple(row for array, row in kernel.aliasing.normalised if array == value),
+            tuple(row for array, row in kernel.aliasing.row_normalized if array == value),
             last.get(value),
             value in shared and sizes[value] > written and _cuts(program, kernel, value),
             value in passed,
@@ -113,13 +116,13 @@ def _moving(program: Any, kernel: Any) -> frozenset[int]:
     """The sources that have a cotangent of a kernel: not those that it reads behind a
     `jax.lax.stop_gradient` alone."""
     sources = frozenset(value for value in kernel.sources if program.active[value])
-    if kernel.sent:
+    if kernel.sent_bytes:
         return sources
     reached = {value for value in kernel.results if program.active[value]}
     for number in reversed(kernel.operations):
         member = program.operations[number]
         if member.name != "stop_gradient" and not reached.isdisjoint(member.outputs):
-            reached.update(map(member.read_as, member.inputs))
+            reached.update(map(member.gathered_operand, member.inputs))
     return sources & reached
 
 
@@ -130,7 +133,7 @@ def _passed(program: Any, moving: Sequence[frozenset[int]]) -> dict[int, frozens
     found = {
         kernel.results[0]: moving[number]
         for number, kernel in enumerate(program.kernels)
-        if kernel.dear and not kernel.results[1:] and kernel.results[0] not in program.outputs
+        if kernel.expensive and not kernel.results[1:] and kernel.results[0] not in program.outputs
     }
     for number, kernel in enumerate(program.kernels):
         for value in found.keys() & {*kernel.sources}:
@@ -144,7 +147,7 @@ def _passes(program: Any, kernel: Any, value: int, derived: frozenset[int]) -> b
     computes so, and with it no gradient but of arrays of the source's shape is ``derived``."""
     shape, last = shape_of(program, value), program.operations[kernel.operations[-1]]
     made = set(kernel.results[:1])
-    reduces = last.name.startswith("reduce_") and value not in kernel.aliasing.shifted
+    reduces = last.name.startswith("reduce_") and value not in kernel.aliasing.offset_reads
     if reduces and all(shape_of(program, one) == shape for one in derived):
         made.update(last.inputs)
     return kernel.fused and any(shape_of(program, one) == shape for one in made)

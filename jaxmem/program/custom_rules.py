@@ -12,7 +12,7 @@ import numpy as np
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.custom_jvp import called_by, traced_rule
 from jaxmem.jaxprs.flat import Step, flatten_jaxpr
-from jaxmem.jaxprs.operands import moving
+from jaxmem.jaxprs.operands import differentiable
 from jaxmem.program.costs import is_fused
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def reading_of(equation: JaxprEqn) -> Reading:
     """What the derivative of a `jax.custom_jvp` by its operands, but for literals, reads of its
     operands and results, and what it computes of them. (JAX keeps what is computed. XLA computes it
     again where it is read.)"""
-    real = moving(
+    real = differentiable(
         [variable.aval for variable in equation.invars],
         [isinstance(operand, internals.Literal) for operand in equation.invars],
     )

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
-from jaxmem.jaxprs.joining import merged
+from jaxmem.jaxprs.forward_backward import merge_common_subexpressions
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.program.costs import flops, is_of_vectors
 
@@ -77,7 +77,7 @@ class _Reading:
     def add(self, flat: FlatJaxpr, inputs: Sequence[Read | None], times: int) -> list[Read | None]:
         """Adds the steps of a program that runs so many times; what it returns. None is a number
         that is written in the program."""
-        flat = merged(flat)
+        flat = merge_common_subexpressions(flat)
         values: dict[int, Read | None] = dict(enumerate(inputs))
         for step in flat.steps:
             operands = [values[one] if isinstance(one, int) else None for one in step.inputs]

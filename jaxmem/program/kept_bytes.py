@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem.jaxprs.residuals import Kept
+from jaxmem.jaxprs.residuals import SavedResidual
 from jaxmem.program.abstract_values import named_type, size_of
 from jaxmem.program.operations import Program
 
 
-def bytes_alike(values: list[Kept], body: Program) -> int:
+def bytes_alike(values: list[SavedResidual], body: Program) -> int:
     """Bytes that one device has of values of a scan's body, which are known by the `jax.shard_map`
     that makes them, by the sharding that is asked for, or by their shapes: of each, what it has of
     most values of the body that have the same; of what a scan inside stacks, of those that it
@@ -24,7 +24,7 @@ def bytes_alike(values: list[Kept], body: Program) -> int:
     middle = {kind: statistics.median_low(found) for kind, found in shares.items()}
     every = sum(body.sizes) / max(sum(body.whole_sizes), 1)
 
-    def share_of(one: Kept) -> float:
+    def share_of(one: SavedResidual) -> float:
         aval = one.aval
         if one.piece is not None:
             return one.piece / max(size_of(aval), 1)

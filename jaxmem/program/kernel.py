@@ -10,20 +10,20 @@ class Aliasing:
     """The sources of a kernel that its derivative, or itself, does not write over as it might.
 
     Attributes:
-        shifted: those that it reads from other places than it writes to (a slice's, say).
-        turned: those that it reads in another order of their axes than it writes: nothing is
+        offset_reads: those that it reads from other places than it writes to (a slice's, say).
+        transposed: those that it reads in another order of their axes than it writes: nothing is
             written over them.
-        rows: those that it reduces in one kernel with what is computed of them: their cotangents
-            are not written over them.
-        normalised: those whose rows it normalises, each with the row that is taken for it: its
+        row_reduced: those that it reduces in one kernel with what is computed of them: their
+            cotangents are not written over them.
+        row_normalized: those whose rows it normalises, each with the row that is taken for it: its
             derivative sums up rows of its cotangent in the kernel that writes theirs, over nothing
             that it reads.
     """
 
-    shifted: frozenset[int] = frozenset()
-    turned: frozenset[int] = frozenset()
-    rows: frozenset[int] = frozenset()
-    normalised: frozenset[tuple[int, int]] = frozenset()
+    offset_reads: frozenset[int] = frozenset()
+    transposed: frozenset[int] = frozenset()
+    row_reduced: frozenset[int] = frozenset()
+    row_normalized: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,20 +31,21 @@ class Gradients:
     """How the derivative of a matmul makes its gradients.
 
     Attributes:
-        in_turn: whether its operands are two values in memory as they are, of whose gradients the
+        separable: whether its operands are two values in memory as they are, of whose gradients the
             one may be made first. (Those of convolutions are made side by side: a U-Net.)
-        parts: the bytes of parts of sums (`jaxmem.program.splitting`) that the gradient of each
-            source takes, which are among those that the derivative takes inside.
-        copies: operands, and the bytes of copies of them that are made for the matmul itself and
+        split_k_bytes: the bytes of parts of sums (`jaxmem.program.splitting`) that the gradient of
+            each source takes, which are among those that the derivative takes inside.
+        operand_copies: operands, and the bytes of copies of them that are made for the matmul
+            itself and
             kept: padded ones, or in float32.
-        groups: of rows in groups, the value that has their lengths: the residuals are copies of
-            rows, which a region writes together with those for the same groups.
+        ragged_groups: of rows in groups, the value that has their lengths: the residuals are copies
+            of rows, which a region writes together with those for the same groups.
     """
 
-    in_turn: bool = False
-    parts: tuple[int, ...] = ()
-    copies: tuple[tuple[int, int], ...] = ()
-    groups: int | None = None
+    separable: bool = False
+    split_k_bytes: tuple[int, ...] = ()
+    operand_copies: tuple[tuple[int, int], ...] = ()
+    ragged_groups: int | None = None
 
 
 _ALL, _NONE = Aliasing(), Gradients()
@@ -62,20 +63,22 @@ class Kernel:
         flops: of its matmuls and convolutions, whose operands have ``dtype``, multiplied with
             ``precision``.
         moved: bytes read and written.
-        fused: whether it is made of operations that XLA fuses, none of them dear.
-        inside: bytes that its derivative takes beside sources, results and cotangents.
+        fused: whether it is made of operations that XLA fuses, none of them expensive.
+        derivative_workspace: bytes that its derivative takes beside sources, results and
+            cotangents.
         scattered: those of them by which a cotangent that its derivative scatters into is larger
             than its source: until that is rounded, say, and written where it belongs.
         workspace: those that it takes itself beside sources and results.
         widened: whether it is computed in float32, from copies, and its result rounded.
         residuals: the one of its results that only its own derivative reads (a scan's), or None.
-        sent: bytes that a device is sent by others, where that is all it does: it is none of the
-            program's operations, but comes before the last of ``operations``, which reads its
+        sent_bytes: bytes that a device is sent by others, where that is all it does: it is none of
+            the program's operations, but comes before the last of ``operations``, which reads its
             result. That is no value with a name, and counts as its ``residuals``.
-        summed: bytes that a device sends and is sent where the results of several are summed.
+        summed_bytes: bytes that a device sends and is sent where the results of several are summed.
         ring: among which devices either is.
         aliasing: what it, or its derivative, does not write over.
-        dear: whether it is a kernel for no other reason than that its result is dear to compute
+        expensive: whether it is a kernel for no other reason than that its result is expensive to
+            compute
             again: cotangents pass through it.
         gradients: how its derivative makes those, where it is a matmul.
     """
@@ -88,21 +91,21 @@ class Kernel:
     moved: int
     dtype: str
     fused: bool
-    inside: int
+    derivative_workspace: int
     workspace: int
     widened: bool
     residuals: int | None
     precision: str = "default"
-    sent: int = 0
+    sent_bytes: int = 0
     ring: Ring | None = None
-    summed: int = 0
+    summed_bytes: int = 0
     aliasing: Aliasing = _ALL
     scattered: int = 0
-    dear: bool = False
+    expensive: bool = False
     gradients: Gradients = _NONE
 
     @property
-    def spared(self) -> tuple[int, ...]:
+    def reusable_results(self) -> tuple[int, ...]:
         """The results that need not be made again where they were saved. A policy saves a value by
         its name, which it gets when it is there: what made it has a derivative that reads it
         without (that of `tanh`, say)."""

@@ -1,9 +1,9 @@
 """What XLA makes of a program: kernels that read and write values in memory.
 
-A dear operation is a kernel of its own. Operations that XLA fuses join the kernels that read their
-results, every one of them where there are several; a value in between is never in memory. This is
-the granularity at which planning pays: what is not in memory costs no bytes to keep and next to
-none to make again.
+An expensive operation is a kernel of its own. Operations that XLA fuses join the kernels that read
+their results, every one of them where there are several; a value in between is never in memory.
+This is the granularity at which planning pays: what is not in memory costs no bytes to keep and
+next to none to make again.
 """
 
 import functools
@@ -15,16 +15,16 @@ from jaxmem.program.ragged import copies_of_groups, groups_of
 from jaxmem.program.readers import (
     SLICES,
     SMALL,
-    derived_together,
     dtype_of,
     is_matmul,
     is_view,
     read_by_derivative,
-    scatters_few,
+    scatters_few_elements,
+    shared_cotangents,
     views_of,
 )
 from jaxmem.program.repeats import Repeats
-from jaxmem.program.row_norms import RowNorms, row_norms
+from jaxmem.program.row_norms import RowNormalizations, find_row_normalizations
 from jaxmem.program.splitting import bytes_of_parts, matmul_of, padded_copies
 from jaxmem.program.workspaces import for_library, sorted_rows
 from jaxmem.targets.links import Ring
@@ -47,8 +47,8 @@ _REDUCTIONS = frozenset(
 
 def read_kernels(program) -> tuple[Kernel, ...]:
     """Groups the operations of a program as XLA's fusion would."""
-    whole = program.together
-    stored, dear = _stored(whole)
+    whole = program.unsharded
+    stored, expensive = _stored(whole)
     maker = {}
     for index, operation in enumerate(program.operations):
         for value in operation.outputs:
@@ -58,14 +58,14 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     gathered = {
         new: (old, ring)
         for operation in program.operations
-        for old, new, ring in operation.exchange.gathers
+        for old, new, ring in operation.communication.gathers
     }
     stored.extend([True] * (len(program.sizes) - len(stored)))
-    norms = RowNorms({}, {})
+    norms = RowNormalizations({}, {})
     if program.rules.blocks_of_rows:
-        norms = row_norms(program, stored, _REDUCTIONS)
+        norms = find_row_normalizations(program, stored, _REDUCTIONS)
     cut, copies = _cut(program, stored), copies_of_groups(program)
-    together = derived_together(program, whole.sizes)
+    together = shared_cotangents(program, whole.sizes)
     reduced = False  # whether the kernel before is a reduction
     for index, operation in enumerate(program.operations):
         results = tuple(value for value in operation.outputs if stored[value])
@@ -89,7 +89,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         ordered = tuple(sorted(cluster))
 
         def made(member, value: int, made_of=made_of) -> frozenset[int]:
-            value = member.read_as(value)
+            value = member.gathered_operand(value)
             return made_of.get(value, frozenset([value]))
 
         last = index  # what makes the result, but for the order of its axes
@@ -101,22 +101,22 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             own = frozenset(results) if number == last else under
             for value in read_by_derivative(member, program.active):
                 reads |= own if value in member.outputs else made(member, value)
-            shifts = member.name in _SHIFTS and not member.exchange.aligned
+            shifts = member.name in _SHIFTS and not member.communication.aligned
             if shifts and together.isdisjoint(member.outputs):
                 shifted |= under
             if member.name == "transpose":
                 turned |= under
-            if member.fused and program.gathers_again(member):
+            if member.fused and program.gathers_repeatedly(member):
                 more = program.sizes[member.outputs[0]] - program.sizes[member.inputs[0]]
                 gathered_again += max(more, 0)
             made_of.update(dict.fromkeys(member.outputs, under))
         if operation.residuals is not None:
             reads.add(operation.residuals)
-        inside = max(operation.inside, copies.get(index, 0)) + sum(
+        inside = max(operation.derivative_workspace, copies.get(index, 0)) + sum(
             cut.pop(number, 0) for number in ordered
         )
         scattered = 0
-        if scatters_few(operation, whole.sizes) and not stored[operation.inputs[0]]:
+        if scatters_few_elements(operation, whole.sizes) and not stored[operation.inputs[0]]:
             # Its derivative scatters into a cotangent of the operand, which it has to write.
             of_few = sum(program.sizes[v] for v in made(operation, operation.inputs[0]))
             scattered = max(program.sizes[operation.inputs[0]] - of_few, 0)
@@ -176,11 +176,13 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 operation.widened,
                 operation.residuals,
                 operation.contraction.precision,
-                summed=_sent_for_sum(operation, sum(program.sizes[value] for value in results)),
-                ring=operation.exchange.summed,
+                summed_bytes=_sent_for_sum(
+                    operation, sum(program.sizes[value] for value in results)
+                ),
+                ring=operation.communication.summed,
                 aliasing=Aliasing(shifted, turned, rows, normalised),
                 scattered=scattered,
-                dear=dear.issuperset(results),
+                expensive=expensive.issuperset(results),
                 gradients=Gradients(
                     len(sources) == 2
                     and is_matmul(operation)
@@ -202,7 +204,7 @@ def _cluster(
     sources: set[int] = set()
     while pending:
         member = program.operations[pending.pop()]
-        for value in map(member.read_as, member.inputs):
+        for value in map(member.gathered_operand, member.inputs):
             if stored[value]:
                 sources.add(value)
             elif maker[value] not in cluster:
@@ -264,11 +266,11 @@ def _gather(
         moved=read + program.sizes[result],
         dtype="",
         fused=False,
-        inside=0,
+        derivative_workspace=0,
         workspace=0,
         widened=False,
         residuals=result,
-        sent=sent,
+        sent_bytes=sent,
         ring=ring,
     )
 
@@ -276,7 +278,7 @@ def _gather(
 def _sent_for_sum(operation, size: int) -> int:
     """What each device sends where a result of that size is summed, in a ring: pieces of it once to
     be summed, and once as they are then."""
-    ring = operation.exchange.summed
+    ring = operation.communication.summed
     devices = ring.devices if ring else 1
     return 2 * size * (devices - 1) // devices
 
@@ -287,9 +289,9 @@ def _copy(program, value: int) -> int:
 
 
 def _stored(program) -> tuple[list[bool], frozenset[int]]:
-    """For each value whether it is in memory: inputs, outputs, what a dear operation reads or
+    """For each value whether it is in memory: inputs, outputs, what an expensive operation reads or
     makes, reductions, and what would take too much to compute in each of its readers. And the
-    values that are there for no other reason than that they are dear to compute again."""
+    values that are there for no other reason than that they are expensive to compute again."""
     sizes, count, rules = program.sizes, len(program.sizes), program.rules
     readers = [0] * count
     wanted = [False] * count
@@ -309,7 +311,7 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
                 wanted[value] = True  # and what it is computed of, which the forward pass reads
             wanted[in_matmuls[value] if computed else value] |= not (
                 operation.fused
-                or scatters_few(operation, sizes)
+                or scatters_few_elements(operation, sizes)
                 or (in_place and constant[value])
                 or (in_place and operation.name != "sort" and value != operation.inputs[0])
                 or (rules.fuses_operands and operation.name in CONTRACTIONS)
@@ -331,12 +333,12 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
     repeats = Repeats(program, reduces, in_matmuls)
     # What a program is given is read along the way; an operation's own is given values of another.
     given = 0 if program.differentiated == frozenset() else program.input_count
-    dear: set[int] = set()
+    expensive: set[int] = set()
     for operation in program.operations:
         inputs = operation.inputs
-        for value in repeats.kept(operation, stored):
+        for value in repeats.materialized(operation, stored):
             if not stored[value]:
-                dear.add(value)
+                expensive.add(value)
             stored[value] = True
         sources = frozenset().union(*({v} if stored[v] else under[v] for v in inputs))
         parts = [frozenset([v]) if stored[v] else for_each[v] for v in inputs]
@@ -365,10 +367,10 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
                 )
             if write:
                 stored[value] = True
-                dear.discard(value)
+                expensive.discard(value)
             else:
                 under[value], for_each[value], length[value] = sources, element, chain
-    return stored, frozenset(dear)
+    return stored, frozenset(expensive)
 
 
 def _are_more(sources: list[int], size: int) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 _LOOPS = ("scan", "while")
 # Kernels of which another order is tried, in a time that grows with the square. Chosen: bodies of
 # conditionals and rules that were met have fewer.
-_ORDERED = 200
+_MAX_REORDERED = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Halves:
+class ForwardBackwardBytes:
     """The bytes of an operation and of its derivative, beside operands, results, cotangents and
     gradients.
 
@@ -29,9 +29,9 @@ class Halves:
     reads: frozenset[int]
 
 
-def halves(
+def forward_backward_bytes(
     program: Any, boundary: int, cotangents: Set[int], results: Set[int], gradients: Set[int]
-) -> Halves:
+) -> ForwardBackwardBytes:
     """The bytes of a program (`Program`) of which ``boundary`` operations run forward and the
     others backward. Its inputs are operands and ``cotangents``; its outputs are ``results`` and
     gradients, of which ``gradients`` are counted elsewhere."""
@@ -48,7 +48,7 @@ def halves(
     operands = inputs - cotangents
     forward = peak(program, first, inputs, last=kept | results)
     backward = peak(program, second, operands | results, kept | cotangents, outputs - results)
-    return Halves(
+    return ForwardBackwardBytes(
         size(kept),
         max(forward - size(kept | results - inputs), 0),
         max(backward - size(kept | cotangents | gradients - operands - results), 0),
@@ -67,7 +67,7 @@ def peak(
     those of ``first`` from the beginning, and those of ``last`` to the end. They run as they are
     written, or so that much is freed early, whichever takes less: XLA orders them to that end."""
     orders = [list(kernels)]
-    if len(kernels) <= _ORDERED:
+    if len(kernels) <= _MAX_REORDERED:
         orders.append(_freeing(program, kernels, outside, last))
     return min(_peak(program, order, outside, first, last) for order in orders)
 

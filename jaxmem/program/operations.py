@@ -6,7 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Mapping
 
-from jaxmem.program.cotangents import Way, active_of, ways_of
+from jaxmem.program.cotangents import CotangentEdge, active_of, cotangent_edges
 from jaxmem.program.float32 import computed_in_float32, in_float32
 from jaxmem.program.kernel import Kernel
 from jaxmem.program.kernels import read_kernels
@@ -35,7 +35,7 @@ class Contraction:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Exchange:
+class Communication:
     """What devices send each other for an operation.
 
     Attributes:
@@ -82,9 +82,10 @@ class Operation:
     value more than it returns: its ``residuals``, what it keeps for the backward pass beside
     operands and results; ``results`` are bytes that each iteration of a scan would keep, and
     returns, ``relaid`` those of its largest stack that is laid out anew between the passes.
-    ``reads`` are those of them that its derivative reads, where that is known exactly. ``inside``
-    are bytes that the derivative takes beside all of that, ``workspace`` those that the operation
-    takes. A ``widened`` one is computed in float32, from copies of what it reads.
+    ``reads`` are those of them that its derivative reads, where that is known exactly.
+    ``derivative_workspace`` are bytes that the derivative takes beside all of that, ``workspace``
+    those that the operation takes. A ``widened`` one is computed in float32, from copies of what it
+    reads.
     """
 
     name: str
@@ -98,14 +99,14 @@ class Operation:
     length: int = 1
     carry: tuple[int, ...] = ()
     residuals: int | None = None
-    inside: int = 0
+    derivative_workspace: int = 0
     workspace: int = 0
     reads: frozenset[int] | None = None
     widened: bool = False
     results: int = 0
     relaid: int = 0
     contraction: Contraction = Contraction()
-    exchange: Exchange = Exchange()
+    communication: Communication = Communication()
 
     @property
     def path(self) -> str:
@@ -117,9 +118,9 @@ class Operation:
         """That of the user's source."""
         return self.source.line
 
-    def read_as(self, value: int) -> int:
+    def gathered_operand(self, value: int) -> int:
         """An operand as it is read, where devices send it each other first."""
-        return next((new for old, new, _ in self.exchange.gathers if old == value), value)
+        return next((new for old, new, _ in self.communication.gathers if old == value), value)
 
     @property
     def is_region(self) -> bool:
@@ -131,15 +132,15 @@ class Operation:
 class Program:
     """Operations in order, and the bytes and types of every value. Values below ``input_count``
     are the function's inputs, which live in any case; ``differentiated`` are those of them that
-    gradients are taken of (None: all), ``opened`` is how many regions of the user's own were
-    written in place. Sizes and kernels are those that a compiler makes by ``rules``. On several
-    devices sizes, types and costs are those of one, and ``whole_sizes`` and ``whole_types`` those
-    of all devices together: kernels are told by them, so that they are the same ones wherever the
-    function is traced. ``gradient_sizes`` are the bytes that each input's gradient has in the end,
-    where they are known to be others than the input's.
+    gradients are taken of (None: all), ``inlined_checkpoints`` is how many regions of the user's
+    own were written in place. Sizes and kernels are those that a compiler makes by ``rules``. On
+    several devices sizes, types and costs are those of one, and ``whole_sizes`` and ``whole_types``
+    those of all devices together: kernels are told by them, so that they are the same ones wherever
+    the function is traced. ``gradient_sizes`` are the bytes that each input's gradient has in the
+    end, where they are known to be others than the input's.
     ``as_jax_derives``: without derivatives of our own. ``in_loop``: it is the body of a loop, of
-    which XLA sees the derivative without it. ``saves`` are the values that the policy of a user's
-    own region saves, whose body it is."""
+    which XLA sees the derivative without it. ``policy_saves`` are the values that the policy of a
+    user's own region saves, whose body it is."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
@@ -147,14 +148,14 @@ class Program:
     outputs: tuple[int, ...]
     types: tuple[str, ...] = ()
     differentiated: frozenset[int] | None = None
-    opened: int = 0
+    inlined_checkpoints: int = 0
     rules: Rules = _PLAIN
     whole_sizes: tuple[int, ...] = ()
     whole_types: tuple[str, ...] = ()
     gradient_sizes: Mapping[int, int] = dataclasses.field(default_factory=dict, hash=False)
     as_jax_derives: bool = False
     in_loop: bool = False
-    saves: frozenset[int] = frozenset()
+    policy_saves: frozenset[int] = frozenset()
 
     @functools.cached_property
     def input_bytes(self) -> int:
@@ -178,9 +179,9 @@ class Program:
     def fingerprint(self) -> str:
         """A digest of operations, connections and sizes: a plan belongs to one of them, whatever it
         is differentiated by, which says what residuals there are."""
-        together = self.together
+        unsharded = self.unsharded
         residuals = {operation.residuals for operation in self.operations}
-        values = itertools.zip_longest(together.sizes, together.types)
+        values = itertools.zip_longest(unsharded.sizes, unsharded.types)
         own = [one for number, one in enumerate(values) if number not in residuals]
         digest = hashlib.sha256(repr((own, self.input_count, self.outputs)).encode())
         for operation in self.operations:
@@ -191,12 +192,14 @@ class Program:
         return digest.hexdigest()[:16]
 
     @functools.cached_property
-    def together(self) -> "Program":
+    def unsharded(self) -> "Program":
         """The program with the sizes of all devices together."""
         if not self.whole_sizes:
             return self
         operations = (
-            dataclasses.replace(one, exchange=Exchange(), body=one.body and one.body.together)
+            dataclasses.replace(
+                one, communication=Communication(), body=one.body and one.body.unsharded
+            )
             for one in self.operations
         )
         return dataclasses.replace(
@@ -242,15 +245,15 @@ class Program:
         return active_of(self)
 
     @functools.cached_property
-    def ways(self) -> tuple[tuple[Way, ...], ...]:
+    def cotangent_edges(self) -> tuple[tuple[CotangentEdge, ...], ...]:
         """How the derivative of each kernel gives its sources cotangents."""
-        return ways_of(self)
+        return cotangent_edges(self)
 
-    def gathers_again(self, operation: Operation) -> bool:
+    def gathers_repeatedly(self, operation: Operation) -> bool:
         """Whether it gathers more than there is: elements that it takes several times."""
         if operation.name != "gather":
             return False
-        sizes = self.together.sizes
+        sizes = self.unsharded.sizes
         return sizes[operation.outputs[0]] > sizes[operation.inputs[0]]
 
     def operation_of(self, kernel: int) -> Operation:
@@ -283,7 +286,7 @@ class Program:
             index
             for index, kernel in enumerate(self.kernels)
             if (last := self.operation_of(index)).name == name and last.length and last.body
-            if not kernel.sent
+            if not kernel.sent_bytes
         ]
 
     @functools.cached_property
@@ -322,7 +325,7 @@ class Program:
         return {}
 
     @functools.cached_property
-    def found(self) -> dict[str, int]:
+    def planner_cache(self) -> dict[str, int]:
         """What planners have found out about it, once."""
         return {}
 
@@ -335,7 +338,7 @@ class Program:
         for operation in self.operations:
             if operation.widened:
                 wide.update(set(operation.outputs) - set(self.outputs))
-            if operation.name == "gather" and not self.gathers_again(operation):
+            if operation.name == "gather" and not self.gathers_repeatedly(operation):
                 operation = dataclasses.replace(operation, fused=False)
             elif operation.body:
                 operation = dataclasses.replace(operation, body=operation.body.as_written)
@@ -352,7 +355,7 @@ class Program:
             operation = operations[index]
             assert operation.residuals is not None
             sizes[operation.residuals] = residuals
-            operations[index] = dataclasses.replace(operation, inside=inside)
+            operations[index] = dataclasses.replace(operation, derivative_workspace=inside)
         return dataclasses.replace(self, operations=tuple(operations), sizes=tuple(sizes))
 
 

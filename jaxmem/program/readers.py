@@ -10,7 +10,7 @@ from typing import Any
 SMALL = 16
 SLICES = frozenset({"slice", "dynamic_slice"})
 # What shows another value, and is where that is.
-_VIEWS = frozenset(
+_VIEW_LIKE = frozenset(
     """
     bitcast_convert_type copy copy_p expand_dims mesh_cast name optimization_barrier pvary reshape
     reshard row_major sharding_constraint squeeze stop_gradient
@@ -80,7 +80,7 @@ def is_matmul(operation: Any) -> bool:
 
 def is_view(operation: Any) -> bool:
     """Whether it shows its operand as it is, in another shape."""
-    return operation.name in _VIEWS and len(operation.inputs) == 1 == len(operation.outputs)
+    return operation.name in _VIEW_LIKE and len(operation.inputs) == 1 == len(operation.outputs)
 
 
 def views_of(program: Any) -> Iterator[tuple[int, int]]:
@@ -90,24 +90,24 @@ def views_of(program: Any) -> Iterator[tuple[int, int]]:
             yield operation.inputs[0], operation.outputs[0]
 
 
-def takes_few(operation: Any, sizes: Sequence[int]) -> bool:
+def reads_few_elements(operation: Any, sizes: Sequence[int]) -> bool:
     """Whether it takes few elements of its operand, which alone are computed for it."""
     if operation.name != "gather":
         return False
     return sizes[operation.outputs[0]] * SMALL < sizes[operation.inputs[0]]
 
 
-def scatters_few(operation: Any, sizes: Sequence[int]) -> bool:
+def scatters_few_elements(operation: Any, sizes: Sequence[int]) -> bool:
     """Whether it scatters in its derivative, and takes few elements of its operand: those alone are
     computed for it."""
     scatters = not operation.fused and operation.derivative_reads != "nothing"
-    return scatters and takes_few(operation, sizes)
+    return scatters and reads_few_elements(operation, sizes)
 
 
-def derived_together(program: Any, sizes: Sequence[int]) -> set[int]:
+def shared_cotangents(program: Any, sizes: Sequence[int]) -> set[int]:
     """The values whose cotangents add up, in what one of their readers scatters into, before they
     go on to what the values are made of. Not of what JAX derives several times."""
     read = Counter(value for one in program.operations for value in one.inputs)
-    scattered = {one.inputs[0] for one in program.operations if scatters_few(one, sizes)}
+    scattered = {one.inputs[0] for one in program.operations if scatters_few_elements(one, sizes)}
     apart = {v for one in program.operations if one.source.merged for v in one.outputs}
     return {value for value in scattered if read[value] > 1} - apart

@@ -6,13 +6,13 @@ from typing import Any
 
 from jaxmem.jaxprs.equations import inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
-from jaxmem.jaxprs.joining import joint as joint_of
+from jaxmem.jaxprs.forward_backward import trace_forward_backward
 from jaxmem.jaxprs.mapped import inside_of, is_local
 from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of, mapped_body
-from jaxmem.jaxprs.operands import moving
+from jaxmem.jaxprs.operands import differentiable
 from jaxmem.jaxprs.regions import policy_saves
-from jaxmem.jaxprs.residuals import Kept, region_residuals, scan_residuals
-from jaxmem.jaxprs.spreading import Spread
+from jaxmem.jaxprs.residuals import SavedResidual, region_residuals, scan_residuals
+from jaxmem.jaxprs.shardings import Shardings
 from jaxmem.program.abstract_values import size_of, type_of
 from jaxmem.program.constants import constant_operands, constant_values
 from jaxmem.program.costs import (
@@ -29,8 +29,8 @@ from jaxmem.program.costs import (
 )
 from jaxmem.program.custom_rules import by_rule, read_by_rule
 from jaxmem.program.kept_bytes import bytes_alike
-from jaxmem.program.opaque import Halves, halves, peak
-from jaxmem.program.operations import Contraction, Exchange, Operation, Program, Source
+from jaxmem.program.opaque import ForwardBackwardBytes, forward_backward_bytes, peak
+from jaxmem.program.operations import Communication, Contraction, Operation, Program, Source
 from jaxmem.program.ragged import shared_copies
 from jaxmem.program.stacks import relaid_bytes
 
@@ -46,18 +46,18 @@ _OPAQUE = frozenset(
 def read_program(
     flat: FlatJaxpr,
     differentiated: Set[int] | None = None,
-    spread: Spread | None = None,
-    apart: bool = False,
+    shards: Shardings | None = None,
+    separate: bool = False,
 ) -> Program:
     """The operations of a flat jaxpr as plain data.
 
-    ``differentiated`` are the inputs that gradients are taken of; None: all. ``spread`` says what
-    one device has of each value; None: there is one. ``apart``: its derivative is compiled apart
-    from it, as that of a loop's body is.
+    ``differentiated`` are the inputs that gradients are taken of; None: all. ``shards`` says what
+    one device has of each value; None: there is one. ``separate``: its derivative is compiled
+    apart from it, as that of a loop's body is.
     """
-    spread = spread or Spread(flat)
+    shards = shards or Shardings(flat)
     constants = constant_values(flat, differentiated)
-    pieces = [spread.aval(value) for value in range(len(flat.avals))]
+    pieces = [shards.aval(value) for value in range(len(flat.avals))]
     sizes, types = list(map(size_of, pieces)), list(map(type_of, pieces))
     whole_sizes, whole_types = list(map(size_of, flat.avals)), list(map(type_of, flat.avals))
     operations = []
@@ -65,7 +65,7 @@ def read_program(
     read |= {value for value in flat.outputs if isinstance(value, int)}
     for step in flat.steps:
         constant = [not isinstance(one, int) or one in constants for one in step.inputs]
-        interior = _interior_of(step, constant, read, spread, apart)
+        interior = _interior_of(step, constant, read, shards, separate)
         outputs = step.outputs
         if interior.residuals is not None:
             outputs = (*outputs, len(sizes))
@@ -78,7 +78,7 @@ def read_program(
                 name_of(step.equation),
                 tuple(step.uses),
                 outputs,
-                _flops(step, interior.body, spread),
+                _flops(step, interior.body, shards),
                 is_fused(step.equation),
                 derivative_reads(step),
                 Source(
@@ -103,24 +103,24 @@ def read_program(
                     slides(step.equation),
                     precision_of(step.equation.params),
                 ),
-                exchange=Exchange((), spread.summed(step), spread.aligned(step)),
+                communication=Communication((), shards.summed(step), shards.aligned(step)),
             )
         )
     for value in shared_copies(operations):
         sizes[value] = whole_sizes[value] = 0
     gathered: dict[Any, int] = {}
-    for gather in spread.gathers:
-        piece = spread.aval(gather.value, gather.parts)
-        value = gathered.setdefault((gather.value, gather.parts), len(sizes))
+    for reshard in shards.reshards:
+        piece = shards.aval(reshard.value, reshard.parts)
+        value = gathered.setdefault((reshard.value, reshard.parts), len(sizes))
         if value == len(sizes):
             sizes.append(size_of(piece))
             types.append(type_of(piece))
-        operation = operations[gather.step]
-        gathers = (*operation.exchange.gathers, (gather.value, value, gather.ring))
-        exchange = dataclasses.replace(operation.exchange, gathers=gathers)
-        operations[gather.step] = dataclasses.replace(operation, exchange=exchange)
+        operation = operations[reshard.step]
+        gathers = (*operation.communication.gathers, (reshard.value, value, reshard.ring))
+        communication = dataclasses.replace(operation.communication, gathers=gathers)
+        operations[reshard.step] = dataclasses.replace(operation, communication=communication)
     outputs = tuple(value for value in flat.outputs if isinstance(value, int))
-    several = spread.mesh is not None
+    several = shards.mesh is not None
     return Program(
         tuple(operations),
         tuple(sizes),
@@ -128,10 +128,10 @@ def read_program(
         outputs,
         tuple(types),
         None if differentiated is None else frozenset(differentiated),
-        flat.opened,
+        flat.inlined_checkpoints,
         whole_sizes=tuple(whole_sizes) if several else (),
         whole_types=tuple(whole_types) if several else (),
-        in_loop=apart,
+        in_loop=separate,
     )
 
 
@@ -150,21 +150,21 @@ class _Interior:
 
 
 def _interior_of(
-    step: Step, constant: list[bool], read: Set[int], spread: Spread, apart: bool
+    step: Step, constant: list[bool], read: Set[int], shards: Shardings, separate: bool
 ) -> _Interior:
     """What a step holds whose operands are ``constant`` or not, and whose results are ``read`` or
     not."""
     if step.primitive == "scan":
         if not step.equation.params["length"]:
             return _Interior()
-        return _of_scan(step, constant, [value in read for value in step.outputs], spread)
+        return _of_scan(step, constant, [value in read for value in step.outputs], shards)
     if is_region(step.equation):
         called = called_jaxpr(step.equation)
-        inside = spread.inside(called, step.inputs)
+        inside = shards.inside(called, step.inputs)
         body = read_program(called, _differentiated(called, constant), inside)
-        body = dataclasses.replace(body, saves=frozenset(_saved(step, called)))
+        body = dataclasses.replace(body, policy_saves=frozenset(_saved(step, called)))
         # Where nothing is differentiated any more it runs here, forward and backward pass.
-        workspace = _workspace(step, spread) if all(constant) else 0
+        workspace = _workspace(step, shards) if all(constant) else 0
         kept = _kept_of_region(step, constant)
         saved = bytes_alike(kept, body)
         whole = sum(size_of(one.aval) for one in kept)
@@ -172,9 +172,9 @@ def _interior_of(
     opaque = step.primitive in _OPAQUE and not is_fused(step.equation)
     if not opaque and is_known(step):
         return _Interior(reads=read_by_rule(step))
-    real = moving([variable.aval for variable in step.equation.invars], constant)
-    found = _of_opaque(step, real, spread, apart) if real else None
-    found = found or _Interior(workspace=_workspace(step, spread) if opaque else 0)
+    real = differentiable([variable.aval for variable in step.equation.invars], constant)
+    found = _of_opaque(step, real, shards, separate) if real else None
+    found = found or _Interior(workspace=_workspace(step, shards) if opaque else 0)
     if is_local(step.equation) and step.equation.params["mesh"].size > 1:
         # As it may be recomputed: from all that it reads.
         program = _of_mapped(step, constant)
@@ -189,7 +189,7 @@ def _of_mapped(step: Step, constant: list[bool]) -> Program:
     return inside_of(step.equation, lambda: read_program(body, wanted))
 
 
-def _kept_of_region(step: Step, constant: list[bool]) -> list[Kept]:
+def _kept_of_region(step: Step, constant: list[bool]) -> list[SavedResidual]:
     """What a user's own region saves by its policy; nothing, where its derivative refuses."""
     if all(constant):
         return []
@@ -208,14 +208,14 @@ def _saved(step: Step, called: FlatJaxpr) -> Iterator[int]:
                 yield from inner.uses
 
 
-def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Spread) -> _Interior:
+def _of_scan(step: Step, constant: list[bool], wanted: list[bool], shards: Shardings) -> _Interior:
     loop = loop_of(step.equation)
-    inside = spread.of_turn(step, loop.body)
+    inside = shards.for_iteration(step, loop.body)
     if all(constant):
         body = read_program(loop.body, frozenset(), inside)
         return _Interior(body, 0, 0, 0, _turn(loop, inside))
     constant = constant_operands(loop, constant)
-    body = read_program(loop.body, _differentiated(loop.body, constant), inside, apart=True)
+    body = read_program(loop.body, _differentiated(loop.body, constant), inside, separate=True)
     kept, results = scan_residuals(step.equation, constant, wanted)
     length = step.equation.params["length"]
     return _Interior(
@@ -228,11 +228,11 @@ def _of_scan(step: Step, constant: list[bool], wanted: list[bool], spread: Sprea
     )
 
 
-def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Interior | None:
+def _of_opaque(step: Step, real: list[int], shards: Shardings, separate: bool) -> _Interior | None:
     """By the operation and its derivative by some operands, as JAX has them; None: the derivative
     refuses, in words of its own, which who differentiates the function is told."""
     try:
-        joint = joint_of(step, real, apart)
+        joint = trace_forward_backward(step, real, separate)
     except Exception:
         return None
     results = {value for value in joint.results if isinstance(value, int)}
@@ -243,19 +243,19 @@ def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Int
     }
     # One of a value, however often it is an operand.
     gradients = {step.inputs[at]: value for at, value in derived.items()}
-    floating = moving([variable.aval for variable in step.equation.outvars])
+    floating = differentiable([variable.aval for variable in step.equation.outvars])
     if step.primitive == "shard_map":
-        inside = spread.mapped(step, joint.flat)
+        inside = shards.mapped(step, joint.flat)
     else:
         # Gradients go on to where operands came from, and lie as they do.
         alike = {value: at for at, value in derived.items()}
         given = [*step.inputs, *(step.outputs[at] for at in floating)]
-        inside = spread.inside(joint.flat, given, alike)
+        inside = shards.inside(joint.flat, given, alike)
     # What is gathered of an operand is counted where the operation reads it.
-    program = _forward(joint.flat, dataclasses.replace(inside, gathers=()))
+    program = _forward(joint.flat, dataclasses.replace(inside, reshards=()))
 
-    def taken(program: Program) -> Halves:
-        return halves(
+    def taken(program: Program) -> ForwardBackwardBytes:
+        return forward_backward_bytes(
             program, joint.boundary, set(joint.cotangents), results, set(gradients.values())
         )
 
@@ -266,26 +266,26 @@ def _of_opaque(step: Step, real: list[int], spread: Spread, apart: bool) -> _Int
         for inner, one in values
         if isinstance(inner, int) and isinstance(one, int) and inner in found.reads
     }
-    whole = taken(program.together).kept if program.whole_sizes else found.kept
+    whole = taken(program.unsharded).kept if program.whole_sizes else found.kept
     kept = found.kept or None  # a value of no bytes would have to be made again too
     return _Interior(None, kept, whole, found.backward, found.forward, frozenset(reads))
 
 
-def _workspace(step: Step, spread: Spread) -> int:
+def _workspace(step: Step, shards: Shardings) -> int:
     """The most bytes that an operation takes inside, beside operands and results."""
     if step.primitive == "while":
         loop = loop_of(step.equation)
         handed = step.inputs[loop.body_consts], step.inputs[loop.carry]
-        return _turn(loop, spread.inside(loop.body, [*handed[0], *handed[1]]))
+        return _turn(loop, shards.inside(loop.body, [*handed[0], *handed[1]]))
     most = 0
     for jaxpr in inner_jaxprs(step.equation):
         flat = flatten_jaxpr(jaxpr)
         count = flat.input_count - len(flat.consts)
         if step.primitive == "shard_map":
-            program = _forward(flat, spread.mapped(step, flat))
+            program = _forward(flat, shards.mapped(step, flat))
         else:
             operands = step.inputs[len(step.inputs) - count :]
-            program = _forward(flat, spread.inside(flat, operands))
+            program = _forward(flat, shards.inside(flat, operands))
         inputs = set(range(program.input_count))
         results = set(program.outputs) - inputs
         taken = peak(program, program.kernels, inputs, last=results)
@@ -293,10 +293,10 @@ def _workspace(step: Step, spread: Spread) -> int:
     return most
 
 
-def _turn(loop: Loop, spread: Spread) -> int:
+def _turn(loop: Loop, shards: Shardings) -> int:
     """The most bytes that a turn of a loop takes beside what it is handed, which it may write over:
     what it hands on has the same memory in the end."""
-    program = _forward(loop.body, spread)
+    program = _forward(loop.body, shards)
     count = loop.carry.stop - loop.carry.start
     first = program.input_count - loop.operands + loop.body_consts.stop - loop.body_consts.start
     handed = set(range(first, first + count))
@@ -306,9 +306,9 @@ def _turn(loop: Loop, spread: Spread) -> int:
     return max(most - sum(program.sizes[value] for value in handed), 0)
 
 
-def _forward(flat: FlatJaxpr, spread: Spread) -> Program:
+def _forward(flat: FlatJaxpr, shards: Shardings) -> Program:
     """A program that nothing is differentiated in: XLA fuses its gathers."""
-    program = read_program(flat, frozenset(), spread)
+    program = read_program(flat, frozenset(), shards)
     operations = tuple(
         dataclasses.replace(one, fused=one.fused or one.name == "gather")
         for one in program.operations
@@ -320,7 +320,7 @@ def _inside(body: Program) -> int:
     """The most bytes that a body holds while its derivative is taken: all that it makes, and what
     one of its operations holds inside."""
     made = sum(body.sizes[value] for kernel in body.kernels for value in kernel.results)
-    return made + max((operation.inside for operation in body.operations), default=0)
+    return made + max((operation.derivative_workspace for operation in body.operations), default=0)
 
 
 def _differentiated(body: FlatJaxpr, constant: list[bool]) -> set[int]:
@@ -330,10 +330,10 @@ def _differentiated(body: FlatJaxpr, constant: list[bool]) -> set[int]:
     return {*range(first), *(first + at for at, one in enumerate(constant) if not one)}
 
 
-def _flops(step: Step, body: Program | None, spread: Spread) -> int:
+def _flops(step: Step, body: Program | None, shards: Shardings) -> int:
     """FLOPs of a step on one device."""
-    if body is None or spread.mesh is None:
-        return flops(step.equation) // spread.devices(step)
+    if body is None or shards.mesh is None:
+        return flops(step.equation) // shards.devices(step)
     return body.flops * step.equation.params.get("length", 1)
 
 

@@ -1,4 +1,4 @@
-"""What is computed once, because it is dear to compute again.
+"""What is computed once, because it is expensive to compute again.
 
 By rules with `Cycles` XLA computes an element-by-element operation in every kernel that reads its
 result, unless that takes longer than to write the result once and to read it (its priority
@@ -10,47 +10,48 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxmem.program.readers import SMALL, dtype_of, is_view, takes_few
+from jaxmem.program.readers import SMALL, dtype_of, is_view, reads_few_elements
 from jaxmem.program.uses import Uses, adds_axes
 
 # Times as long as it takes to move an array: computing longer than that and than it takes to start
-# one more kernel is dear. If a value is computed in both of its readers, it need not be written
-# once and read twice, and what it is made of is read once more; most kernels move another array or
-# two meanwhile. Derived, 3 to 5: of those 4 is best for chains of ten functions on several
+# one more kernel is expensive. If a value is computed in both of its readers, it need not be
+# written once and read twice, and what it is made of is read once more; most kernels move another
+# array or two meanwhile. Derived, 3 to 5: of those 4 is best for chains of ten functions on several
 # targets (tests/test_repeats.py has some of them).
-_DEAR = 4
+_EXPENSIVE = 4
 # The same where what becomes of it ends in memory, since matmuls read that (a `gelu`, and the
 # derivative of it). Derived: a kernel that moves three arrays, and one that moves four, compute
 # meanwhile. Here and above, each other array that such a kernel reads gives it as much more time.
-_DEAR_IN_MEMORY = 7
+_EXPENSIVE_IN_MEMORY = 7
 # Values that are looked at for what a kernel reads with one: no kernel has more operations
 # (`kernels._CHAIN`).
-_AHEAD = 64
+_LOOK_AHEAD = 64
 # XLA computes these in bfloat16, where they have no cycles; all others in float32.
 _IN_BFLOAT16 = frozenset("div exp log logistic rsqrt sqrt".split())
 _BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128": 16}
 
 
 class Repeats:
-    """The values of a program (`Program`) that are dear to compute again; ``reduces`` says of an
-    operation whether it makes little of much, ``read_for`` of a value what matmuls read for it."""
+    """The values of a program (`Program`) that are expensive to compute again; ``reduces`` says of
+    an operation whether it makes little of much, ``read_for`` of a value what matmuls read for
+    it."""
 
     def __init__(self, program: Any, reduces: Callable[[Any], bool], read_for: Sequence[int]):
         self.program, self.reduces, self.cycles = program, reduces, program.rules.cycles
         self.uses = Uses(program, reduces, read_for)
         count = len(program.sizes)
-        # For each value the dear operations that it is made of, by their results, as far as they
-        # are computed for it: the cycles of one element. And what may be kept to shorten that.
+        # For each value the expensive operations that it is made of, by their results, as far as
+        # they are computed for it: the cycles of one element. And what may be kept to shorten that.
         self.made_of: list[Mapping[int, int]] = [{}] * count
         self.shortcut: list[int | None] = [None] * count
-        self.shown = list(range(count))
+        self.view_source = list(range(count))
         self.is_row, self.is_normalised = [False] * count, [False] * count
-        # Values that are dear, and so in memory.
+        # Values that are expensive, and so in memory.
         self.written: set[int] = set()
         # For each value the wide ones in memory that it is computed of.
         self.sources: list[frozenset[int]] = [frozenset()] * count
 
-    def kept(self, operation: Any, stored: Sequence[bool]) -> Iterator[int]:
+    def materialized(self, operation: Any, stored: Sequence[bool]) -> Iterator[int]:
         """The values that are in memory because one more operation is computed of them, or because
         they are its results. The operations come in their order; ``stored`` are the values that are
         in memory so far."""
@@ -70,53 +71,55 @@ class Repeats:
             self.is_row[result] = self.reduces(operation) or (row and not normalised)
             if is_view(operation) or adds_axes(self.program, operation):
                 (value,) = operation.inputs
-                self.shown[result] = self.shown[value]
+                self.view_source[result] = self.view_source[value]
                 if fresh:
                     self.made_of[result] = self.made_of[value]
                     self.shortcut[result] = self.shortcut[value]
-            elif operation.fused and not (self.uses.picked[result] or takes_few(operation, sizes)):
-                for value in self._kept(operation, result, fresh, stored):
-                    self.written.add(self.shown[value])
-                    yield self.shown[value]
+            elif operation.fused and not (
+                self.uses.sparsely_read[result] or reads_few_elements(operation, sizes)
+            ):
+                for value in self._materialized(operation, result, fresh, stored):
+                    self.written.add(self.view_source[value])
+                    yield self.view_source[value]
 
-    def _kept(
+    def _materialized(
         self, operation: Any, result: int, fresh: Sequence[int], stored: Sequence[bool]
     ) -> Iterator[int]:
         sizes, fuses = self.program.sizes, self.program.rules.fuses_elements
-        ends = fuses and self.uses.ends_in_memory[result] and not self.is_normalised[result]
+        ends = fuses and self.uses.materialized_later[result] and not self.is_normalised[result]
         own = self._cycles_of(operation, result)
         # What its derivative makes besides, where the value would be made again. (What is spread
         # out is in memory in any case, for the first that spreads it.)
-        beside = (
+        derivative_cycles = (
             0
-            if self.uses.spread[result]
+            if self.uses.broadcast_later[result]
             else self._cycles(result, operation.source.derivative_calls)
         )
-        moves = _DEAR_IN_MEMORY if ends else _DEAR
-        if own or any(self.made_of[value] for value in fresh):  # else nothing is dear
-            moves += self._joined(result, stored)
-        dear = self._hidden_cycles(result, moves)
+        moves = _EXPENSIVE_IN_MEMORY if ends else _EXPENSIVE
+        if own or any(self.made_of[value] for value in fresh):  # else nothing is expensive
+            moves += self._fused_operand_count(result, stored)
+        expensive = self._hidden_cycles(result, moves)
         cycles: dict[int, int] = {}
         shortcuts = []
         for value in fresh:
             times = sizes[result] / max(sizes[value], 1)
-            if times >= 2 and times * self._takes(value) > dear:
+            if times >= 2 and times * self._cycles_per_element(value) > expensive:
                 yield value  # each of its elements would be computed for several
                 continue
             cycles |= self.made_of[value]
-            worth = self._takes(value) > self._hidden_cycles(value, 0)
-            shortcut = value if worth and self._may_be_kept(value) else self.shortcut[value]
+            worth = self._cycles_per_element(value) > self._hidden_cycles(value, 0)
+            shortcut = value if worth and self._may_be_materialized(value) else self.shortcut[value]
             if shortcut is not None:
                 shortcuts.append(shortcut)
         if own:
             cycles[result] = own
-        shortcuts.sort(key=self._takes)
-        while shortcuts and sum(cycles.values()) > dear:
+        shortcuts.sort(key=self._cycles_per_element)
+        while shortcuts and sum(cycles.values()) > expensive:
             yield (shortcut := shortcuts.pop())
             for part in self.made_of[shortcut]:
                 cycles.pop(part, None)
-        if (total := sum(cycles.values())) + beside > dear:
-            if self._may_be_kept(result):
+        if (total := sum(cycles.values())) + derivative_cycles > expensive:
+            if self._may_be_materialized(result):
                 yield result
                 cycles = {}
             else:
@@ -124,35 +127,36 @@ class Repeats:
         self.made_of[result] = cycles
         self.shortcut[result] = shortcuts[-1] if shortcuts else None
 
-    def _joined(self, result: int, stored: Sequence[bool]) -> int:
+    def _fused_operand_count(self, result: int, stored: Sequence[bool]) -> int:
         """How many arrays in memory a kernel reads beside one, of which a value is computed, and
-        what becomes of it until that is in memory. Of what is there because it is dear itself, none
+        what becomes of it until that is in memory. Of what is there because it is expensive itself,
+        none
         counts: XLA chooses of all such at the same time."""
         sizes, own = self.program.sizes, self.sources[result]
         found: set[int] = set()
-        beside: set[int] = set()  # what is computed of others, for the same kernel
+        fused_operands: set[int] = set()  # what is computed of others, for the same kernel
         seen, pending = {result}, [result]
-        while pending and len(seen) < _AHEAD:
+        while pending and len(seen) < _LOOK_AHEAD:
             for operation in self.uses.fused_readers[pending.pop()]:
                 for value in operation.inputs:
                     if sizes[value] * SMALL >= sizes[result]:
-                        (found if stored[value] else beside).add(self.shown[value])
+                        (found if stored[value] else fused_operands).add(self.view_source[value])
                 for value in operation.outputs:
                     if value not in seen and not self.uses.for_matmuls[value]:
                         seen.add(value)
                         pending.append(value)
-        pending = list(beside - seen)
-        while pending and len(beside) < _AHEAD:
+        pending = list(fused_operands - seen)
+        while pending and len(fused_operands) < _LOOK_AHEAD:
             for value in self.uses.fused_of[pending.pop()]:
                 if sizes[value] * SMALL >= sizes[result]:
                     if stored[value]:
-                        found.add(self.shown[value])
-                    elif value not in seen | beside:
-                        beside.add(value)
+                        found.add(self.view_source[value])
+                    elif value not in seen | fused_operands:
+                        fused_operands.add(value)
                         pending.append(value)
         return max(len((found | own) - seen - self.written) - 1, 0)
 
-    def _takes(self, value: int) -> int:
+    def _cycles_per_element(self, value: int) -> int:
         return sum(self.made_of[value].values())
 
     def _cycles_of(self, operation: Any, result: int) -> int:
@@ -162,7 +166,7 @@ class Repeats:
         """Of operations that make a value, or are made for it."""
         if dtype_of(self.program, result) == "bfloat16":
             names = [name for name in names if name not in _IN_BFLOAT16]
-        return sum(self._dear.get(name, 0) for name in names)
+        return sum(self._expensive.get(name, 0) for name in names)
 
     def _hidden_cycles(self, value: int, moves: int) -> float:
         """Cycles of an element in the time that it takes to start a kernel that moves so many such
@@ -171,10 +175,10 @@ class Repeats:
         per_element = self.cycles.per_kernel * itemsize / max(size, 1)
         return moves * self.cycles.per_byte * itemsize + per_element
 
-    def _may_be_kept(self, value: int) -> bool:
+    def _may_be_materialized(self, value: int) -> bool:
         """Whether several kernels would compute it."""
-        return self.uses.shared[value] and not self.uses.in_matmuls[value]
+        return self.uses.shared[value] and not self.uses.read_only_by_matmuls[value]
 
     @functools.cached_property
-    def _dear(self) -> dict[str, int]:
+    def _expensive(self) -> dict[str, int]:
         return dict(self.cycles.dear)

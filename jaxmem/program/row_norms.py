@@ -14,7 +14,7 @@ from jaxmem.program.readers import readers_of, shape_of
 
 # What may stand between the reduction and the array, as XLA matches it: a selection, such as
 # `jax.nn.logsumexp` has there, may not.
-_BETWEEN = frozenset(
+_ROW_OPERATIONS = frozenset(
     """
     abs add broadcast_in_dim convert_element_type copy div exp integer_pow log max min mul neg
     reshape rsqrt sqrt square squeeze stop_gradient sub
@@ -22,11 +22,11 @@ _BETWEEN = frozenset(
 )
 # Elements of a row: longer ones XLA sums up in parts. Measured, from one more on: losses of 16,384
 # and of 16,385 classes, in float32 and bfloat16 (tests/test_row_norms.py has those of 16,384).
-_LONGEST = 16384
-_BOTH = frozenset("add div max min mul sub".split())
+_MAX_ROW = 16384
+_BINARY = frozenset("add div max min mul sub".split())
 
 
-class Normalised(NamedTuple):
+class RowNormalization(NamedTuple):
     """What a kernel with a reduction in it returns, the row that was taken for it, and the values
     in memory whose rows those are."""
 
@@ -36,41 +36,41 @@ class Normalised(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowNorms:
+class RowNormalizations:
     """``sources``: for each reduction, by the number of its operation, the values in memory whose
-    rows it is of and that are normalised by it. ``made``: for each value that is made so, or out of
-    what is, what it is made of."""
+    rows it is of and that are normalised by it. ``normalized``: for each value that is made so, or
+    out of what is, what it is made of."""
 
     sources: Mapping[int, frozenset[int]]
-    made: Mapping[int, Normalised]
+    normalized: Mapping[int, RowNormalization]
 
     def sources_of(self, values: Iterable[int]) -> frozenset[tuple[int, int]]:
         """The values in memory whose rows are normalised for any of some values, each with the row
         that is taken for it."""
-        norms = [self.made[value] for value in values if value in self.made]
+        norms = [self.normalized[value] for value in values if value in self.normalized]
         return frozenset((source, norm.row) for norm in norms for source in norm.sources)
 
     def written_for(self, operation: Any, sizes: Sequence[int]) -> int:
         """Bytes of the array that is in memory because an operation takes elements of it, or
         reduces it further than to a row."""
-        if operation.inputs[0] not in self.made:
+        if operation.inputs[0] not in self.normalized:
             return 0
-        array, row, _ = self.made[operation.inputs[0]]
+        array, row, _ = self.normalized[operation.inputs[0]]
         further = sum(sizes[value] for value in operation.outputs) < sizes[row]
         return sizes[array] if operation.name == "gather" or further else 0
 
 
-def row_norms(
+def find_row_normalizations(
     program: Any,
     stored: Sequence[bool],
     reductions: frozenset[str],
-) -> RowNorms:
+) -> RowNormalizations:
     """Those of a program (`Program`), of which some values are in memory."""
     under: dict[int, frozenset[int]] = {}  # what an element is made of
     by: dict[int, frozenset[int]] = {}  # the reductions that it is of
     sources: dict[int, frozenset[int]] = {}
     reduced: dict[int, frozenset[int]] = {}
-    made: dict[int, Normalised] = {}
+    made: dict[int, RowNormalization] = {}
     readers = readers_of(program)
 
     def of(value: int) -> frozenset[int]:
@@ -83,7 +83,7 @@ def row_norms(
         for value in operation.inputs
     }
 
-    def between(value: int) -> frozenset[int]:
+    def reductions_of(value: int) -> frozenset[int]:
         """The reductions that a row is of: what others read too is computed apart."""
         return by.get(value, frozenset()) if readers[value] == 1 else frozenset()
 
@@ -95,23 +95,23 @@ def row_norms(
         alone = chosen.isdisjoint(inputs)
         if operation.name in reductions and alone and _of_rows(program, operation):
             found, reduced[number] = frozenset([number]), elements
-        elif operation.name in _BETWEEN and len(inputs) == 1:
-            found = between(inputs[0])
-        elif operation.name in _BOTH and len(inputs) == 2:
+        elif operation.name in _ROW_OPERATIONS and len(inputs) == 1:
+            found = reductions_of(inputs[0])
+        elif operation.name in _BINARY and len(inputs) == 2:
             for array, row in (inputs, inputs[::-1]):
-                for reduction in between(row):
+                for reduction in reductions_of(row):
                     both = of(array) & reduced[reduction]
                     taken, result = program.operations[reduction].outputs[0], operation.outputs[0]
                     if both and program.sizes[result] > program.sizes[taken]:
                         sources[reduction] = sources.get(reduction, frozenset()) | both
-                        own = Normalised(result, taken, both)
+                        own = RowNormalization(result, taken, both)
         before = [made[value] for value in inputs if value in made] if operation.fused else []
         norm = before[0] if before else own
         for value in operation.outputs:
             under[value], by[value] = elements, found
             if norm is not None:
                 made[value] = norm
-    return RowNorms(sources, made)
+    return RowNormalizations(sources, made)
 
 
 def _of_rows(program: Any, operation: Any) -> bool:
@@ -122,4 +122,4 @@ def _of_rows(program: Any, operation: Any) -> bool:
     if not operation.inputs:  # of a number of the program's
         return False
     shape, left = (shape_of(program, values[0]) for values in (operation.inputs, operation.outputs))
-    return bool(shape) and left == shape[:-1] and shape[-1] <= _LONGEST
+    return bool(shape) and left == shape[:-1] and shape[-1] <= _MAX_ROW

@@ -5,13 +5,13 @@ from typing import Any
 
 from jaxmem.jaxprs.equations import operation_of
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
-from jaxmem.jaxprs.residuals import Kept
+from jaxmem.jaxprs.residuals import SavedResidual
 from jaxmem.program.costs import derivative_reads, is_fused
 
 Order = tuple[int, ...]  # axes of a value, the outermost in memory first
 
 
-def relaid_bytes(flat: FlatJaxpr, kept: Sequence[Kept], sizes: Sequence[int]) -> int:
+def relaid_bytes(flat: FlatJaxpr, kept: Sequence[SavedResidual], sizes: Sequence[int]) -> int:
     """Bytes of one turn of the largest such stack: XLA copies one after the other. ``kept`` is what
     JAX stacks of a scan with that body, and ``sizes`` are bytes of the body's values."""
     stacked = {(one.aval.shape, one.aval.dtype) for one in kept}

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem.program.readers import is_view, readers_of, takes_few, views_of
+from jaxmem.program.readers import is_view, readers_of, reads_few_elements, views_of
 
 _PUT_BESIDE = frozenset({"concatenate", "pad"})
 
@@ -34,22 +34,22 @@ class Uses:
         return [readers[value] > 1 for value in range(len(self.program.sizes))]
 
     @functools.cached_property
-    def in_matmuls(self) -> list[bool]:
+    def read_only_by_matmuls(self) -> list[bool]:
         """For each value whether only matmuls read what becomes of it, which compute that as they
         read: the backward pass alone computes it again."""
         if not self.program.rules.fuses_elements:
             return [False] * len(self.program.sizes)
-        return self._ends(
+        return self._all_consumers(
             lambda operation: operation.name == "dot_general",
             lambda operation: all(self.read_for[v] != v for v in operation.outputs),
         )
 
     @functools.cached_property
-    def ends_in_memory(self) -> list[bool]:
+    def materialized_later(self) -> list[bool]:
         """For each value whether what becomes of it ends in memory, since matmuls read it; what
         else reads that does not matter any more."""
         read = self.for_matmuls
-        return self._ends(
+        return self._all_consumers(
             lambda operation: (
                 operation.name == "dot_general"
                 or (
@@ -93,7 +93,7 @@ class Uses:
         return found
 
     @functools.cached_property
-    def spread(self) -> list[bool]:
+    def broadcast_later(self) -> list[bool]:
         """For each value whether something several times as large is made of it, or of a view."""
         sizes, found = self.program.sizes, [False] * len(self.program.sizes)
         for operation in reversed(self.program.operations):
@@ -104,12 +104,14 @@ class Uses:
         return found
 
     @functools.cached_property
-    def picked(self) -> list[bool]:
+    def sparsely_read(self) -> list[bool]:
         """For each value whether few elements of it are computed, since no more are read."""
-        picks = functools.partial(takes_few, sizes=self.program.sizes)
-        return self._ends(picks, lambda operation: not self.reduces(operation))
+        picks = functools.partial(reads_few_elements, sizes=self.program.sizes)
+        return self._all_consumers(picks, lambda operation: not self.reduces(operation))
 
-    def _ends(self, at: Callable[[Any], bool], through: Callable[[Any], bool]) -> list[bool]:
+    def _all_consumers(
+        self, at: Callable[[Any], bool], through: Callable[[Any], bool]
+    ) -> list[bool]:
         """For each value whether all that reads it is of one kind, or is fused, of another, and
         read by the former alone."""
         found = [True] * len(self.program.sizes)

@@ -1,6 +1,9 @@
 """From a function and a budget to a planned function."""
 
-from jaxmem.rematerialization.as_written import AsWritten as AsWritten, written as written
+from jaxmem.rematerialization.as_written import (
+    OriginalCheckpoints as OriginalCheckpoints,
+    original_cost as original_cost,
+)
 from jaxmem.rematerialization.bounds import Bound as Bound
 from jaxmem.rematerialization.choices import Choice as Choice, Row as Row
 from jaxmem.rematerialization.constraints import Constraints as Constraints
@@ -19,7 +22,7 @@ from jaxmem.rematerialization.named.suggestions import (
     Suggestions as Suggestions,
 )
 from jaxmem.rematerialization.plan import Plan as Plan
-from jaxmem.rematerialization.plan_compiler import waits as waits
+from jaxmem.rematerialization.plan_compiler import is_offloaded as is_offloaded
 from jaxmem.rematerialization.plan_facts import (
     Compiled as Compiled,
     OwnRegions as OwnRegions,
@@ -32,9 +35,9 @@ from jaxmem.rematerialization.policies import remat_policy as remat_policy
 from jaxmem.rematerialization.search import (
     ALTERNATIVE as ALTERNATIVE,
     FIRST_ERROR as FIRST_ERROR,
-    NEARLY as NEARLY,
-    Begun as Begun,
+    MAX_OVERPROJECTION as MAX_OVERPROJECTION,
     Outcome as Outcome,
+    PendingCompilation as PendingCompilation,
     Search as Search,
 )
 from jaxmem.rematerialization.timelines import Timeline as Timeline

@@ -16,12 +16,16 @@ from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import LocalDevice, Target
 
 
-def written(traced: TracedFunction, constraints: Constraints) -> Written | None:
+def original_cost(traced: TracedFunction, constraints: Constraints) -> Written | None:
     """The cost of a traced function with its own regions; None: it has none."""
-    return AsWritten(traced, constraints).cost if traced.program.opened else None
+    return (
+        OriginalCheckpoints(traced, constraints).cost
+        if traced.program.inlined_checkpoints
+        else None
+    )
 
 
-class AsWritten:
+class OriginalCheckpoints:
     """A traced function whose own regions stay."""
 
     def __init__(self, traced: TracedFunction, constraints: Constraints):
@@ -34,32 +38,34 @@ class AsWritten:
         rates, program = self.constraints.rates, self.traced.program
         return Written(
             self.constraints.budget_for(program).total(self.constraints.as_it_is(program).peak),
-            int(self._again(lambda kernel: kernel.flops)),
-            self._again(rates.seconds),
+            int(self._recomputed(lambda kernel: kernel.flops)),
+            self._recomputed(rates.seconds),
             rates.forward(self.constraints.as_run(self.opened.program)),
         )
 
     @property
     def price(self) -> float:
         """The price of what its regions run again, as that of a plan (`Rates.price`)."""
-        return self._again(self.constraints.rates.price)
+        return self._recomputed(self.constraints.rates.price)
 
     def plan(self, device: Target | LocalDevice) -> Plan | None:
         """The function as it is, compiled; None: it does not fit."""
         found = CompiledPlans(self.traced, self._constraints, device).as_it_is()
-        return found and self._told(found)
+        return found and self._with_original_cost(found)
 
     def projected(self) -> Plan:
         """The function as it is, with projected bytes."""
         constraints, program = self._constraints, self.traced.program
         planner = constraints.planner(program)
-        return self._told(constraints.write(program, planner.plain, constraints.as_it_is(program)))
+        return self._with_original_cost(
+            constraints.write(program, planner.plain, constraints.as_it_is(program))
+        )
 
     @property
     def _constraints(self) -> Constraints:
         return self.constraints.with_own_regions()
 
-    def _told(self, plan: Plan) -> Plan:
+    def _with_original_cost(self, plan: Plan) -> Plan:
         """With what the regions cost, which to the planner are operations like others."""
         cost, opened = self.cost, self.opened.program
         plain = self.constraints.as_it_is(opened)
@@ -72,14 +78,14 @@ class AsWritten:
             recompute_seconds=cost.recompute_seconds,
             seconds=cost.seconds,
         )
-        own = OwnRegions(opened.opened, plan.own_regions.kept)
+        own = OwnRegions(opened.inlined_checkpoints, plan.own_regions.kept)
         return dataclasses.replace(plan, predicted=predicted, own_regions=own)
 
-    def _again(self, rate: Callable[[Kernel], float]) -> float:
-        return sum(_again(self.traced.flat, self.traced.program, rate))
+    def _recomputed(self, rate: Callable[[Kernel], float]) -> float:
+        return sum(_recomputed(self.traced.flat, self.traced.program, rate))
 
 
-def _again(
+def _recomputed(
     flat: jaxprs.FlatJaxpr, program: Program, rate: Callable[[Kernel], float]
 ) -> Iterator[float]:
     """What the kernels take that the regions run again in the backward pass."""
@@ -88,9 +94,9 @@ def _again(
         if body is None:
             continue
         if not operation.is_region:
-            inside = _again(jaxprs.loop_of(step.equation).body, body, rate)
+            inside = _recomputed(jaxprs.loop_of(step.equation).body, body, rate)
             yield from (operation.length * each for each in inside)
             continue
-        runs = simulate_block(body, 0, len(body.kernels), body.saves).runs
+        runs = simulate_block(body, 0, len(body.kernels), body.policy_saves).runs
         each = of_each(body, rate)
         yield from (times * each[number] for number, times in runs.items())

@@ -46,11 +46,11 @@ def bound_of(plan: Any) -> Bound | None:
         return None
     fun, args, kwargs, how = plan._call
     traced = TracedFunction(fun, args, kwargs, how["argnums"], how["has_aux"], target=how["target"])
-    if traced.spread(traced.flat).mesh is not None:
+    if traced.shards(traced.flat).mesh is not None:
         return None
     graph = graph_of(traced)
     allowed = plan.budget or plan.compiled_bytes or plan.projected_bytes
-    room = Budget(allowed, plan.reserved + traced.program.input_bytes).left
+    room = Budget(allowed, plan.reserved + traced.program.input_bytes).available
     assert room is not None
     # What waits in the memories of the chip is there, and not in the budget.
     if plan.planned_for.family:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.rematerialization.plan_text import checked
 from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
 from jaxmem.reports.drawn.page import filled
@@ -64,7 +64,7 @@ def page_of_plans(
         seconds, known = plain + plan.predicted.recompute_seconds, plan.compiled_bytes
         size = plan.projected_bytes if known is None else known
         how = "projected" if known is None else "compiled"
-        label = f"{plan.planner}, {counted(len(plan.rows), 'region')}"
+        label = f"{plan.planner}, {pluralize(len(plan.rows), 'region')}"
         timeline = plan.compiled.timeline if plan.compiled else UNKNOWN
         points.append(Point(label, size, seconds, how, plan, compiled=timeline))
     points += [Point(label, size, plain + more, "one-liner") for label, size, more in one_liners]

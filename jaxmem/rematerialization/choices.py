@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence, Set
 
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.planning import Layout, Loop, Rates, Region, saved_by, simulate_block
 from jaxmem.planning.simulation import simulate
 from jaxmem.program import Program
@@ -62,7 +62,7 @@ def _loop_rows(program: Program, loops: Sequence[Loop], depth: int):
             kept = max(schedule.tail, schedule.block)
             where = " in host memory" * schedule.host
             parts = (
-                f" ({counted(schedule.states, 'state')} kept{where}, "
+                f" ({pluralize(schedule.states, 'state')} kept{where}, "
                 f"{schedule.evaluations / length:.2f} forward passes more)"
             )
         whole = Region(0, len(operation.body.kernels), loop.saved, loop.regions)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxmem.ground.garbage import uncollected
 from jaxmem.planning import Layout
-from jaxmem.rematerialization.compiled_rows import Rows
+from jaxmem.rematerialization.compiled_rows import PerBlockCheckpoints
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_compiler import PlanCompiler
 from jaxmem.rematerialization.search import ALTERNATIVE, FIRST_ERROR, Search
@@ -15,17 +15,18 @@ from jaxmem.targets import family_of
 
 # Chosen: what half and twice of these change beside a stand-in for the compiler prints
 # benchmarks/planner/sensitivity.py.
-_WORTH = 0.01  # of the step's time: the price that one more compilation should be able to save
-_MORE = 1.06  # times the projected bytes that fit: how far projections of two plans may differ
+_MIN_SAVING = 0.01  # of the step's time: the price that one more compilation should be able to save
+# Times the projected bytes that fit: how far projections of two plans may differ.
+_PROJECTION_SPREAD = 1.06
 # Times the budget: what may yet fit where nothing below did; ever closer to one another.
-_ABOVE = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
-_MARGIN = 1.003  # between what is expected of a plan and its budget
+_OVER_BUDGET_STEPS = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
+_SAFETY_MARGIN = 1.003  # between what is expected of a plan and its budget
 # A share of the projected bytes. Chosen: projections of the networks that tuned the planner are
 # nearer. At half of it more functions are compiled as they are too; forces of atoms are 29 % off.
-_OFF = 0.1
+_RECHECK_ERROR = 0.1
 # Derived: bytes of a plan are counted in steps of a 200th (planning.dp._SLOTS). Of two budgets that
 # are nearer to each other the plans hardly differ.
-_SAME = 1.002
+_MIN_GOAL_RATIO = 1.002
 
 
 class CompiledPlans(PlanCompiler):
@@ -35,12 +36,12 @@ class CompiledPlans(PlanCompiler):
         """The plan of the least price that fits, after so many compilations at most."""
         allowed = self.constraints.budget.allowed
         if allowed is None:
-            return self.smallest(compilations)
+            return self.plan_fewest_bytes(compilations)
         self.search = Search(allowed, compilations)
         self.search.run(self.rounds(allowed), self.start)
         plain = self.planner.plain
         if plain not in self.search.outcomes:
-            self.search.last(plain, self.projected(plain), self.start)
+            self.search.try_plain(plain, self.projected(plain), self.start)
         if self.search.best:
             return self.plans[self.search.best]
         lowest = self.search.lowest
@@ -51,34 +52,42 @@ class CompiledPlans(PlanCompiler):
             for layout, outcome in self.search.outcomes.items()
             if outcome.compiled is not None
         }
-        hope = self.search.hope
-        if hope and not self.hopeful:
+        hope = self.search.exhausted_note
+        if hope and not self.may_still_fit:
             hope = ""
         raise self.constraints.too_small(self.traced.program, lowest, total, compiled, hope)
 
-    def smallest(self, compilations: int) -> Plan:
+    def plan_fewest_bytes(self, compilations: int) -> Plan:
         """The plan of the fewest bytes at one more forward pass. Where it compiles to others than
         were projected, the function as it is may take less, and is compiled too."""
-        layout, plain = self.planner.smallest_at_one_forward(), self.planner.plain
+        layout, plain = self.planner.minimum_at_one_forward(), self.planner.plain
         self.search = Search(2**62, compilations)
         self.search.run([[layout]], self.start)
         known = self.search.outcomes
-        if self.search.left and layout != plain and abs(known[layout].ratio - 1) > _OFF:
+        if (
+            self.search.remaining
+            and layout != plain
+            and abs(known[layout].ratio - 1) > _RECHECK_ERROR
+        ):
             self.search.run([[plain]], self.start)
         return self.plans[min(known, key=lambda one: known[one].compiled or math.inf)]
 
     @functools.cached_property
-    def rows(self) -> Rows:
+    def per_block(self) -> PerBlockCheckpoints:
         """One region on each block."""
-        return Rows(self)
+        return PerBlockCheckpoints(self)
 
     @property
-    def hopeful(self) -> bool:
+    def may_still_fit(self) -> bool:
         """Whether something that was not compiled may fit, if it takes as little of what is
         projected as anything that was."""
         error = min(self.least_ratio, 1.0)
         known, allowed = self.search.outcomes, self.search.allowed + self.chip_bytes
-        others = (one for one in (self.planner.fewest(), *self.rows.by_price) if one not in known)
+        others = (
+            one
+            for one in (self.planner.minimum_peak(), *self.per_block.by_price)
+            if one not in known
+        )
         return any(error * self.projected(one) <= allowed for one in others)
 
     def as_it_is(self) -> Plan | None:
@@ -93,7 +102,7 @@ class CompiledPlans(PlanCompiler):
         """Layouts to compile: corrected ones, then rows of regions that would cost less than the
         best of them."""
         yield from self.corrections(budget)
-        yield from self.rows.cheaper(budget)
+        yield from self.per_block.cheaper(budget)
 
     def corrections(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Layouts to compile: the bytes to plan for are corrected by what was compiled, between
@@ -106,43 +115,43 @@ class CompiledPlans(PlanCompiler):
             if search.fits(planner.plain):
                 return
         goal = budget / FIRST_ERROR if only else float(budget)
-        goals: dict[Layout, float] = {}  # projected bytes that it was planned for
+        planned_bytes: dict[Layout, float] = {}  # projected bytes that it was planned for
         fits, fails = 0.0, math.inf  # of those, what did, and did not
-        while fits * _SAME < fails:
+        while fits * _MIN_GOAL_RATIO < fails:
             best = search.best
-            if best and search.left == 1 and self.rows.may_fit(budget):
+            if best and search.remaining == 1 and self.per_block.may_fit(budget):
                 return  # the last one is a row's
-            if len(search.outcomes) > 1 and search.left == 2 and not best:
+            if len(search.outcomes) > 1 and search.remaining == 2 and not best:
                 # The last one is for what leaves much room.
-                goal = self.safer(goal) / _MARGIN
-                if self.known_to_fit(goal) is None:
-                    yield from self.rows.safe(budget, goal)
-            cautious = search.outcomes and search.left == 1 and not search.best
-            wanted = self.sure(goal) if cautious else self.layout_for(goal)
-            layout = planner.smallest() if wanted is None else wanted
-            goals[layout] = goal
+                goal = self.worst_case_goal(goal) / _SAFETY_MARGIN
+                if self.safe_layout(goal) is None:
+                    yield from self.per_block.cheapest_safe(budget, goal)
+            cautious = search.outcomes and search.remaining == 1 and not search.best
+            wanted = self.last_attempt(goal) if cautious else self.layout_for(goal)
+            layout = planner.cheapest_near_minimum() if wanted is None else wanted
+            planned_bytes[layout] = goal
             if layout not in search.outcomes:
-                if not self.gains(layout.price):
+                if not self.is_worth_compiling(layout.price):
                     return
-                lower = (fits + goal) / 2 if fits else self.safer(goal) / ALTERNATIVE
+                lower = (fits + goal) / 2 if fits else self.worst_case_goal(goal) / ALTERNATIVE
                 alternatives = self.alternatives(layout, lower)
-                goals |= dict.fromkeys(alternatives, lower)
+                planned_bytes |= dict.fromkeys(alternatives, lower)
                 yield [layout, *alternatives]
-                if not search.best and math.isinf(fails) and search.left > 1:  # the first ones
-                    yield from itertools.islice(self.rows.cheaper(budget, layout.price), 1)
+                if not search.best and math.isinf(fails) and search.remaining > 1:  # the first ones
+                    yield from itertools.islice(self.per_block.cheaper(budget, layout.price), 1)
             # Where something fits, the fewest bytes are looked for only if they were asked for: it
             # takes as long as to plan.
             elif (
                 (wanted is None or not best)
                 and not search.fits(layout)
-                and layout == planner.smallest()
+                and layout == planner.cheapest_near_minimum()
             ):
                 if not search.best:
-                    yield from self.rows.any_that_fits(budget)
+                    yield from self.per_block.last_resort(budget)
                 if not search.best:
                     yield from self.slightly_above(budget)
                 return
-            tried = {one: goal for one, goal in goals.items() if one in search.outcomes}
+            tried = {one: goal for one, goal in planned_bytes.items() if one in search.outcomes}
             fits = max((goal for one, goal in tried.items() if search.fits(one)), default=0.0)
             fails = min(
                 (goal for one, goal in tried.items() if goal > fits and not search.fits(one)),
@@ -150,12 +159,12 @@ class CompiledPlans(PlanCompiler):
             )
             corrected = self.corrected(layout, budget)
             if not search.fits(layout):
-                goal = self.aim(budget, corrected / _MARGIN, fails)
+                goal = self.next_goal(budget, corrected / _SAFETY_MARGIN, fails)
             else:
                 if layout == planner.plain:
                     return
                 # Another plan may well compile to less of what is projected than this one.
-                goal = max(corrected, fits * _MORE)
+                goal = max(corrected, fits * _PROJECTION_SPREAD)
             if not fits < goal < fails:
                 goal = (fits + fails) / 2 if fits else fails / ALTERNATIVE
 
@@ -167,22 +176,24 @@ class CompiledPlans(PlanCompiler):
         along = budget / outcome.ratio
         if outcome.compiled is None:
             return along
-        apart = [
+        same_location = [
             (other.projected, other.compiled)
             for other in search.outcomes.values()
             if other.compiled is not None
-            and other.place == outcome.place
+            and other.ratio_key == outcome.ratio_key
             and other.projected != outcome.projected
         ]
-        if not apart:
+        if not same_location:
             return along
-        projected, compiled = min(apart, key=lambda other: abs(other[0] - outcome.projected))
+        projected, compiled = min(
+            same_location, key=lambda other: abs(other[0] - outcome.projected)
+        )
         slope = (outcome.compiled - compiled) / (outcome.projected - projected)
         low, high = sorted([outcome.ratio, 1.0])
         slope = min(max(slope, low), high)
         return outcome.projected + (budget - outcome.compiled) / slope
 
-    def safer(self, goal: float) -> float:
+    def worst_case_goal(self, goal: float) -> float:
         """Projected bytes that fit if nothing is further off than what was compiled, wherever it
         peaks, by share or by bytes."""
         known = [one for one in self.search.outcomes.values() if one.compiled is not None]
@@ -190,27 +201,27 @@ class CompiledPlans(PlanCompiler):
         more = max(((one.compiled or 0) - one.projected for one in known), default=0)
         return min(goal, self.search.allowed / ratio, self.search.allowed - more)
 
-    def known_to_fit(self, goal: float) -> Layout | None:
+    def safe_layout(self, goal: float) -> Layout | None:
         """The layout for bytes that are safe by all that was compiled, if it peaks where another
         one was compiled: for the last compilation, where nothing fits yet."""
-        layout = self.layout_for(self.safer(goal) / ALTERNATIVE)
-        if layout is None or layout.place not in self.search.ratios:
+        layout = self.layout_for(self.worst_case_goal(goal) / ALTERNATIVE)
+        if layout is None or layout.peak_location not in self.search.ratios:
             return None
-        return layout if self.expected(layout) * _MARGIN <= self.search.allowed else None
+        return layout if self.expected(layout) * _SAFETY_MARGIN <= self.search.allowed else None
 
-    def sure(self, goal: float) -> Layout | None:
+    def last_attempt(self, goal: float) -> Layout | None:
         """The layout for the last compilation, where nothing fits yet: what is known to fit, or
         leaves as much room as the only one would; None: only the fewest bytes do, at any price."""
-        room = min(self.safer(goal), self.search.allowed / FIRST_ERROR)
-        return self.known_to_fit(goal) or self.layout_for(room)
+        room = min(self.worst_case_goal(goal), self.search.allowed / FIRST_ERROR)
+        return self.safe_layout(goal) or self.layout_for(room)
 
-    def gains(self, price: float) -> bool:
+    def is_worth_compiling(self, price: float) -> bool:
         """Whether that is less than the price of the best plan so far, by what a compilation is
         worth."""
         best = self.search.best
         if best is None:
             return True
-        return price <= best.price - 3 * _WORTH * self.plans[best].predicted.seconds
+        return price <= best.price - 3 * _MIN_SAVING * self.plans[best].predicted.seconds
 
     def alternatives(self, layout: Layout, lower: float) -> list[Layout]:
         """What to compile beside a layout, in case that it does not fit: one for fewer bytes."""
@@ -222,12 +233,12 @@ class CompiledPlans(PlanCompiler):
         other = self.layout_for(lower)
         if other is None or other == layout or other in self.search.outcomes:
             return []
-        return [other] if self.gains(other.price) else []
+        return [other] if self.is_worth_compiling(other.price) else []
 
     @uncollected()
     def layout_for(self, goal: float) -> Layout | None:
         """The layout that is projected to take so many bytes in all."""
-        left = self.constraints.budget_for(self.traced.program, int(goal)).left
+        left = self.constraints.budget_for(self.traced.program, int(goal)).available
         assert left is not None
         return self.planner.cheapest_for(left)
 
@@ -243,16 +254,16 @@ class CompiledPlans(PlanCompiler):
     def expected(self, layout: Layout) -> float:
         """Projected bytes, corrected where another plan was compiled that peaks at the same place:
         how far a projection is off depends on what is there."""
-        return self.projected(layout) * self.search.ratios.get(layout.place, 1.0)
+        return self.projected(layout) * self.search.ratios.get(layout.peak_location, 1.0)
 
-    def aim(self, budget: int, low: float, high: float) -> float:
+    def next_goal(self, budget: int, low: float, high: float) -> float:
         """Projected bytes to plan for next, where a plan for ``high`` did not fit and ``low`` would
         do if all plans peaked at the same place: half way, if that is expected to fit."""
         middle = max((low + high) / 2, low)
         layout = self.layout_for(middle)
         if layout is None or layout in self.search.outcomes:
             return low
-        return middle if self.expected(layout) <= budget / _MARGIN else low
+        return middle if self.expected(layout) <= budget / _SAFETY_MARGIN else low
 
     @property
     def least_ratio(self) -> float:
@@ -262,7 +273,7 @@ class CompiledPlans(PlanCompiler):
 
     def slightly_above(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Plans that are projected not to fit, by little, until one does."""
-        for share in _ABOVE:
+        for share in _OVER_BUDGET_STEPS:
             layout = self.layout_for(share * budget)
             if layout and layout not in self.search.outcomes:
                 yield [layout]

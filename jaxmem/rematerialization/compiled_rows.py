@@ -6,20 +6,20 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jaxmem.planning import Layout, rows_to_compile
-from jaxmem.rematerialization.search import NEARLY
+from jaxmem.planning import Layout, per_block_layouts
+from jaxmem.rematerialization.search import MAX_OVERPROJECTION
 
 if TYPE_CHECKING:
     from jaxmem.rematerialization.compiled_plans import CompiledPlans
 
 
-class Rows:
+class PerBlockCheckpoints:
     """Those of a search, in the order in which it tries them."""
 
     def __init__(self, plans: "CompiledPlans"):
         self.plans = plans
 
-    def any_that_fits(self, budget: int) -> Iterator[Sequence[Layout]]:
+    def last_resort(self, budget: int) -> Iterator[Sequence[Layout]]:
         """One region on each block, by one policy after the other, where nothing else fits: XLA may
         make far less of what is inside a block than is projected, as it does of an
         `associative_scan`. The fewest bytes first, then what costs less."""
@@ -34,7 +34,7 @@ class Rows:
         while layout := next(self.promising(budget, price), None):
             yield [layout]
 
-    def safe(self, budget: int, goal: float) -> Iterator[Sequence[Layout]]:
+    def cheapest_safe(self, budget: int, goal: float) -> Iterator[Sequence[Layout]]:
         """The cheapest row that is projected to take no more than that."""
         safe = (one for one in self.promising(budget) if self.plans.projected(one) <= goal)
         yield from ([one] for one in itertools.islice(safe, 1))
@@ -48,10 +48,10 @@ class Rows:
         likely: list[Layout] = []
         others: list[Layout] = []
         for layout in self.by_price:
-            if layout.price > price or not self.plans.gains(layout.price):
+            if layout.price > price or not self.plans.is_worth_compiling(layout.price):
                 break
             least = error * self.plans.projected(layout) - self.plans.chip_bytes
-            if layout not in self.plans.search.outcomes and least <= NEARLY * budget:
+            if layout not in self.plans.search.outcomes and least <= MAX_OVERPROJECTION * budget:
                 (likely if least <= budget else others).append(layout)
         yield from likely
         yield from sorted(others, key=self.plans.projected)
@@ -67,4 +67,4 @@ class Rows:
     def by_price(self) -> list[Layout]:
         """All rows, the cheapest first."""
         program = self.plans.constraints.as_run(self.plans.traced.program)
-        return rows_to_compile(self.plans.planner, program, self.plans.constraints.rates)
+        return per_block_layouts(self.plans.planner, program, self.plans.constraints.rates)

@@ -13,11 +13,11 @@ from jaxmem.planning import (
     Planner,
     Variant,
     as_emitted,
+    baseline_policies,
     loops_as_emitted,
     lowest,
-    one_liners,
 )
-from jaxmem.program import Program, compiled_by
+from jaxmem.program import Program, apply_compiler_rules
 from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.plan import Plan
@@ -67,7 +67,7 @@ class Constraints:
 
     def as_run(self, program: Program) -> Program:
         """A program as the device runs it."""
-        return compiled_by(program, self.rules)
+        return apply_compiler_rules(program, self.rules)
 
     @property
     def rules(self) -> Rules:
@@ -96,12 +96,12 @@ class Constraints:
         """
         planner, budget = planner or self.planner(program), self.budget_for(program)
         layout = (
-            planner.smallest_at_one_forward()
-            if budget.left is None
-            else planner.cheapest_for(budget.left)
+            planner.minimum_at_one_forward()
+            if budget.available is None
+            else planner.cheapest_for(budget.available)
         )
         if layout is None:
-            least = planner.fewest()
+            least = planner.minimum_peak()
             raise self.too_small(program, least, budget.total(least.peak))
         return self.write(program, layout, plain or self.as_it_is(program))
 
@@ -141,9 +141,9 @@ class Constraints:
             planned_for=self._planned_for,
             widens=program.widens,
             segments=layout.segments,
-            inputs=program.together.types[: program.input_count],
+            inputs=program.unsharded.types[: program.input_count],
             differentiated=None if wanted is None else tuple(sorted(wanted)),
-            own_regions=OwnRegions(program.opened, self.keeps_regions),
+            own_regions=OwnRegions(program.inlined_checkpoints, self.keeps_regions),
         )
 
     @property
@@ -153,10 +153,10 @@ class Constraints:
             return PlannedFor(rules=self.rules)
         return PlannedFor(device.family, self.rules, device.name, device.time_error)
 
-    def _one_liner(self, program: Program, compiled: Mapping[tuple, int]) -> str:
+    def _baseline_note(self, program: Program, compiled: Mapping[tuple, int]) -> str:
         """What regions on every block would take, in words."""
         total = self.budget_for(program).total
-        found = one_liners(self.as_run(program), self.rates)
+        found = baseline_policies(self.as_run(program), self.rates)
         found.pop("everything_saveable")
         if not found:
             return ""
@@ -183,7 +183,7 @@ class Constraints:
             f"{format_against(total, allowed)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
             f"{lowest(self.as_run(program), least)}."
-            f"{self._one_liner(program, compiled or {})}{hope} Raise the budget, shrink the batch, "
-            "or accumulate gradients over microbatches.",
+            f"{self._baseline_note(program, compiled or {})}{hope} Raise the budget, shrink the "
+            "batch, or accumulate gradients over microbatches.",
             total,
         )

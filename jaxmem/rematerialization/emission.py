@@ -13,17 +13,17 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.loops import checkpointed_scan, split_scan
 from jaxmem.planning import Loop, Region, Segment, recomputed, saved_by
-from jaxmem.program import Kernel, Program, compiled_by, read_program
+from jaxmem.program import Kernel, Program, apply_compiler_rules, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
 from jaxmem.rematerialization.segments import run_segments
+from jaxmem.rematerialization.sequencing import sequence_recomputation
 from jaxmem.rematerialization.traced import check_pure, input_names
-from jaxmem.rematerialization.turns import keep_in_turn
 from jaxmem.targets import Rules
 
 _EMISSIONS = itertools.count()
 
 
-class Layout(Protocol):
+class EmissionSpec(Protocol):
     """What is emitted of a plan: regions and loops, and by what rules the compiler goes."""
 
     @property
@@ -40,7 +40,7 @@ class Layout(Protocol):
 
 
 # The layout for a program, given what returns the names and types of the program's inputs.
-LayoutFor = Callable[[Program, Callable[[], Sequence[tuple[str, str]]]], Layout]
+LayoutFor = Callable[[Program, Callable[[], Sequence[tuple[str, str]]]], EmissionSpec]
 
 
 def planned_function(
@@ -72,18 +72,20 @@ def planned_function(
     return planned
 
 
-def emit(flat: jaxprs.FlatJaxpr, program: Program, layout: Layout, leaves: Sequence[Any]) -> Any:
+def emit(
+    flat: jaxprs.FlatJaxpr, program: Program, layout: EmissionSpec, leaves: Sequence[Any]
+) -> Any:
     """The results of a traced function on ``leaves``, with the regions and loops of a layout, or
     with its segments."""
     if layout.segments:
         return run_segments(flat, layout.segments, leaves)
-    program = compiled_by(program, layout.rules)
+    program = apply_compiler_rules(program, layout.rules)
     values = dict(enumerate([*flat.consts, *leaves]))
     loops = {loop.kernel: loop for loop in layout.loops}
     # Of what recomputes nothing, the function is as its author wrote it: a barrier would hold the
     # cotangents of several heads at once.
     recomputes = bool(layout.regions or layout.loops)
-    emission = _Emission(flat, program, loops, layout.regions, parts=recomputes)
+    emission = _Emission(flat, program, loops, layout.regions, adds_barriers=recomputes)
     emission.run(0, len(program.kernels), layout.regions, values)
     return jax.tree.unflatten(flat.out_tree, emission.outputs(values))
 
@@ -93,7 +95,7 @@ class _OpenRegion(NamedTuple):
     it whether it would recompute more to have that."""
 
     region: Region
-    latest: Any
+    latest_input: Any
     costs: list[bool]
 
 
@@ -116,7 +118,7 @@ class _Emission:
     regions: Sequence[Region]
     in_loop: bool = False
     dropped: Set[int] = frozenset()  # results that nobody asks for
-    parts: bool = True  # whether barriers part loops from what comes after them
+    adds_barriers: bool = True  # whether barriers part loops from what comes after them
 
     def __post_init__(self):
         self.saved = saved_by(self.regions)
@@ -137,7 +139,7 @@ class _Emission:
         return collections.Counter(value for step in self.flat.steps for value in step.uses)
 
     @functools.cached_property
-    def asked(self) -> frozenset[int]:
+    def used_values(self) -> frozenset[int]:
         """The values that an operation reads, or somebody asks for."""
         return frozenset(self.readers) | (_values(self.flat.outputs) - self.dropped)
 
@@ -146,10 +148,10 @@ class _Emission:
         for before, region in zip([None, *regions], regions, strict=False):
             self.evaluate(start, region.start, values)
             if before is not None:
-                keep_in_turn(self.program, before, region, values)
+                sequence_recomputation(self.program, before, region, values)
             self.checkpointed(region, values)
             if any(region.start <= scan < region.stop for scan in self.program.scans):
-                _part(self.program, region.stop, values)
+                _barrier_between_passes(self.program, region.stop, values)
             start = region.stop
         self.evaluate(start, stop, values)
 
@@ -190,14 +192,14 @@ class _Emission:
                 if value in self.saved:
                     named = jaxprs.named(inside[value], self.name(value))
                     named = jaxprs.row_major(named) if self.stacks_rows else named
-                    values[value] = self.in_turn(value, named)
+                    values[value] = self.delayed_until_region(value, named)
                 else:
                     values[value] = inside[value]
-            if self.parts and _is_parted(last, kernel, self.loops.get(number)):
-                _part(self.program, number + 1, values)
+            if self.adds_barriers and _has_barrier(last, kernel, self.loops.get(number)):
+                _barrier_between_passes(self.program, number + 1, values)
                 fused.clear()  # what follows is made from the parted values
 
-    def in_turn(self, value: int, saved: Any) -> Any:
+    def delayed_until_region(self, value: int, saved: Any) -> Any:
         """A saved value, for what reads it: in the recomputation of a region around its own, where
         it is there from the beginning, it waits for its own region's turn.
 
@@ -208,12 +210,12 @@ class _Emission:
         *outer, (_, latest, costs) = self.open_regions
         if latest is None:
             return saved
-        for (region, *_), dear in zip(outer, costs, strict=True):
-            if dear and value in region.saved:
+        for (region, *_), expensive in zip(outer, costs, strict=True):
+            if expensive and value in region.saved:
                 return saved
-        return jaxprs.after(saved, latest)
+        return jaxprs.order_after(saved, latest)
 
-    def tied(self, region: Region, reads: Sequence[int]) -> list[int]:
+    def cotangent_barrier_values(self, region: Region, reads: Sequence[int]) -> list[int]:
         """The parameters that a region's matmuls read, and the latest value that it reads: the
         backward pass goes on from their cotangents once all are there. Without that, XLA may leave
         gradients of parameters for later, and hold what they are made from.
@@ -240,14 +242,16 @@ class _Emission:
         kernels = self.program.kernels[region.start : region.stop]
         made = {value for kernel in kernels for value in kernel.results}
         reads = sorted({value for kernel in kernels for value in kernel.sources} - made)
-        keeps = [v for v in sorted(made & self.asked) if self.program.last_used[v] > region.stop]
+        keeps = [
+            v for v in sorted(made & self.used_values) if self.program.last_used[v] > region.stop
+        ]
 
         def run(*operands):
             inner = dict(zip(reads, operands, strict=True))
-            tied = self.tied(region, reads)
-            inner.update(zip(tied, jaxprs.back_together([inner[v] for v in tied]), strict=True))
+            tied = self.cotangent_barrier_values(region, reads)
+            inner.update(zip(tied, jaxprs.cotangent_barrier([inner[v] for v in tied]), strict=True))
             made = [v for v in reads if v >= self.program.input_count and self.program.active[v]]
-            inner.update(zip(made, jaxprs.together([inner[v] for v in made]), strict=True))
+            inner.update(zip(made, jaxprs.barrier([inner[v] for v in made]), strict=True))
             for value in inner.keys() & set(offloaded):
                 inner[value] = jaxprs.named(inner[value], self.name(value))
             if made:
@@ -279,7 +283,7 @@ class _Emission:
         carry, slices = operands[parts.carry], operands[parts.carry.stop :]
         stacked_as = step.outputs[len(carry) :]
         # XLA finds out that nothing reads what one loop stacks, and not of loops in loops.
-        read = [at for at, value in enumerate(stacked_as) if value in self.asked]
+        read = [at for at, value in enumerate(stacked_as) if value in self.used_values]
         one = self.iteration(loop, body, read)
         with jaxprs.context(step):
             if loop.schedule:
@@ -297,13 +301,13 @@ class _Emission:
                 )  # fmt: skip
         made = [*step.outputs[: len(carry)], *(stacked_as[at] for at in read)]
         for value, result in zip(made, [*carry, *stacked], strict=True):
-            values[value] = jaxprs.weak_as(self.flat.avals[value], result)
+            values[value] = jaxprs.match_weak_type(self.flat.avals[value], result)
 
     def mapped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
         """A `jax.shard_map` with regions in what each device runs."""
         operands = [jaxprs.as_array(jaxprs.read(values, operand)) for operand in step.inputs]
         body = jaxprs.mapped_body(step.equation)
-        read = [at for at, value in enumerate(step.outputs) if value in self.asked]
+        read = [at for at, value in enumerate(step.outputs) if value in self.used_values]
         one = self.iteration(loop, body, read)
 
         def run(*pieces):
@@ -341,7 +345,7 @@ class _Emission:
         return one
 
 
-def _part(program: Program, stop: int, values: dict[int, Any]) -> None:
+def _barrier_between_passes(program: Program, stop: int, values: dict[int, Any]) -> None:
     """Parts a loop among the kernels before ``stop`` from those after it, in the backward pass
     too: without that, XLA may leave gradients of parameters for later, and hold what they are
     made from all through the loop."""
@@ -349,12 +353,12 @@ def _part(program: Program, stop: int, values: dict[int, Any]) -> None:
         v for v in values
         if program.active[v] and program.made[v] <= stop < program.last_used[v]
     ]  # fmt: skip
-    passed = jaxprs.together([jaxprs.as_array(values[value]) for value in parted])
-    passed = jaxprs.back_together(passed)
+    passed = jaxprs.barrier([jaxprs.as_array(values[value]) for value in parted])
+    passed = jaxprs.cotangent_barrier(passed)
     values.update(zip(parted, passed, strict=True))
 
 
-def _is_parted(step: jaxprs.Step, kernel: Kernel, loop: Loop | None) -> bool:
+def _has_barrier(step: jaxprs.Step, kernel: Kernel, loop: Loop | None) -> bool:
     """Whether a barrier parts a loop from what comes after it."""
     kept = step.primitive == "scan" and kernel.residuals is not None
     return kept and (loop is None or loop.parted)

@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxmem.ground.bytes import format_bytes, parse_budget
 from jaxmem.ground.checks import check_call, check_count
-from jaxmem.ground.words import counted
-from jaxmem.planning import Layout, one_liners
+from jaxmem.ground.words import pluralize
+from jaxmem.planning import Layout, baseline_policies
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_text import checked
@@ -148,7 +148,7 @@ class Frontier(Printed):
             )
         forward = most.predicted.seconds * 3
         rows = [
-            (f"{plan.planner}, {counted(len(plan.rows), 'region')}", plan.projected_bytes,
+            (f"{plan.planner}, {pluralize(len(plan.rows), 'region')}", plan.projected_bytes,
              plan.predicted.recompute_seconds, f"{plan.predicted.recompute_flops / 1e9:.4g}")
             for plan in self.plans
         ]  # fmt: skip
@@ -224,9 +224,9 @@ def pareto(
     traced.check_loss("jaxmem.pareto", scalar=False)
     program = traced.program
     found = constraints.planner(program)
-    high, low = found.plain.peak, found.smallest().peak
-    layouts = {found.plain, found.smallest()}
-    rivals = one_liners(constraints.as_run(program), constraints.rates)
+    high, low = found.plain.peak, found.cheapest_near_minimum().peak
+    layouts = {found.plain, found.cheapest_near_minimum()}
+    rivals = baseline_policies(constraints.as_run(program), constraints.rates)
     goals = {int(low + (high - low) * (at / (points - 1)) ** 2) for at in range(1, points - 1)}
     goals |= {rival.peak for rival in rivals.values() if low < rival.peak < high}
     for goal in sorted(goals, reverse=True):  # a solution serves smaller budgets too

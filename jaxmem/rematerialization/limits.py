@@ -29,9 +29,9 @@ class Limits:
         limits = (chosen.usable_bytes, chosen.name) if chosen else ()
         capacity = chosen.usable_bytes if chosen else None
         allowed = None if budget is None else device_budget(budget, *limits)
-        spoken_for = parse_budget(reserved, capacity, what="reserved size", least=0)
+        parsed = parse_budget(reserved, capacity, what="reserved size", least=0)
         return cls(
-            Budget(allowed, spoken_for),
+            Budget(allowed, parsed),
             chosen.known if chosen else None,
             offload,
         )

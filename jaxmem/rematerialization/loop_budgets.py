@@ -10,7 +10,7 @@ from jaxmem.frameworks.modules import on_arrays
 from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.checks import check_count, name_of
 from jaxmem.ground.errors import BudgetError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.loops import checkpointed_while, repeats
 from jaxmem.planning import Loop, LoopOption, Rates, Region, Segment, loop_options, simulate_block
 from jaxmem.program import Program, read_program
@@ -78,16 +78,16 @@ def scan(
     def whole(init, xs):
         return jax.lax.scan(f, init, xs, length, reverse, unroll)
 
-    def layout_for(program: Program, _) -> _Layout:
+    def layout_for(program: Program, _) -> _LoopLayout:
         if not program.scans:
-            return _Layout(())  # of no iterations
+            return _LoopLayout(())  # of no iterations
         option = _chosen(program, constraints.rates, constraints.budget.allowed, name_of(f))
-        return _Layout((option.loop,) if option.loop else ())
+        return _LoopLayout((option.loop,) if option.loop else ())
 
     return planned_function(whole, layout_for)(init, xs)
 
 
-class _Layout(NamedTuple):
+class _LoopLayout(NamedTuple):
     loops: tuple[Loop, ...]
     regions: tuple[Region, ...] = ()
     segments: tuple[Segment, ...] = ()
@@ -103,13 +103,13 @@ def _chosen(program: Program, rates: Rates, budget: int | None, name: str) -> Lo
             (option for option in options if option.seconds <= forward),
             key=lambda option: (option.bytes, option.price),
         )
-    options += filter(None, (option.with_room(budget) for option in options if option.bodies))
+    options += filter(None, (option.cheapest_within(budget) for option in options if option.bodies))
     fitting = [option for option in options if option.bytes <= budget]
     if not fitting:
         lowest = min(option.bytes for option in options)
         operation = program.operation_of(kernel)
         raise BudgetError(
-            f"No schedule of this scan ({counted(operation.length, 'iteration')} of {name}) fits "
+            f"No schedule of this scan ({pluralize(operation.length, 'iteration')} of {name}) fits "
             f"the budget of {format_bytes(budget)}; the lowest found takes "
             f"{format_against(lowest, budget)} ({lowest} bytes projected), with one state kept. "
             "Raise the budget, or make an iteration or its state smaller.",

@@ -15,7 +15,7 @@ from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.emission import emit
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_facts import Compiled
-from jaxmem.rematerialization.search import Begun, Outcome, Search
+from jaxmem.rematerialization.search import Outcome, PendingCompilation, Search
 from jaxmem.rematerialization.timelines import Timeline
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.reports import Compiling, MemoryReport, begin
@@ -43,13 +43,15 @@ class PlanCompiler:
         self.plans: dict[Layout, Plan] = {}
 
     @uncollected()
-    def start(self, layout: Layout) -> Begun:
+    def start(self, layout: Layout) -> PendingCompilation:
         """Begins to compile the plan of a layout."""
         chosen = self.constraints.write(self.traced.program, layout, self.plain)
         made = self.begin(chosen, self.options(chosen))
         made.start()
         said = f"{format_bytes(chosen.projected_bytes)} projected"
-        return Begun(said, functools.partial(self.finish, layout, chosen, made), made.stop)
+        return PendingCompilation(
+            said, functools.partial(self.finish, layout, chosen, made), made.stop
+        )
 
     def finish(self, layout: Layout, chosen: Plan, made: Compiling) -> Outcome:
         """Waits for the plan of a layout.
@@ -66,7 +68,7 @@ class PlanCompiler:
     ) -> int | None:
         """Bytes with XLA's own rematerialization pass on, where it would act."""
         family, total = family_of(self.target.known), self.constraints.budget.total
-        if total(report.device) <= family.pass_acts * self.target.memory_bytes:
+        if total(report.device) <= family.remat_pass_threshold * self.target.memory_bytes:
             return None
         with_pass = {**self.options(chosen), **family.pass_options, **options}
         return total(self.begin(chosen, with_pass).report().device)
@@ -83,7 +85,7 @@ class PlanCompiler:
     ) -> Outcome:
         """What the compiler says of the plan of a layout."""
         offloaded = chosen.predicted.host_bytes
-        if not waits(chosen, report.host):
+        if not is_offloaded(chosen, report.host):
             raise OffloadError(
                 f"The plan has {format_bytes(offloaded)} of residuals in host memory, and "
                 f"XLA's program for {self.target.name} keeps {format_bytes(report.host)} there. "
@@ -101,7 +103,7 @@ class PlanCompiler:
             f" plans for {self.target.name}: {format_bytes(total)} (projected "
             f"{format_bytes(chosen.projected_bytes)})"
         )
-        return Outcome(said, layout.price, chosen.projected_bytes, total, layout.place)
+        return Outcome(said, layout.price, chosen.projected_bytes, total, layout.peak_location)
 
     def compiled(
         self, chosen: Plan, made: Compiling
@@ -119,14 +121,14 @@ class PlanCompiler:
 
     def options(self, plan: Plan) -> dict[str, Any]:
         """XLA flags of a plan, without what is reserved for the rest of the step."""
-        return plan.options_for(plan.allowance.left)
+        return plan.options_for(plan.allowance.available)
 
     def begin(self, plan: Plan, options: dict[str, Any]) -> Compiling:
         """A plan, traced and lowered."""
         traced = self.traced
 
         def planned(*leaves):
-            return traced.value(emit(traced.flat, traced.program.together, plan, leaves))
+            return traced.value(emit(traced.flat, traced.program.unsharded, plan, leaves))
 
         return begin(
             jax.jit(traced.differentiated(planned)),
@@ -137,7 +139,7 @@ class PlanCompiler:
         )
 
 
-def waits(chosen: Plan, host: int) -> bool:
+def is_offloaded(chosen: Plan, host: int) -> bool:
     """Whether what a plan has in host memory is there, by the bytes that XLA has there for it. A
     value that goes from turn to turn may be there once for two that the plan counts, and so may
     those that are equal (angles of queries and of keys)."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxmem.ground.errors import PlanError
 from jaxmem.loops import Schedule
-from jaxmem.planning import Head, Loop, Region, Segment
+from jaxmem.planning import LeadingIterations, Loop, Region, Segment
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.plan_facts import Compiled, OwnRegions, PlannedFor, Predicted
 from jaxmem.rematerialization.timelines import Timeline
@@ -54,7 +54,7 @@ def _loop(row: dict[str, Any]) -> Loop:
         schedule and Schedule(**schedule),
         row["whole"],
         tuple(map(_loop, row["loops"])),
-        head and Head(head["count"], _loop(head["loop"])),
+        head and LeadingIterations(head["count"], _loop(head["loop"])),
         row["parted"],
     )
 

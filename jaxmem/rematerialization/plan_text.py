@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.reports.drawn.grouping import common_path, grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Table
@@ -47,7 +47,7 @@ def plan_parts(plan: Any) -> Iterator[Part]:
     if predicted.flops:  # a program may have no matmul
         share = f" ({predicted.recompute_flops / predicted.flops:.1%} of a forward pass)"
     yield answer(plan)
-    regions = counted(len(plan.rows), "region")
+    regions = pluralize(len(plan.rows), "region")
     if plan.segments:  # all have one policy
         regions += f", jax.checkpoint by {plan.segments[0].policy} on each"
     if plan.stays:
@@ -59,8 +59,8 @@ def plan_parts(plan: Any) -> Iterator[Part]:
     )
     if plan.own_regions.written:
         yield (
-            f"  as written, with {counted(plan.own_regions.count, 'region')} of its own: projected "
-            f"{format_bytes(plan.own_regions.written.bytes)}, recomputes "
+            f"  as written, with {pluralize(plan.own_regions.count, 'region')} of its own: "
+            f"projected {format_bytes(plan.own_regions.written.bytes)}, recomputes "
             f"{plan.own_regions.written.recompute_flops / 1e9:.4g} GFLOP "
             f"({plan.own_regions.written.recompute_share:.1%} of a step)"
         )
@@ -114,7 +114,7 @@ def other_program(plan: Any, fingerprint: str, inputs: Sequence[tuple[str, str]]
     ]
     if len(found) != len(plan.inputs):
         said = (
-            f"it takes {counted(len(found), 'array')}, and the plan was made for "
+            f"it takes {pluralize(len(found), 'array')}, and the plan was made for "
             f"{len(plan.inputs)}{_numbers(plan, inputs)}"
         )
     elif differing:

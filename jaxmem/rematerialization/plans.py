@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmem.ground.checks import check_call, check_count
 from jaxmem.ground.errors import BudgetError
-from jaxmem.rematerialization.as_written import AsWritten
+from jaxmem.rematerialization.as_written import OriginalCheckpoints
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.named.call import remembered
@@ -88,7 +88,7 @@ def plan(
     opens, device = regions == "open", constraints.device
     traced = TracedFunction(fun, args, kwargs, argnums, has_aux, opens, target=device)
     traced.check_loss("jaxmem.plan", scalar=target is not None and compilations > 0)
-    own = AsWritten(traced, constraints) if traced.program.opened else None
+    own = OriginalCheckpoints(traced, constraints) if traced.program.inlined_checkpoints else None
     if target is None or not compilations:
         found = constraints.plan(traced.program)
     else:
@@ -104,7 +104,7 @@ def _compiled(
     constraints: Constraints,
     device: Target | LocalDevice,
     compilations: int,
-    own: AsWritten | None,
+    own: OriginalCheckpoints | None,
 ) -> Plan:
     """The best plan that fits; the function as it is written, where that fits and its own regions
     recompute less."""
@@ -115,6 +115,6 @@ def _compiled(
         if own and (plan := own.plan(device)):
             return plan
         raise
-    if own and constraints.budget.allowed is not None and search.gains(own.price):
+    if own and constraints.budget.allowed is not None and search.is_worth_compiling(own.price):
         return own.plan(device) or found
     return found

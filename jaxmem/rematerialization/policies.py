@@ -22,7 +22,7 @@ from jaxmem.targets import LocalDevice, Target, example_target, known_targets, r
 
 # Times the time of writing the result. Chosen: at half every matmul is saved, since all read or
 # write at least once what they write; twice would recompute those that read 1.5 times of it.
-_DEAR = 1.25
+_EXPENSIVE = 1.25
 
 
 def remat_policy(
@@ -104,7 +104,7 @@ def remat_policy(
         precision = precision_of(parameters)
         rate = device.flops_per_second(avals[0].dtype, precision)
         bandwidth = device.memory_bandwidth
-        return max(work / rate, moved / bandwidth) >= _DEAR * written / bandwidth
+        return max(work / rate, moved / bandwidth) >= _EXPENSIVE * written / bandwidth
 
     return jaxprs.OperationPolicy(policy)
 

@@ -15,7 +15,7 @@ from jaxmem.ground.progress import counting, tell
 # Times the budget: rows of regions that are projected to take no more may yet fit, where they cost
 # less than what does. Chosen: projections of the networks that tuned the planner are up to a third
 # too high (benchmarks/results/planner.md).
-NEARLY = 1.3
+MAX_OVERPROJECTION = 1.3
 # Compiled bytes over projected ones, at most, before anything was compiled: networks were within
 # 15 % (benchmarks/planner/projected.py), microbatches of a small one 26 % off. What is compiled
 # once and for all leaves that much room.
@@ -27,7 +27,7 @@ ALTERNATIVE = 1.04
 # beside its projection, is compiled before a budget is refused. Chosen: forces of atoms need 1.4
 # (tests/test_plans.py); with half of what is above 1 they are refused, and with twice one more
 # program is compiled that does not fit.
-AS_IT_IS = 1.5
+TRY_PLAIN_LIMIT = 1.5
 
 Proposal = TypeVar("Proposal", bound=Hashable)
 
@@ -37,18 +37,18 @@ class Outcome:
     """What became of a proposal.
 
     Attributes:
-        said: one line about it.
+        message: one line about it.
         price: the lower, the better, of those that fit.
         projected, compiled: bytes by jaxmem's arithmetic and by XLA; ``compiled`` is None where
             there is no program.
-        place: what proposals have in common whose projections are off alike.
+        ratio_key: what proposals have in common whose projections are off alike.
     """
 
-    said: str
+    message: str
     price: float
     projected: int
     compiled: int | None
-    place: Hashable
+    ratio_key: Hashable
 
     @property
     def ratio(self) -> float:
@@ -57,16 +57,16 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Begun:
+class PendingCompilation:
     """A proposal that is being compiled.
 
     Attributes:
-        said: what it is, in words.
+        message: what it is, in words.
         finish: waits, and says what became of it.
         stop: for where nobody waits for it any more.
     """
 
-    said: str
+    message: str
     finish: Callable[[], Outcome]
     stop: Callable[[], None]
 
@@ -82,12 +82,14 @@ class Search(Generic[Proposal]):
         ratios: compiled bytes over projected ones, by place; the last one last.
     """
 
-    def __init__(self, allowed: int, compilations: int, over: float = 1.0):
-        self.allowed, self.compilations, self.over = allowed, compilations, over
+    def __init__(self, allowed: int, compilations: int, overshoot: float = 1.0):
+        self.allowed, self.compilations, self.overshoot = allowed, compilations, overshoot
         self.outcomes: dict[Proposal, Outcome] = {}
         self.ratios: dict[Any, float] = {}
 
-    def run(self, rounds: Iterable[Sequence[Proposal]], start: Callable[[Proposal], Begun]) -> None:
+    def run(
+        self, rounds: Iterable[Sequence[Proposal]], start: Callable[[Proposal], PendingCompilation]
+    ) -> None:
         """Compiles what is proposed until nothing is, or as many as are allowed.
 
         Args:
@@ -99,20 +101,22 @@ class Search(Generic[Proposal]):
         Raises:
             JaxmemError: what the first of a round raised.
         """
-        if not self.left:
+        if not self.remaining:
             return
         with counting(self.compilations, len(self.outcomes)) as bar:
             for proposals in rounds:
                 self._round(proposals, start, bar)
-                if not self.left:
+                if not self.remaining:
                     break
 
-    def last(self, proposal: Proposal, projected: int, start: Callable[[Proposal], Begun]) -> None:
+    def try_plain(
+        self, proposal: Proposal, projected: int, start: Callable[[Proposal], PendingCompilation]
+    ) -> None:
         """Where nothing fits: compiles the program as it is, though no more are allowed, if there
         is hope."""
         known = [one.ratio for one in self.outcomes.values() if one.compiled is not None]
         expected = projected * min(known, default=1.0)
-        if not self.best and expected <= AS_IT_IS * self.allowed:
+        if not self.best and expected <= TRY_PLAIN_LIMIT * self.allowed:
             asked, self.compilations = self.compilations, len(self.outcomes) + 1
             self.run([[proposal]], start)
             self.compilations = max(asked, self.compilations)
@@ -120,20 +124,20 @@ class Search(Generic[Proposal]):
     def _round(
         self,
         proposals: Sequence[Proposal],
-        start: Callable[[Proposal], Begun],
+        start: Callable[[Proposal], PendingCompilation],
         bar: Bar,
     ) -> None:
         began = time.monotonic()
-        proposals = proposals[: max(self.left - 1, 1)]
+        proposals = proposals[: max(self.remaining - 1, 1)]
         bar.begin(len(proposals))
         with contextlib.ExitStack() as stack:
-            begun: list[tuple[Proposal, Begun]] = []
+            begun: list[tuple[Proposal, PendingCompilation]] = []
             for proposal in proposals:
                 one = _start_alternative(start, proposal) if begun else start(proposal)
                 begun.append((proposal, one))
                 stack.callback(one.stop)
             number = f"{len(self.outcomes) + 1} of at most {self.compilations}"
-            said, *others = [one.said for _, one in begun if one.said]
+            said, *others = [one.message for _, one in begun if one.message]
             # Those beside the first get a number when they count.
             alternatives = (
                 f"; beside it, in case it does not fit: {'; '.join(others)}" if others else ""
@@ -147,36 +151,38 @@ class Search(Generic[Proposal]):
                     if not at:
                         raise
                     outcome = Outcome(f": {error}", math.inf, 1, None, proposal)
-                self._learn(proposal, outcome, time.monotonic() - began)
+                self._record(proposal, outcome, time.monotonic() - began)
                 bar.finish()
                 if not at and self.fits(proposal):
                     break  # what is beside it was for the other case
 
-    def _learn(self, proposal: Proposal, outcome: Outcome, seconds: float) -> None:
+    def _record(self, proposal: Proposal, outcome: Outcome, seconds: float) -> None:
         """Keeps an outcome that was there so long after its round began."""
         self.outcomes[proposal] = outcome
         if outcome.compiled is not None:
-            self.ratios.pop(outcome.place, None)  # so that it comes last
-            more = self.over if outcome.compiled > self.allowed else 1.0
-            self.ratios[outcome.place] = outcome.ratio * more
-        more = round(self.left * seconds)
+            self.ratios.pop(outcome.ratio_key, None)  # so that it comes last
+            more = self.overshoot if outcome.compiled > self.allowed else 1.0
+            self.ratios[outcome.ratio_key] = outcome.ratio * more
+        more = round(self.remaining * seconds)
         rest = f"; up to about {more} s more" if more else ""
         number = f"{len(self.outcomes)} of at most {self.compilations}"
-        tell(f"jaxmem: compiled {number}{outcome.said}{rest}")
+        tell(f"jaxmem: compiled {number}{outcome.message}{rest}")
 
     def reject(self, proposal: Proposal) -> None:
         """Takes back what was compiled: it is no program after all."""
         self.outcomes[proposal] = dataclasses.replace(self.outcomes[proposal], compiled=None)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """How many more may be compiled."""
         return max(self.compilations - len(self.outcomes), 0)
 
     @property
-    def hope(self) -> str:
+    def exhausted_note(self) -> str:
         """What is said where nothing fits: whether it was for want of compilations; a sentence."""
-        return "" if self.left else f" More compilations than {self.compilations} may find one."
+        return (
+            "" if self.remaining else f" More compilations than {self.compilations} may find one."
+        )
 
     def fits(self, proposal: Proposal) -> bool:
         """Whether it was compiled, and its bytes are allowed."""
@@ -200,12 +206,14 @@ class Search(Generic[Proposal]):
         return min(known, key=known.__getitem__, default=None)
 
 
-def _start_alternative(start: Callable[[Proposal], Begun], proposal: Proposal) -> Begun:
+def _start_alternative(
+    start: Callable[[Proposal], PendingCompilation], proposal: Proposal
+) -> PendingCompilation:
     """Begins what may not be wanted: what is wrong with it is raised when somebody waits for it."""
     try:
         return start(proposal)
     except Exception as error:
-        return Begun("", functools.partial(_raise, error), lambda: None)
+        return PendingCompilation("", functools.partial(_raise, error), lambda: None)
 
 
 def _raise(error: Exception) -> Outcome:

@@ -14,10 +14,10 @@ import numpy as np
 
 from jaxmem import jaxprs
 from jaxmem.frameworks.modules import array_call, is_module
-from jaxmem.ground.checks import name_of, noted, shapes_of
+from jaxmem.ground.checks import name_of, note_call, shapes_of
 from jaxmem.ground.errors import JaxmemError, PlanError
 from jaxmem.ground.garbage import uncollected
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.program import Program, read_program, size_of
 from jaxmem.targets import LocalDevice, Target
 
@@ -41,14 +41,14 @@ class TracedFunction:
         target: Target | LocalDevice | None = None,
     ):
         self.has_aux, self._target = has_aux, target
-        self._spreads: dict[int, jaxprs.Spread] = {}  # each keeps its jaxpr, and its id
+        self._spreads: dict[int, jaxprs.Shardings] = {}  # each keeps its jaxpr, and its id
         wanted = _differentiated(argnums, args)
         args = tuple(
             _numbers_as_arrays(one) if at in wanted else one for at, one in enumerate(args)
         )
         with array_call(fun, args, kwargs) as call:
             self.leaves, self.value = call.leaves, call.value
-            with noted(name_of(fun), fun, args, kwargs), jaxprs.in_place_of_attached(target):
+            with note_call(name_of(fun), fun, args, kwargs), jaxprs.in_place_of_attached(target):
                 self.closed, self.out_tree = jaxprs.traced_jaxpr(call.fun, call.leaves)
         self.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree, open_regions, merge=True)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
@@ -75,31 +75,31 @@ class TracedFunction:
         """Those of the arrays that the function takes; None: not known, or on one device."""
         return [getattr(jaxprs.abstract(leaf), "sharding", None) for leaf in self.leaves]
 
-    def spread(self, flat: jaxprs.FlatJaxpr) -> jaxprs.Spread:
+    def shards(self, flat: jaxprs.FlatJaxpr) -> jaxprs.Shardings:
         """How the function, or what was made of it, is spread over the devices that its arguments
         are on."""
         found = self._spreads.get(id(flat))
         if found is None:
-            found = self._spreads[id(flat)] = jaxprs.spread(flat, self.shardings)
+            found = self._spreads[id(flat)] = jaxprs.propagate_shardings(flat, self.shardings)
         return found
 
     def read(self, flat: jaxprs.FlatJaxpr) -> Program:
         """The program of the function, or of what was made of it."""
         with jaxprs.in_place_of_attached(self._target):  # derivatives of the user's own are traced
-            program = read_program(flat, self._differentiated, spread=self.spread(flat))
+            program = read_program(flat, self._differentiated, shards=self.shards(flat))
         return dataclasses.replace(program, gradient_sizes=self._gradient_sizes)
 
     def _propagated_gradients(self) -> dict[int, int]:
         """Bytes of each gradient that one device has where nobody says how they are spread; on one
         device they are those of what is differentiated."""
-        if self.spread(self.flat).mesh is None:
+        if self.shards(self.flat).mesh is None:
             return {}
         differentiable = [
             at
             for at in sorted(self._differentiated)
             if jnp.issubdtype(self.flat.avals[at].dtype, jnp.inexact)
         ]
-        pieces = jaxprs.gradient_pieces(self.flat, self.shardings, differentiable)
+        pieces = jaxprs.gradient_shards(self.flat, self.shardings, differentiable)
         return dict(zip(differentiable, map(size_of, pieces), strict=True))
 
     def _late_gradients(self, spread: Sequence[int]) -> dict[int, int]:
@@ -112,7 +112,7 @@ class TracedFunction:
             if step.primitive == "scan"
             for value in step.inputs[jaxprs.loop_of(step.equation).carry.stop :]
         }
-        pieces = self.spread(self.flat)
+        pieces = self.shards(self.flat)
         return {
             value: size if value in turns else size_of(pieces.aval(value))
             for value, size in zip(sorted(self._differentiated), spread, strict=True)
@@ -162,7 +162,7 @@ def _loss_of(results: Any, name: str) -> Any:
     """The loss of a function with ``has_aux=True``."""
     several = isinstance(results, tuple | list)
     if not several or len(results) != 2:
-        count = f"{counted(len(results), 'value')}, " if several else ""
+        count = f"{pluralize(len(results), 'value')}, " if several else ""
         raise PlanError(
             f"{name}(..., has_aux=True) takes a function that returns (loss, aux), and it returns "
             f"{count}{shapes_of(results)}. Return a pair, or leave has_aux out."

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.reports.drawn.grouping import grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.drawn.text import milliseconds
@@ -216,6 +216,6 @@ def told(recomputed: Sequence[Recomputed]) -> str:
         return "XLA recomputes nothing by itself"
     flops = sum(one.flops for one in recomputed)
     return (
-        f"XLA recomputes {counted(len(recomputed), 'value')} by itself ({flops / 1e9:.4g} GFLOP, "
+        f"XLA recomputes {pluralize(len(recomputed), 'value')} by itself ({flops / 1e9:.4g} GFLOP, "
         f"{1e3 * sum(one.seconds for one in recomputed):.3g} ms)"
     )

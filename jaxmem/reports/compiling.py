@@ -10,10 +10,10 @@ import jax
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.checks import name_of, noted
+from jaxmem.ground.checks import name_of, note_call
 from jaxmem.ground.errors import CompileError, JaxmemError, JaxmemWarning, OffloadError
 from jaxmem.ground.garbage import uncollected
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.reports.lowered import Lowered
 from jaxmem.reports.report import MemoryReport
 from jaxmem.reports.totals import Totals
@@ -63,8 +63,8 @@ class _Absent(Compiling):
         self.module, partitions = jaxprs.to_bytecode(self.lowered, locations=timeline)
         if partitions != target.count:
             raise JaxmemError(
-                f"The step is partitioned over {counted(partitions, 'device')}, and the target is "
-                f"{target.count} of {target.name}. Pass target=jaxmem.target({target.name!r}, "
+                f"The step is partitioned over {pluralize(partitions, 'device')}, and the target "
+                f"is {target.count} of {target.name}. Pass target=jaxmem.target({target.name!r}, "
                 f"count={partitions}), or shard the arguments over a mesh of that size."
             )
         self.options = jaxprs.compiler_options(self.lowered) | (options or {})
@@ -197,7 +197,7 @@ def _check_kept(traced, report: MemoryReport) -> None:
 
 
 def _traced(jitted, args, kwargs):
-    with noted(name_of(jitted), jitted, args, kwargs):
+    with note_call(name_of(jitted), jitted, args, kwargs):
         return jitted.trace(*args, **kwargs)
 
 

@@ -132,7 +132,7 @@ class Target:
     def sending_seconds(self, sent: float, among: int, apart: int = 1) -> float:
         """How long a device takes to be sent so many bytes by others, in a group of ``among``
         whose numbers are ``apart``."""
-        return sent / (self.shares.link * self.links.among(among, apart))
+        return sent / (self.shares.link * self.links.bandwidth_in_group(among, apart))
 
     def share_of(self, rows: int, columns: int, depth: int, batch: int = 1) -> float:
         """The share of the device that a matmul of that size has work for: ``batch`` products of

@@ -24,12 +24,12 @@ class Family(abc.ABC):
         versions: of the compiler, for the command that installs it.
         licence: what to know of its licence; empty: nothing.
         example: a target to name in messages, and to plan for where none is named.
-        multiple: of which a batch is best one.
+        shape_multiple: of which a batch is best one.
         compiler_options: XLA flags of every step that jaxmem planned: XLA has a rematerialization
             pass of its own, which pays recompute that no plan shows, and is off, as is what makes
             values long before they are read.
         pass_options: those with XLA's own rematerialization pass on.
-        pass_acts: above what share of a device's memory that pass would act.
+        remat_pass_threshold: above what share of a device's memory that pass would act.
         widening_options: XLA flags of a step that computes in float32 what is bfloat16.
         copying_options: those of a step whose loops copy to host memory while they compute.
         fallback_options: those of a step that XLA does not compile without them.
@@ -44,7 +44,7 @@ class Family(abc.ABC):
         custom_calls: what calls of kernels that are not XLA's compute, by what their names begin
             with, the longest first: a "dot", an "attention", a "convolution", or its
             "gradient of the input" or "gradient of the kernel".
-        checks_code: whether `jaxmem.fit` has code generated for the step that it returns.
+        verifies_codegen: whether `jaxmem.fit` has code generated for the step that it returns.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Family(abc.ABC):
     versions: str
     licence: str = ""
     example: str
-    multiple: int
+    shape_multiple: int
     compiler_options: Mapping[str, Any]
     pass_options: Mapping[str, Any]
-    pass_acts: float
+    remat_pass_threshold: float
     widening_options: Mapping[str, Any]
     copying_options: Mapping[str, Any] = types.MappingProxyType({})
     fallback_options: Mapping[str, Any] = types.MappingProxyType({})
@@ -66,7 +66,7 @@ class Family(abc.ABC):
     rules: Rules = Rules()
     splitting: Callable[..., Callable[[Matmul], int]] | None = None
     custom_calls: Mapping[str, str] = types.MappingProxyType({})
-    checks_code: bool = True
+    verifies_codegen: bool = True
 
     def planned_options(
         self, limit: int | None = None, widens: bool = False, copies: bool = False

@@ -8,7 +8,7 @@ class Ring:
     """Devices that send to each other: how many, and how far apart their numbers are."""
 
     devices: int
-    apart: int = 1
+    stride: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,10 +20,10 @@ class Links:
     network: float
     node: int = 8
 
-    def among(self, count: int, apart: int = 1) -> float:
-        """What each of so many devices sends to the next in a ring of every ``apart``-th one:
+    def bandwidth_in_group(self, count: int, stride: int = 1) -> float:
+        """What each of so many devices sends to the next in a ring of every ``stride``-th one:
         within a node by its links, between nodes by what the devices of one send together."""
-        together = max(self.node // apart, 1)
+        together = max(self.node // stride, 1)
         if count <= together:
             return self.inside
         return min(self.inside, together * self.network)

@@ -5,7 +5,7 @@ import functools
 import os
 
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.targets.accelerator import LocalDevice, Target
 from jaxmem.targets.calibrations import calibrated
 from jaxmem.targets.cuda.family import Cuda
@@ -88,7 +88,7 @@ def target(
     found = calibrated(known[name]).of_topology(topology)
     if count not in (None, found.count):
         raise JaxmemError(
-            f"target({name!r}, topology={topology!r}) has {counted(found.count, 'device')}, and "
+            f"target({name!r}, topology={topology!r}) has {pluralize(found.count, 'device')}, and "
             f"count is {count!r}. Pass one of the two."
         )
     return found
@@ -113,8 +113,8 @@ def _local(count: int) -> LocalDevice:
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(devices):
         raise JaxmemError(
             f"target('local', count={count!r}) takes 1 or more, up to the "
-            f"{counted(len(devices), 'device')} attached. Name a known target to compile for ones "
-            "that are not there."
+            f"{pluralize(len(devices), 'device')} attached. Name a known target to compile for "
+            "ones that are not there."
         )
     device = devices[0]
     known = None

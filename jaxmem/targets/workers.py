@@ -20,7 +20,7 @@ from jaxmem.targets.background import current_job
 
 _PROGRAM = pathlib.Path(__file__).with_name("worker.py")
 _IDLE = 50  # seconds: the worker itself ends after 60
-_ENDING = 5  # seconds that a worker is given to end what it runs: it takes milliseconds
+_SHUTDOWN_SECONDS = 5  # seconds that a worker is given to end what it runs: it takes milliseconds
 # Bytes of a compilation, until one was measured: a ResNet50 step takes 0.42 GB until its buffers
 # are assigned, a 24-layer GPT 0.45 GB, and both 0.75 GB in all (jax 0.10.2).
 _FIRST_RESIDENT = 2**30
@@ -59,7 +59,7 @@ def ask(
         if (job := current_job()) and job.stopped:
             raise CompileError(f"The compilation for {name} is not wanted any more.")
         try:
-            worker = Worker.borrow(command, request if full else None)
+            worker = Worker.acquire(command, request if full else None)
             about = {"full": full, "hold": hold, "request": request}
             reply = worker.request(about, timeout, name)
         except OSError as error:
@@ -117,7 +117,7 @@ class Worker:
             raise
 
     @classmethod
-    def borrow(cls, command: Command, paused: Mapping[str, Any] | None = None) -> "Worker":
+    def acquire(cls, command: Command, paused: Mapping[str, Any] | None = None) -> "Worker":
         """An idle worker, or a new one: the one that holds a request, else one that holds none, or
         what it holds for the longest time."""
         with cls.lock:
@@ -137,7 +137,7 @@ class Worker:
         wanted = worker.paused is not None and worker.paused == paused
         return not wanted, worker.paused is not None, worker.since
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """For the next one that asks."""
         self.since = time.monotonic()
         with self.lock:
@@ -184,7 +184,7 @@ class Worker:
                 job.process = None
         tail = "\n".join(self._last_lines()) if "died" in reply else ""
         self.paused = request["request"] if request["hold"] and "texts" in reply else None
-        self.give_back()
+        self.release()
         if "died" in reply:
             raise self._died(reply["died"], name, tail)
         return reply
@@ -210,7 +210,7 @@ class Worker:
         """Ends it; what it runs ends with it."""
         self.process.terminate()
         try:
-            self.process.wait(_ENDING)
+            self.process.wait(_SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

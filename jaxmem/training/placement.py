@@ -77,12 +77,12 @@ def commit(state: TrainState) -> TrainState:
     if not bound:
         return state
     widest = max(bound, key=lambda sharding: len(sharding.device_set))
-    everywhere = jaxprs.copied_on(widest)
+    everywhere = jaxprs.replicated_like(widest)
 
     def put(leaf):
         if not jaxprs.is_committed(leaf) and leaf.sharding.device_set != widest.device_set:
             return jax.device_put(leaf, everywhere)
-        return jax.device_put(leaf, jaxprs.shortest(leaf.sharding))
+        return jax.device_put(leaf, jaxprs.canonical_sharding(leaf.sharding))
 
     return jax.tree.map(put, state)
 
@@ -103,10 +103,12 @@ def placed_like(params: Any, state: TrainState) -> TrainState:
         name = jax.tree_util.keystr(path)
         like = (placed[end] for end in longest_first if name.endswith(end))
         found = next((sharding for shape, sharding in like if shape == leaf.shape), None)
-        sharding = found or jaxprs.copied_on(placed[longest_first[0]][1])
+        sharding = found or jaxprs.replicated_like(placed[longest_first[0]][1])
         if jaxprs.memory_space(leaf) is jaxprs.HOST:
             sharding = sharding.with_memory_kind(HOST_KIND)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jaxprs.shortest(sharding))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=jaxprs.canonical_sharding(sharding)
+        )
 
     return jax.tree_util.tree_map_with_path(place, state)
 
@@ -118,7 +120,7 @@ def places_on_mesh(state: TrainState) -> tuple[NamedSharding | None, ...]:
     def place(leaf: Any) -> NamedSharding | None:
         sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         named = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
-        return jaxprs.shortest(sharding) if named else None
+        return jaxprs.canonical_sharding(sharding) if named else None
 
     # A look at two arrays, and not at thousands in every call, where there is no mesh.
     if not any(map(place, [state.step, *jax.tree.leaves(state.params)[:1]])):

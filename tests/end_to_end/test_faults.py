@@ -29,14 +29,14 @@ SEED = 20260101
 @pytest.mark.parametrize("example", faults.EXAMPLES)
 def test_examples_that_are_killed_end_as_if_nothing_had_been(example, tmp_path):
     dice = random.Random(SEED)
-    whole = faults.Whole(example, tmp_path, tmp_path / "compiled").run()
+    whole = faults.UndisturbedRun(example, tmp_path, tmp_path / "compiled").run()
     for row in (faults.kill_at_random(whole, 2, dice), faults.damage_checkpoint(whole, dice)):
         assert not row.wrong, row
 
 
 @pytest.mark.slow
 def test_an_example_on_a_full_disk(tmp_path):
-    whole = faults.Whole("equinox", tmp_path, tmp_path / "compiled").run()
+    whole = faults.UndisturbedRun("equinox", tmp_path, tmp_path / "compiled").run()
     try:
         row = faults.fill_disk(whole)
     except PermissionError as error:
@@ -124,7 +124,7 @@ def test_every_damaged_file_sends_the_run_to_the_checkpoint_before(tmp_path, cap
 
 def test_without_a_whole_checkpoint_nothing_is_begun_anew_unasked(tmp_path):
     train(tmp_path, 2)
-    (tmp_path / "2" / shared.LIST).write_text("")
+    (tmp_path / "2" / shared.MANIFEST).write_text("")
     with pytest.raises(SystemExit, match=r"cannot be resumed: no checkpoint is whole. Remove the"):
         train(tmp_path, 4)
     assert faults.steps(tmp_path) == [2]
@@ -182,7 +182,7 @@ def test_a_folder_that_is_a_file(tmp_path):
 
 def test_the_list_of_files_is_readable(tmp_path):
     train(tmp_path, 2)
-    about = json.loads((tmp_path / "2" / shared.LIST).read_text().partition("\n")[2])
+    about = json.loads((tmp_path / "2" / shared.MANIFEST).read_text().partition("\n")[2])
     assert about["settings"] == {"seed": 0, "learning_rate": 0.1}
     assert all(len(checksum) == 64 for checksum in about["files"].values())
     assert shared.digest(jax.random.normal(jax.random.key(0), 3)) != shared.digest(0)

@@ -89,7 +89,7 @@ shapes = set()
 for levers in search.options:
     if levers.microbatches > 2 or levers.host:
         continue
-    plain = search.costs.plain(levers)
+    plain = search.costs.plain_plan(levers)
     least = search.costs.plan(levers, 1)
     plan = search.costs.plan(levers, least if isinstance(least, int) else 1)
     for one in {plain.regions: plain, plan.regions: plan}.values():

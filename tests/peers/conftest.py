@@ -27,7 +27,7 @@ class Everywhere:
         inner = tuple(Region(kernel, kernel + 1) for kernel in range(count - 1))
         self.regions = (Region(0, count, (), inner),) if count else ()
 
-    def smallest_at_one_forward(self):
+    def minimum_at_one_forward(self):
         return _layout(self.regions, self.loops)
 
 
@@ -43,7 +43,7 @@ def remat(request, monkeypatch):
 
 def pytest_collection_modifyitems(items):
     """They are heavy: `make test-all` runs them."""
-    here = pathlib.Path(__file__).parent
+    folder = pathlib.Path(__file__).parent
     for item in items:
-        if here in item.path.parents and item.path.name != "test_readme.py":
+        if folder in item.path.parents and item.path.name != "test_readme.py":
             item.add_marker(pytest.mark.slow)

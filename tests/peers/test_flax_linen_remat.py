@@ -35,8 +35,10 @@ def run(model, *args, mutable=(), rngs=None, **kwargs):
     rest = {name: value for name, value in variables.items() if name != "params"}
 
     def loss(params, first):
-        held = {**rest, "params": params}
-        result = model.apply(held, first, *args[1:], mutable=list(mutable), rngs=rngs, **kwargs)
+        bound_variables = {**rest, "params": params}
+        result = model.apply(
+            bound_variables, first, *args[1:], mutable=list(mutable), rngs=rngs, **kwargs
+        )
         return sum(jnp.sum(x**2) for x in jax.tree.leaves(result[0])), result
 
     differentiate = jax.value_and_grad(loss, (0, 1), has_aux=True)

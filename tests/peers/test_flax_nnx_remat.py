@@ -34,7 +34,7 @@ def inputs(rows=3):
     return jax.random.normal(jax.random.key(5), (rows, 4))
 
 
-class Everything(nnx.Module):
+class EveryFeature(nnx.Module):
     """All that a call may change: statistics, counts of keys, variables, attributes, structure."""
 
     def __init__(self, rngs):
@@ -62,7 +62,7 @@ class Everything(nnx.Module):
 
 def trained(remat, transform=plain, steps=3):
     """Losses, gradients and the model after some steps, and its attributes."""
-    model = Everything(nnx.Rngs(0))
+    model = EveryFeature(nnx.Rngs(0))
     call = remat(lambda model, x, scale: jnp.sum(model(x, scale, shift=x) ** 2))
 
     def step(model, x):
@@ -92,26 +92,26 @@ def test_equals_nnx_remat(remat):
 
 @pytest.mark.parametrize("form", ["class", "instance", "method", "bound method", "unbound"])
 def test_forms(remat, form):
-    class Decorated(Everything):
+    class Decorated(EveryFeature):
         @remat
         def __call__(self, x, scale=1.0, *, shift=None):
             return super().__call__(x, scale, shift=shift)
 
     def make(form):
-        kind = {"class": remat(Everything), "method": Decorated}.get(form, Everything)
+        kind = {"class": remat(EveryFeature), "method": Decorated}.get(form, EveryFeature)
         model = kind(nnx.Rngs(0))
         if form == "instance":
             model = remat(model)
         called = {
             "bound method": lambda model, *args, **kwargs: remat(model.__call__)(*args, **kwargs),
-            "unbound": remat(Everything.__call__),
+            "unbound": remat(EveryFeature.__call__),
         }.get(form, lambda model, *args, **kwargs: model(*args, **kwargs))
         return model, called
 
     results = []
     for each in (form, "plain"):
         model, called = make(each)
-        assert isinstance(model, Everything)
+        assert isinstance(model, EveryFeature)
         loss = lambda model: jnp.sum(called(model, inputs(), 2.0, shift=None) ** 2)  # noqa: E731, B023
         gradients = [nnx.grad(loss)(model) for _ in range(2)]
         results.append((list(map(pure, gradients)), pure(nnx.state(model)), jnp.array(model.calls)))
@@ -264,7 +264,7 @@ def test_inside_nnx_scan(remat):
 
 def test_inside_nnx_vmap(remat):
     def run(transform):
-        model = Everything(nnx.Rngs(0))
+        model = EveryFeature(nnx.Rngs(0))
         model.eval()
         call = transform(lambda model, x: jnp.sum(model(x[None]) ** 2))
         mapped = nnx.vmap(call, in_axes=(nnx.StateAxes({...: None}), 0))
@@ -302,7 +302,7 @@ def test_inside_custom_vjp(remat):
 
 def test_a_module_that_is_closed_over(remat):
     """Flax tells: the change would be lost."""
-    model = Everything(nnx.Rngs(0))
+    model = EveryFeature(nnx.Rngs(0))
     with pytest.raises(flax.errors.TraceContextError, match="different trace level"):
         remat(lambda x: jnp.sum(model(x)))(inputs())
     model.eval()
@@ -343,7 +343,7 @@ def test_under_jax_transforms_alone(remat):
 
 
 def test_a_function_that_fails_leaves_nothing_behind(remat):
-    model = Everything(nnx.Rngs(0))
+    model = EveryFeature(nnx.Rngs(0))
     before = pure(nnx.state(model))
 
     def failing(model, x):
@@ -361,7 +361,7 @@ def test_a_function_that_fails_leaves_nothing_behind(remat):
 def test_plan_of_a_function_of_a_module():
     """Planning changes nothing, and what is planned is what runs: with updates, and when bound."""
     for bound in (False, True):
-        model, twin = Everything(nnx.Rngs(0)), Everything(nnx.Rngs(0))
+        model, twin = EveryFeature(nnx.Rngs(0)), EveryFeature(nnx.Rngs(0))
         loss = model.__call__ if bound else lambda model, x: jnp.sum(model(x) ** 2)
         args = (inputs(),) if bound else (model, inputs())
         chosen = jaxmem.plan(loss, *args)

@@ -360,8 +360,8 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("within", ["twice", "scan", "cond"])
-def test_custom_jvp(remat, rule, within):
+@pytest.mark.parametrize("wrapper", ["twice", "scan", "cond"])
+def test_custom_jvp(remat, rule, wrapper):
     rule = RULES[rule]
     same = rule is not RULES["linear"]
     fun = {
@@ -370,10 +370,10 @@ def test_custom_jvp(remat, rule, within):
             1
         ],
         "cond": lambda x: lax.cond(x.sum() > 0, rule, lambda x: rule(2 * x), jnp.sin(x)),
-    }[within]
+    }[wrapper]
     # Where a rule is not the derivative of its value, the second derivative depends on where JAX's
     # own regions are: inside of a scan it is another one.
-    undefined = rule is RULES["double"] and within == "scan"
+    undefined = rule is RULES["double"] and wrapper == "scan"
     check(remat, fun, X, kinds=(forward, first) if undefined else (forward, backward))
 
 
@@ -424,21 +424,21 @@ VJP_RULES = {
 
 
 @pytest.mark.parametrize("rule", VJP_RULES)
-@pytest.mark.parametrize("within", ["twice", "scan", "cond", "vmap"])
-def test_custom_vjp(remat, rule, within):
+@pytest.mark.parametrize("wrapper", ["twice", "scan", "cond", "vmap"])
+def test_custom_vjp(remat, rule, wrapper):
     rule = VJP_RULES[rule]
     fun = {
         "twice": lambda x: rule(jnp.tanh(rule(x))),
         "scan": lambda x: lax.scan(lambda c, _: (rule(jnp.tanh(c)), c), x, None, length=2),
         "cond": lambda x: lax.cond(x.sum() > 0, rule, lambda x: rule(2 * x), jnp.sin(x)),
         "vmap": jax.vmap(lambda x: rule(jnp.tanh(rule(x)))),
-    }[within]
+    }[wrapper]
     optimized = rule is VJP_RULES["optimized"]
     check(
         remat,
         fun,
         X,
-        kinds=() if optimized and within == "vmap" else (first,) if optimized else (backward,),
+        kinds=() if optimized and wrapper == "vmap" else (first,) if optimized else (backward,),
     )
 
 

@@ -23,10 +23,10 @@ class Lever:
         shrinks_state: whether its last value is the one of the fewest bytes of state.
         changes_state: whether the state of a step depends on it.
         changes_loss: whether the loss that is planned depends on it.
-        own_ratio: whether projections are off in a way of their own where it is used.
-        ratio_apart: with ``own_ratio``: whether how far they are off at one of its values says
-            nothing of another.
-        unused: what stands in a line of the search where it is not used; empty: nothing.
+        shifts_projection_error: whether projections are off in a way of their own where it is used.
+        separate_projection_error: with ``shifts_projection_error``: whether how far they are off at
+            one of its values says nothing of another.
+        unused_label: what stands in a line of the search where it is not used; empty: nothing.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Lever:
     shrinks_state = False
     changes_state = True
     changes_loss = False
-    own_ratio = False
-    ratio_apart = False
-    unused = ""
+    shifts_projection_error = False
+    separate_projection_error = False
+    unused_label = ""
 
     def as_is(self, workload: "Workload") -> Any:
         """Its value in the step as the user has it."""
@@ -81,14 +81,14 @@ class Lever:
         was), in a clause; empty: nothing is known of that."""
         return ""
 
-    def least(self, workload: "Workload", value: Any) -> Any:
+    def fastest_loss_value(self, workload: "Workload", value: Any) -> Any:
         """The value of which the loss takes no more time than of this one: `fit` asks how long a
         setting takes at least before it plans it. Asked of levers that change the loss."""
         return value
 
     def least_seconds(self, costs: "Costs", levers: "Levers", least: "Levers") -> float:
-        """Seconds that a forward pass takes more with a value than with its `least`, which is in
-        the setting ``least``."""
+        """Seconds that a forward pass takes more with a value than with its `fastest_loss_value`,
+        which is in the setting ``least``."""
         return 0.0
 
 

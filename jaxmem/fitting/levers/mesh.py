@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from jaxmem.fitting.communication import summed_bytes
 from jaxmem.fitting.levers.lever import Lever
-from jaxmem.fitting.meshes import told
-from jaxmem.fitting.sent import summed_bytes
+from jaxmem.fitting.meshes import describe
 from jaxmem.fitting.sizes import bytes_together
 from jaxmem.planning import sums_seconds
 
@@ -17,7 +17,7 @@ class MeshLever(Lever):
     """``mesh``: names and sizes of its axes; empty: it is the one that was given, or none."""
 
     name, neutral = "mesh", ()
-    changes_loss = own_ratio = True
+    changes_loss = shifts_projection_error = True
 
     def as_is(self, workload):
         return workload.meshes.shapes[0] if workload.meshes.shapes else ()
@@ -28,9 +28,9 @@ class MeshLever(Lever):
         return workload.meshes.shapes or [()]
 
     def text(self, value):
-        return f"mesh {told(value)}"
+        return f"mesh {describe(value)}"
 
-    def least(self, workload, value):
+    def fastest_loss_value(self, workload, value):
         """The one that was given; what other ones take more is counted apart."""
         return self.as_is(workload)
 
@@ -45,7 +45,7 @@ def _summing(costs: "Costs", levers: "Levers", first: "Levers") -> float:
     as on the mesh where one of those axes has the fewest devices, times those."""
     seconds, apart, workload = 0.0, 1, costs.workload
     for name, size in reversed(levers.mesh):
-        alone = workload.meshes.alone(name) if size > 1 else None
+        alone = workload.meshes.first_using_only(name) if size > 1 else None
         if alone is not None:
             program = costs.program(first.replace(mesh=alone))
             sent = summed_bytes(program) * (size - 1) / (dict(alone)[name] - 1)

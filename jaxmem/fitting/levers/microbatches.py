@@ -16,10 +16,10 @@ class MicrobatchesLever(Lever):
     }
     kept = {"batch": "cut the batch into microbatches"}  # noqa: RUF012
     changes_state = False
-    changes_loss = own_ratio = True
+    changes_loss = shifts_projection_error = True
 
     def values(self, workload):
-        fewest = min(workload.all_ways)
+        fewest = min(workload.data_parallel_sizes)
         counts = slice_counts(workload.batch, fewest) if workload.may("batch") else [1]
         return self._provable(workload, counts) if len(counts) > 1 else counts
 
@@ -36,13 +36,13 @@ class MicrobatchesLever(Lever):
         arguments = state.params, state.model_state, state.key
 
         def proof_for(counts: list[int]) -> Proof:
-            among = {1, *workload.all_ways}
+            among = {1, *workload.data_parallel_sizes}
             pieces = {count * ways for count in counts for ways in among if ways * count <= size}
             parts = {size // count for count in pieces}
             return reduction_of(step.plain_loss, batch, parts, *arguments)
 
         # A slice of one example may make a program of its own, with axes that are gone.
-        several = [count for count in counts if count * max(workload.all_ways) < size]
+        several = [count for count in counts if count * max(workload.data_parallel_sizes) < size]
         fewer = several if len(several) > 1 else counts
         proof = proof_for(fewer)
         if proof.reduction is not None and not proof.state:
@@ -65,7 +65,7 @@ class MicrobatchesLever(Lever):
     def text(self, value):
         return f"{value} microbatches"
 
-    def least(self, workload, value):
+    def fastest_loss_value(self, workload, value):
         """The whole batch at once takes the fewest launches and the least traffic of parameters."""
         return self.neutral
 

@@ -25,7 +25,7 @@ class OperationsLever(Lever):
         "other device runs such a step",
     }
     changes_state = False
-    changes_loss = own_ratio = True
+    changes_loss = shifts_projection_error = True
 
     def values(self, workload):
         found = self._found(workload, True)
@@ -48,7 +48,7 @@ class OperationsLever(Lever):
             return ""
         before = best.levers if best else workload.as_is
         after = before.replace(operations=value)
-        plain, less = (costs.unplanned(levers).projected for levers in (before, after))
+        plain, less = (costs.without_recomputation(levers).projected for levers in (before, after))
         lines = {one.kind: one.line for one in found}
         kinds = {kind: of for kind, of in _OF.items() if kind in lines}
         what = " and ".join(f"{kind} of {of} ({lines[kind]})" for kind, of in kinds.items())
@@ -57,7 +57,7 @@ class OperationsLever(Lever):
         plan = costs.plan(after, workload.budget)
         if best is None or isinstance(plan, int):
             return said
-        seconds = costs.priced(after, plan).seconds
+        seconds = costs.candidate_of(after, plan).seconds
         return f"{said}; the step would take {_ms(seconds)} ms instead of {_ms(best.seconds)}"
 
     def _found(self, workload, value) -> list[Swap]:

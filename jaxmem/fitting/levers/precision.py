@@ -13,8 +13,8 @@ class PrecisionLever(Lever):
 
     name, neutral = "precision", ""
     allowed = {"precision": "compute in bfloat16, with other rounding"}  # noqa: RUF012
-    changes_loss = own_ratio = True
-    unused = "precision as it is"
+    changes_loss = shifts_projection_error = True
+    unused_label = "precision as it is"
 
     def as_is(self, workload):
         return "" if workload.precision is None else str(workload.precision)

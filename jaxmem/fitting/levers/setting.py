@@ -63,7 +63,7 @@ class Levers:
 
     def __str__(self):
         used = dict(self.values)
-        unused = [lever.unused for name, lever in _levers.items() if name not in used]
+        unused = [lever.unused_label for name, lever in _levers.items() if name not in used]
         return ", ".join(filter(None, [*unused, self.text]))
 
     __repr__ = __str__

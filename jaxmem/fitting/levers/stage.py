@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from jaxmem.fitting.communication import gathered_bytes
 from jaxmem.fitting.levers.lever import Lever
-from jaxmem.fitting.sent import gathered_bytes
 from jaxmem.fitting.sizes import bytes_together
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ class StageLever(Lever):
     """``stage``: ZeRO's on the mesh; 0: there is none."""
 
     name, neutral = "stage", 0
-    shrinks_state = changes_loss = own_ratio = ratio_apart = True
+    shrinks_state = changes_loss = shifts_projection_error = separate_projection_error = True
 
     def as_is(self, workload):
         return 0 if workload.mesh is None else 1
@@ -36,7 +36,7 @@ class StageLever(Lever):
     def options(self, workload, value):
         return {"sharding": workload.sharding(value)}
 
-    def least(self, workload, value):
+    def fastest_loss_value(self, workload, value):
         return value if value == 3 else self.as_is(workload)
 
     def least_seconds(self, costs, levers, least):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import check_arrays, check_same, is_numeric, noted, shapes_of
+from jaxmem.ground.checks import check_arrays, check_same, is_numeric, note_call, shapes_of
 from jaxmem.ground.errors import JaxmemError
 
 
@@ -33,7 +33,7 @@ def call_loss(loss_fn: Callable, params: Any, batch: Any, model_state: Any, key:
     given = {name: value for name, value in given.items() if value is not None}
     check_signature(loss_fn, *given)
     params, batch, given = own((params, batch, given))
-    with noted("loss_fn", _form, (params, batch), {}):
+    with note_call("loss_fn", _form, (params, batch), {}):
         results = loss_fn(params, batch, **given)
     parts = results if isinstance(results, tuple) else (results,)
     expected = "loss" if model_state is None else "(loss, model_state)"

@@ -135,7 +135,7 @@ def microbatch(
         silent = seen or reduction is not None
         divisor = None
         if proof.divisor is not None and weight is None and loss == "weighted":
-            divisor = proof.divisor.afresh()
+            divisor = proof.divisor.with_fresh_constants()
         metrics = proof.metrics
         if divisor is None:  # then no metric is weighted by what the loss is divided by
             metrics = {path: metric.unweighted for path, metric in metrics.items()}
@@ -160,7 +160,7 @@ def microbatch(
             if weight is not None:
                 by_weight = count_of = weight_of(weight, part)
             elif divisor is not None:
-                by_weight, count_of = divisor.of_slice(part, share)
+                by_weight, count_of = divisor.slice_weight(part, share)
             return {"mean": share, "sum": one, "weighted": by_weight}, count_of
 
         sums = Sums(loss_fn, count, shares, of_loss, of_metrics, proved=divisor is not None)
@@ -194,7 +194,7 @@ def microbatch(
         if weight is not None:  # 0 where all slices weigh nothing
             terms = sums.divided(terms, jnp.where(terms.count == 0, 1, terms.count))
         elif divisor is not None:
-            terms = sums.divided(terms, divisor.of_all(terms.count, each), rest)
+            terms = sums.divided(terms, divisor.total_weight(terms.count, each), rest)
         gradients = jax.tree.map(lambda g, like: g.astype(like.dtype), terms.gradients, params)
         metrics = merged(terms.metrics, carried.metrics, rows)
         return as_returned(terms.loss, carried.model_state, metrics), gradients

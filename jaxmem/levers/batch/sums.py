@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxmem import jaxprs
 from jaxmem.ground.checks import is_numeric, shown
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.widths import at_least
-from jaxmem.levers.batch.independence import Rest
+from jaxmem.ground.widths import promote_at_least
+from jaxmem.levers.batch.independence import ParameterOnlyTerms
 from jaxmem.levers.batch.loss import call_loss, own
 from jaxmem.levers.batch.slices import batch_size, cut_leaf, part_of
 
@@ -126,14 +126,16 @@ class Sums:
         leaf = jnp.asarray(leaf)
         if not is_inexact(leaf):
             return leaf
-        leaf = leaf.astype(at_least(jnp.float32, leaf.dtype))
+        leaf = leaf.astype(promote_at_least(jnp.float32, leaf.dtype))
         share = share.astype(leaf.dtype)
         nothing = jnp.zeros_like(leaf)
         if self.proved:
             nothing = jnp.where(jnp.isinf(leaf), jnp.nan, nothing)
         return jnp.where(share == 0, nothing, leaf * share)
 
-    def divided(self, terms: Terms, divisor: jax.Array, rest: Rest | None = None) -> Terms:
+    def divided(
+        self, terms: Terms, divisor: jax.Array, rest: ParameterOnlyTerms | None = None
+    ) -> Terms:
         """The sums of what is weighted as means. The weights of slices need not add up to the
         divisor, if that is bounded: of a ``rest`` that each slice has alike, what they lack is
         added."""
@@ -176,7 +178,7 @@ def weight_of(weight: Callable[[Any], Any], part: Any) -> jax.Array:
         )
     # Whatever it counts in: sums of booleans are booleans, and short integers wrap around.
     kind = jnp.result_type(found)
-    wide = at_least(jnp.float32, kind) if jnp.issubdtype(kind, jnp.inexact) else float
+    wide = promote_at_least(jnp.float32, kind) if jnp.issubdtype(kind, jnp.inexact) else float
     return jnp.asarray(found).astype(wide)
 
 

@@ -23,7 +23,7 @@ from jaxmem.levers.host.stacks import (
 )
 from jaxmem.levers.host.transfers import to_device, to_host, zeros
 from jaxmem.levers.host.trees import inexact_leaves, trainable, with_float0
-from jaxmem.levers.host.updating import LayerStack, Lent
+from jaxmem.levers.host.updating import DifferentiableStack, LayerStack
 
 Update = Callable[[LayerStack, Any, Any], LayerStack]  # of the stack, a gradient, and its layer
 
@@ -48,7 +48,9 @@ class LayerLoops:
         """The value and the residuals: the stack, the extras, the layers' saved inputs, and the
         parameters of the last layer where they are on the device."""
         params = stacked_params(layers)
-        check_on_host(layers.stack if isinstance(layers, Lent) else trainable(params))
+        check_on_host(
+            layers.stack if isinstance(layers, DifferentiableStack) else trainable(params)
+        )
         fetched = self.layer.fetch(params, 0)
         if self.count == 1:
             saved = jax.tree.map(to_host, x) if self.inputs == "offload" else x
@@ -95,7 +97,7 @@ class LayerLoops:
     def backward(self, residuals: tuple, cotangent: Any) -> tuple[Any, Any, tuple]:
         """The cotangents of the stack (or the stack after its update), of ``x`` and of extras."""
         layers, extras, saved, fetched = residuals
-        lent = isinstance(layers, Lent)
+        lent = isinstance(layers, DifferentiableStack)
         target = layers.stack if lent else empty_like(trainable(layers))
         read = stacked_params if lent else lambda _: layers
         total = [jnp.zeros_like(leaf) for leaf in inexact_leaves(extras)]
@@ -110,7 +112,7 @@ class LayerLoops:
             else:
                 carry = self._backward(0, self.count, carry, fetched, saved, extras, read)
             dx, total, target = carry
-        back = layers.give_back(target) if lent else with_float0(layers, jax.tree.leaves(target))
+        back = layers.wrap_updated(target) if lent else with_float0(layers, jax.tree.leaves(target))
         return back, with_float0(x, dx), tuple(with_float0(extras, total))
 
     def _backward_segments(self, carry, saved, extras, read):

@@ -32,7 +32,7 @@ from jaxmem.levers.host.stacks import (
 )
 from jaxmem.levers.host.streaming import stream
 from jaxmem.levers.host.trees import trainable, with_inexact
-from jaxmem.levers.host.updating import LayerStack, Lent
+from jaxmem.levers.host.updating import DifferentiableStack, LayerStack
 from jaxmem.levers.precision.policy import Precision, precision as parse_precision
 
 _INPUTS = ("keep", "offload", "recompute")
@@ -103,9 +103,9 @@ class Layers:
                 batch that the microbatches do not divide.
             OffloadError: differentiated where the stack is not in host memory.
         """
-        lent = layers if isinstance(layers, Lent) else None
+        lent = layers if isinstance(layers, DifferentiableStack) else None
         if lent is not None:
-            lent.take()
+            lent.mark_used()
         count = layer_count(stacked_params(layers))
         layer = Layer(self.block, self.precision, self.microbatches, repr(self))
         loops = LayerLoops(layer, self.inputs, self._updated, count)

@@ -18,7 +18,7 @@ from jaxmem.ground.checks import (
     check_optimizer,
     check_state,
     name_of,
-    noted,
+    note_call,
     shown,
 )
 from jaxmem.ground.errors import JaxmemError, OffloadError
@@ -184,6 +184,6 @@ def eval_shape(fun: Callable, *args: Any, **kwargs: Any) -> Any:
     """
     args, kwargs = jax.tree.map(jaxprs.abstract, (args, kwargs))
     check_call(fun, args, kwargs, "jaxmem.eval_shape")
-    with noted(name_of(fun), fun, args, kwargs):
+    with note_call(name_of(fun), fun, args, kwargs):
         avals, tree = jaxprs.output_avals(fun, args, kwargs)
     return jax.tree.unflatten(tree, [jaxprs.abstract(aval) for aval in avals])

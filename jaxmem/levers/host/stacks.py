@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from jaxmem.ground.errors import JaxmemError, OffloadError
 from jaxmem.levers.host.transfers import fetch, on_host, store, zeros
-from jaxmem.levers.host.updating import LayerStack, Lent
+from jaxmem.levers.host.updating import DifferentiableStack, LayerStack
 
 
 def stacked_params(layers: Any) -> Any:
     """Stacked parameters, of whatever a stack of layers is called with."""
-    layers = layers.stack if isinstance(layers, Lent) else layers
+    layers = layers.stack if isinstance(layers, DifferentiableStack) else layers
     return layers.params if isinstance(layers, LayerStack) else layers
 
 

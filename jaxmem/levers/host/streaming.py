@@ -104,32 +104,33 @@ class _Stream:
         self.update = update
         self.flat = update.flat
         self.values: dict[int, Any] = {}  # what is computed, by number
-        self.arrived = 0  # the gradients and staged leaves among them, as bits
+        self.fetched_mask = 0  # the gradients and staged leaves among them, as bits
         self.results: dict[int, Any] = {}  # what is settled, by place among the results
-        self.awaited: list[Any] = []  # what a transfer to the device waits for
-        self.done: list[Any] = []
-        self.sent: list[Any] = []  # what went to the host with the result before, and with this
-        self.sending: list[Any] = []
+        self.transfer_deps: list[Any] = []  # what a transfer to the device waits for
+        self.completed: list[Any] = []
+        # What went to the host with the result before, and with this.
+        self.previous_writes: list[Any] = []
+        self.current_writes: list[Any] = []
 
     def run(self) -> tuple[Any, Any]:
         """The results, each computed when its turn has come."""
         for at in self._order():
             if at in self.results:
                 continue
-            self.sent, self.sending = self.sending, []
-            self.awaited = self.done
-            if not self.done and at in self.update.gradient:
-                self.awaited = [self.update.gradient[at]]
+            self.previous_writes, self.current_writes = self.current_writes, []
+            self.transfer_deps = self.completed
+            if not self.completed and at in self.update.gradient:
+                self.transfer_deps = [self.update.gradient[at]]
             wanted = self.flat.outputs[at]
-            if isinstance(wanted, int) and not self.in_pieces(at, wanted):
+            if isinstance(wanted, int) and not self.try_chunked(at, wanted):
                 self.compute(wanted)
             if at not in self.results:
-                self.settle(at)
+                self.write_back(at)
             for other, made in sorted(self.update.outgoing.items()):
-                needed = self.update.made_of[made] & ~self.arrived
+                needed = self.update.made_of[made] & ~self.fetched_mask
                 if other not in self.results and not needed:
                     self.compute(made)
-                    self.settle(other)
+                    self.write_back(other)
         return jax.tree.unflatten(
             self.flat.out_tree, [self.results[at] for at in range(len(self.results))]
         )
@@ -144,17 +145,17 @@ class _Stream:
         first.sort(key=made.__getitem__)
         return [*first, *self.update.updates, *self.update.states]
 
-    def bring(self, number: int) -> None:
+    def fetch_operand(self, number: int) -> None:
         """An operand to the device, in its turn."""
         operand = self.update.operands[number]
         if self.update.is_stacked(number):
-            operand = fetch(operand, self.update.index, self.awaited)
+            operand = fetch(operand, self.update.index, self.transfer_deps)
         elif self.update.is_staged(number):
-            operand, *_ = jax.lax.optimization_barrier((operand, *self.awaited))
+            operand, *_ = jax.lax.optimization_barrier((operand, *self.transfer_deps))
             operand = to_device(operand)
-            operand, *_ = jax.lax.optimization_barrier((operand, *self.sent))
+            operand, *_ = jax.lax.optimization_barrier((operand, *self.previous_writes))
         self.values[number] = operand
-        self.arrived |= self.update.made_of[number]
+        self.fetched_mask |= self.update.made_of[number]
 
     def compute(self, wanted: int) -> None:
         """A value, from what is there and what it needs besides."""
@@ -164,7 +165,7 @@ class _Stream:
             if number in self.values:
                 pending.pop()
             elif number < self.flat.input_count:
-                self.bring(number)
+                self.fetch_operand(number)
             else:
                 step = self.update.maker[number]
                 missing = [value for value in step.uses if value not in self.values]
@@ -173,23 +174,23 @@ class _Stream:
                 else:
                     self.flat.run([step], self.values)
 
-    def settle(self, at: int) -> None:
+    def write_back(self, at: int) -> None:
         """A computed result to where it belongs."""
         value = jaxprs.as_array(jaxprs.read(self.values, self.flat.outputs[at]))
         if at in self.update.outgoing:
-            self.done = [value]
+            self.completed = [value]
         if at in self.update.stack:
             value = store(self.update.stack[at], value, self.update.index)
         elif at in self.update.outgoing and on_host(self.update.origin[at]):
             value = jax.device_put(value, jaxprs.HOST)
-            self.sending.append(value)
+            self.current_writes.append(value)
         self.results[at] = value
 
     # ---- pieces
 
-    def in_pieces(self, at: int, wanted: int) -> bool:
+    def try_chunked(self, at: int, wanted: int) -> bool:
         """Whether the result, and what else is made of the same state, was done in pieces."""
-        coming = self.update.made_of[wanted] & self.update.staged & ~self.arrived
+        coming = self.update.made_of[wanted] & self.update.staged & ~self.fetched_mask
         if self.update.index is not None or not coming:
             return False
         result = self.flat.avals[wanted]
@@ -201,7 +202,7 @@ class _Stream:
             return False
         group = {at: wanted}
         for other, made in self.update.outgoing.items():
-            needs = self.update.made_of[made] & self.update.staged & ~self.arrived
+            needs = self.update.made_of[made] & self.update.staged & ~self.fetched_mask
             if other not in self.results and needs and not needs & ~coming:
                 group[other] = made
         most, length = pieces(result.shape, size, CHUNK)
@@ -214,7 +215,7 @@ class _Stream:
                 lambda value: bool(self.update.made_of[value] & coming),
             )
             if slicing is not None and self.stays_in_place(slicing):
-                self.sweep(at, slicing, group, length if axes == most else 1)
+                self.update_in_chunks(at, slicing, group, length if axes == most else 1)
                 return True
         return False
 
@@ -223,13 +224,15 @@ class _Stream:
         arrays = [self.update.operands[n] for n in slicing.sliced if n < self.flat.input_count]
         return slicing.constrained or not any(map(jaxprs.on_several_devices, arrays))
 
-    def sweep(self, at: int, slicing: Slicing, group: dict[int, int], length: int) -> None:
+    def update_in_chunks(
+        self, at: int, slicing: Slicing, group: dict[int, int], length: int
+    ) -> None:
         """The results of a group, each written piece by piece over what it is made of."""
         arrays, written = {}, {}  # by place among the results; from number to that place
         for value in (*slicing.whole, *slicing.sliced):
             if not self.update.is_staged(value):
                 self.compute(value)
-        waits = [*self.awaited, *self.sent, self.update.gradient.get(at, ())]
+        waits = [*self.transfer_deps, *self.previous_writes, self.update.gradient.get(at, ())]
         for place, made in group.items():
             aval = self.flat.avals[made]
             array: Any = self.update.origin.get(place, self.update.gradient.get(place))
@@ -278,8 +281,10 @@ class _Stream:
             if step and step.primitive == "sharding_constraint" and not on_host(arrays[place]):
                 (arrays[place],) = jaxprs.evaluate(step, [arrays[place]])
         self.results.update(arrays)
-        self.sending += [array for place, array in arrays.items() if place in self.update.outgoing]
+        self.current_writes += [
+            array for place, array in arrays.items() if place in self.update.outgoing
+        ]
         # The next update waits for the parameter itself, which the caller is to make of this one
         # (the same sum: XLA makes it once). Waiting for less, XLA keeps all gradients.
         result, parameter = self.results[at], self.update.parameter.get(at)
-        self.done = [result if parameter is None else optax.apply_updates(parameter, result)]
+        self.completed = [result if parameter is None else optax.apply_updates(parameter, result)]

@@ -30,21 +30,21 @@ class LayerStack(NamedTuple):
 
 
 @jax.tree_util.register_pytree_node_class
-class Lent:
+class DifferentiableStack:
     """A `LayerStack` as a loss under `value_and_update` has it: every leaf is a float.
 
-    ``turns`` is 1, and its cotangent the number of updates that were made.
+    ``update_count`` is 1, and its cotangent the number of updates that were made.
     """
 
-    def __init__(self, leaves: list[Any], turns: Any, static: tuple):
-        self.leaves, self.turns, self.static = leaves, turns, static
+    def __init__(self, leaves: list[Any], update_count: Any, static: tuple):
+        self.leaves, self.update_count, self.static = leaves, update_count, static
 
     @classmethod
-    def lend(cls, stack: LayerStack, users: list[Any]) -> "Lent":
+    def wrap(cls, stack: LayerStack, users: list[Any]) -> "DifferentiableStack":
         """The stack for a loss; whoever uses it is written down in ``users``."""
         leaves, tree = jax.tree.flatten(stack)
         dtypes = tuple(leaf.dtype for leaf in leaves)
-        return cls(list(map(_to_float, leaves)), jnp.ones(()), (tree, dtypes, _Users(users)))
+        return cls(list(map(_to_float, leaves)), jnp.ones(()), (tree, dtypes, _UseRecord(users)))
 
     @property
     def stack(self) -> LayerStack:
@@ -52,35 +52,35 @@ class Lent:
         tree, dtypes, _ = self.static
         return jax.tree.unflatten(tree, list(map(_from_float, self.leaves, dtypes)))
 
-    def take(self) -> None:
+    def mark_used(self) -> None:
         """Says that somebody uses it, which one may do."""
         users = self.static[2].list
-        if any(user is self.turns for user in users):
+        if any(user is self.update_count for user in users):
             raise JaxmemError(
                 "A LayerStack is used twice in one loss. Its layers are updated as the backward "
                 "pass goes through them, so there is no sum of two gradients; differentiate by "
                 "its params instead, which gives gradients, and use update() of the layers."
             )
-        users.append(self.turns)
+        users.append(self.update_count)
 
-    def give_back(self, stack: LayerStack) -> "Lent":
+    def wrap_updated(self, stack: LayerStack) -> "DifferentiableStack":
         """The cotangent that stands for the stack after its update."""
         self.static[2].updated = True
         leaves = [_to_float(leaf) for leaf in jax.tree.leaves(stack)]
-        return Lent(leaves, jnp.ones_like(self.turns), self.static)
+        return DifferentiableStack(leaves, jnp.ones_like(self.update_count), self.static)
 
     def tree_flatten(self):
         """For JAX: the arrays, and what is static."""
-        return (self.leaves, self.turns), self.static
+        return (self.leaves, self.update_count), self.static
 
     @classmethod
     def tree_unflatten(cls, static, children):
         """For JAX: the inverse of `tree_flatten`."""
-        leaves, turns = children
-        return cls(leaves, turns, static)
+        leaves, update_count = children
+        return cls(leaves, update_count, static)
 
 
-class _Users:
+class _UseRecord:
     """A list that hashes by identity, to be static in a pytree, and whether a gradient reached the
     stack, which was updated then."""
 
@@ -150,7 +150,7 @@ def value_and_update(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
                 "jaxmem.value_and_update takes a pytree of LayerStacks as second argument (the "
                 f"init of jaxmem.layers with an optimizer makes one); got {others or 'none'}."
             )
-        lent = [Lent.lend(stack, users) for stack in given]
+        lent = [DifferentiableStack.wrap(stack, users) for stack in given]
         gradient = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=has_aux)
         value, (gradients, back) = gradient(params, jax.tree.unflatten(tree, lent), *args, **kwargs)
         if len(users) < len(given):
@@ -159,10 +159,10 @@ def value_and_update(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
                 "to its jaxmem.layers once."
             )
         loss, *aux = value if has_aux else (value,)
-        back = jax.tree.leaves(back, is_leaf=lambda x: isinstance(x, Lent))
+        back = jax.tree.leaves(back, is_leaf=lambda x: isinstance(x, DifferentiableStack))
         for at, (was, stack) in enumerate(zip(lent, back, strict=True)):
             if was.static[2].updated:
-                loss = jnp.where(stack.turns == 1, loss, jnp.nan)
+                loss = jnp.where(stack.update_count == 1, loss, jnp.nan)
                 given[at] = stack.stack
         stacks = jax.tree.unflatten(tree, given)
         return (loss, *aux) if has_aux else loss, gradients, stacks

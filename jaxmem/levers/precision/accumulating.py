@@ -16,7 +16,7 @@ from jaxmem import jaxprs
 from jaxmem.levers.precision.rules import LAYOUT, SEPARATE
 
 
-class Way(enum.IntEnum):
+class CarryDependence(enum.IntEnum):
     """How a value depends on a carry; of two ways the greater counts."""
 
     MOVED = 0  # the carry's own numbers, chosen or laid out anew
@@ -24,7 +24,7 @@ class Way(enum.IntEnum):
     OTHER = 2
 
 
-Ways = dict[int, Way]  # by the number of the carry
+CarryDependences = dict[int, CarryDependence]  # by the number of the carry
 
 _MOVES = LAYOUT | frozenset(
     """abs broadcast_in_dim clamp concatenate convert_element_type copy copy_p dynamic_slice
@@ -37,9 +37,9 @@ _SUMS = frozenset("add add_any cumsum reduce_sum scatter-add scatter_add sub".sp
 def summed_carries(loop: jaxprs.Loop, count: int) -> list[bool]:
     """For each of a loop's ``count`` carries whether it is a sum: it depends on itself, perhaps
     through other carries and rounds, and nowhere on that way otherwise than by sums."""
-    consts: list[Ways] = [{}] * (loop.body_consts.stop - loop.body_consts.start)
-    carry: list[Ways] = [{i: Way.MOVED} for i in range(count)]
-    slices: list[Ways] = [{}] * (loop.body.input_count - len(consts) - count)
+    consts: list[CarryDependences] = [{}] * (loop.body_consts.stop - loop.body_consts.start)
+    carry: list[CarryDependences] = [{i: CarryDependence.MOVED} for i in range(count)]
+    slices: list[CarryDependences] = [{}] * (loop.body.input_count - len(consts) - count)
     into = _through(loop.body, [*consts, *carry, *slices])[:count]
     before = [set(ways) for ways in into]  # the carries that a carry depends on, in any round
     while True:
@@ -51,15 +51,15 @@ def summed_carries(loop: jaxprs.Loop, count: int) -> list[bool]:
     def is_sum(carry: int) -> bool:
         circle = {j for j in before[carry] if carry in before[j]}
         ways = [way for j in circle for i, way in into[j].items() if i in circle]
-        return max(ways, default=Way.MOVED) == Way.SUMMED
+        return max(ways, default=CarryDependence.MOVED) == CarryDependence.SUMMED
 
     return list(map(is_sum, range(count)))
 
 
-def _through(flat: jaxprs.FlatJaxpr, inputs: Sequence[Ways]) -> list[Ways]:
+def _through(flat: jaxprs.FlatJaxpr, inputs: Sequence[CarryDependences]) -> list[CarryDependences]:
     values = dict(enumerate(inputs))
 
-    def of(operand) -> Ways:
+    def of(operand) -> CarryDependences:
         return values[operand] if isinstance(operand, int) else {}
 
     for step in flat.steps:
@@ -72,7 +72,7 @@ def _through(flat: jaxprs.FlatJaxpr, inputs: Sequence[Ways]) -> list[Ways]:
     return list(map(of, flat.outputs))
 
 
-def _through_step(step: jaxprs.Step, operands: list[Ways]) -> list[Ways]:
+def _through_step(step: jaxprs.Step, operands: list[CarryDependences]) -> list[CarryDependences]:
     name, equation = step.primitive, step.equation
     if name in ("scan", "while"):
         return _through_loop(jaxprs.loop_of(equation), operands)
@@ -86,21 +86,21 @@ def _through_step(step: jaxprs.Step, operands: list[Ways]) -> list[Ways]:
     return [_operation(name, operands)] * len(step.outputs)
 
 
-def _operation(name: str, operands: list[Ways]) -> Ways:
+def _operation(name: str, operands: list[CarryDependences]) -> CarryDependences:
     ways = _joined(operands)
     if name in _MOVES:
         return ways
     if name not in ("mul", "div", *_SUMS):
-        return dict.fromkeys(ways, Way.OTHER)
-    ways = {carry: max(way, Way.SUMMED) for carry, way in ways.items()}
+        return dict.fromkeys(ways, CarryDependence.OTHER)
+    ways = {carry: max(way, CarryDependence.SUMMED) for carry, way in ways.items()}
     if name in ("mul", "div"):
         first, second = operands
         squares = second if name == "div" else first.keys() & second.keys()
-        ways |= dict.fromkeys(squares, Way.OTHER)
+        ways |= dict.fromkeys(squares, CarryDependence.OTHER)
     return ways
 
 
-def _through_loop(loop: jaxprs.Loop, operands: list[Ways]) -> list[Ways]:
+def _through_loop(loop: jaxprs.Loop, operands: list[CarryDependences]) -> list[CarryDependences]:
     """Of a loop inside the body, whose own carry takes on ways until they stay the same."""
     consts, carry = operands[loop.body_consts], operands[loop.carry]
     slices = operands[loop.carry.stop :] if loop.condition is None else []
@@ -112,8 +112,8 @@ def _through_loop(loop: jaxprs.Loop, operands: list[Ways]) -> list[Ways]:
         carry = further
 
 
-def _joined(several: Sequence[Ways]) -> Ways:
-    def join(first: Ways, second: Ways) -> Ways:
+def _joined(several: Sequence[CarryDependences]) -> CarryDependences:
+    def join(first: CarryDependences, second: CarryDependences) -> CarryDependences:
         return first | {i: max(way, first.get(i, way)) for i, way in second.items()}
 
     return functools.reduce(join, several, {})

@@ -43,7 +43,7 @@ def custom_jvp(run, step, operands, stored) -> list[Any]:
 
         def derivative(*given):
             values, tangents = given[: len(traced)], given[len(traced) :]
-            along = jaxprs.of_some(at, original, values)
+            along = jaxprs.restrict_to(at, original, values)
             return jax.jvp(along, tuple(values[i] for i in at), tangents)
 
         likes = jax.eval_shape(lambda *x: run(flat, x, stored), *values)
@@ -74,7 +74,7 @@ def custom_vjp(run, step, operands, stored) -> list[Any]:
         at = [i for i in floats if given[i].perturbed]
 
         def forward_of(*values):
-            along = jaxprs.of_some(at, original, values)
+            along = jaxprs.restrict_to(at, original, values)
             return jax.vjp(along, *[values[i] for i in at])
 
         with _rule_of(step):

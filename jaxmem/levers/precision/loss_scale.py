@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxmem.ground.checks import is_count, shown
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.widths import at_least
+from jaxmem.ground.widths import promote_at_least
 
 
 class LossScaleState(NamedTuple):
@@ -95,14 +95,14 @@ class LossScale:
 
     def scale(self, loss: jax.Array, state: LossScaleState) -> jax.Array:
         """The loss times the scale, in float32 (float64 for one in float64)."""
-        loss = loss.astype(at_least(jnp.float32, loss.dtype))
+        loss = loss.astype(promote_at_least(jnp.float32, loss.dtype))
         return loss * state.scale.astype(loss.dtype)
 
     def unscale(self, gradients: Any, state: LossScaleState) -> Any:
         """Gradients of a scaled loss divided by the scale, in float32 or wider."""
 
         def divide(leaf):
-            leaf = leaf.astype(at_least(jnp.float32, leaf.dtype))
+            leaf = leaf.astype(promote_at_least(jnp.float32, leaf.dtype))
             return leaf / state.scale.astype(leaf.dtype)
 
         return jax.tree.map(divide, gradients)

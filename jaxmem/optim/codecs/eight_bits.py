@@ -18,8 +18,9 @@ import numpy as np
 from jaxmem.optim.codecs.codec import Codec
 
 _DECADES = 7  # of magnitudes: the dynamic map of 8 bits, Dettmers et al. 2021
-_NEAR_ZERO = 2.75e-7  # half way from zero to the smallest magnitude, 5.5e-7
-_NEAR_ONE = (1 - 0.45 / 128, 1 - 0.45 / 256)  # half way from the largest value below one
+_UNDERFLOW_THRESHOLD = 2.75e-7  # half way from zero to the smallest magnitude, 5.5e-7
+# Half way from the largest value below one.
+_SATURATION_THRESHOLD = (1 - 0.45 / 128, 1 - 0.45 / 256)
 
 
 class Quantized(NamedTuple):
@@ -92,11 +93,11 @@ def quantize(x: jax.Array, *, signed: bool = True, block: int = 256) -> Quantize
     # that of the first.
     codes = place + count - (0 if signed else 1)
     if signed:
-        codes = jnp.where(size < _NEAR_ZERO, 0, codes + jnp.where(scaled < 0, 128, 0))
-        codes = jnp.where(scaled > _NEAR_ONE[0], 128, codes)
+        codes = jnp.where(size < _UNDERFLOW_THRESHOLD, 0, codes + jnp.where(scaled < 0, 128, 0))
+        codes = jnp.where(scaled > _SATURATION_THRESHOLD[0], 128, codes)
     else:
-        codes = jnp.where(scaled <= 0, 0, jnp.where(scaled > _NEAR_ONE[1], 255, codes))
-    return Quantized(_whole(codes.astype(jnp.uint8), x.shape), scales)
+        codes = jnp.where(scaled <= 0, 0, jnp.where(scaled > _SATURATION_THRESHOLD[1], 255, codes))
+    return Quantized(_from_blocks(codes.astype(jnp.uint8), x.shape), scales)
 
 
 def dequantize(quantized: Quantized, *, signed: bool = True, block: int = 256) -> jax.Array:
@@ -115,7 +116,7 @@ def dequantize(quantized: Quantized, *, signed: bool = True, block: int = 256) -
     if signed:
         values = jnp.where(codes > 128, -values, values)
     values = jnp.where(codes == (128 if signed else 255), 1, jnp.where(codes == 0, 0, values))
-    return _whole(_blocks(values, block) * scales[..., None], shape)
+    return _from_blocks(_blocks(values, block) * scales[..., None], shape)
 
 
 def _rows(shape: tuple[int, ...], block: int) -> tuple[tuple[int, ...], int]:
@@ -136,7 +137,7 @@ def _blocks(x: Any, block: int) -> Any:
     return x.reshape(*rows, -1, block)
 
 
-def _whole(blocks: Any, shape: tuple[int, ...]) -> Any:
+def _from_blocks(blocks: Any, shape: tuple[int, ...]) -> Any:
     """The inverse of `_blocks`."""
     rows, length = _rows(shape, blocks.shape[-1])
     return blocks.reshape(*rows, -1)[..., :length].reshape(shape)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import jaxprs
-from jaxmem.ground.widths import at_least
+from jaxmem.ground.widths import promote_at_least
 from jaxmem.program.derivatives.derivative import Derivative
 
 
@@ -50,7 +50,7 @@ def _picked(step: jaxprs.Step, operand: jax.Array, indices: jax.Array) -> jax.Ar
         axis = jaxprs.picked_axis(step.equation)
         assert axis is not None
         # Wide enough for the numbers of all elements.
-        indices = indices.astype(at_least(np.int32, indices.dtype))
+        indices = indices.astype(promote_at_least(np.int32, indices.dtype))
         if step.equation.params["mode"] == jax.lax.GatherScatterMode.CLIP:
             indices = jnp.clip(indices, 0, operand.shape[axis] - 1)
         numbers = jax.lax.broadcasted_iota(indices.dtype, operand.shape, axis)

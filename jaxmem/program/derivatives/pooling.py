@@ -92,7 +92,7 @@ def _picking(step: jaxprs.Step, operand: jax.Array) -> jax.Array:
         along = jax.lax.platform_dependent(*primals, *tangents, cpu=scattering, default=picking)
         return pooled(*primals), along
 
-    return pooled(*jaxprs.back_together([operand]))
+    return pooled(*jaxprs.cotangent_barrier([operand]))
 
 
 def _elements(

@@ -40,7 +40,7 @@ def widened(step: jaxprs.Step, left: jax.Array, right: jax.Array) -> jax.Array:
 
     @jax.custom_jvp
     def contracted(left, right):
-        return _barrier(jaxprs.apply(step, *jaxprs.together([left, right])))
+        return _barrier(jaxprs.apply(step, *jaxprs.barrier([left, right])))
 
     def jvp(primals, tangents):
         linear = [not jaxprs.is_zero(tangent) for tangent in tangents]

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from jaxmem.planning import Place
+from jaxmem.planning import RegionProgram
 from jaxmem.program import CONTRACTIONS, NAMED, Kernel, Program
 
 # Beside them `nothing_saveable`, which is every name recomputed.
 BUILT_INS = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
 
-def kept_by(name: str, place: Place) -> tuple[dict[int, frozenset[int]], tuple[str, ...]]:
+def kept_by(name: str, place: RegionProgram) -> tuple[dict[int, frozenset[int]], tuple[str, ...]]:
     """By id of each place the values that a policy keeps there, and the lines of what of them has
     no name, each once."""
     values: dict[int, frozenset[int]] = {}
@@ -29,13 +29,13 @@ def kept_by(name: str, place: Place) -> tuple[dict[int, frozenset[int]], tuple[s
     return values, tuple(lines)
 
 
-def _in_regions(place: Place) -> Iterator[Kernel]:
+def _in_regions(place: RegionProgram) -> Iterator[Kernel]:
     for start, stop in place.spans:
         yield from place.program.kernels[start:stop]
 
 
 def _kept(name: str, program: Program, kernel: Kernel) -> Iterator[int]:
-    if kernel.sent:
+    if kernel.sent_bytes:
         return
     operation = program.operations[kernel.operations[-1]]
     if name == "everything_saveable":
@@ -57,7 +57,7 @@ def _read(program: Program) -> set[int]:
     }
 
 
-def _named_after(place: Place, value: int, named: frozenset[int]) -> int | None:
+def _named_after(place: RegionProgram, value: int, named: frozenset[int]) -> int | None:
     """The named value that is kept for another: itself, or what is made of it alone before anything
     else reads it (a cast of a matmul's result); None: it has no name."""
     if value in named:

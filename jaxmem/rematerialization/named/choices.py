@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_against
 from jaxmem.ground.errors import BudgetError, PlanError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.planning import MOST, NamedChoice, Names, of_each, worth_most
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import named_place, names_of
@@ -31,7 +31,7 @@ class NamedChoices:
     def __init__(self, traced: TracedFunction, limits: Limits, fixed: Mapping[str, str]):
         self.traced, self.limits = traced, limits
         found, outside = names_of(traced)
-        check_names(found, outside, fixed, bool(traced.program.opened))
+        check_names(found, outside, fixed, bool(traced.program.inlined_checkpoints))
         self.notes = []
         if outside:
             self.notes.append(f"in no region, where no policy decides: {', '.join(outside)}")
@@ -59,7 +59,7 @@ class NamedChoices:
 
     def projected(self, choice: NamedChoice) -> int:
         """Projected bytes of everything on one device."""
-        return self.budget.total(self.found.laid_out(choice))
+        return self.budget.total(self.found.projected_of(choice))
 
     def best(self) -> NamedChoice:
         """The least recomputation that is projected to fit.
@@ -67,7 +67,7 @@ class NamedChoices:
         Raises:
             BudgetError: nothing is.
         """
-        best = self.found.best_for(self.budget.left)
+        best = self.found.best_for(self.budget.available)
         if not self.budget.fits(self.projected(best)):
             raise self.too_small(self.projected(best), best, "projected")
         return best
@@ -87,7 +87,7 @@ class NamedChoices:
         saved = ", ".join(self.names[at] for at in sorted(choice.saved)) or "no name"
         budget = self.limits.budget.allowed or 0
         return BudgetError(
-            f"No policy over {counted(len(self.order), 'name')} fits the budget of "
+            f"No policy over {pluralize(len(self.order), 'name')} fits the budget of "
             f"{self.limits.budget}; the lowest found takes "
             f"{format_against(total, budget)} ({total} bytes {word}), which saves {saved}. "
             "Raise the budget, shrink the batch, or let jaxmem.remat place regions of its own.",

@@ -10,9 +10,9 @@ from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError, OffloadError
 from jaxmem.jaxprs import internals
-from jaxmem.planning import DEAR, NamedChoice
+from jaxmem.planning import ARITHMETIC_WEIGHT, NamedChoice
 from jaxmem.rematerialization.named.choices import NamedChoices
-from jaxmem.rematerialization.search import Begun, Outcome
+from jaxmem.rematerialization.search import Outcome, PendingCompilation
 from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import Target, family_of
 
@@ -31,7 +31,7 @@ class NamedCompiler:
         self.reports: dict[NamedChoice | str, MemoryReport] = {}
         self.notes: list[str] = []
 
-    def start(self, one: NamedChoice | str) -> Begun:
+    def start(self, one: NamedChoice | str) -> PendingCompilation:
         """Begins to compile one."""
         if isinstance(one, str):
             policy, said = getattr(jax.checkpoint_policies, one), one
@@ -40,7 +40,7 @@ class NamedCompiler:
             said = f"{format_bytes(self.choices.projected(one))} projected"
         made = self._begin(policy)
         made.start()
-        return Begun(said, functools.partial(self._finish, one, made), made.stop)
+        return PendingCompilation(said, functools.partial(self._finish, one, made), made.stop)
 
     def _finish(self, one: NamedChoice | str, made: Compiling) -> Outcome:
         try:
@@ -60,7 +60,7 @@ class NamedCompiler:
         if isinstance(one, str):
             return Outcome(said, math.inf, total, total, one)
         seconds = one.seconds - float(self.choices.found.tables.seconds[self._number(one)])
-        price = self.price(report) + DEAR * seconds
+        price = self.price(report) + ARITHMETIC_WEIGHT * seconds
         return Outcome(said, price, self.choices.projected(one), total, "names")
 
     def _refused(self, one: NamedChoice | str, why: str) -> Outcome:
@@ -79,7 +79,7 @@ class NamedCompiler:
         def fun(*leaves):
             return traced.value(jax.tree.unflatten(traced.out_tree, call(*leaves)))
 
-        options = family_of(target).limit_options(limits.budget.left)
+        options = family_of(target).limit_options(limits.budget.available)
         return begin(
             jax.jit(traced.differentiated(fun)),
             *traced.leaves,
@@ -92,7 +92,7 @@ class NamedCompiler:
         """What a compiled program costs: its arithmetic several times, as where plans are compared,
         and what it moves."""
         device = self.target
-        return DEAR * self._second_per_flop * report.work.flops + report.moved / (
+        return ARITHMETIC_WEIGHT * self._second_per_flop * report.work.flops + report.moved / (
             device.shares.memory * device.memory_bandwidth
         )
 
@@ -113,7 +113,7 @@ class NamedCompiler:
         """FLOPs of a step without recomputation: where XLA's own pass acts on that program, those
         of another less what it recomputes."""
         plain, target = self.reports.get("everything_saveable"), self.target
-        if plain and plain.device <= family_of(target).pass_acts * target.memory_bytes:
+        if plain and plain.device <= family_of(target).remat_pass_threshold * target.memory_bytes:
             return max(plain.work.flops, 1)
         chosen = ((one, of) for one, of in self.reports.items() if isinstance(one, NamedChoice))
         one, report = min(chosen, key=lambda pair: pair[1].device)
@@ -122,7 +122,7 @@ class NamedCompiler:
     def note_pass(self, report: MemoryReport) -> None:
         """Notes where XLA's own rematerialization pass may act."""
         target = self.target
-        if report.device > family_of(target).pass_acts * target.memory_bytes:
+        if report.device > family_of(target).remat_pass_threshold * target.memory_bytes:
             self.notes.append(
                 "near the device's memory XLA's own rematerialization pass acts too: what it "
                 "recomputes is among these FLOPs"

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxmem import jaxprs
-from jaxmem.planning import Place
-from jaxmem.program import NAMED, Program, compiled_by, read_program
+from jaxmem.planning import RegionProgram
+from jaxmem.program import NAMED, Program, apply_compiler_rules, read_program
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import Target
 
@@ -14,7 +14,9 @@ _VIEWS = frozenset("bitcast_convert_type copy copy_p expand_dims name reshape sq
 
 # The values of a program that each group marks, given the stretch that it was read from and the
 # kernels of each region.
-Groups = Callable[[Program, jaxprs.Stretch, Sequence[tuple[int, int]]], tuple[frozenset[int], ...]]
+Groups = Callable[
+    [Program, jaxprs.RegionStructure, Sequence[tuple[int, int]]], tuple[frozenset[int], ...]
+]
 
 
 def names_of(traced: TracedFunction) -> tuple[list[str], list[str]]:
@@ -24,34 +26,36 @@ def names_of(traced: TracedFunction) -> tuple[list[str], list[str]]:
     return list(inside), [name for name in every if name not in inside]
 
 
-def named_place(traced: TracedFunction, target: Target | None, names: Sequence[str]) -> Place:
+def named_place(
+    traced: TracedFunction, target: Target | None, names: Sequence[str]
+) -> RegionProgram:
     """The program of a function by its regions, with the values that some names mark."""
     number = {name: at for at, name in enumerate(names)}
 
     def groups(program, stretch, spans):
         return marked(program, stretch, spans, number)
 
-    return place_of_stretch(traced, jaxprs.stretches(traced.closed), target, groups)
+    return place_of_stretch(traced, jaxprs.region_structure(traced.closed), target, groups)
 
 
 def place_of_stretch(
-    traced: TracedFunction, stretch: jaxprs.Stretch, target: Target | None, groups: Groups
-) -> Place:
+    traced: TracedFunction, stretch: jaxprs.RegionStructure, target: Target | None, groups: Groups
+) -> RegionProgram:
     """The place of a stretch; ``groups`` says which values are chosen together."""
-    spread = traced.spread(stretch.flat)
+    spread = traced.shards(stretch.flat)
     return _place(stretch, traced.read(stretch.flat), spread, target, groups)
 
 
 def _place(
-    stretch: jaxprs.Stretch,
+    stretch: jaxprs.RegionStructure,
     program: Program,
-    spread: jaxprs.Spread,
+    spread: jaxprs.Shardings,
     target: Target | None,
     groups: Groups,
-) -> Place:
+) -> RegionProgram:
     program = program.as_written
     if target is not None:
-        program = compiled_by(program, target.rules)
+        program = apply_compiler_rules(program, target.rules)
     program = _with_names(program, stretch)
     of_step = {kernel.operations[-1]: at for at, kernel in enumerate(program.kernels)}
     spans = []
@@ -59,7 +63,7 @@ def _place(
         inside = [at for at, k in enumerate(program.kernels) if start <= k.operations[-1] < stop]
         if inside:
             spans.append((inside[0], inside[-1] + 1))
-    return Place(
+    return RegionProgram(
         program,
         tuple(spans),
         groups(program, stretch, spans),
@@ -75,16 +79,16 @@ def _place(
 
 def _place_of_body(
     scan: jaxprs.Step,
-    body: jaxprs.Stretch,
-    spread: jaxprs.Spread,
+    body: jaxprs.RegionStructure,
+    spread: jaxprs.Shardings,
     target: Target | None,
     groups: Groups,
-) -> Place:
-    inside = spread.of_turn(scan, body.flat)
-    return _place(body, read_program(body.flat, spread=inside), inside, target, groups)
+) -> RegionProgram:
+    inside = spread.for_iteration(scan, body.flat)
+    return _place(body, read_program(body.flat, shards=inside), inside, target, groups)
 
 
-def _with_names(program: Program, stretch: jaxprs.Stretch) -> Program:
+def _with_names(program: Program, stretch: jaxprs.RegionStructure) -> Program:
     """The program with every named value in memory: what XLA would fuse is written where its name
     is. A name of what is in memory anyway is that value."""
     maker = {value: one for one in program.operations for value in one.outputs}
@@ -105,13 +109,15 @@ def _shown(maker: Mapping, value: int) -> int:
 
 def marked(
     program: Program,
-    stretch: jaxprs.Stretch,
+    stretch: jaxprs.RegionStructure,
     spans: Sequence[tuple[int, int]],
     number: Mapping[str, int],
 ) -> tuple[frozenset[int], ...]:
     """For each name the values in memory that it marks, and that need not be made again for it."""
     maker = {value: one for one in program.operations for value in one.outputs}
-    spared = {v for a, b in spans for kernel in program.kernels[a:b] for v in kernel.spared}
+    spared = {
+        v for a, b in spans for kernel in program.kernels[a:b] for v in kernel.reusable_results
+    }
     found: list[set[int]] = [set() for _ in number]
     for at, name in stretch.names:
         operation = program.operations[at]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.rematerialization.plan_text import checked
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.drawn.verdict import short_verdict
@@ -136,8 +136,8 @@ class NamedPolicy(Printed, jaxprs.NamePolicy):
             f"of no recomputation, {self.recompute_share:.1%} slower {checked(self.time_error)}"
         )
         where = f" for {self.target}" if self.target else ""
-        tried = f", {counted(self.compilations, 'compilation')}" if self.compilations else ""
-        yield f"policy over {counted(len(self.order), 'name')}{where}{tried}"
+        tried = f", {pluralize(self.compilations, 'compilation')}" if self.compilations else ""
+        yield f"policy over {pluralize(len(self.order), 'name')}{where}{tried}"
         for action in ("save", "offload", "recompute"):
             found = [name for name, how in self.names.items() if how == action]
             if found:
@@ -168,7 +168,7 @@ class NamedPolicy(Printed, jaxprs.NamePolicy):
             if not one.unnamed or one.bytes is None:
                 continue
             count = len(one.unnamed)
-            names = counted(count, "name")
+            names = pluralize(count, "name")
             lines = textwrap.shorten(", ".join(one.unnamed), 60, placeholder=" ...")
             less = " fits, recomputes less, and" if one.better else ""
             yield (

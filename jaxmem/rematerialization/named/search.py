@@ -17,7 +17,7 @@ from jaxmem.targets import Target
 
 # Of the budget: what is compiled beside a choice, for where that does not fit. Chosen, as the
 # alternative of plans.
-_BELOW = 0.96
+_ALTERNATIVE_SHARE = 0.96
 # Times the budget: what is expected there may fit yet, while little is known and later. Chosen: of
 # all sets of six names over six layers, each compiled, the best is found at six budgets. (Their
 # projections are 1 % too low in a scan and 9 % too high out of one, with deviations of 4 and 7 %.)
@@ -28,7 +28,7 @@ _NEAR = 0.2  # of the bytes: projections so near to each other may be off alike.
 _WORTH = 0.005
 # Of the price: by so much a policy of JAX's has to recompute less to be better. Chosen: prices of
 # equal sets differ by less.
-_LESS = 1e-3
+_MIN_PRICE_GAIN = 1e-3
 
 
 def named_policy(traced: TracedFunction, limits: Limits, fixed: Mapping[str, str]) -> NamedPolicy:
@@ -94,7 +94,7 @@ class NamedSearch:
             notes=(*policy.notes, *dict.fromkeys(compiler.notes)),
         )
 
-    def _expected(self, choice: NamedChoice) -> float:
+    def _corrected_bytes(self, choice: NamedChoice) -> float:
         """Projected bytes, corrected by what the nearest choice was compiled to: what names hold is
         known to the byte, and what is beside it is about the same."""
         projected = self.choices.projected(choice)
@@ -114,8 +114,8 @@ class NamedSearch:
             yield [name]
         # What a policy of JAX's keeps may all have names: then it is a choice like any other.
         for name in BUILT_INS:
-            same = self._like(name)
-            if same and same not in self.search.outcomes and self._better(name):
+            same = self._equivalent_choice(name)
+            if same and same not in self.search.outcomes and self._beats_choice(name):
                 yield [same]
 
     def _choices(self, allowed: int) -> Iterator[Sequence[NamedChoice]]:
@@ -132,20 +132,24 @@ class NamedSearch:
             )
             if not pending:
                 return
-            fitting = [one for one in pending if self._expected(one) <= allowed]
+            fitting = [one for one in pending if self._corrected_bytes(one) <= allowed]
             above = _ABOVE[min(len(tried), len(_ABOVE) - 1)] * allowed
-            hoped = [one for one in pending if self._hoped(one) <= above]
+            hoped = [one for one in pending if self._optimistic_bytes(one) <= above]
             if fitting:
-                lower = [one for one in fitting[1:] if self._expected(one) <= _BELOW * allowed]
+                lower = [
+                    one
+                    for one in fitting[1:]
+                    if self._corrected_bytes(one) <= _ALTERNATIVE_SHARE * allowed
+                ]
                 yield [fitting[0], *lower[:1]]
             elif best is None:
-                yield [min(pending, key=self._expected)]
+                yield [min(pending, key=self._corrected_bytes)]
             elif hoped:
-                yield [min(hoped, key=self._hoped)]
+                yield [min(hoped, key=self._optimistic_bytes)]
             else:
                 return
 
-    def _hoped(self, choice: NamedChoice) -> float:
+    def _optimistic_bytes(self, choice: NamedChoice) -> float:
         """Projected bytes, corrected by the choice near it that was compiled to the least: choices
         of one projection may compile to several sizes."""
         projected = self.choices.projected(choice)
@@ -163,7 +167,7 @@ class NamedSearch:
         chosen = [one for one in fits if isinstance(one, NamedChoice)]
         return min(chosen, key=lambda one: one.price, default=None)
 
-    def _better(self, name: str) -> bool:
+    def _beats_choice(self, name: str) -> bool:
         """Whether a policy of JAX's fits and recomputes less, compiled, than the best choice: in
         FLOPs, or by price."""
         best = self.search.best
@@ -172,10 +176,12 @@ class NamedSearch:
         if not isinstance(best, NamedChoice):
             return True
         report, ours = (self.compiler.reports[one] for one in (name, best))
-        fewer = report.work.flops < ours.work.flops * (1 - _LESS)
-        return fewer or self.compiler.price(report) < self.compiler.price(ours) * (1 - _LESS)
+        fewer = report.work.flops < ours.work.flops * (1 - _MIN_PRICE_GAIN)
+        return fewer or self.compiler.price(report) < self.compiler.price(ours) * (
+            1 - _MIN_PRICE_GAIN
+        )
 
-    def _like(self, name: str) -> NamedChoice | None:
+    def _equivalent_choice(self, name: str) -> NamedChoice | None:
         """The choice that keeps what a policy of JAX's does, where all of that has names."""
         values, unnamed = kept_by(name, self.choices.place)
         if unnamed:
@@ -196,7 +202,7 @@ class NamedSearch:
                     self.limits.budget.total(report.device) if report else None,
                     report.work.flops / self.compiler.plain_flops if report else math.nan,
                     kept_by(name, self.choices.place)[1],
-                    self._better(name),
+                    self._beats_choice(name),
                 )
 
 

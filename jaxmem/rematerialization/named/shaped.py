@@ -7,7 +7,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.errors import BudgetError, PlanError
-from jaxmem.planning import Names, Place, worth_most
+from jaxmem.planning import Names, RegionProgram, worth_most
 from jaxmem.program import Kernel, Program, type_of
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import Groups, place_of_stretch
@@ -84,7 +84,7 @@ class _Kinds:
 
     def __init__(self, traced: TracedFunction, device: Target | None):
         self.traced, self.device = traced, device
-        self.stretch = _nameless(jaxprs.stretches(traced.closed))
+        self.stretch = _nameless(jaxprs.region_structure(traced.closed))
         self.lines: dict[Kind, str] = {}
 
         def read(program, stretch, spans) -> tuple[frozenset[int], ...]:
@@ -99,7 +99,7 @@ class _Kinds:
                 "jax.checkpoint, nn.remat or nnx.remat first, or let jaxmem.remat place regions."
             )
 
-    def place(self, kinds: Sequence[Kind]) -> Place:
+    def place(self, kinds: Sequence[Kind]) -> RegionProgram:
         """The function by its regions; what a kind makes is chosen together."""
         number = {kind: at for at, kind in enumerate(kinds)}
 
@@ -112,7 +112,7 @@ class _Kinds:
 
         return self._place(groups)
 
-    def _place(self, groups: Groups) -> Place:
+    def _place(self, groups: Groups) -> RegionProgram:
         return place_of_stretch(self.traced, self.stretch, self.device, groups)
 
 
@@ -130,8 +130,8 @@ def shaped_policy(traced: TracedFunction, limits: Limits) -> ShapedPolicy:
     place = kinds.place(weighed)
     names = Names(place, len(weighed), rates)
     budget = limits.budget.reserve(place.program.boundary_bytes)
-    chosen = names.best_for(budget.left)
-    total = budget.total(names.laid_out(chosen))
+    chosen = names.best_for(budget.available)
+    total = budget.total(names.projected_of(chosen))
     if not budget.fits(total):
         raise _too_small(limits.budget, total)
     wanted = frozenset(weighed[at] for at in chosen.saved)
@@ -150,7 +150,9 @@ def shaped_policy(traced: TracedFunction, limits: Limits) -> ShapedPolicy:
     )
 
 
-def _operations(program: Program, stretch: jaxprs.Stretch, spans) -> Iterator[tuple[Kind, Kernel]]:
+def _operations(
+    program: Program, stretch: jaxprs.RegionStructure, spans
+) -> Iterator[tuple[Kind, Kernel]]:
     """What a policy can save of the regions of a program: results of operations that are computed
     into memory."""
     for start, stop in spans:
@@ -161,13 +163,13 @@ def _operations(program: Program, stretch: jaxprs.Stretch, spans) -> Iterator[tu
                 yield (step.primitive, *map(type_of, operands)), kernel
 
 
-def _nameless(stretch: jaxprs.Stretch) -> jaxprs.Stretch:
+def _nameless(stretch: jaxprs.RegionStructure) -> jaxprs.RegionStructure:
     """Without names, which such a policy does not ask for."""
     scans = tuple((at, _nameless(scan)) for at, scan in stretch.scans)
     return dataclasses.replace(stretch, names=(), scans=scans)
 
 
-def _saved(place: Place, number: int, kind: Kind, line: str) -> Saved:
+def _saved(place: RegionProgram, number: int, kind: Kind, line: str) -> Saved:
     size = count = 0
     for one, times in place.all():
         values = one.groups[number]

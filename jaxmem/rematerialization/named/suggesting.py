@@ -10,8 +10,16 @@ from jaxmem import jaxprs
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.checks import check_call, is_count
 from jaxmem.ground.errors import PlanError
-from jaxmem.ground.words import counted
-from jaxmem.planning import MOST, NamedChoice, Names, Place, Rates, spans_of_blocks, spared_alone
+from jaxmem.ground.words import pluralize
+from jaxmem.planning import (
+    MOST,
+    NamedChoice,
+    Names,
+    Rates,
+    RegionProgram,
+    marginal_savings,
+    spans_of_blocks,
+)
 from jaxmem.planning.blocks import _TINY
 from jaxmem.program import NAMED, Kernel, Operation, Program
 from jaxmem.rematerialization.limits import Limits
@@ -94,7 +102,7 @@ class _Rows:
     names: list[str] = dataclasses.field(default_factory=list)
 
     def groups(
-        self, program: Program, stretch: jaxprs.Stretch, spans: Sequence[tuple[int, int]]
+        self, program: Program, stretch: jaxprs.RegionStructure, spans: Sequence[tuple[int, int]]
     ) -> tuple[frozenset[int], ...]:
         """Puts the values of a place into rows; which of them are in which."""
         known = {name: at for at, name in enumerate(dict.fromkeys(n for _, n in stretch.names))}
@@ -105,7 +113,7 @@ class _Rows:
         for start, stop in spans:
             for kernel in program.kernels[start:stop]:
                 inner = kernel.fused and operation_at(program, kernel) in hidden
-                for value in kernel.spared:
+                for value in kernel.reusable_results:
                     name = name_of.get(value, "")
                     if inner and not name:
                         continue
@@ -135,7 +143,7 @@ def operation_of(program: Program, kernel: Kernel) -> Operation:
     return program.operations[operation_at(program, kernel)]
 
 
-def _hidden(stretch: jaxprs.Stretch) -> set[int]:
+def _hidden(stretch: jaxprs.RegionStructure) -> set[int]:
     """Steps inside of a call of the user's: of those that one expression makes, as of
     `jax.nn.softmax`, the user has the last in hand."""
     places = [jaxprs.expression_of(step.equation) for step in stretch.flat.steps]
@@ -149,13 +157,13 @@ def _hidden(stretch: jaxprs.Stretch) -> set[int]:
 
 def _collected(
     traced: TracedFunction, target: Target | None, rates: Rates
-) -> tuple[tuple[_Rows, Place], str]:
+) -> tuple[tuple[_Rows, RegionProgram], str]:
     rows = _Rows(rates)
-    opened = traced.program.opened
-    stretch = jaxprs.stretches(traced.closed, without_regions=not opened)
+    opened = traced.program.inlined_checkpoints
+    stretch = jaxprs.region_structure(traced.closed, without_regions=not opened)
     place = place_of_stretch(traced, stretch, target, rows.groups)
     if opened:
-        return (rows, place), f"in {counted(opened, 'region')} of its own"
+        return (rows, place), f"in {pluralize(opened, 'region')} of its own"
     if place.scans:
         return (rows, place), "it has no regions: the body of each scan counts as one"
     spans = spans_of_blocks(place.program, rates) or ((0, len(place.program.kernels)),)
@@ -167,7 +175,7 @@ def _collected(
 
 
 def _suggestions(
-    collected: tuple[_Rows, Place],
+    collected: tuple[_Rows, RegionProgram],
     regions: str,
     rates: Rates,
     budget: Budget,
@@ -179,7 +187,7 @@ def _suggestions(
     for one, times in place.all():
         for row, values in enumerate(one.groups):
             counts[row] += times * len(values)
-    spared = spared_alone(place, len(counts), rates)
+    spared = marginal_savings(place, len(counts), rates)
     tiny = _TINY * max(max(one.program.sizes, default=0) for one, _ in place.all())
     every = {
         row: _suggestion(rows, row, count, spared[row] / count)
@@ -204,8 +212,8 @@ def _suggestions(
     total = budget.reserve(place.program.boundary_bytes)
     size = total.total(found.projected(frozenset()))
     if budget.allowed is not None:
-        choice = found.best_for(total.left)
-        size = total.total(found.laid_out(choice))
+        choice = found.best_for(total.available)
+        size = total.total(found.projected_of(choice))
         chosen = [
             dataclasses.replace(one, action=_action(at, choice)) for at, one in enumerate(chosen)
         ]
@@ -226,7 +234,7 @@ def _action(at: int, choice: NamedChoice) -> str:
     return "save" if at in choice.saved else "recompute"
 
 
-def _of_rows(place: Place, rows: Sequence[int]) -> Place:
+def _of_rows(place: RegionProgram, rows: Sequence[int]) -> RegionProgram:
     """A place with some of its groups."""
     groups = tuple(place.groups[row] if row < len(place.groups) else frozenset() for row in rows)
     scans = {number: _of_rows(scan, rows) for number, scan in place.scans.items()}

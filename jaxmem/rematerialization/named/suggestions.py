@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.rematerialization.plan_text import checked
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.drawn.verdict import short_verdict
@@ -71,7 +71,7 @@ class Suggestions(Printed):
         fresh = [row for row in self.rows if not row.named]
         named = len(self.rows) - len(fresh)
         saved = [row for row in self.rows if row.action in ("save", "offload")]
-        what = f"{counted(len(fresh), 'value')} to name, {named} named already"
+        what = f"{pluralize(len(fresh), 'value')} to name, {named} named already"
         if self.budget is None:
             yield f"{what}; with none of them saved {format_bytes(self.bytes)} (projected)"
         else:

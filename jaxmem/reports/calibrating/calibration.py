@@ -10,7 +10,7 @@ from typing import Any
 import jaxlib
 
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.words import counted
+from jaxmem.ground.words import pluralize
 from jaxmem.levers.host.streaming import CHUNK
 from jaxmem.reports.calibrating.fitted import Checked, check, errors_of, fit_rates, held_out
 from jaxmem.reports.calibrating.probes import ladders
@@ -79,7 +79,7 @@ class Calibration(Printed):
             f"±{self.high_error:.0%})"
         )
         yield (
-            f"errors are of {counted(out, 'program')} that the rates were not fitted to; "
+            f"errors are of {pluralize(out, 'program')} that the rates were not fitted to; "
             f"{len(self.checked) - out} more were fitted"
         )
         if self.path:

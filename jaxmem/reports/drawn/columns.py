@@ -57,11 +57,11 @@ def _table(heads: Sequence[str], rows: Rows, left: Sequence[int], wraps: bool) -
             no_wrap=at < len(heads) - 1,  # the last one gives way
         )
     for *cells, end in rows:
-        table.add_row(*map(rich.text.Text, cells), rich.text.Text(end) if wraps else _End(end))
+        table.add_row(*map(rich.text.Text, cells), rich.text.Text(end) if wraps else _KeepEnd(end))
     return table
 
 
-class _End:
+class _KeepEnd:
     """A cell of which the end is shown where there is no room for all: it tells most."""
 
     def __init__(self, text: str):

@@ -22,7 +22,7 @@ from jaxmem.targets import Target
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ran:
+class KernelRun:
     """What one instruction takes in one run of the program: how often it runs, its seconds
     altogether (of a copy or a collective, those that the device waits for it), and its kernel
     (None: it is a copy or a collective)."""
@@ -42,11 +42,11 @@ class Schedule:
         self._run = functools.cache(self._of)
         self.ran = self._run(entry_of(hlo))
 
-    def _of(self, computation: str) -> tuple[Ran, ...]:
+    def _of(self, computation: str) -> tuple[KernelRun, ...]:
         """One run of a computation. Links to other devices and to the host are two streams beside
         the kernels; what is started waits for its stream, and whoever reads it for its end."""
         lines = self._computations[computation]
-        found: list[Ran] = []
+        found: list[KernelRun] = []
         now = 0.0
         free = {"devices": 0.0, "host": 0.0}  # from when on a stream is free
         ends: dict[str, float] = {}
@@ -56,12 +56,12 @@ class Schedule:
             link = _link(line, sent)
             if operation.endswith("-done"):
                 waited = max(ends.get(operands_of(line)[0], now) - now, 0.0)
-                found.append(Ran(name, 1, waited))
+                found.append(KernelRun(name, 1, waited))
             elif link:
-                ends[name] = free[link] = max(now, free[link]) + self._sent(sent, within)
+                ends[name] = free[link] = max(now, free[link]) + self._communication(sent, within)
                 waited = 0.0 if operation.endswith("-start") else ends[name] - now
                 if waited:
-                    found.append(Ran(name, 1, waited))
+                    found.append(KernelRun(name, 1, waited))
             else:
                 ran = list(self._inside(name, line, lines))
                 found += ran
@@ -69,23 +69,23 @@ class Schedule:
             now += waited
         return tuple(found)
 
-    def _inside(self, name: str, line: str, lines: Lines) -> Iterator[Ran]:
+    def _inside(self, name: str, line: str, lines: Lines) -> Iterator[KernelRun]:
         """The kernels of one instruction, those of what it calls among them."""
         calls = calls_of(line)
         if calls is None:
             kernel = kernel_of(name, lines, self._computations)
             if kernel.moved or kernel.flops:
-                yield Ran(name, 1, seconds_of(kernel, self._target), kernel)
+                yield KernelRun(name, 1, seconds_of(kernel, self._target), kernel)
             return
         inner = [self._run(called) for called in calls.computations]
-        if calls.either:
+        if calls.is_branch:
             yield from max(inner, key=lambda ran: sum(one.seconds for one in ran), default=())
             return
-        turns = 1 if calls.turns is None else calls.turns
+        turns = 1 if calls.trip_count is None else calls.trip_count
         for one in itertools.chain.from_iterable(inner):
             yield dataclasses.replace(one, times=turns * one.times, seconds=turns * one.seconds)
 
-    def _sent(self, line: str, lines: Lines) -> float:
+    def _communication(self, line: str, lines: Lines) -> float:
         """Seconds on the link; a copy is read once and written once, so half of its traffic."""
         target, kind = self._target, collective_of(line)
         if kind:

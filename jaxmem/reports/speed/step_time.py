@@ -11,7 +11,7 @@ from jaxmem.reports.drawn.grouping import grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.drawn.text import milliseconds
 from jaxmem.reports.speed.model import parts_of
-from jaxmem.reports.speed.schedule import Ran, Schedule
+from jaxmem.reports.speed.schedule import KernelRun, Schedule
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.attribution import Attribution, Origin
 from jaxmem.reports.xla.instructions import Module
@@ -40,7 +40,7 @@ class StepTime(Printed):
     """
 
     target: Target
-    ran: tuple[Ran, ...]
+    ran: tuple[KernelRun, ...]
     origins: tuple[Origin, ...] = dataclasses.field(repr=False)
 
     @functools.cached_property
@@ -82,7 +82,7 @@ class StepTime(Printed):
             for one, origin in zip(self.ran, self.origins, strict=True)
         ]
 
-    def _limit(self, one: Ran) -> str:
+    def _limit(self, one: KernelRun) -> str:
         if one.kernel is None:
             return WAITING
         arithmetic, traffic = parts_of(one.kernel, self.target)

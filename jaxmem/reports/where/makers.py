@@ -12,7 +12,7 @@ _COPIES = frozenset("bitcast opt-barrier copy copy-start copy-done".split())
 
 # Of one value through a loop: a value that no turn of a loop makes is met again on the way out, and
 # once more for each loop around. A guard alone: what is met more often is in no program of XLA's.
-_TURNS = 20
+_MAX_REVISITS = 20
 
 Element = tuple[int, ...]  # an index into nested tuples; empty: the whole value
 
@@ -29,12 +29,12 @@ class Makers:
     def maker(self, made: Instruction, index: Element = ()) -> tuple[Instruction, Element]:
         """The instruction that fills the memory: past copies, tuples and loops."""
         seen: collections.Counter[tuple[str, Element]] = collections.Counter()
-        while not self._program.is_argument(made) and seen[made.name, index] <= _TURNS:
+        while not self._program.is_argument(made) and seen[made.name, index] <= _MAX_REVISITS:
             again = (made.name, index) in seen
             seen[made.name, index] += 1
             caller = self._program.flow.callers.get(made.computation)
             if made.opcode == "parameter" and caller is not None and caller.operands:
-                following = self._given(made, caller, again)
+                following = self._loop_operand(made, caller, again)
             elif made.opcode == "while":
                 following = self._module.roots[made.called[0]].name
             elif made.opcode == "tuple" and index and index[0] < len(made.operands):
@@ -49,7 +49,7 @@ class Makers:
             made = self._module.instructions[following]
         return made, index
 
-    def _given(self, parameter: Instruction, caller: Instruction, again: bool) -> str:
+    def _loop_operand(self, parameter: Instruction, caller: Instruction, again: bool) -> str:
         """What a computation gets as its parameter: in a loop what the last turn returned or, met
         ``again``, what the loop was given, since none of its turns made it."""
         if caller.opcode != "while" or again:
@@ -65,17 +65,17 @@ class Makers:
             inner = self._module.roots[inside]
             if inner.opcode == "tuple" and index:
                 inner = self._module.instructions[inner.operands[index[0]]]
-            inner = self._past(inner, "bitcast", "convert")
+            inner = self._skip(inner, "bitcast", "convert")
         if inner.opcode != "dynamic-update-slice":
             return None
         stored = self._module.instructions[inner.operands[1]]
-        stored = self._past(stored, "bitcast", "reshape", "convert", "copy", _ROUNDED)
+        stored = self._skip(stored, "bitcast", "reshape", "convert", "copy", _ROUNDED)
         if stored.opcode == "parameter" and stored.computation == inside:
             stored, _ = self.maker(self._module.instructions[made.operands[stored.index]])
         annotated = self.annotated(stored)
         return annotated if "/" in annotated.stack else None
 
-    def _says(self, one: Instruction) -> bool:
+    def _has_metadata(self, one: Instruction) -> bool:
         """Whether an instruction says what computes it; a fusion says what its root does."""
         if one.opcode == "fusion" and one.called:
             root = self._module.roots[one.called[0]]
@@ -83,7 +83,7 @@ class Makers:
                 return False
         return "/" in one.stack and one.opcode != _ROUNDED
 
-    def _past(self, instruction: Instruction, *opcodes: str) -> Instruction:
+    def _skip(self, instruction: Instruction, *opcodes: str) -> Instruction:
         while instruction.opcode in opcodes and instruction.operands:
             instruction = self._module.instructions[instruction.operands[0]]
         return instruction
@@ -103,14 +103,14 @@ class Makers:
             if fused and index and one is made and self._module.roots[fused].opcode == "tuple":
                 root = self._module.roots[fused]
                 element = self._module.instructions[root.operands[index[0]]]
-                element = self._past(element, _ROUNDED)
+                element = self._skip(element, _ROUNDED)
                 if "/" in element.stack:
                     return element
             # XLA names some instructions after the argument that they read: no slash.
-            if self._says(one) or (one.stack and one.opcode == "parameter"):
+            if self._has_metadata(one) or (one.stack and one.opcode == "parameter"):
                 return one
             for member in reversed(self._module.members[fused] if fused else []):
-                if self._says(member):
+                if self._has_metadata(member):
                     return member
             todo += [self._module.instructions[name] for name in one.operands]
         return made

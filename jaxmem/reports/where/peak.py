@@ -79,7 +79,7 @@ class MemoryMap:
         owners = []
         for one in self.timeline.allocations:
             numbers = [KINDS.index(self._origin(value, one).kind) for value in one.values]
-            owners.append([*numbers, KINDS.index(self._idle(one).kind)])
+            owners.append([*numbers, KINDS.index(self._unused(one).kind)])
         rows = self.timeline.by_owner(owners, len(KINDS))
         return dict(zip(KINDS, rows, strict=True))
 
@@ -107,10 +107,10 @@ class MemoryMap:
 
     def _origin(self, value: Value, allocation: Allocation) -> Origin:
         if not value.instruction:
-            return self._idle(allocation)
+            return self._unused(allocation)
         return self._attribution.origin(value, allocation)
 
-    def _idle(self, allocation: Allocation) -> Origin:
+    def _unused(self, allocation: Allocation) -> Origin:
         """Of an argument or a result while no value lives in its memory."""
         known = self._attribution.argument_of(allocation)
         main = _main_value(allocation)

@@ -52,10 +52,10 @@ class Readers:
                     continue
                 found[user.name] = user
                 if user.opcode in _TRANSPARENT:
-                    todo += self._passed_on(user, name, element)
+                    todo += self._forwarded(user, name, element)
         return tuple(found.values())
 
-    def _passed_on(self, user: Instruction, name: str, element: int) -> list[Node]:
+    def _forwarded(self, user: Instruction, name: str, element: int) -> list[Node]:
         """Where the bytes of an operand are after an instruction that passes them on."""
         if user.opcode == "tuple":
             places = [place for place, operand in enumerate(user.operands) if operand == name]

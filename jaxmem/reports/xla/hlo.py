@@ -39,13 +39,13 @@ def entry_of(hlo: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calls:
-    """The computations that an instruction runs: one after the other, ``turns`` times (None: a loop
-    for which XLA does not know), or, of a conditional, ``either`` of them, in the order of its
-    index (of two: what runs if false, then if true)."""
+    """The computations that an instruction runs: one after the other, ``trip_count`` times (None: a
+    loop for which XLA does not know), or, of a conditional (``is_branch``), one of them, in the
+    order of its index (of two: what runs if false, then if true)."""
 
     computations: tuple[str, ...]
-    turns: int | None = 1
-    either: bool = False
+    trip_count: int | None = 1
+    is_branch: bool = False
 
 
 def calls_of(line: str) -> Calls | None:
@@ -53,7 +53,7 @@ def calls_of(line: str) -> Calls | None:
     is and what a reduction or a sort applies."""
     operation = operation_of(line)
     if operation == "conditional":
-        return Calls(_branches_of(line), either=True)
+        return Calls(_branches_of(line), is_branch=True)
     if operation not in ("while", "call", "async-start"):
         return None
     turns: int | None = 1

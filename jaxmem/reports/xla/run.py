@@ -8,7 +8,7 @@ from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.hlo import Lines, calls_of, entry_of
 
 
-def over_run(
+def sum_over_execution(
     hlo: str,
     own: Callable[[str, Lines], Any],
     zero: Any,
@@ -41,11 +41,13 @@ def over_run(
                 found = found + own(line, lines)
                 continue
             inner = [total(name) for name in calls.computations]
-            if calls.either:
+            if calls.is_branch:
                 found = found + (branch(inner) if inner else zero)
             else:
                 turn = sum(inner, zero)
-                found = found + (unknown(turn) if calls.turns is None else turn * calls.turns)
+                found = found + (
+                    unknown(turn) if calls.trip_count is None else turn * calls.trip_count
+                )
         return found
 
     return total(entry_of(hlo))

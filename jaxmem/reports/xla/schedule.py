@@ -14,7 +14,7 @@ from jaxmem.reports.xla.hlo import (
     operation_of,
     result_bytes,
 )
-from jaxmem.reports.xla.run import over_run
+from jaxmem.reports.xla.run import sum_over_execution
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _WORK = ("fusion", "custom-call", "dot", "convolution", "while")
@@ -84,7 +84,9 @@ def count_collectives(hlo: str) -> Collectives:
         one = np.arange(len(COLLECTIVES))[:, None] == COLLECTIVES.index(kind)
         return one * np.array([1, collective_bytes(line, lines), line in beside])
 
-    found = over_run(hlo, own, none, lambda sums: max(sums, key=lambda one: one[:, 1].sum()))
+    found = sum_over_execution(
+        hlo, own, none, lambda sums: max(sums, key=lambda one: one[:, 1].sum())
+    )
     kinds = [(kind, row.tolist()) for kind, row in zip(COLLECTIVES, found, strict=True) if row[0]]
     return Collectives(*({kind: row[column] for kind, row in kinds} for column in range(3)))
 

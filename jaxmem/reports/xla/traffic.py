@@ -14,7 +14,7 @@ from jaxmem.reports.xla.hlo import (
     operation_of,
     result_bytes,
 )
-from jaxmem.reports.xla.run import over_run
+from jaxmem.reports.xla.run import sum_over_execution
 
 _FREE = frozenset(
     "after-all bitcast constant get-tuple-element iota opt-barrier parameter tuple".split()
@@ -32,7 +32,7 @@ def count_bytes(hlo: str, taken: bool) -> int:
     def own(line: str, lines: Lines) -> int:
         return traffic(line, lines, computations)
 
-    return over_run(
+    return sum_over_execution(
         hlo, own, 0, lambda sums: sums[int(taken)], unknown=lambda turn: turn * int(taken)
     )
 

@@ -21,7 +21,7 @@ from jaxmem.reports.xla.hlo import (
     operands_of,
     operation_of,
 )
-from jaxmem.reports.xla.run import over_run
+from jaxmem.reports.xla.run import sum_over_execution
 from jaxmem.targets import computed_by
 
 _CONTRACTIONS = ("dot", "convolution", "custom-call")
@@ -74,7 +74,9 @@ def count_work(hlo: str) -> Work:
     def once(turn: Work) -> Work:
         return dataclasses.replace(turn, uncounted=turn.uncounted + 1)
 
-    return over_run(hlo, own, Work(), lambda sums: max(sums, key=lambda work: work.flops), once)
+    return sum_over_execution(
+        hlo, own, Work(), lambda sums: max(sums, key=lambda work: work.flops), once
+    )
 
 
 def contractions(

@@ -37,7 +37,7 @@ _MADE_OF: dict[str, tuple[str, int]] = {
 
 @functools.cache
 def dear_operations(capability: tuple[int, int]) -> tuple[tuple[str, int], ...]:
-    """Primitives that are dear on GPUs of a compute capability, and what one element takes."""
+    """Primitives that are expensive on GPUs of a compute capability, and what one element takes."""
     words = _PROFILES.get(capability, _PROFILES[8, 6]).split()
     own = dict(zip(words[::2], map(int, words[1::2]), strict=True))
     one = _PRODUCTS_AND_SUMS.get(capability, _USUAL)

@@ -28,7 +28,7 @@ class Cuda(Family):
     backend = "gpu"
     versions = "13, or 12 for V100 (default: 13)"
     example = "h200"
-    multiple = 8  # tensor cores take tiles of 8 (NVIDIA, Deep learning performance guide)
+    shape_multiple = 8  # tensor cores take tiles of 8 (NVIDIA, Deep learning performance guide)
     # "copy_fusion" makes the stacks that scans of one shape begin with all at once, before the
     # first of them runs: 1320 MiB and not 680 of six scans in regions (XLA of jax 0.10.2).
     # "dot-merger" makes one matmul of small ones that have an operand in common, and so all that
@@ -40,7 +40,7 @@ class Cuda(Family):
     pass_options = {"xla_disable_hlo_passes": "copy_fusion,dot-merger"}  # noqa: RUF012
     # The pass begins at 80 % of the device's memory (xla/service/gpu/gpu_compiler.cc); a step that
     # is near it may pass it with what jaxmem does not count.
-    pass_acts = 0.75
+    remat_pass_threshold = 0.75
     # Else XLA leaves casts out, and keeps float32 where the program has bfloat16.
     widening_options = {"xla_allow_excess_precision": False}  # noqa: RUF012
     # Else XLA's schedule has the two halves of a copy beside one another.

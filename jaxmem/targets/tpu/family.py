@@ -21,11 +21,11 @@ class Tpu(Family):
     versions = "the libtpu that this JAX is made for"
     licence = LICENCE
     example = "v5e"
-    multiple = 8  # sublanes of a tile
+    shape_multiple = 8  # sublanes of a tile
     # Its own rematerialization has no pass to switch off by name, but a least size.
     compiler_options = {"xla_tpu_rematerialization_min_size_in_bytes": 2**40}  # noqa: RUF012
     pass_options = {"xla_tpu_rematerialization_min_size_in_bytes": 10 * 2**20}  # noqa: RUF012
-    pass_acts = 0.95  # xla_jf_rematerialization_percent_shared_memory_limit
+    remat_pass_threshold = 0.95  # xla_jf_rematerialization_percent_shared_memory_limit
     widening_options = {"xla_allow_excess_precision": False}  # noqa: RUF012
 
     # As libtpu 0.0.42 numbers them: vectors, scalars, and the flags that copies wait for.
@@ -35,7 +35,7 @@ class Tpu(Family):
     chip_bytes = 144 << 20
     limit_option = "xla_tpu_max_hbm_size_mib"
     rules = RULES
-    checks_code = False  # it takes ten to fifty times as long as the rest
+    verifies_codegen = False  # it takes ten to fifty times as long as the rest
 
     def targets(self) -> dict[str, Target]:
         """The TPUs of ``targets.csv``."""

@@ -4,7 +4,7 @@ Microbatches add up gradients of slices. That is exact for a mean, or a sum, ove
 not see one another, and for nothing else. README.md beside this file tells how it is proved.
 """
 
-from jaxmem.levers.batch.independence.divisor import Rest as Rest
+from jaxmem.levers.batch.independence.divisor import ParameterOnlyTerms as ParameterOnlyTerms
 from jaxmem.levers.batch.independence.proof import (
     Metric as Metric,
     Proof as Proof,

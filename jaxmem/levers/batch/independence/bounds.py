@@ -26,21 +26,21 @@ class Test(NamedTuple):
     holds: bool
 
     @property
-    def otherwise(self) -> "Test":
+    def negated(self) -> "Test":
         """The test that chooses where this does not."""
         return self._replace(holds=not self.holds)
 
     @property
-    def is_of_nothing(self) -> bool:
+    def is_empty_count_guard(self) -> bool:
         """Whether it chooses by a count of 0, and by none above: a slice has as little only if it
         counts nothing."""
-        return self.number == 0 and bool(self.chooses(0.0)) and not self.chooses(1.0)
+        return self.number == 0 and bool(self.evaluate(0.0)) and not self.evaluate(1.0)
 
-    def chooses(self, count: Any) -> Any:
+    def evaluate(self, count: Any) -> Any:
         return _COMPARISONS[self.name](count, self.number) == self.holds
 
 
-class Bound(NamedTuple):
+class CountTransform(NamedTuple):
     """What is made of a count: a conversion to a dtype or, if there is a number, the result of an
     operation with it: the number instead, where a test chooses that."""
 
@@ -56,11 +56,11 @@ class Bound(NamedTuple):
             return value
         number = jnp.asarray(self.number, self.dtype)
         if self.test is not None:
-            return jnp.where(self.test.chooses(count), number, value)
+            return jnp.where(self.test.evaluate(count), number, value)
         return _BOUNDS[self.name](value, number)
 
 
-def bounds_of(makers: Makers, divisor: int) -> tuple[int, tuple[Bound, ...]] | None:
+def bounds_of(makers: Makers, divisor: int) -> tuple[int, tuple[CountTransform, ...]] | None:
     """The count that a divisor is made of, and how; None: by a test of something else."""
     count, bounds, compared = divisor, [], []
     while (step := makers.get(count)) and (found := _bound(makers, step)):
@@ -72,7 +72,7 @@ def bounds_of(makers: Makers, divisor: int) -> tuple[int, tuple[Bound, ...]] | N
     return count, tuple(bounds[::-1])
 
 
-def _bound(makers: Makers, step: jaxprs.Step) -> tuple[Bound, int, list[Any]] | None:
+def _bound(makers: Makers, step: jaxprs.Step) -> tuple[CountTransform, int, list[Any]] | None:
     """What a step makes of a count, the count, and what is compared for that; None: it is another
     step."""
     name, cases, compared, test = step.primitive, step.inputs, [], None
@@ -86,10 +86,10 @@ def _bound(makers: Makers, step: jaxprs.Step) -> tuple[Bound, int, list[Any]] | 
         return None
     at = numbers.index(None)
     if test is not None and at == 1:  # the number is the first case
-        test = test.otherwise
+        test = test.negated
     number = next((one for one in numbers if one is not None), None)
     dtype = step.equation.outvars[0].aval.dtype
-    return Bound(name, dtype, number, test), cases[at], compared
+    return CountTransform(name, dtype, number, test), cases[at], compared
 
 
 def test_of(makers: Makers, select: jaxprs.Step) -> tuple[Test, Any] | None:
@@ -122,14 +122,14 @@ def is_count(makers: Makers, value: Any, count: int) -> bool:
     return True
 
 
-def never_zero(bounds: tuple[Bound, ...]) -> bool:
+def never_zero(bounds: tuple[CountTransform, ...]) -> bool:
     """Whether what is made of a count is above 0, or not 0, whatever the count is."""
     least, other = -math.inf, False  # the least that it may be; whether it is anything but 0
     for name, dtype, number, test in bounds:
         if number is None:
             other &= bool(jnp.issubdtype(dtype, jnp.inexact))
         elif test is not None:
-            other, least = bool(test.chooses(0.0)) and number != 0, min(least, number)
+            other, least = bool(test.evaluate(0.0)) and number != 0, min(least, number)
         else:
             other, least = False, max(least, number) if name == "max" else least + number
         if math.isfinite(least):

@@ -10,12 +10,18 @@ import jax.numpy as jnp
 
 from jaxmem import jaxprs
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ground.widths import at_least
-from jaxmem.levers.batch.independence.kinds import Free, Kind, Sizes, is_same, of_total
-from jaxmem.levers.batch.independence.ratios import Ratio, ratio_in, without_quotients
+from jaxmem.ground.widths import promote_at_least
+from jaxmem.levers.batch.independence.kinds import (
+    BatchInvariant,
+    Kind,
+    Sizes,
+    is_same,
+    sum_or_mean,
+)
+from jaxmem.levers.batch.independence.ratios import Ratio, drop_quotients, ratio_in
 
 
-class Rest(NamedTuple):
+class ParameterOnlyTerms(NamedTuple):
     """What is made of the parameters alone and added to quotients: in the loss, with its gradient,
     and in metrics by their paths."""
 
@@ -46,7 +52,7 @@ class Divisor:
     trace: Callable[[int], jaxprs.FlatJaxpr]
     metrics: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-    def beside(self, metrics: Mapping[str, tuple[int, "Divisor"]]) -> "Divisor":
+    def with_metrics(self, metrics: Mapping[str, tuple[int, "Divisor"]]) -> "Divisor":
         """With metrics that it divides too: which result each is, and what it has as a divisor."""
         rests = [self.has_rest, *(other.has_rest for _, other in metrics.values())]
         places = {path: at for path, (at, _) in metrics.items()}
@@ -58,17 +64,17 @@ class Divisor:
             self.of_numerators == other.of_numerators
             and self.of_count == other.of_count
             and all(
-                one.is_divided_as(two, flat)
+                one.has_same_divisor(two, flat)
                 for flat, one, two in zip(flats, self.ratios, other.ratios, strict=True)
             )
         )
 
-    def afresh(self) -> "Divisor":
+    def with_fresh_constants(self) -> "Divisor":
         """For one call: what the loss closes over may be another value now, or a tracer. It is
         traced once for each size of slices."""
         return dataclasses.replace(self, trace=functools.cache(self.trace))
 
-    def of_slice(self, part: Any, share: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def slice_weight(self, part: Any, share: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weight of a slice that has this share of the examples, and its part of the count.
 
         If a slice is divided by 0, though it does not count zeros alone, nothing tells what was
@@ -81,33 +87,33 @@ class Divisor:
         values = _evaluated(flat, wanted, [*flat.consts, *leaves])
         count = values[ratio.count]
         weight = ratio.bounded(count)
-        weight = weight.astype(at_least(jnp.float32, weight.dtype))
+        weight = weight.astype(promote_at_least(jnp.float32, weight.dtype))
         empty = ratio.summed is not None and jnp.all(values[wanted[-1]] == 0)
         lost = (weight == 0) | ratio.is_zero(count)
         weight = jnp.where(lost & jnp.logical_not(empty), jnp.nan, weight)
         if jnp.issubdtype(count.dtype, jnp.inexact):
-            count = count.astype(at_least(jnp.float32, count.dtype))
+            count = count.astype(promote_at_least(jnp.float32, count.dtype))
         if self.of_numerators == "mean":
             weight = weight * share.astype(weight.dtype)
         if self.of_count == "mean":
             count = count * share.astype(count.dtype)
         return weight, count
 
-    def of_all(self, count: jax.Array, size: int) -> jax.Array:
+    def total_weight(self, count: jax.Array, size: int) -> jax.Array:
         """What the whole batch is divided by if this is counted. It is bounded as slices of a size
         are. (1, where a test says that nothing is divided.)"""
         ratio = _ratio(self.trace(size), 0, self.batch)
         divisor = ratio.bounded(count)
         return jnp.where(ratio.is_zero(count), jnp.ones_like(divisor), divisor)
 
-    def rest(self, params: Any, size: int) -> Rest | None:
+    def rest(self, params: Any, size: int) -> ParameterOnlyTerms | None:
         """By the program for slices of a size; None: there is none."""
         if not self.has_rest:
             return None
         flat = self.trace(size)
         places = [0, *self.metrics.values()]
         quotients = {one for at in places for one in _ratio(flat, at, self.batch).quotients}
-        flat = without_quotients(flat, quotients)
+        flat = drop_quotients(flat, quotients)
 
         def loss(params):
             leaves = [leaf for leaf in jax.tree.leaves(params) if jaxprs.is_array(leaf)]
@@ -118,7 +124,7 @@ class Divisor:
             return found, (found, dict(zip(self.metrics, others, strict=True)))
 
         gradients, (found, metrics) = jax.grad(loss, has_aux=True)(params)
-        return Rest(found, metrics, gradients)
+        return ParameterOnlyTerms(found, metrics, gradients)
 
 
 def _evaluated(flat: jaxprs.FlatJaxpr, wanted: Sequence[Any], inputs: Sequence[Any]) -> dict:
@@ -171,17 +177,17 @@ def divisor_of(
             return None
     pairs = [*zip(one.numerators, two.numerators, strict=True), (one.count, two.count)]
     *numerators, count = kinds(flats, pairs)
-    over, of_count = {of_total(one, sizes) for one in numerators}, of_total(count, sizes)
+    over, of_count = {sum_or_mean(one, sizes) for one in numerators}, sum_or_mean(count, sizes)
     of_numerators = over.pop()
     if over or of_numerators is None or of_count is None:
         return None
     others = [
-        without_quotients(flat, {*ratio.quotients})
+        drop_quotients(flat, {*ratio.quotients})
         for flat, ratio in zip(flats, (one, two), strict=True)
     ]
     results = others[0].outputs[at], others[1].outputs[at]
     (rest,) = kinds(others, [results])
-    if not isinstance(rest, Free) or rest.drawn or not is_same(rest):
+    if not isinstance(rest, BatchInvariant) or rest.uses_rng or not is_same(rest):
         return None
     for flat, result in zip(others, results, strict=True):
         if not _inputs(flat, result) <= {*closed_over, *params}:

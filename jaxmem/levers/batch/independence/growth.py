@@ -4,7 +4,14 @@ import math
 
 import jax.numpy as jnp
 
-from jaxmem.levers.batch.independence.kinds import Each, Free, Kind, Total, close, mean_growth
+from jaxmem.levers.batch.independence.kinds import (
+    BatchInvariant,
+    BatchReduction,
+    Kind,
+    PerExample,
+    mean_growth,
+    same_growth,
+)
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.program.attention import ATTENTION_DERIVATIVES
 
@@ -24,11 +31,11 @@ HOMOGENEOUS = (
 _SUMS = frozenset({"add", "sub", "add_any", "concatenate", "pad", "stack"})
 
 
-def grown(op: Operation) -> float | None:
+def result_growth(op: Operation) -> float | None:
     """The growth of a result that is linear in what grows; None: it is not."""
     name, kinds = op.name, op.kinds
     growths = [kind.growth for kind in kinds]
-    if all(close(growth, 1) for growth in growths):
+    if all(same_growth(growth, 1) for growth in growths):
         return 1.0
     if any(map(math.isnan, growths)) or name not in HOMOGENEOUS:
         return None
@@ -42,40 +49,46 @@ def grown(op: Operation) -> float | None:
         return None
     if name in _SUMS or name == "select_n":
         if name == "select_n":
-            if not close(growths[0], 1):
+            if not same_growth(growths[0], 1):
                 return None
             kinds = kinds[1:]
-        found = [k.growth for k in kinds if not (isinstance(k, Free) and k.is_zero)]
-        return found[0] if found and all(close(found[0], other) for other in found) else None
-    return growths[0] if all(close(growth, 1) for growth in growths[1:]) else None
+        found = [k.growth for k in kinds if not (isinstance(k, BatchInvariant) and k.is_zero)]
+        return found[0] if found and all(same_growth(found[0], other) for other in found) else None
+    return growths[0] if all(same_growth(growth, 1) for growth in growths[1:]) else None
 
 
 def of_sum(op: Operation) -> Kind:
     """Of an operation on a sum over examples: it may go on in a straight line."""
     kinds, name = op.kinds, op.name
-    if any(isinstance(kind, Each) for kind in kinds):
-        return op.mixes
+    if any(isinstance(kind, PerExample) for kind in kinds):
+        return op.mixes_examples
     if any(one != two for one, two in op.results):
-        return op.mixes
-    if name not in LINEAR or not op.alike():
-        return op.bends
+        return op.mixes_examples
+    if name not in LINEAR or not op.same_params():
+        return op.not_linear
     if name == "convert_element_type":
         made = op.steps[0].equation.invars[0].aval.dtype
         if jnp.issubdtype(made, jnp.inexact) and not op.inexact():
-            return op.bends
+            return op.not_linear
     if name in _SUMS or name == "select_n":
         return _of_terms(op)
-    sums = sum(isinstance(kind, Total) for kind in kinds)
-    if sums != 1 or (not isinstance(kinds[0], Total) and name not in ("mul", "dot_general")):
-        return op.bends
+    sums = sum(isinstance(kind, BatchReduction) for kind in kinds)
+    if sums != 1 or (
+        not isinstance(kinds[0], BatchReduction) and name not in ("mul", "dot_general")
+    ):
+        return op.not_linear
     growths = [kind.growth for kind in kinds]
     if any(map(math.isnan, growths)) or (name == "div" and not op.inexact()):
-        return op.bends
+        return op.not_linear
     if name in ("mul", "dot_general"):
-        return Total(math.prod(growths))
+        return BatchReduction(math.prod(growths))
     if name == "div":
-        return Total(growths[0] / growths[1])
-    return Total(growths[0]) if all(close(growth, 1) for growth in growths[1:]) else op.bends
+        return BatchReduction(growths[0] / growths[1])
+    return (
+        BatchReduction(growths[0])
+        if all(same_growth(growth, 1) for growth in growths[1:])
+        else op.not_linear
+    )
 
 
 def _of_terms(op: Operation) -> Kind:
@@ -83,15 +96,15 @@ def _of_terms(op: Operation) -> Kind:
     or the sums be means, for ``c + mean`` is the mean of ``c + each``."""
     kinds = op.kinds
     if op.name == "select_n":
-        if not isinstance(kinds[0], Free) or not close(kinds[0].growth, 1):
-            return op.bends
+        if not isinstance(kinds[0], BatchInvariant) or not same_growth(kinds[0].growth, 1):
+            return op.not_linear
         kinds = kinds[1:]
-    totals = [kind for kind in kinds if isinstance(kind, Total)]
+    totals = [kind for kind in kinds if isinstance(kind, BatchReduction)]
     growth = totals[0].growth
-    if not all(close(growth, total.growth) for total in totals):
-        return op.bends
-    free = [kind for kind in kinds if isinstance(kind, Free) and not kind.is_zero]
-    mean = close(growth, mean_growth(op.sizes))
-    if free and not (mean and all(close(kind.growth, 1) for kind in free)):
-        return op.bends
-    return Total(growth)
+    if not all(same_growth(growth, total.growth) for total in totals):
+        return op.not_linear
+    free = [kind for kind in kinds if isinstance(kind, BatchInvariant) and not kind.is_zero]
+    mean = same_growth(growth, mean_growth(op.sizes))
+    if free and not (mean and all(same_growth(kind.growth, 1) for kind in free)):
+        return op.not_linear
+    return BatchReduction(growth)

@@ -8,21 +8,21 @@ Sizes = tuple[int, int]  # numbers of examples: of the batch, of the slice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Free:
+class BatchInvariant:
     """Nothing of the batch: the same in both traces, times ``growth``.
 
     Attributes:
         growth: how many times larger it is for the batch than for the slice.
         value: where all its elements are one known number, that number in each trace. Only then
             may its shape depend on the size of the batch.
-        drawn: it comes from the random key of the step, of which each slice gets its own.
-        moved: it comes from a model state that one slice hands on, changed, to the next.
+        uses_rng: it comes from the random key of the step, of which each slice gets its own.
+        uses_model_state: it comes from a model state that one slice hands on, changed, to the next.
     """
 
     growth: float = 1.0
     value: tuple[Any, Any] | None = None
-    drawn: bool = False
-    moved: bool = False
+    uses_rng: bool = False
+    uses_model_state: bool = False
 
     @property
     def is_zero(self) -> bool:
@@ -30,7 +30,7 @@ class Free:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Each:
+class PerExample:
     """Parts of the examples, in order, along ``axis``, which has ``outer * examples * inner``
     indices: examples come once in each of ``outer`` blocks, ``inner`` indices at a time.
 
@@ -45,9 +45,9 @@ class Each:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Flat:
-    """As `Each`, of all elements in row-major order, whatever the shapes: in a slice of one example
-    the axis of the examples may be gone."""
+class FlatPerExample:
+    """As `PerExample`, of all elements in row-major order, whatever the shapes: in a slice of one
+    example the axis of the examples may be gone."""
 
     outer: int
     inner: int
@@ -55,42 +55,54 @@ class Flat:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Index:
+class ExampleIndex:
     """The number of each example, from 0, along ``axis``: good for picking its own part only."""
 
     axis: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Columns:
-    """Along the last axis the kinds of several indices for a gather, one of them `Index`."""
+class GatherIndices:
+    """Along the last axis the kinds of several indices for a gather, one of them `ExampleIndex`."""
 
     parts: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Total:
+class BatchReduction:
     """A sum over examples of what depends on one alone, times a number of this growth. With the
-    growth of a mean something `Free` may have been added."""
+    growth of a mean something `BatchInvariant` may have been added."""
 
     growth: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Unproved:
+class NotProved:
     """The reason, a clause that names the operation and its line."""
 
     why: str
 
 
-Kind = Free | Each | Flat | Index | Columns | Total | Unproved
+Kind = (
+    BatchInvariant
+    | PerExample
+    | FlatPerExample
+    | ExampleIndex
+    | GatherIndices
+    | BatchReduction
+    | NotProved
+)
 
-ANOTHER = Unproved("its program is another for a slice")
+DIFFERENT_PROGRAM = NotProved("its program is another for a slice")
 
 
 def is_same(kind: Kind) -> bool:
     """Whether a value is the same for the batch and for every slice of it."""
-    return isinstance(kind, Free) and close(kind.growth, 1) and not kind.moved
+    return (
+        isinstance(kind, BatchInvariant)
+        and same_growth(kind.growth, 1)
+        and not kind.uses_model_state
+    )
 
 
 def mean_growth(sizes: Sizes) -> float:
@@ -98,14 +110,14 @@ def mean_growth(sizes: Sizes) -> float:
     return sizes[1] / sizes[0]
 
 
-def of_total(kind: Kind, sizes: Sizes) -> str | None:
+def sum_or_mean(kind: Kind, sizes: Sizes) -> str | None:
     """``"mean"`` or ``"sum"``, where a value is one over the examples."""
-    if isinstance(kind, Total) and close(kind.growth, mean_growth(sizes)):
+    if isinstance(kind, BatchReduction) and same_growth(kind.growth, mean_growth(sizes)):
         return "mean"
-    return "sum" if isinstance(kind, Total) and close(kind.growth, 1) else None
+    return "sum" if isinstance(kind, BatchReduction) and same_growth(kind.growth, 1) else None
 
 
-def close(one: float, two: float) -> bool:
+def same_growth(one: float, two: float) -> bool:
     """Growths are products of constants, in float32 mostly."""
     return math.isclose(one, two, rel_tol=1e-5)
 

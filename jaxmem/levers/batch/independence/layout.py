@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from jaxmem.levers.batch.independence.kinds import Each, Flat, Kind, Sizes
+from jaxmem.levers.batch.independence.kinds import FlatPerExample, Kind, PerExample, Sizes
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, Shape]  # of the batch, of the slice
@@ -19,7 +19,7 @@ def resized_axes(shapes: Shapes) -> list[int]:
     return [axis for axis, (one, two) in enumerate(zip(*shapes, strict=True)) if one != two]
 
 
-def lies(kind: Each, shapes: Shapes, sizes: Sizes) -> bool:
+def is_consistent(kind: PerExample, shapes: Shapes, sizes: Sizes) -> bool:
     """Whether a value of these shapes can have the examples as the kind says, and nowhere else."""
     one, two = shapes
     if len(one) != len(two) or not 0 <= kind.axis < len(one):
@@ -32,11 +32,11 @@ def lies(kind: Each, shapes: Shapes, sizes: Sizes) -> bool:
     return lengths == tuple(kind.outer * size * kind.inner for size in sizes)
 
 
-def flat(kind: Kind, shapes: Shapes, sizes: Sizes) -> Flat | None:
+def flat(kind: Kind, shapes: Shapes, sizes: Sizes) -> FlatPerExample | None:
     """A value by its elements in row-major order; None: it has no examples in order."""
-    if isinstance(kind, Flat):
+    if isinstance(kind, FlatPerExample):
         return kind
-    if not isinstance(kind, Each):
+    if not isinstance(kind, PerExample):
         return None
     shape, outer, inner = shapes[0], kind.outer, kind.inner
     if inner is None:
@@ -44,10 +44,10 @@ def flat(kind: Kind, shapes: Shapes, sizes: Sizes) -> Flat | None:
         if rest:
             return None
     before, behind = math.prod(shape[: kind.axis]), math.prod(shape[kind.axis + 1 :])
-    return Flat(before * outer, inner * behind, kind.growth)
+    return FlatPerExample(before * outer, inner * behind, kind.growth)
 
 
-def shaped(kind: Flat, shapes: Shapes, sizes: Sizes) -> Kind | None:
+def reshape_kind(kind: FlatPerExample, shapes: Shapes, sizes: Sizes) -> Kind | None:
     """The kind of elements in row-major order in these shapes; None: one axis is not enough."""
     one, two = shapes
     if len(one) != len(two):
@@ -58,11 +58,11 @@ def shaped(kind: Flat, shapes: Shapes, sizes: Sizes) -> Kind | None:
     (axis,) = axes
     inner, rest = divmod(kind.inner, math.prod(one[axis + 1 :]) or 1)
     outer, more = divmod(one[axis], inner * sizes[0]) if inner else (0, 1)
-    found = Each(axis, outer, inner, kind.growth)
-    return found if not rest and not more and lies(found, shapes, sizes) else None
+    found = PerExample(axis, outer, inner, kind.growth)
+    return found if not rest and not more and is_consistent(found, shapes, sizes) else None
 
 
-def agreed(kinds: Sequence[Each]) -> Each | None:
+def common_batch_axis(kinds: Sequence[PerExample]) -> PerExample | None:
     """The place of the examples in values that go together, or None: it is not the same."""
     found = kinds[0]
     for kind in kinds[1:]:

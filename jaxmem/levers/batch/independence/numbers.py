@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import jaxprs
-from jaxmem.levers.batch.independence.kinds import Free, Kind, Unproved
+from jaxmem.levers.batch.independence.kinds import BatchInvariant, Kind, NotProved
 from jaxmem.levers.batch.independence.operation import Operation
 
 _ARITHMETIC: dict[str, Callable] = {
@@ -34,23 +34,23 @@ def constant(one: Any, two: Any) -> Kind:
     """Of a constant of the program, in both traces."""
     if one is two:
         number = _number(one)
-        return Free(value=None if number is None else (number, number))
+        return BatchInvariant(value=None if number is None else (number, number))
     if any(map(jaxprs.is_opaque, (one, two))):
-        return Unproved("it closes over a value of the trace that is another for a slice")
+        return NotProved("it closes over a value of the trace that is another for a slice")
     numbers = _number(one), _number(two)
     if None not in numbers:
         return _valued(*numbers)
     if np.shape(one) == np.shape(two) and np.array_equal(np.asarray(one), np.asarray(two)):
-        return Free()
-    return Unproved("a constant of it depends on the size of the batch")
+        return BatchInvariant()
+    return NotProved("a constant of it depends on the size of the batch")
 
 
-def calculated(op: Operation) -> Free | None:
+def calculated(op: Operation) -> BatchInvariant | None:
     """Of an operation on known numbers, where its result is one too."""
     values = [kind.value for kind in op.kinds]
     if not values or None in values or len(op.results) != 1:
         return None
-    if any(kind.drawn or kind.moved for kind in op.kinds):
+    if any(kind.uses_rng or kind.uses_model_state for kind in op.kinds):
         return None
     dtype = op.steps[0].equation.outvars[0].aval.dtype
     if jnp.issubdtype(dtype, jnp.unsignedinteger) or jnp.issubdtype(dtype, jnp.complexfloating):
@@ -79,11 +79,11 @@ def _result(op: Operation, which: int, given: list[Any], dtype: Any) -> Any:
     return int(number) if integer else number
 
 
-def _valued(one: Any, two: Any) -> Free:
+def _valued(one: Any, two: Any) -> BatchInvariant:
     """Of one known number in each trace."""
     if one == two or (one != one and two != two):  # NaN too
-        return Free(value=(one, two))
-    return Free(growth=float(one / two) if two and one else math.nan, value=(one, two))
+        return BatchInvariant(value=(one, two))
+    return BatchInvariant(growth=float(one / two) if two and one else math.nan, value=(one, two))
 
 
 def _number(value: Any) -> Any:

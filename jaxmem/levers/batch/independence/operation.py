@@ -6,8 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxmem import jaxprs
-from jaxmem.levers.batch.independence.kinds import ANOTHER, Each, Free, Sizes, Unproved
-from jaxmem.levers.batch.independence.layout import Shapes, agreed, lies
+from jaxmem.levers.batch.independence.kinds import (
+    DIFFERENT_PROGRAM,
+    BatchInvariant,
+    NotProved,
+    PerExample,
+    Sizes,
+)
+from jaxmem.levers.batch.independence.layout import Shapes, common_batch_axis, is_consistent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,32 +48,32 @@ class Operation:
         return f"{self.name} at {self.steps[0].line}"
 
     @property
-    def mixes(self) -> Unproved:
-        return Unproved(f"its examples see one another ({self.where})")
+    def mixes_examples(self) -> NotProved:
+        return NotProved(f"its examples see one another ({self.where})")
 
     @property
-    def bends(self) -> Unproved:
-        return Unproved(f"it is no plain mean over examples ({self.where})")
+    def not_linear(self) -> NotProved:
+        return NotProved(f"it is no plain mean over examples ({self.where})")
 
     @property
-    def sized(self) -> Unproved:
-        return Unproved(f"it depends on the size of the batch in another way ({self.where})")
+    def depends_on_batch_size(self) -> NotProved:
+        return NotProved(f"it depends on the size of the batch in another way ({self.where})")
 
     @property
-    def another(self) -> Unproved:
-        return Unproved(f"{ANOTHER.why} ({self.where})")
+    def different_program(self) -> NotProved:
+        return NotProved(f"{DIFFERENT_PROGRAM.why} ({self.where})")
 
     @property
-    def unknown(self) -> Unproved:
-        return Unproved(f"whether it keeps examples apart is not known ({self.where})")
+    def unknown_primitive(self) -> NotProved:
+        return NotProved(f"whether it keeps examples apart is not known ({self.where})")
 
     @property
-    def numbered(self) -> Unproved:
-        return Unproved(f"it uses the place of an example in the batch ({self.where})")
+    def uses_example_index(self) -> NotProved:
+        return NotProved(f"it uses the place of an example in the batch ({self.where})")
 
     # ---- what rules ask of it
 
-    def alike(self, *but: str) -> bool:
+    def same_params(self, *but: str) -> bool:
         """Whether both traces have the same parameters, but for some."""
         one, two = (step.equation.params for step in self.steps)
         return one.keys() == two.keys() and all(
@@ -79,29 +85,33 @@ class Operation:
         return jnp.issubdtype(aval.dtype, jnp.inexact)
 
     @property
-    def common(self) -> Each | None:
+    def common_batch_axis(self) -> PerExample | None:
         """The place of the examples in all operands that have any; None: it is not the same."""
-        return agreed([kind for kind in self.kinds if isinstance(kind, Each)])
+        return common_batch_axis([kind for kind in self.kinds if isinstance(kind, PerExample)])
 
     @property
-    def only(self) -> Each | None:
+    def sole_batched_operand(self) -> PerExample | None:
         """The examples of the first operand, where none of the others has any."""
         kind, *others = self.kinds
-        alone = isinstance(kind, Each) and all(isinstance(other, Free) for other in others)
+        alone = isinstance(kind, PerExample) and all(
+            isinstance(other, BatchInvariant) for other in others
+        )
         return kind if alone else None
 
     @property
     def has_other_array(self) -> bool:
         """Whether an operand has elements that are neither of the examples nor all one number: what
         they mean for an example may depend on its place in the batch."""
-        return any(isinstance(kind, Free) and kind.value is None for kind in self.kinds)
+        return any(isinstance(kind, BatchInvariant) and kind.value is None for kind in self.kinds)
 
-    def each(self, axis: int, like: Each, at: int = 0) -> Each | Unproved:
+    def each(self, axis: int, like: PerExample, at: int = 0) -> PerExample | NotProved:
         """The kind of a result with the examples of another value along an axis."""
         result = dataclasses.replace(like, axis=axis)
-        return result if lies(result, self.results[at], self.sizes) else self.mixes
+        return (
+            result if is_consistent(result, self.results[at], self.sizes) else self.mixes_examples
+        )
 
-    def every(self, kind: Any) -> list[Any]:
+    def all_results(self, kind: Any) -> list[Any]:
         """One kind for all its results."""
         return [kind] * len(self.results)
 

@@ -13,17 +13,17 @@ import numpy as np
 from jaxmem import jaxprs
 from jaxmem.levers.batch.independence.divisor import Divisor, divisor_of
 from jaxmem.levers.batch.independence.kinds import (
-    ANOTHER,
-    Each,
-    Free,
+    DIFFERENT_PROGRAM,
+    BatchInvariant,
     Kind,
+    NotProved,
+    PerExample,
     Sizes,
-    Unproved,
-    close,
     first_line,
     is_same,
     mean_growth,
-    of_total,
+    same_growth,
+    sum_or_mean,
 )
 from jaxmem.levers.batch.independence.layout import Shapes, resized_axes
 from jaxmem.levers.batch.independence.states import given_state, state_after
@@ -132,10 +132,10 @@ def _both(one: Proof, other: Proof) -> Proof:
     for path, metric in other.metrics.items():
         before = metrics.setdefault(path, metric)
         if before.reduction not in (None, metric.reduction):
-            metrics[path] = metric._replace(reduction=None, why=metric.why or ANOTHER.why)
+            metrics[path] = metric._replace(reduction=None, why=metric.why or DIFFERENT_PROGRAM.why)
     found = one if one.reduction is None else other
     if one.reduction and other.reduction and not _is_same_rule(one, other):
-        found = Proof(None, ANOTHER.why)
+        found = Proof(None, DIFFERENT_PROGRAM.why)
     return found._replace(metrics=metrics, state=one.state or other.state)
 
 
@@ -168,10 +168,10 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple, later: Callable) ->
     start = first + count
     state_numbers = range(start, start + len(state))
     new_state = zip(*(flat.outputs[1 : 1 + len(state)] for flat in (whole, sliced)), strict=True)
-    given: list[Kind] = [*[Each(0)] * len(batch), *[Free()] * len(params)]
+    given: list[Kind] = [*[PerExample(0)] * len(batch), *[BatchInvariant()] * len(params)]
     for number, new in zip(state_numbers, new_state, strict=True):
         given.append(given_state(whole.avals[number], changed=new != (number, number)))
-    given += [Free(drawn=True)] * len(key)
+    given += [BatchInvariant(uses_rng=True)] * len(key)
 
     # Each by itself: one that is another program for a slice says nothing of the others.
     def kinds_in(flats, pairs: list[tuple[Any, Any]], differentiated: bool = False) -> list[Kind]:
@@ -181,7 +181,7 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple, later: Callable) ->
 
     kinds = functools.partial(kinds_in, (whole, sliced))
     (kind,) = kinds([(whole.outputs[0], sliced.outputs[0])], differentiated=True)
-    proof = Proof(None, kind.why) if isinstance(kind, Unproved) else _told(kind, sizes)
+    proof = Proof(None, kind.why) if isinstance(kind, NotProved) else _told(kind, sizes)
     divided = functools.partial(
         divisor_of,
         (whole, sliced),
@@ -206,7 +206,7 @@ def _compared(whole, sliced, sizes: Sizes, arguments: tuple, later: Callable) ->
             if other is not None and proof.divisor.divides(other, (whole, sliced)):
                 metrics[path] = metrics[path]._replace(reduction="weighted", why="")
                 alike[path] = at, other
-    divisor = proof.divisor and proof.divisor.beside(alike)
+    divisor = proof.divisor and proof.divisor.with_metrics(alike)
     return proof._replace(metrics=metrics, divisor=divisor)
 
 
@@ -226,14 +226,18 @@ def _metric(kind: Kind, whole: Any, sliced: Any, sizes: Sizes) -> Metric:
     if same_rank and resized_axes(shapes) == [0] and (shapes[0][0], shapes[1][0]) == sizes:
         form = "rows"
     proof = Proof(None, "it has no row for each example along its first axis")
-    if isinstance(kind, Unproved) or not same_rank:
-        proof = Proof(None, kind.why if isinstance(kind, Unproved) else ANOTHER.why)
+    if isinstance(kind, NotProved) or not same_rank:
+        proof = Proof(None, kind.why if isinstance(kind, NotProved) else DIFFERENT_PROGRAM.why)
     elif form != "whole":
         if _is_rows(kind) and form == "rows":
             proof = Proof("rows")
-    elif isinstance(kind, Free) and is_same(kind) and not kind.drawn:
+    elif isinstance(kind, BatchInvariant) and is_same(kind) and not kind.uses_rng:
         proof = Proof("same")
-    elif isinstance(kind, Free) and close(kind.growth, 1 / mean_growth(sizes)) and not kind.moved:
+    elif (
+        isinstance(kind, BatchInvariant)
+        and same_growth(kind.growth, 1 / mean_growth(sizes))
+        and not kind.uses_model_state
+    ):
         proof = Proof("sum")
     else:
         proof = _told(kind, sizes)
@@ -244,15 +248,15 @@ def _metric(kind: Kind, whole: Any, sliced: Any, sizes: Sizes) -> Metric:
 
 def _is_rows(kind: Kind) -> bool:
     """Whether a value along whose first axis there is one index for each example has its row."""
-    if isinstance(kind, Each):
-        return kind.axis == 0 and kind.inner in (1, None) and close(kind.growth, 1)
+    if isinstance(kind, PerExample):
+        return kind.axis == 0 and kind.inner in (1, None) and same_growth(kind.growth, 1)
     return is_same(kind)
 
 
 def _told(kind: Kind, sizes: Sizes) -> Proof:
-    if isinstance(kind, Free) and close(kind.growth, 1):
+    if isinstance(kind, BatchInvariant) and same_growth(kind.growth, 1):
         moved = "it uses a model state that each slice changes"
-        return Proof(None, moved) if kind.moved else Proof("mean")
-    if reduction := of_total(kind, sizes):
+        return Proof(None, moved) if kind.uses_model_state else Proof("mean")
+    if reduction := sum_or_mean(kind, sizes):
         return Proof(reduction)
     return Proof(None, "it divides the sum over its examples by another number than theirs")

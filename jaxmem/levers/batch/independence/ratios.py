@@ -15,7 +15,7 @@ import numpy as np
 from jaxmem import jaxprs
 from jaxmem.jaxprs import internals
 from jaxmem.levers.batch.independence.bounds import (
-    Bound,
+    CountTransform,
     Test,
     bounds_of,
     is_count,
@@ -50,7 +50,7 @@ class Ratio:
     numerators: tuple[int, ...]
     quotients: tuple[int, ...]
     count: int
-    bounds: tuple[Bound, ...]
+    bounds: tuple[CountTransform, ...]
     zeros: tuple[Test, ...]
     summed: int | None
     masked: bool
@@ -63,7 +63,7 @@ class Ratio:
         empty = self.masked and not rounded
         return empty or (never_zero(self.bounds) and not self.zeros)
 
-    def is_divided_as(self, other: "Ratio", flat: jaxprs.FlatJaxpr) -> bool:
+    def has_same_divisor(self, other: "Ratio", flat: jaxprs.FlatJaxpr) -> bool:
         """Whether another quotient of the program has the same divisor, in some dtype."""
         bounds = [
             [(one.name, one.number, one.test) for one in ratio.bounds if one.number is not None]
@@ -81,7 +81,7 @@ class Ratio:
 
     def is_zero(self, count: jax.Array) -> jax.Array:
         """Whether a test says that the quotients of this count are 0."""
-        return jnp.any(jnp.asarray([False, *(test.chooses(count) for test in self.zeros)]))
+        return jnp.any(jnp.asarray([False, *(test.evaluate(count) for test in self.zeros)]))
 
 
 class _Quotient(NamedTuple):
@@ -106,7 +106,7 @@ def ratio_in(flat: jaxprs.FlatJaxpr, result: Any, batch: range) -> Ratio | None:
         return None
     count, bounds = bounded
     zeros = tuple(test for test, _ in first.tests)
-    if not all(test.is_of_nothing for test in zeros):
+    if not all(test.is_empty_count_guard for test in zeros):
         return None
     for one in found:
         if tuple(test for test, _ in one.tests) != zeros:
@@ -135,7 +135,7 @@ def _quotients(makers: Makers, value: Any, of_batch: Set[int]) -> list[_Quotient
                 continue
             seen.add((value, tests))
         divided = _division(makers, step) if step else None
-        tested = _zero_or(makers, step) if step else None
+        tested = _zero_guard(makers, step) if step else None
         if step is None or not is_inexact(step) or value not in of_batch:
             if tests:  # it would be 0 by them too
                 return []
@@ -180,7 +180,7 @@ def _division(makers: Makers, step: jaxprs.Step) -> tuple[int, int] | None:
     return None
 
 
-def _zero_or(makers: Makers, step: jaxprs.Step) -> tuple[Test, Any, Any] | None:
+def _zero_guard(makers: Makers, step: jaxprs.Step) -> tuple[Test, Any, Any] | None:
     """Of a selection between 0 and a value: the test that chooses 0, what that compares, and the
     value."""
     if step.primitive != "select_n" or len(step.inputs) != 3:
@@ -191,10 +191,10 @@ def _zero_or(makers: Makers, step: jaxprs.Step) -> tuple[Test, Any, Any] | None:
         return None
     test, compared = tested
     at = cases.index(0.0)
-    return (test if at == 1 else test.otherwise), compared, step.inputs[2 - at]
+    return (test if at == 1 else test.negated), compared, step.inputs[2 - at]
 
 
-def without_quotients(flat: jaxprs.FlatJaxpr, quotients: set[int]) -> jaxprs.FlatJaxpr:
+def drop_quotients(flat: jaxprs.FlatJaxpr, quotients: set[int]) -> jaxprs.FlatJaxpr:
     """A program with 0 in the place of quotients."""
 
     def known(value: Any) -> Any:

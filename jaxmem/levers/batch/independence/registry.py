@@ -22,7 +22,7 @@ class Rule:
         sizes: parameters that may depend on the size of the batch, for the rule checks the shapes
             that come of them; None: all may.
         growing: whether it heeds the growth of operands in which the operation is linear.
-        takes_flat: whether an operand may be `Flat`.
+        takes_flat: whether an operand may be `FlatPerExample`.
     """
 
     function: Callable[[Operation], Found]

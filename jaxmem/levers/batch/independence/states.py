@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import jaxprs
-from jaxmem.levers.batch.independence.batch_free import RANDOM
+from jaxmem.levers.batch.independence.batch_invariant import RANDOM
 from jaxmem.levers.batch.independence.kinds import (
-    Free,
+    BatchInvariant,
+    BatchReduction,
     Kind,
+    NotProved,
     Sizes,
-    Total,
-    Unproved,
-    close,
     is_same,
     mean_growth,
+    same_growth,
 )
 
 Flats = tuple[jaxprs.FlatJaxpr, jaxprs.FlatJaxpr]
@@ -26,11 +26,11 @@ CHANGES = "each slice changes it"
 _SUMMED = jnp.integer, jnp.inexact
 
 
-def given_state(aval: Any, changed: bool) -> Free:
+def given_state(aval: Any, changed: bool) -> BatchInvariant:
     """Of a model state: what a step changes is another in each slice, and a key draws others."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return Free(drawn=changed)
-    return Free(moved=changed)
+        return BatchInvariant(uses_rng=changed)
+    return BatchInvariant(uses_model_state=changed)
 
 
 def state_after(
@@ -57,19 +57,19 @@ def state_after(
     kinds = kinds_of(looked_at)
     for (number, _), one, kind in zip(changed, added, kinds, strict=True):
         said = _of_added(kind, sizes) if one else _of_new(kind)
-        if said and not (isinstance(kind, Free) and _draws(flats[0].steps, {number})):
+        if said and not (isinstance(kind, BatchInvariant) and _draws(flats[0].steps, {number})):
             return said
     return ""
 
 
 def _of_added(kind: Kind, sizes: Sizes) -> str:
     """Of a state that something of this kind is added to."""
-    if isinstance(kind, Free) and kind.drawn:
+    if isinstance(kind, BatchInvariant) and kind.uses_rng:
         return CHANGES
-    if isinstance(kind, Free) and not kind.moved:
-        counts_examples = close(kind.growth, 1 / mean_growth(sizes))
+    if isinstance(kind, BatchInvariant) and not kind.uses_model_state:
+        counts_examples = same_growth(kind.growth, 1 / mean_growth(sizes))
         return "" if kind.is_zero or counts_examples else COUNTS
-    if isinstance(kind, Total) and close(kind.growth, 1):
+    if isinstance(kind, BatchReduction) and same_growth(kind.growth, 1):
         return ""
     return _of_new(kind) or CHANGES
 
@@ -78,9 +78,9 @@ def _of_new(kind: Kind) -> str:
     """Of a state whose new value is of this kind."""
     if is_same(kind):
         return ""
-    if isinstance(kind, Free) and kind.moved:
+    if isinstance(kind, BatchInvariant) and kind.uses_model_state:
         return CHANGES
-    why = f": {kind.why}" if isinstance(kind, Unproved) else ""
+    why = f": {kind.why}" if isinstance(kind, NotProved) else ""
     return f"it is made from the batch{why}"
 
 

@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmem import jaxprs
-from jaxmem.levers.batch.independence.kinds import ANOTHER, Each, Free, Kind, Sizes, Total, Unproved
-from jaxmem.levers.batch.independence.layout import Shapes, flat, lies, shaped
+from jaxmem.levers.batch.independence.kinds import (
+    DIFFERENT_PROGRAM,
+    BatchInvariant,
+    BatchReduction,
+    Kind,
+    NotProved,
+    PerExample,
+    Sizes,
+)
+from jaxmem.levers.batch.independence.layout import Shapes, flat, is_consistent, reshape_kind
 from jaxmem.levers.batch.independence.numbers import constant
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.plain import results as plain_results
@@ -46,7 +54,7 @@ class Walk:
         whole, sliced = self.flats
         outputs = len(whole.outputs)
         if len(whole.consts) != len(sliced.consts) or outputs != len(sliced.outputs):
-            return [ANOTHER] * outputs
+            return [DIFFERENT_PROGRAM] * outputs
         inputs = enumerate([*self.consts, *given])
         found: dict[tuple[int, int], Kind] = {(number, number): kind for number, kind in inputs}
         ones, twos = (steps[::-1] for steps in self.needed)
@@ -60,7 +68,9 @@ class Walk:
                 self.shape_alone(found, twos.pop(), 1)
             else:
                 step = (ones or twos)[-1]
-                return [Unproved(f"{ANOTHER.why} ({step.primitive} at {step.line})")] * outputs
+                return [
+                    NotProved(f"{DIFFERENT_PROGRAM.why} ({step.primitive} at {step.line})")
+                ] * outputs
         pairs = zip(whole.outputs, sliced.outputs, strict=True)
         return [_read(found, *pair) for pair in pairs]
 
@@ -84,12 +94,12 @@ class Walk:
             made: Kind | None = None
             if math.prod(after) == math.prod(shapes[side]) and _keeps_order(step):
                 elements = flat(kind, shapes, self.sizes)
-                made = elements and shaped(elements, new, self.sizes)
+                made = elements and reshape_kind(elements, new, self.sizes)
             elif side == 0 and len(after) == len(shapes[1]):  # what widens nothing for one example
                 (made,) = plain_results(
                     Operation((step, step), [kind], [shapes], [new], self.sizes)
                 )
-            if made is not None and not isinstance(made, Unproved):
+            if made is not None and not isinstance(made, NotProved):
                 number = step.outputs[0]
                 found[(number, pair[1]) if side == 0 else (pair[0], number)] = made
 
@@ -113,12 +123,14 @@ class Walk:
             return plain_results(operation)
         found = rule(self, operation)
         for at, kind in enumerate(found):
-            if isinstance(kind, Each) and not lies(kind, operation.results[at], self.sizes):
-                found[at] = operation.mixes
+            if isinstance(kind, PerExample) and not is_consistent(
+                kind, operation.results[at], self.sizes
+            ):
+                found[at] = operation.mixes_examples
             grows = operation.results[at][0] != operation.results[at][1]
-            known = isinstance(kind, Free) and kind.value is not None
-            if grows and not known and isinstance(kind, Free | Total):
-                found[at] = operation.mixes
+            known = isinstance(kind, BatchInvariant) and kind.value is not None
+            if grows and not known and isinstance(kind, BatchInvariant | BatchReduction):
+                found[at] = operation.mixes_examples
         return found
 
     def inner(self, flats: Sequence[jaxprs.FlatJaxpr]) -> "Walk":
@@ -157,9 +169,9 @@ def _is_known(found: dict, one: jaxprs.Step, two: jaxprs.Step) -> bool:
 def _read(found: dict[tuple[int, int], Kind], one: Any, two: Any) -> Kind:
     """The kind of an operand, which is the same value in both programs."""
     if isinstance(one, int) and isinstance(two, int):
-        return found.get((one, two), ANOTHER)
+        return found.get((one, two), DIFFERENT_PROGRAM)
     if isinstance(one, int) or isinstance(two, int):
-        return ANOTHER
+        return DIFFERENT_PROGRAM
     return constant(one.val, two.val)
 
 

@@ -1,6 +1,6 @@
 """Operations that mix the elements along some axes: not that of the examples, but for a sum."""
 
-from jaxmem.levers.batch.independence.kinds import Each, Free, Kind, Total
+from jaxmem.levers.batch.independence.kinds import BatchInvariant, BatchReduction, Kind, PerExample
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.registry import Found, rule
 from jaxmem.program.slicing import REDUCTIONS
@@ -13,15 +13,15 @@ def reduction(op: Operation) -> Kind:
     if kind.axis not in axes:
         return op.each(kind.axis - sum(axis < kind.axis for axis in axes), kind)
     if op.name == "reduce_sum" and op.results[0][0] == op.results[0][1]:
-        return Total(kind.growth)
-    return op.mixes
+        return BatchReduction(kind.growth)
+    return op.mixes_examples
 
 
 def _mixing(op: Operation, *axes: int) -> Found:
     """Of an operation that mixes along these axes of all operands."""
-    common = op.common
+    common = op.common_batch_axis
     if common is None or op.has_other_array or common.axis in axes:
-        return op.mixes
+        return op.mixes_examples
     return [op.each(common.axis, common, at) for at in range(len(op.results))]
 
 
@@ -57,7 +57,7 @@ def triangular(op: Operation) -> Found:
     matrix, sides = op.kinds
     rank = len(op.shapes[0][0])
     axis = rank - 1 if op.params["left_side"] else rank - 2
-    if isinstance(matrix, Free) and isinstance(sides, Each) and sides.axis == axis:
+    if isinstance(matrix, BatchInvariant) and isinstance(sides, PerExample) and sides.axis == axis:
         return op.each(axis, sides)
     return matrices(op)
 
@@ -77,13 +77,13 @@ def by_keys(op: Operation) -> Found:
 @rule("reduce_window_max", "reduce_window_min", "reduce_window_sum")
 def windows(op: Operation) -> Kind:
     """Examples are apart where the window is one index long and the axis is as it was."""
-    kind = op.only
+    kind = op.sole_batched_operand
     if kind is None:
-        return op.mixes
+        return op.mixes_examples
     neutral = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0)}
     neutral |= {"base_dilation": 1, "window_dilation": 1}
     for name, value in neutral.items():
         given = op.params.get(name)
         if given is not None and given[kind.axis] != value:
-            return op.mixes
+            return op.mixes_examples
     return op.each(kind.axis, kind)

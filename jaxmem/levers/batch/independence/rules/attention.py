@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxmem.levers.batch.independence.kinds import Each, Total, close
+from jaxmem.levers.batch.independence.kinds import BatchReduction, PerExample, same_growth
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.registry import Found, rule
 from jaxmem.program.attention import ATTENTION, ATTENTION_DERIVATIVES
@@ -12,7 +12,7 @@ from jaxmem.program.attention import ATTENTION, ATTENTION_DERIVATIVES
 def attention(op: Operation) -> Found:
     """The first axis of queries, keys, values and of what else there is one of for each example is
     that of the examples; dropout depends on the place of one in the batch."""
-    return _of_examples(op, op.common)
+    return _of_examples(op, op.common_batch_axis)
 
 
 @rule(*ATTENTION_DERIVATIVES)
@@ -20,20 +20,22 @@ def derivative(op: Operation) -> Found:
     """Linear in its last operand, the cotangent. Of a bias that all examples share the gradient is
     a sum over them."""
     *others, growth = (kind.growth for kind in op.kinds)
-    if not all(close(other, 1) for other in others):
-        return op.sized
+    if not all(same_growth(other, 1) for other in others):
+        return op.depends_on_batch_size
     kinds = [dataclasses.replace(kind, growth=1.0) for kind in op.kinds]
-    common = dataclasses.replace(op, kinds=kinds).common
+    common = dataclasses.replace(op, kinds=kinds).common_batch_axis
     found = _of_examples(op, common and dataclasses.replace(common, growth=growth))
     if not isinstance(found, list):
         return found
-    shared = [one == two and one[0] == 1 for one, two in op.results]
-    return [Total(growth) if is_sum else kind for is_sum, kind in zip(shared, found, strict=True)]
+    sums = [one == two and one[0] == 1 for one, two in op.results]
+    return [
+        BatchReduction(growth) if sum_ else kind for sum_, kind in zip(sums, found, strict=True)
+    ]
 
 
-def _of_examples(op: Operation, common: Each | None) -> Found:
+def _of_examples(op: Operation, common: PerExample | None) -> Found:
     if op.params.get("dropout_rate", 0):
-        return op.numbered
+        return op.uses_example_index
     if common is None or common.axis != 0:
-        return op.mixes
+        return op.mixes_examples
     return [op.each(0, common, at) for at in range(len(op.results))]

@@ -2,9 +2,9 @@
 
 import math
 
-from jaxmem.levers.batch.independence.batch_free import spread
-from jaxmem.levers.batch.independence.kinds import Each, Flat, Kind, Total
-from jaxmem.levers.batch.independence.layout import agreed, flat
+from jaxmem.levers.batch.independence.batch_invariant import as_per_example
+from jaxmem.levers.batch.independence.kinds import BatchReduction, FlatPerExample, Kind, PerExample
+from jaxmem.levers.batch.independence.layout import common_batch_axis, flat
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.registry import rule
 
@@ -12,8 +12,8 @@ from jaxmem.levers.batch.independence.registry import rule
 @rule("dot_general", sizes=None, takes_flat=True)
 def dot_general(op: Operation) -> Kind:
     """By labels: of the axes that go together, the same."""
-    if any(isinstance(kind, Flat) for kind in op.kinds) or not op.alike():
-        return _dot_of_one(op) or op.sized
+    if any(isinstance(kind, FlatPerExample) for kind in op.kinds) or not op.same_params():
+        return _dot_of_one(op) or op.depends_on_batch_size
     contracted, batched = op.params["dimension_numbers"]
     rank = len(op.shapes[0][0])
     left, right = list(range(rank)), [rank + at for at in range(len(op.shapes[1][0]))]
@@ -36,17 +36,17 @@ def _contraction(op: Operation, left, right, out) -> Kind:
     growth = math.prod(kind.growth for kind in op.kinds)
     labels, own = [], []
     for at, names in enumerate((left, right)):
-        kind = spread(op, at)
-        if isinstance(kind, Each):
+        kind = as_per_example(op, at)
+        if isinstance(kind, PerExample):
             labels.append(names[kind.axis])
-            own.append(Each(0, kind.outer, kind.inner, growth))
-    common, label = agreed(own), labels[0]
+            own.append(PerExample(0, kind.outer, kind.inner, growth))
+    common, label = common_batch_axis(own), labels[0]
     both = label in left and label in right
     if common is None or labels != [label] * (2 if both else 1):
-        return op.mixes
+        return op.mixes_examples
     if label in out:
         return op.each(list(out).index(label), common)
-    return Total(growth) if both else op.mixes
+    return BatchReduction(growth) if both else op.mixes_examples
 
 
 def _dot_of_one(op: Operation) -> Kind | None:
@@ -54,7 +54,7 @@ def _dot_of_one(op: Operation) -> Kind | None:
     left, right = (
         flat(kind, shapes, op.sizes) for kind, shapes in zip(op.kinds, op.shapes, strict=True)
     )
-    if left is None or right is None or not op.alike("dimension_numbers"):
+    if left is None or right is None or not op.same_params("dimension_numbers"):
         return None
     (contracted, batched), (of_one, batched_of_one) = (
         step.equation.params["dimension_numbers"] for step in op.steps
@@ -72,13 +72,13 @@ def _dot_of_one(op: Operation) -> Kind | None:
         )
         if not fits:
             return None
-    return Flat(1, math.prod(op.results[0][1]), growth)
+    return FlatPerExample(1, math.prod(op.results[0][1]), growth)
 
 
 @rule("conv_general_dilated")
 def convolution(op: Operation) -> Kind:
     """Along the axis that XLA calls the batch, if it is not divided into groups."""
-    kind, numbers = op.only, op.params["dimension_numbers"]
+    kind, numbers = op.sole_batched_operand, op.params["dimension_numbers"]
     if kind is None or kind.axis != numbers.lhs_spec[0] or op.params["batch_group_count"] != 1:
-        return op.mixes
+        return op.mixes_examples
     return op.each(numbers.out_spec[0], kind)

@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem import jaxprs
 from jaxmem.levers.batch.independence.kinds import (
-    ANOTHER,
-    Each,
-    Flat,
-    Free,
-    Index,
+    DIFFERENT_PROGRAM,
+    BatchInvariant,
+    BatchReduction,
+    ExampleIndex,
+    FlatPerExample,
     Kind,
+    NotProved,
+    PerExample,
     Sizes,
-    Total,
-    Unproved,
-    close,
     is_same,
     mean_growth,
+    same_growth,
 )
-from jaxmem.levers.batch.independence.layout import agreed
+from jaxmem.levers.batch.independence.layout import common_batch_axis
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.registry import inside
 
@@ -40,15 +40,15 @@ def call(walk: "Walk", operation: Operation) -> list[Kind]:
 def branch(walk: "Walk", operation: Operation) -> list[Kind]:
     """The branch must be the same for all examples."""
     index, *kinds = operation.kinds
-    if isinstance(index, Unproved):
-        return operation.every(index)
+    if isinstance(index, NotProved):
+        return operation.all_results(index)
     if not is_same(index):
-        return operation.every(operation.mixes)
+        return operation.all_results(operation.mixes_examples)
     whole, sliced = (jaxprs.branches_of(step.equation) for step in operation.steps)
     if whole is None or sliced is None:
-        return operation.every(operation.unknown)
+        return operation.all_results(operation.unknown_primitive)
     if len(whole) != len(sliced):
-        return operation.every(operation.another)
+        return operation.all_results(operation.different_program)
     pairs = zip(whole, sliced, strict=True)
     found = [walk.inner([one, two]).kinds(kinds) for one, two in pairs]
     join = functools.partial(_join, sizes=walk.sizes)
@@ -63,7 +63,7 @@ def loop(walk: "Walk", operation: Operation) -> list[Kind]:
     if one.condition is None and one.options["length"] != two.options["length"]:
         return _scan_of_examples(walk, operation, loops)
     if (one.options, one.carry, one.body_consts) != (two.options, two.carry, two.body_consts):
-        return operation.every(operation.sized)
+        return operation.all_results(operation.depends_on_batch_size)
     count = one.carry.stop - one.carry.start if one.condition is None else None
     body = walk.inner([loop.body for loop in loops])
     consts, carry = operation.kinds[one.body_consts], operation.kinds[one.carry]
@@ -78,14 +78,16 @@ def loop(walk: "Walk", operation: Operation) -> list[Kind]:
             break
         carry = joined
     else:
-        return operation.every(operation.bends)
+        return operation.all_results(operation.not_linear)
     if one.condition is None or two.condition is None:
         return [*carry, *map(_stacked, found[count:])]
     condition = walk.inner([one.condition, two.condition])
     (goes_on,) = condition.kinds([*operation.kinds[one.condition_consts], *carry])
     if is_same(goes_on):
         return list(carry)
-    return operation.every(goes_on if isinstance(goes_on, Unproved) else operation.mixes)
+    return operation.all_results(
+        goes_on if isinstance(goes_on, NotProved) else operation.mixes_examples
+    )
 
 
 def _scan_of_examples(walk: "Walk", operation: Operation, loops: list[Any]) -> list[Kind]:
@@ -93,22 +95,28 @@ def _scan_of_examples(walk: "Walk", operation: Operation, loops: list[Any]) -> l
     one, two = loops
     kinds, consts = operation.kinds, operation.kinds[one.body_consts]
     for kind in kinds:
-        if isinstance(kind, Unproved):
-            return operation.every(kind)
-    own = [kind for kind in kinds[one.carry.stop :] if isinstance(kind, Each)]
-    common = agreed(own) if own else None
+        if isinstance(kind, NotProved):
+            return operation.all_results(kind)
+    own = [kind for kind in kinds[one.carry.stop :] if isinstance(kind, PerExample)]
+    common = common_batch_axis(own) if own else None
     rest = [*consts, *(kind for kind in kinds[one.carry.stop :] if kind not in own)]
     alone = one.carry.start == one.carry.stop
     alone = alone and {**one.options, "length": 0} == {**two.options, "length": 0}
-    if common is None or common.axis or not close(common.growth, 1):
-        return operation.every(operation.mixes)
+    if common is None or common.axis or not same_growth(common.growth, 1):
+        return operation.all_results(operation.mixes_examples)
     if not alone or not all(map(is_same, rest)):
-        return operation.every(operation.mixes)
+        return operation.all_results(operation.mixes_examples)
     body = walk.inner([loop.body for loop in loops])
     # To the body the part of one example is a value like any other.
-    found = body.kinds([Free() if isinstance(kind, Each) else kind for kind in kinds])
+    found = body.kinds(
+        [BatchInvariant() if isinstance(kind, PerExample) else kind for kind in kinds]
+    )
     return [
-        common if is_same(kind) else kind if isinstance(kind, Unproved) else operation.sized
+        common
+        if is_same(kind)
+        else kind
+        if isinstance(kind, NotProved)
+        else operation.depends_on_batch_size
         for kind in found
     ]
 
@@ -118,30 +126,35 @@ def _join(before: Kind, after: Kind, sizes: Sizes) -> Kind:
     if before == after:
         return before
     for kind in (before, after):
-        if isinstance(kind, Unproved):
+        if isinstance(kind, NotProved):
             return kind
-    if isinstance(before, Free) and isinstance(after, Free):
-        if not (close(before.growth, 1) and close(after.growth, 1)):
-            return Unproved("it depends on the size of the batch in a loop or a branch")
-        return Free(drawn=before.drawn and after.drawn, moved=before.moved or after.moved)
-    if isinstance(after, Free):
+    if isinstance(before, BatchInvariant) and isinstance(after, BatchInvariant):
+        if not (same_growth(before.growth, 1) and same_growth(after.growth, 1)):
+            return NotProved("it depends on the size of the batch in a loop or a branch")
+        return BatchInvariant(
+            uses_rng=before.uses_rng and after.uses_rng,
+            uses_model_state=before.uses_model_state or after.uses_model_state,
+        )
+    if isinstance(after, BatchInvariant):
         before, after = after, before
-    if isinstance(before, Free) and isinstance(after, Each | Total):
-        mean = isinstance(after, Total) and close(after.growth, mean_growth(sizes))
-        fits = mean or (isinstance(after, Each) and close(after.growth, 1))
-        if before.is_zero or (fits and close(before.growth, 1) and not before.moved):
+    if isinstance(before, BatchInvariant) and isinstance(after, PerExample | BatchReduction):
+        mean = isinstance(after, BatchReduction) and same_growth(after.growth, mean_growth(sizes))
+        fits = mean or (isinstance(after, PerExample) and same_growth(after.growth, 1))
+        if before.is_zero or (
+            fits and same_growth(before.growth, 1) and not before.uses_model_state
+        ):
             return after
-    if isinstance(before, Each) and isinstance(after, Each):
-        common = agreed([before, after])
-        if common is not None and close(before.growth, after.growth):
+    if isinstance(before, PerExample) and isinstance(after, PerExample):
+        common = common_batch_axis([before, after])
+        if common is not None and same_growth(before.growth, after.growth):
             return common
     if (
-        isinstance(before, Total)
-        and isinstance(after, Total)
-        and close(before.growth, after.growth)
+        isinstance(before, BatchReduction)
+        and isinstance(after, BatchReduction)
+        and same_growth(before.growth, after.growth)
     ):
         return before
-    return Unproved("a loop or a branch makes other things of its examples each time")
+    return NotProved("a loop or a branch makes other things of its examples each time")
 
 
 def _of_slice(kind: Kind) -> Kind:
@@ -155,8 +168,8 @@ def _stacked(kind: Kind) -> Kind:
 
 def _moved(kind: Kind, by: int) -> Kind:
     """With the axis of the examples elsewhere."""
-    if isinstance(kind, Each):
-        return Each(kind.axis + by, kind.outer, kind.inner, kind.growth)
-    if isinstance(kind, Index):
-        return Index(kind.axis + by)
-    return ANOTHER if isinstance(kind, Flat) else kind
+    if isinstance(kind, PerExample):
+        return PerExample(kind.axis + by, kind.outer, kind.inner, kind.growth)
+    if isinstance(kind, ExampleIndex):
+        return ExampleIndex(kind.axis + by)
+    return DIFFERENT_PROGRAM if isinstance(kind, FlatPerExample) else kind

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 
 from jaxmem import jaxprs
 from jaxmem.levers.batch.independence.kinds import (
-    ANOTHER,
-    Each,
-    Free,
+    DIFFERENT_PROGRAM,
+    BatchInvariant,
+    BatchReduction,
     Kind,
-    Total,
-    Unproved,
-    close,
+    NotProved,
+    PerExample,
     first_line,
     mean_growth,
+    same_growth,
 )
-from jaxmem.levers.batch.independence.layout import agreed
+from jaxmem.levers.batch.independence.layout import common_batch_axis
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.registry import inside
 from jaxmem.ops import losses
@@ -38,7 +38,7 @@ def custom(walk: "Walk", operation: Operation) -> list[Kind]:
     if _trusted(operation):
         return _by_rows(operation)
     plain = walk.called(operation)
-    if not walk.differentiated or any(isinstance(kind, Unproved) for kind in plain):
+    if not walk.differentiated or any(isinstance(kind, NotProved) for kind in plain):
         return plain
     if not _real(operation)[0]:
         return plain
@@ -46,7 +46,7 @@ def custom(walk: "Walk", operation: Operation) -> list[Kind]:
     why = derivative(walk, operation, plain)
     if why is None:
         return plain
-    return operation.every(Unproved(f"{why} (in the derivative rule of {operation.where})"))
+    return operation.all_results(NotProved(f"{why} (in the derivative rule of {operation.where})"))
 
 
 def _derived(
@@ -56,7 +56,7 @@ def _derived(
     try:
         flats = trace(0), trace(1)
     except Exception as error:  # whatever the user's rule raises
-        return [Unproved(f"it cannot be traced: {first_line(error)}")]
+        return [NotProved(f"it cannot be traced: {first_line(error)}")]
     return dataclasses.replace(walk, flats=flats, differentiated=False).kinds(given)
 
 
@@ -108,18 +108,22 @@ def _wrong_cotangents(walk: "Walk", operation: Operation, plain: list[Kind]) -> 
 
 def _tangent(kind: Kind, shapes) -> Kind:
     """Of the tangent of a value."""
-    if isinstance(kind, Free):
-        return Free(value=(0.0, 0.0)) if shapes[0] != shapes[1] else Free()
+    if isinstance(kind, BatchInvariant):
+        return BatchInvariant(value=(0.0, 0.0)) if shapes[0] != shapes[1] else BatchInvariant()
     return kind
 
 
 def _cotangent(kind: Kind, growth: float) -> Kind:
     """Of the cotangent of a value, which has this growth where the value has none."""
-    if isinstance(kind, Each):
-        return Each(kind.axis, kind.outer, kind.inner, growth / kind.growth)
-    if isinstance(kind, Free):
-        return Total(growth / kind.growth)
-    return Free(growth / kind.growth) if isinstance(kind, Total) else ANOTHER
+    if isinstance(kind, PerExample):
+        return PerExample(kind.axis, kind.outer, kind.inner, growth / kind.growth)
+    if isinstance(kind, BatchInvariant):
+        return BatchReduction(growth / kind.growth)
+    return (
+        BatchInvariant(growth / kind.growth)
+        if isinstance(kind, BatchReduction)
+        else DIFFERENT_PROGRAM
+    )
 
 
 def _first_unlike(found: list[Kind], expected: list[Kind]) -> str | None:
@@ -129,15 +133,15 @@ def _first_unlike(found: list[Kind], expected: list[Kind]) -> str | None:
 
 def _unlike(found: Kind, expected: Kind) -> str | None:
     """Why a value is not of the kind that it should be of."""
-    if isinstance(found, Unproved):
+    if isinstance(found, NotProved):
         return found.why
-    if isinstance(found, Free) and found.is_zero:
+    if isinstance(found, BatchInvariant) and found.is_zero:
         return None
-    if isinstance(found, Each) and isinstance(expected, Each):
-        same = agreed([found, expected]) is not None
+    if isinstance(found, PerExample) and isinstance(expected, PerExample):
+        same = common_batch_axis([found, expected]) is not None
     else:
-        same = isinstance(found, Free | Total) and type(found) is type(expected)
-    if same and close(found.growth, expected.growth):  # type: ignore[union-attr]
+        same = isinstance(found, BatchInvariant | BatchReduction) and type(found) is type(expected)
+    if same and same_growth(found.growth, expected.growth):  # type: ignore[union-attr]
         return None
     return "its examples see one another, or it is not linear"
 
@@ -152,15 +156,15 @@ def _by_rows(operation: Operation) -> list[Kind]:
     rows, labels = operation.kinds[0], operation.kinds[-1]
     others = operation.kinds[1:-1]
     for kind in operation.kinds:
-        if isinstance(kind, Unproved):
-            return operation.every(kind)
-    own = [kind for kind in (rows, labels) if isinstance(kind, Each) and kind.axis == 0]
-    common = agreed(own) if len(own) == 2 else None
-    if common is None or not all(isinstance(kind, Free) for kind in others):
-        return operation.every(operation.mixes)
-    if not all(close(kind.growth, 1) for kind in operation.kinds):
-        return operation.every(operation.sized)
-    return operation.every(common)
+        if isinstance(kind, NotProved):
+            return operation.all_results(kind)
+    own = [kind for kind in (rows, labels) if isinstance(kind, PerExample) and kind.axis == 0]
+    common = common_batch_axis(own) if len(own) == 2 else None
+    if common is None or not all(isinstance(kind, BatchInvariant) for kind in others):
+        return operation.all_results(operation.mixes_examples)
+    if not all(same_growth(kind.growth, 1) for kind in operation.kinds):
+        return operation.all_results(operation.depends_on_batch_size)
+    return operation.all_results(common)
 
 
 def _call(operation: Operation, which: int, values, at: list[int]) -> tuple[Callable, list[Any]]:

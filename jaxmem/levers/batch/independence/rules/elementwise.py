@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jaxmem.levers.batch.independence.growth import grown
-from jaxmem.levers.batch.independence.kinds import Free, Kind
+from jaxmem.levers.batch.independence.growth import result_growth
+from jaxmem.levers.batch.independence.kinds import BatchInvariant, Kind
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.registry import rule
 from jaxmem.program.slicing import ELEMENTWISE
@@ -16,13 +16,13 @@ from jaxmem.program.slicing import ELEMENTWISE
 )
 def elementwise(op: Operation) -> Kind:
     """Examples stay in their places, if they have the same ones in all operands."""
-    growth, common = grown(op), op.common
+    growth, common = result_growth(op), op.common_batch_axis
     if growth is None:
-        return op.sized
+        return op.depends_on_batch_size
     if common is None:
-        return op.mixes
+        return op.mixes_examples
     for kind, (one, _) in zip(op.kinds, op.shapes, strict=True):
-        is_free = one and isinstance(kind, Free) and kind.value is None
+        is_free = one and isinstance(kind, BatchInvariant) and kind.value is None
         if is_free and (len(one) <= common.axis or one[common.axis] != 1):
-            return op.mixes
+            return op.mixes_examples
     return op.each(common.axis, dataclasses.replace(common, growth=growth))

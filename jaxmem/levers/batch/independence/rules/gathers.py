@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
-from jaxmem.levers.batch.independence.kinds import Each, Flat, Free, Kind
-from jaxmem.levers.batch.independence.layout import agreed, flat
+from jaxmem.levers.batch.independence.kinds import BatchInvariant, FlatPerExample, Kind, PerExample
+from jaxmem.levers.batch.independence.layout import common_batch_axis, flat
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.registry import rule
 
@@ -13,20 +13,20 @@ from jaxmem.levers.batch.independence.registry import rule
 def gather(op: Operation) -> Kind:
     """Examples in the operand, in the indices, or in both."""
     (operand, indices), numbers = op.kinds, op.params["dimension_numbers"]
-    if not op.alike("slice_sizes"):
-        return _along_axis(op) or op.sized
-    if isinstance(indices, Flat):
-        return _along_axis(op) or op.mixes
+    if not op.same_params("slice_sizes"):
+        return _along_axis(op) or op.depends_on_batch_size
+    if isinstance(indices, FlatPerExample):
+        return _along_axis(op) or op.mixes_examples
     sizes = [step.equation.params["slice_sizes"] for step in op.steps]
     rank = len(op.results[0][0])
     rows = [axis for axis in range(rank) if axis not in numbers.offset_dims]  # those of indices
-    axis = operand.axis if isinstance(operand, Each) else None
+    axis = operand.axis if isinstance(operand, PerExample) else None
     others = [(a, b) for at, (a, b) in enumerate(zip(*sizes, strict=True)) if at != axis]
     if any(a != b for a, b in others) or len(rows) != len(op.shapes[1][0]) - 1:
-        return op.sized
-    if isinstance(operand, Free):
+        return op.depends_on_batch_size
+    if isinstance(operand, BatchInvariant):
         return _from_table(op, rows)
-    if isinstance(indices, Each):
+    if isinstance(indices, PerExample):
         return _from_own_row(op, rows)
     return _from_each(op, sizes)
 
@@ -35,9 +35,9 @@ def _from_table(op: Operation, rows: list[int]) -> Kind:
     """Each example looks up something of a table that all have in common."""
     operand, indices = op.kinds
     if operand.value is not None and op.shapes[0][0] != op.shapes[0][1]:
-        return op.mixes
+        return op.mixes_examples
     if indices.axis >= len(rows):
-        return op.mixes
+        return op.mixes_examples
     return op.each(rows[indices.axis], indices)
 
 
@@ -47,9 +47,9 @@ def _from_own_row(op: Operation, rows: list[int]) -> Kind:
     paired = list(
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     )
-    common = agreed([dataclasses.replace(kind, axis=0) for kind in op.kinds])
+    common = common_batch_axis([dataclasses.replace(kind, axis=0) for kind in op.kinds])
     if common is None or (operand.axis, indices.axis) not in paired:
-        return op.mixes
+        return op.mixes_examples
     return op.each(rows[indices.axis], common)
 
 
@@ -62,9 +62,9 @@ def _from_each(op: Operation, sizes: list[tuple[int, ...]]) -> Kind:
         for size, shape in zip(sizes, op.shapes[0], strict=True)
     )
     if not whole or operand.axis in {*taken, *numbers.start_index_map}:
-        return op.mixes
+        return op.mixes_examples
     if op.shapes[1][0] != op.shapes[1][1]:
-        return op.mixes
+        return op.mixes_examples
     windows = [at for at in range(len(op.shapes[0][0])) if at not in taken]
     return op.each(numbers.offset_dims[windows.index(operand.axis)], operand)
 
@@ -73,10 +73,10 @@ def _along_axis(op: Operation) -> Kind | None:
     """Of `jnp.take_along_axis` with one index a row: for one example it is another gather."""
     operand, indices = op.kinds
     axes = {_axis_of_rows(op, which) for which in (0, 1)}
-    if len(axes) != 1 or not op.alike("slice_sizes", "dimension_numbers"):
+    if len(axes) != 1 or not op.same_params("slice_sizes", "dimension_numbers"):
         return None
     (axis,) = axes
-    if axis is None or not isinstance(operand, Each) or operand.axis == axis:
+    if axis is None or not isinstance(operand, PerExample) or operand.axis == axis:
         return None
     rows = flat(operand, op.results[0], op.sizes)
     same = rows is not None and rows == flat(indices, op.shapes[1], op.sizes)

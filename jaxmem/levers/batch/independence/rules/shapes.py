@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from jaxmem.levers.batch.independence.growth import grown
-from jaxmem.levers.batch.independence.kinds import Each, Free, Kind, close
-from jaxmem.levers.batch.independence.layout import flat, shaped
+from jaxmem.levers.batch.independence.growth import result_growth
+from jaxmem.levers.batch.independence.kinds import BatchInvariant, Kind, PerExample, same_growth
+from jaxmem.levers.batch.independence.layout import flat, reshape_kind
 from jaxmem.levers.batch.independence.operation import Operation
 from jaxmem.levers.batch.independence.registry import Found, rule
 
@@ -21,14 +21,14 @@ def reshape(op: Operation) -> Kind:
     """The axis of the result in which examples lie apart by as many elements as before."""
     kind = op.kinds[0]
     if op.params.get("dimensions") is not None:
-        return op.unknown
+        return op.unknown_primitive
     elements = flat(kind, op.shapes[0], op.sizes)
-    found = None if elements is None else shaped(elements, op.results[0], op.sizes)
+    found = None if elements is None else reshape_kind(elements, op.results[0], op.sizes)
     if found is None:
-        return op.mixes
-    uniform = isinstance(kind, Each) and kind.inner is None
-    if uniform and isinstance(found, Each) and found.outer == found.inner == 1:
-        return Each(found.axis, 1, None, found.growth)
+        return op.mixes_examples
+    uniform = isinstance(kind, PerExample) and kind.inner is None
+    if uniform and isinstance(found, PerExample) and found.outer == found.inner == 1:
+        return PerExample(found.axis, 1, None, found.growth)
     return found
 
 
@@ -43,25 +43,25 @@ def squeeze(op: Operation) -> Kind:
     """Axes of one index go."""
     kind, gone = op.kinds[0], op.params["dimensions"]
     if kind.axis in gone:
-        return op.mixes
+        return op.mixes_examples
     return op.each(kind.axis - sum(axis < kind.axis for axis in gone), kind)
 
 
 @rule("concatenate")
 def concatenate(op: Operation) -> Kind:
     """Along another axis examples stay; along theirs whole blocks of all of them follow."""
-    axis, growth = op.params["dimension"], grown(op)
+    axis, growth = op.params["dimension"], result_growth(op)
     if growth is None:
-        return op.sized
+        return op.depends_on_batch_size
     if op.has_other_array:
-        return op.mixes
-    own, common = [kind for kind in op.kinds if isinstance(kind, Each)], op.common
+        return op.mixes_examples
+    own, common = [kind for kind in op.kinds if isinstance(kind, PerExample)], op.common_batch_axis
     if common is not None and common.axis != axis:
         return op.each(common.axis, dataclasses.replace(common, growth=growth))
     if any(kind.axis != axis or kind.inner is None for kind in own) or len(own) < len(op.kinds):
-        return op.mixes
+        return op.mixes_examples
     if len({kind.inner for kind in own}) > 1:
-        return op.mixes
+        return op.mixes_examples
     outer = sum(kind.outer for kind in own)
     return op.each(axis, dataclasses.replace(own[0], outer=outer, growth=growth))
 
@@ -69,11 +69,11 @@ def concatenate(op: Operation) -> Kind:
 @rule("stack")
 def stack(op: Operation) -> Kind:
     """A new axis."""
-    growth, common = grown(op), op.common
+    growth, common = result_growth(op), op.common_batch_axis
     if growth is None:
-        return op.sized
+        return op.depends_on_batch_size
     if common is None or op.has_other_array:
-        return op.mixes
+        return op.mixes_examples
     axis = common.axis + (op.params["axis"] <= common.axis)
     return op.each(axis, dataclasses.replace(common, growth=growth))
 
@@ -83,7 +83,7 @@ def unstack(op: Operation) -> Found:
     """Each index of another axis than that of the examples."""
     kind, axis = op.kinds[0], op.params["axis"]
     if axis == kind.axis:
-        return op.mixes
+        return op.mixes_examples
     return [op.each(kind.axis - (axis < kind.axis), kind, at) for at in range(len(op.results))]
 
 
@@ -99,9 +99,9 @@ def slice_of(op: Operation) -> Kind:
     others = [at for at in range(rank) if at != axis]
     for one, two in (starts, stops, strides):
         if any(one[at] != two[at] for at in others):
-            return op.sized
+            return op.depends_on_batch_size
     if any(steps[axis] != 1 for steps in strides):
-        return op.mixes
+        return op.mixes_examples
     start, stop = (starts[0][axis], starts[1][axis]), (stops[0][axis], stops[1][axis])
     if start == (0, 0) and stop == tuple(shape[axis] for shape in op.shapes[0]):
         return op.each(axis, kind)
@@ -115,7 +115,7 @@ def split(op: Operation) -> Found:
     one, two = (step.equation.params["sizes"] for step in op.steps)
     if kind.axis != axis:
         if tuple(one) != tuple(two):
-            return op.sized
+            return op.depends_on_batch_size
         return [op.each(kind.axis, kind, at) for at in range(len(op.results))]
     found: list[Kind] = []
     start = (0, 0)
@@ -131,7 +131,7 @@ def _part(op: Operation, at: int, start: tuple[int, int], stop: tuple[int, int])
     blocks of all examples."""
     kind = op.kinds[0]
     if kind.inner is None:
-        return op.mixes
+        return op.mixes_examples
     unit = [size * kind.inner for size in op.sizes]
     places = [
         (a // each, b // each)
@@ -139,22 +139,22 @@ def _part(op: Operation, at: int, start: tuple[int, int], stop: tuple[int, int])
         if a % each == b % each == 0
     ]
     if len(places) != 2 or places[0] != places[1]:
-        return op.mixes
+        return op.mixes_examples
     first, last = places[0]
     if first == last:
-        return op.mixes
+        return op.mixes_examples
     return op.each(kind.axis, dataclasses.replace(kind, outer=last - first), at)
 
 
 @rule("pad")
 def pad(op: Operation) -> Kind:
     """Along other axes than that of the examples."""
-    kind = op.only
+    kind = op.sole_batched_operand
     if kind is None or any(op.params["padding_config"][kind.axis]):
-        return op.mixes
-    zero = isinstance(op.kinds[1], Free) and op.kinds[1].is_zero
-    if not close(kind.growth, 1) and not zero:
-        return op.sized
+        return op.mixes_examples
+    zero = isinstance(op.kinds[1], BatchInvariant) and op.kinds[1].is_zero
+    if not same_growth(kind.growth, 1) and not zero:
+        return op.depends_on_batch_size
     return op.each(kind.axis, kind)
 
 
@@ -164,5 +164,5 @@ def tile(op: Operation) -> Kind:
     kind = op.kinds[0]
     rank, reps = len(op.shapes[0][0]), tuple(op.params["reps"])
     if len(reps) != rank:
-        return op.unknown
+        return op.unknown_primitive
     return op.each(kind.axis, dataclasses.replace(kind, outer=kind.outer * reps[kind.axis]))

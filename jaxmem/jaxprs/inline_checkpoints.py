@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 
-def opened_scan(equation: JaxprEqn) -> tuple[JaxprEqn, int]:
+def inline_scan(equation: JaxprEqn) -> tuple[JaxprEqn, int]:
     """A scan whose body has no regions of the user's own, and how many it had. Scans in the body
     keep theirs, as what is in branches and custom rules does: no plan decides there."""
     body = equation.params["jaxpr"]
     count = _count(body.jaxpr)
     if not count:
         return equation, 0
-    return equation.replace(params={**equation.params, "jaxpr": _opened(body)}), count
+    return equation.replace(params={**equation.params, "jaxpr": _inlined(body)}), count
 
 
 def _count(jaxpr: Any) -> int:
@@ -33,7 +33,7 @@ def _count(jaxpr: Any) -> int:
     return found
 
 
-def _opened(closed: ClosedJaxpr) -> ClosedJaxpr:
+def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     equations: list[JaxprEqn] = []
     constants: list[tuple[Var, Any]] = []
 
@@ -46,7 +46,7 @@ def _opened(closed: ClosedJaxpr) -> ClosedJaxpr:
             source = equation.source_info
             if stack is not None:
                 source = source.replace(name_stack=stack + source.name_stack)
-            inner = _in_place(equation)
+            inner = _inlinable(equation)
             if inner is None:
                 made = list(equation.outvars)
                 if inside:  # it may be called several times
@@ -71,7 +71,7 @@ def _opened(closed: ClosedJaxpr) -> ClosedJaxpr:
     return internals.ClosedJaxpr(jaxpr, [*closed.consts, *(value for _, value in constants)])
 
 
-def _in_place(equation: JaxprEqn) -> ClosedJaxpr | None:
+def _inlinable(equation: JaxprEqn) -> ClosedJaxpr | None:
     """What is to be written in place of an equation: a region, or a call that has some."""
     if is_region(equation):
         return closed_of(parameters_of(equation)["jaxpr"])

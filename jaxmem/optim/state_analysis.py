@@ -47,26 +47,26 @@ class _Value:
 
     Attributes:
         number: its own.
-        of: the inputs that it is computed from.
-        holds: the inputs whose elements it has, moved or changed one by one.
-        changes: those of them that it has not as they were.
-        forgets: those of them that are in it otherwise than by adding to them.
-        torn: inputs of which the rounding of each by itself may change its sign.
+        depends_on: the inputs that it is computed from.
+        permutes: the inputs whose elements it has, moved or changed one by one.
+        modifies: those of them that it has not as they were.
+        not_additive: those of them that are in it otherwise than by adding to them.
+        sign_sensitive: inputs of which the rounding of each by itself may change its sign.
         at_least_zero: whether it has no negative elements.
         multiple_of: numbers of values that it is a multiple of, by something of one sign.
     """
 
     number: int
-    of: int = 0
-    holds: int = 0
-    changes: int = 0
-    forgets: int = 0
-    torn: int = 0
+    depends_on: int = 0
+    permutes: int = 0
+    modifies: int = 0
+    not_additive: int = 0
+    sign_sensitive: int = 0
     at_least_zero: bool = False
     multiple_of: frozenset[int] = frozenset()
 
 
-class _Reading:
+class _Analysis:
     """One walk through a program. ``large`` are the inputs that are to be rounded; ``under_roots``
     the numbers of values that an earlier walk has found to be taken the root of."""
 
@@ -74,7 +74,7 @@ class _Reading:
         self.large, self.known = large, under_roots
         self.count = 0
         self.under_roots: set[int] = set()
-        self.torn = 0  # what must not be rounded, or a root would be of a negative number
+        self.sign_sensitive = 0  # what must not be rounded, or a root would be of a negative number
 
     def new(self, multiple_of: frozenset[int] = frozenset(), **known: Any) -> _Value:
         """A value with the next number."""
@@ -113,16 +113,18 @@ class _Reading:
             return [self._result(step, operands, sizes)]
         if step.primitive in _SAME:  # of several
             return [self._any_of(None, (one,)) for one in operands]
-        return [self.new(of=_union(one.of for one in operands)) for _ in step.outputs]
+        return [
+            self.new(depends_on=_union(one.depends_on for one in operands)) for _ in step.outputs
+        ]
 
     def _any_of(self, predicate: _Value | None, cases: Sequence[_Value]) -> _Value:
-        of = _union(one.of for one in cases)
+        of = _union(one.depends_on for one in cases)
         return self.new(
-            of=of if predicate is None else of | predicate.of,
-            holds=_union(one.holds for one in cases),
-            changes=_union(one.changes for one in cases),
-            forgets=_union(one.forgets for one in cases),
-            torn=_union(one.torn for one in cases),
+            depends_on=of if predicate is None else of | predicate.depends_on,
+            permutes=_union(one.permutes for one in cases),
+            modifies=_union(one.modifies for one in cases),
+            not_additive=_union(one.not_additive for one in cases),
+            sign_sensitive=_union(one.sign_sensitive for one in cases),
             at_least_zero=all(map(self.is_at_least_zero, cases)),
         )
 
@@ -132,26 +134,26 @@ class _Reading:
             return self._any_of(operands[0], operands[1:])
         if _is_root(step):
             self.under_roots.update(operands[0].multiple_of)
-            self.torn |= operands[0].torn
-        holds = changes = forgets = 0
+            self.sign_sensitive |= operands[0].sign_sensitive
+        permutes = modifies = not_additive = 0
         if name in _SAME | _SUMS | _PRODUCTS | _ELEMENTWISE:
             same = [one for one, size in zip(operands, sizes, strict=False) if size == sizes[-1]]
-            holds = _union(one.holds for one in same)
-            changes = _union(one.changes for one in same) if name in _SAME else holds
+            permutes = _union(one.permutes for one in same)
+            modifies = _union(one.modifies for one in same) if name in _SAME else permutes
             adds = name in _SAME | _SUMS
-            forgets = _union(one.forgets for one in same) if adds else holds
+            not_additive = _union(one.not_additive for one in same) if adds else permutes
         at_least_zero = _is_at_least_zero(step, operands, sizes)
-        torn = 0 if at_least_zero else _union(one.torn for one in operands)
+        sign_sensitive = 0 if at_least_zero else _union(one.sign_sensitive for one in operands)
         if name in _SUMS and not at_least_zero:
-            left, right = (one.of & self.large for one in operands)
+            left, right = (one.depends_on & self.large for one in operands)
             if left and right and (left | right).bit_count() > 1:
-                torn |= left | right
+                sign_sensitive |= left | right
         return self.new(
-            of=_union(one.of for one in operands),
-            holds=holds,
-            changes=changes,
-            forgets=forgets,
-            torn=torn,
+            depends_on=_union(one.depends_on for one in operands),
+            permutes=permutes,
+            modifies=modifies,
+            not_additive=not_additive,
+            sign_sensitive=sign_sensitive,
             at_least_zero=at_least_zero,
             multiple_of=_multiple_of(step, operands, sizes),
         )
@@ -208,7 +210,7 @@ def _union(sets: Iterable[int]) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recurrences:
+class StateAnalysis:
     """The leaves of an optimizer's state, by their paths.
 
     Attributes:
@@ -225,11 +227,11 @@ class Recurrences:
     second: frozenset[tuple]
 
 
-def recurrences(
+def analyze_state(
     optimizer: optax.GradientTransformationExtraArgs,
     params: Any,
     large: Callable[[tuple, Any], bool],
-) -> Recurrences:
+) -> StateAnalysis:
     """Reads what the leaves of an optimizer's state are; ``large(path, leaf)`` says which are to be
     rounded. Not those that begin as the parameters' values or are made of no gradients (averages of
     parameters), nor those that are no recurrence (the last gradient, the pairs of L-BFGS), nor
@@ -241,30 +243,32 @@ def recurrences(
     """
     leaves, tree = jax.tree.flatten(params)
     begin = jaxprs.flatten(lambda *leaves: optimizer.init(jax.tree.unflatten(tree, leaves)), leaves)
-    reading = _Reading()
-    first = reading.run(begin, [reading.new(of=1) for _ in leaves])
+    reading = _Analysis()
+    first = reading.run(begin, [reading.new(depends_on=1) for _ in leaves])
 
     state = [_like(begin.aval(one)) for one in begin.outputs]
     shapes = jax.tree.unflatten(begin.out_tree, state)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     rounded = [
-        not begins.of and large(path, leaf)
+        not begins.depends_on and large(path, leaf)
         for begins, path, leaf in zip(first, paths, state, strict=True)
     ]
     if not any(rounded):
-        return Recurrences(shapes, frozenset(), frozenset(), frozenset())
+        return StateAnalysis(shapes, frozenset(), frozenset(), frozenset())
 
     update = _traced(optimizer, params, shapes)
-    never_negative = {at for at, one in enumerate(first) if one.at_least_zero and not one.of}
+    never_negative = {
+        at for at, one in enumerate(first) if one.at_least_zero and not one.depends_on
+    }
     under_roots: frozenset[int] = frozenset()
     while True:
-        reading = _Reading(_union(one << at for at, one in enumerate(rounded)), under_roots)
+        reading = _Analysis(_union(one << at for at, one in enumerate(rounded)), under_roots)
         arguments = [
-            reading.new(of=1 << at, holds=1 << at, at_least_zero=at in never_negative)
+            reading.new(depends_on=1 << at, permutes=1 << at, at_least_zero=at in never_negative)
             for at in range(len(state))
         ]
         arguments += [reading.new() for _ in leaves]
-        arguments += [reading.new(of=1 << len(state)) for _ in leaves]
+        arguments += [reading.new(depends_on=1 << len(state)) for _ in leaves]
         results = reading.run(update, [*arguments, reading.new()])
         after = results[-len(state) :]
         before, seen = never_negative, under_roots
@@ -279,12 +283,12 @@ def recurrences(
     moments = {
         at
         for at, one in enumerate(after)
-        if rounded[at] and one.changes >> at & 1 and one.of >> len(state) & 1
-        if not reading.torn >> at & 1
+        if rounded[at] and one.modifies >> at & 1 and one.depends_on >> len(state) & 1
+        if not reading.sign_sensitive >> at & 1
     }
-    sums = {at for at in moments if not after[at].forgets >> at & 1}
+    sums = {at for at in moments if not after[at].not_additive >> at & 1}
     kinds = (moments, sums, moments & never_negative)
-    return Recurrences(shapes, *(frozenset(paths[at] for at in kind) for kind in kinds))
+    return StateAnalysis(shapes, *(frozenset(paths[at] for at in kind) for kind in kinds))
 
 
 def _traced(

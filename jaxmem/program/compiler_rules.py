@@ -9,18 +9,18 @@ from jaxmem.targets import Rules
 
 _TYPE = re.compile(r"[^\[\]<>]+\[([\d, ]*)\]")
 # What makes an array of other dimensions, or in another order: it may be laid out anew.
-_ANEW = frozenset("broadcast_in_dim dot_general gather reshape transpose".split())
+_CHANGES_LAYOUT = frozenset("broadcast_in_dim dot_general gather reshape transpose".split())
 
 
-def compiled_by(program: Program, rules: Rules) -> Program:
+def apply_compiler_rules(program: Program, rules: Rules) -> Program:
     """The program with the bytes of values, and the kernels, that a compiler makes of it."""
     found = program.by_rules.get(rules)
     if found is None:
-        found = program.by_rules[rules] = _compiled_by(program, rules)
+        found = program.by_rules[rules] = _apply_compiler_rules(program, rules)
     return found
 
 
-def _compiled_by(program: Program, rules: Rules) -> Program:
+def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
     program = program.widened if rules.widens else program
     multiplies = rules.multiplies_vectors and _has_vectors(program)
     like_default = dataclasses.replace(rules, widens=False, multiplies_vectors=False) == Rules()
@@ -30,18 +30,18 @@ def _compiled_by(program: Program, rules: Rules) -> Program:
     for operation in program.operations:
         if multiplies and operation.contraction.vectors:
             operation = dataclasses.replace(operation, flops=0, fused=True, widened=False)
-        if rules.fuses_gathers and program.gathers_again(operation):
+        if rules.fuses_gathers and program.gathers_repeatedly(operation):
             operation = dataclasses.replace(operation, fused=True)
         if operation.name == "ragged_dot_general" and not rules.copies_groups:
-            operation = dataclasses.replace(operation, inside=0, workspace=0)
+            operation = dataclasses.replace(operation, derivative_workspace=0, workspace=0)
             if operation.residuals is not None:
                 none.add(operation.residuals)
-        body = operation.body and compiled_by(operation.body, rules)
+        body = operation.body and apply_compiler_rules(operation.body, rules)
         operations.append(dataclasses.replace(operation, body=body))
     found = dataclasses.replace(program, operations=tuple(operations), rules=rules)
     if rules.tile is None and not none:
         return found
-    apart = _apart(program)
+    apart = _never_minor_axes(program)
 
     def sizes(types, bare) -> tuple[int, ...]:
         return tuple(
@@ -73,13 +73,13 @@ def _bytes(kind: str, size: int, apart: frozenset[int], rules: Rules) -> int:
     return rules.bytes_of(shape, size // math.prod(shape), apart)
 
 
-def _apart(program: Program) -> list[frozenset[int]]:
+def _never_minor_axes(program: Program) -> list[frozenset[int]]:
     """For each value its axes that are never innermost: those that a convolution slides along,
     of its result, and of what is made of that without moving axes."""
     apart: list[frozenset[int]] = [frozenset()] * len(program.sizes)
     for operation in program.operations:
         found = operation.contraction.slides
-        if not found and operation.name not in _ANEW:
+        if not found and operation.name not in _CHANGES_LAYOUT:
             found = max((apart[value] for value in operation.inputs), key=len, default=frozenset())
         for value in operation.outputs:
             apart[value] = found

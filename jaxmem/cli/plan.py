@@ -64,7 +64,7 @@ def _plan(options) -> int:
             compiler_options=found.compiler_options,
         )
         report = compile_step(options.loss, step, args, target(options.target))
-        left = found.allowance.left
+        left = found.allowance.available
         write_to(options.html, functools.partial(report.to_html, budget=left, name=options.loss))
     if options.plot:
         with progress("planning the frontier"):

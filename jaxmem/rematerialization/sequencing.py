@@ -14,7 +14,9 @@ from jaxmem.planning import Region
 from jaxmem.program import Kernel, Program
 
 
-def keep_in_turn(program: Program, before: Region, region: Region, values: dict[int, Any]) -> None:
+def sequence_recomputation(
+    program: Program, before: Region, region: Region, values: dict[int, Any]
+) -> None:
     """Has what is made again for a region wait for the backward pass of the next region, if that
     gives it no cotangent: cotangents of what is made of its results wait for those of what the next
     region reads. ``values`` are those that are there where that begins, by number."""
@@ -22,7 +24,7 @@ def keep_in_turn(program: Program, before: Region, region: Region, values: dict[
     def derived(start: int, stop: int) -> Iterator[tuple[set[int], Kernel]]:
         """Kernels, each with those of its sources that have cotangents of it."""
         for number in range(start, stop):
-            yield {way.value for way in program.ways[number]}, program.kernels[number]
+            yield {edge.value for edge in program.cotangent_edges[number]}, program.kernels[number]
 
     under = {value for _, one in derived(before.start, before.stop) for value in one.results}
     for sources, kernel in derived(before.stop, region.start):
@@ -37,4 +39,4 @@ def keep_in_turn(program: Program, before: Region, region: Region, values: dict[
         if value in values and program.active[value] and program.last_used[value] > region.start
     ]
     for one, other in itertools.product(wait, [v for v in sorted(reads) if v in values]):
-        values[one], values[other] = jaxprs.back_after(values[one], values[other])
+        values[one], values[other] = jaxprs.order_cotangent_after(values[one], values[other])

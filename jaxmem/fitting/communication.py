@@ -10,14 +10,14 @@ def gathered_bytes(program: Program) -> int:
 
     def of(kernel: Kernel) -> int:
         devices = kernel.ring.devices if kernel.ring else 1
-        return kernel.sent * devices // max(devices - 1, 1)
+        return kernel.sent_bytes * devices // max(devices - 1, 1)
 
     return _over_forward(program, of)
 
 
 def summed_bytes(program: Program) -> int:
     """Bytes that a device sends where results of matmuls are summed, in one forward pass."""
-    return _over_forward(program, lambda kernel: kernel.summed)
+    return _over_forward(program, lambda kernel: kernel.summed_bytes)
 
 
 def _over_forward(program: Program, of: Callable[[Kernel], int]) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
-def origins_of(flat: FlatJaxpr) -> list[int | Literal]:
+def resolve_passthrough(flat: FlatJaxpr) -> list[int | Literal]:
     """What each result is: the value that it was before it was handed on, or itself. A layer that
     `jax.lax.scan` slices and stacks again, say, is what it was."""
     makers = {
@@ -65,5 +65,5 @@ def _inputs(body: FlatJaxpr) -> list[int | None]:
     first = len(body.consts)
     return [
         value - first if isinstance(value, int) and first <= value < body.input_count else None
-        for value in origins_of(body)
+        for value in resolve_passthrough(body)
     ]

@@ -8,8 +8,8 @@ import jax
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.checks import check_call, name_of, noted
-from jaxmem.ground.words import counted
+from jaxmem.ground.checks import check_call, name_of, note_call
+from jaxmem.ground.words import pluralize
 from jaxmem.program import size_of
 from jaxmem.reports.where.arguments import argument_paths
 from jaxmem.reports.where.names import UNATTRIBUTED, modules_of, source_of
@@ -58,7 +58,7 @@ class Residuals:
     def __str__(self):
         made = [value for value in self.values if not value.is_argument]
         lines = [
-            f"{format_bytes(self.total)} kept in {counted(len(made), 'value')}, besides "
+            f"{format_bytes(self.total)} kept in {pluralize(len(made), 'value')}, besides "
             f"{format_bytes(self.argument_bytes)} of arguments"
         ]
         for value in made:
@@ -96,7 +96,7 @@ def residuals(fun: Callable, *args: Any, **kwargs: Any) -> Residuals:
     leaves, call = jaxprs.split_arrays(fun, args, kwargs)
     paths = argument_paths(fun, args, kwargs)
     found = []
-    with noted(name_of(fun), fun, args, kwargs):
+    with note_call(name_of(fun), fun, args, kwargs):
         every = jaxprs.saved_residuals(call, leaves)
     for kept in every:
         if kept.equation is not None:

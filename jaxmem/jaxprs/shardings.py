@@ -25,7 +25,7 @@ _NONE: Mapping[int, Any] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gather:
+class Reshard:
     """A value that a step reads in other pieces than it is made in: XLA gathers it first, or sends
     pieces around, in a ring. ``parts`` are those that the step reads."""
 
@@ -36,20 +36,20 @@ class Gather:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class Shardings:
     """How the values of a flat jaxpr are spread over a mesh; over one device, without one.
 
     Attributes:
         flat: the jaxpr.
         mesh: a mesh of several devices, or None.
         parts: of each value, by number.
-        gathers: what is read in other pieces, by step.
+        reshards: what is read in other pieces, by step.
     """
 
     flat: FlatJaxpr
     mesh: Any = None
     parts: tuple[Parts, ...] = ()
-    gathers: tuple[Gather, ...] = ()
+    reshards: tuple[Reshard, ...] = ()
 
     def aval(self, value: int, parts: Parts | None = None) -> Any:
         """The piece of a value that one device has: the largest, where they differ. In pieces of
@@ -99,34 +99,31 @@ class Spread:
             return False
         return self.aval(made).shape == self.aval(value).shape
 
-    def mapped(self, step: Step, body: FlatJaxpr) -> "Spread":
+    def mapped(self, step: Step, body: FlatJaxpr) -> "Shardings":
         """How a program inside of a `jax.shard_map` is spread, of which it has the pieces."""
         automatic = automatic_axes(step.equation)
         if self.mesh is None or not automatic:
-            return Spread(body)
+            return Shardings(body)
         cut = {axis for value in step.uses for axis in self._axes(value) if axis[0] in automatic}
-        return EvenSpread.of(body, self.mesh, tuple(sorted(cut)))
+        return AssumedEvenShardings.of(body, self.mesh, tuple(sorted(cut)))
 
     def inside(
-        self,
-        body: FlatJaxpr,
-        operands: Sequence[Any],
-        alike: Mapping[int, int] = _NONE,
-    ) -> "Spread":
+        self, body: FlatJaxpr, operands: Sequence[Any], alike: Mapping[int, int] = _NONE
+    ) -> "Shardings":
         """How a program inside of a step is spread, given its operands as values of this one or
         literals; ``alike`` are values of the body that lie as operands do, with the places of
         those."""
         return self._inside(body, operands, len(operands), alike)
 
-    def of_turn(self, scan: Step, body: FlatJaxpr) -> "Spread":
+    def for_iteration(self, scan: Step, body: FlatJaxpr) -> "Shardings":
         """How the body of a scan is spread; of some operands it has an element at a time."""
         return self._inside(body, scan.inputs, loop_of(scan.equation).carry.stop, _NONE)
 
     def _inside(
         self, body: FlatJaxpr, operands: Sequence[Any], whole: int, alike: Mapping[int, int]
-    ) -> "Spread":
+    ) -> "Shardings":
         if self.mesh is None:
-            return Spread(body)
+            return Shardings(body)
         given = [
             self._sharding(operand, at >= whole) if isinstance(operand, int) else None
             for at, operand in enumerate(operands)
@@ -135,7 +132,7 @@ class Spread:
             alike = _NONE  # types say how each value lies, and JAX takes no constraints
         pairs = ((value, given[at]) for value, at in alike.items())
         asked = {value: one for value, one in pairs if one is not None and any(one.spec)}
-        return spread(body, given, self.mesh, asked)
+        return propagate_shardings(body, given, self.mesh, asked)
 
     def _axes(self, value: int) -> set[tuple[str, int]]:
         return {axis for part in self.parts[value] for axis in part}
@@ -153,7 +150,7 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvenSpread(Spread):
+class AssumedEvenShardings(Shardings):
     """Of what is inside of a `jax.shard_map`, where Shardy cannot be asked: every value is cut
     along its longest axis, over the axes of the mesh that are left to the compiler and that
     anything the `jax.shard_map` takes is cut over."""
@@ -161,27 +158,24 @@ class EvenSpread(Spread):
     axes: Part = ()
 
     @classmethod
-    def of(cls, flat: FlatJaxpr, mesh: Any, axes: Part) -> "EvenSpread":
+    def of(cls, flat: FlatJaxpr, mesh: Any, axes: Part) -> "AssumedEvenShardings":
         return cls(flat, mesh, tuple(_evenly(aval, axes) for aval in flat.avals), (), axes)
 
     def _inside(
         self, body: FlatJaxpr, operands: Sequence[Any], whole: int, alike: Mapping[int, int]
-    ) -> Spread:
-        return EvenSpread.of(body, self.mesh, self.axes)
+    ) -> Shardings:
+        return AssumedEvenShardings.of(body, self.mesh, self.axes)
 
 
-def spread(
-    flat: FlatJaxpr,
-    given: Sequence[Any],
-    mesh: Any = None,
-    asked: Mapping[int, Any] = _NONE,
-) -> Spread:
+def propagate_shardings(
+    flat: FlatJaxpr, given: Sequence[Any], mesh: Any = None, asked: Mapping[int, Any] = _NONE
+) -> Shardings:
     """How a program is spread whose last inputs have the shardings that are ``given`` (None: not
     known), and of whose values some are ``asked`` to have others; over the mesh of those that are
     on several devices, if none is named."""
     mesh = mesh or _mesh_of([*given, *_written(flat)])
     if mesh is None:
-        return Spread(flat)
+        return Shardings(flat)
     own: list[Any] = [None] * (flat.input_count - len(given))
     if len(own) == len(flat.consts):
         own = [getattr(abstract(one), "sharding", None) for one in flat.consts]
@@ -198,15 +192,17 @@ def spread(
 
     found = propagated(everything, flat.avals, [*own, *given], mesh)
     if found is None:
-        return Spread(flat, mesh, tuple(_evenly(aval, (("", mesh.size),)) for aval in flat.avals))
+        return Shardings(
+            flat, mesh, tuple(_evenly(aval, (("", mesh.size),)) for aval in flat.avals)
+        )
     parts: list[Parts] = [((),) * len(getattr(aval, "shape", ())) for aval in flat.avals]
     for at, one in zip(arrays, found.results(), strict=True):
         parts[at] = one
-    _as_read(flat, parts)
-    return Spread(flat, mesh, tuple(parts), tuple(_gathers(flat, found, arrays, parts, mesh)))
+    _shard_as_read(flat, parts)
+    return Shardings(flat, mesh, tuple(parts), tuple(_reshards(flat, found, arrays, parts, mesh)))
 
 
-def _as_read(flat: FlatJaxpr, parts: list[Parts]) -> None:
+def _shard_as_read(flat: FlatJaxpr, parts: list[Parts]) -> None:
     """Values that are made of no input, such as the zeros that a loop begins with, are made in the
     pieces in which they are read, anew for each reader: as results, which they are where Shardy is
     asked, they would be whole. Here they are in the largest of those pieces that are known: of the
@@ -226,13 +222,17 @@ def _as_read(flat: FlatJaxpr, parts: list[Parts]) -> None:
                 shape = flat.avals[value].shape
                 readers[value].append(
                     next(
-                        (parts[out] for out in _like(step, at) if flat.avals[out].shape == shape),
+                        (
+                            parts[out]
+                            for out in _results_like(step, at)
+                            if flat.avals[out].shape == shape
+                        ),
                         (),
                     )
                 )
 
 
-def _like(step: Step, at: int) -> Sequence[int]:
+def _results_like(step: Step, at: int) -> Sequence[int]:
     """The results of a step that lie as one of its operands does, if they have its shape."""
     if step.primitive not in ("scan", "while"):
         return step.outputs
@@ -241,7 +241,7 @@ def _like(step: Step, at: int) -> Sequence[int]:
     return step.outputs[carried : carried + 1] if carried >= 0 and at < loop.carry.stop else ()
 
 
-def gradient_pieces(flat: FlatJaxpr, given: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
+def gradient_shards(flat: FlatJaxpr, given: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
     """What one device has of the gradients of a program by some of its inputs, where nobody says
     how they are spread; the last inputs have the shardings that are ``given``."""
     own = flat.input_count - len(given)
@@ -262,7 +262,7 @@ def gradient_pieces(flat: FlatJaxpr, given: Sequence[Any], wanted: Sequence[int]
     if not found:
         return [avals[at] for at in wanted]
     parts = found.returned()[len(moving) :]
-    whole = Spread(flat, mesh)
+    whole = Shardings(flat, mesh)
     return [whole.aval(at, one) for at, one in zip(wanted, parts, strict=True)]
 
 
@@ -282,13 +282,9 @@ def _written(flat: FlatJaxpr) -> Iterator[Any]:
             yield given.get("sharding")
 
 
-def _gathers(
-    flat: FlatJaxpr,
-    found: Propagated,
-    arrays: Sequence[int],
-    parts: Sequence[Parts],
-    mesh: Any,
-) -> Iterator[Gather]:
+def _reshards(
+    flat: FlatJaxpr, found: Propagated, arrays: Sequence[int], parts: Sequence[Parts], mesh: Any
+) -> Iterator[Reshard]:
     """Where a step reads a value in other pieces than it is made in; ``arrays`` are the values that
     are results of what Shardy was asked about."""
     maker = {value: step for step, one in enumerate(flat.steps) for value in one.outputs}
@@ -299,7 +295,7 @@ def _gathers(
             if read is not None and parts[read] != reshard.parts:
                 had, wanted = _axes_of(parts[read]), _axes_of(reshard.parts)
                 among = ring(mesh, had - wanted or had | wanted)
-                yield Gather(step, read, reshard.parts, among)
+                yield Reshard(step, read, reshard.parts, among)
 
 
 def ring(mesh: Any, axes: Iterable[tuple[str, int]]) -> Ring:

@@ -12,16 +12,16 @@ import jax
 from jaxmem.jaxprs.expansion import expanded
 from jaxmem.jaxprs.flat import FlatJaxpr, Step, evaluate, flatten_jaxpr
 from jaxmem.jaxprs.mapped import localized
-from jaxmem.jaxprs.merging import Computed
+from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.nested import branches_of, without_results
-from jaxmem.jaxprs.operands import moving, of_some
+from jaxmem.jaxprs.operands import differentiable, restrict_to
 
 if TYPE_CHECKING:
     from jax.extend.core import Literal
 
 
 @dataclasses.dataclass(frozen=True)
-class Joint:
+class ForwardBackward:
     """What runs forward, and then backward, as JAX differentiates it.
 
     Attributes:
@@ -41,13 +41,15 @@ class Joint:
     cotangents: tuple[int, ...]
 
 
-def joint(step: Step, differentiated: Sequence[int], apart: bool = False) -> Joint:
-    """A step with its derivative by the operands that stand at some places; ``apart``: XLA sees one
-    without the other, as it does where both are in loops, and merges nothing of the two. A rule of
-    the user's own may raise anything."""
+def trace_forward_backward(
+    step: Step, differentiated: Sequence[int], separate: bool = False
+) -> ForwardBackward:
+    """A step with its derivative by the operands that stand at some places; ``separate``: XLA
+    sees one without the other, as it does where both are in loops, and merges nothing of the two. A
+    rule of the user's own may raise anything."""
     operands = [variable.aval for variable in step.equation.invars]
     results = [variable.aval for variable in step.equation.outvars]
-    real = moving(results)
+    real = differentiable(results)
 
     def whole(operands, cotangents):
         def run(*operands):
@@ -55,7 +57,7 @@ def joint(step: Step, differentiated: Sequence[int], apart: bool = False) -> Joi
             return [found[at] for at in real], found
 
         chosen = [operands[at] for at in differentiated]
-        of_chosen = of_some(differentiated, run, operands)
+        of_chosen = restrict_to(differentiated, run, operands)
         _, back, found = jax.vjp(of_chosen, *chosen, has_aux=True)
         return found, back(list(jax.lax.optimization_barrier(tuple(cotangents))))
 
@@ -69,9 +71,9 @@ def joint(step: Step, differentiated: Sequence[int], apart: bool = False) -> Joi
     forward, backward = flat.steps[:boundary], flat.steps[boundary + 1 :]
     same = dict(zip(barrier.outputs, cotangents, strict=True))
     both = dataclasses.replace(flat, steps=(*forward, *backward))
-    flat = merged(both, same, boundary if apart else None)
+    flat = merge_common_subexpressions(both, same, boundary if separate else None)
     made = {value for one in forward for value in one.outputs}
-    return Joint(
+    return ForwardBackward(
         flat,
         sum(made.issuperset(one.outputs) for one in flat.steps),
         tuple(range(first - len(operands), first)),
@@ -80,7 +82,7 @@ def joint(step: Step, differentiated: Sequence[int], apart: bool = False) -> Joi
     )
 
 
-def merged(
+def merge_common_subexpressions(
     flat: FlatJaxpr,
     same: Mapping[int, int] = types.MappingProxyType({}),
     boundary: int | None = None,
@@ -88,19 +90,19 @@ def merged(
     """A program in which nothing is computed twice from the same values, as XLA has it; ``same``
     are values that are others; what comes from ``boundary`` on is merged apart."""
     first = dict(same)
-    computed = Computed(differentiated=False)
+    computed = CommonSubexpressions(differentiated=False)
     steps = []
     for number, step in enumerate(flat.steps):
         if number == boundary:
-            computed = Computed(differentiated=False)
+            computed = CommonSubexpressions(differentiated=False)
         inputs = tuple(first.get(x, x) if isinstance(x, int) else x for x in step.inputs)
-        made = computed.again(step.equation, inputs)
+        made = computed.lookup(step.equation, inputs)
         if made is not None:
             first.update(zip(step.outputs, made, strict=True))
             continue
-        computed.add(step.equation, inputs, step.outputs)
+        computed.insert(step.equation, inputs, step.outputs)
         step = dataclasses.replace(step, inputs=inputs)
-        passed = _passed_on(step)
+        passed = _forwarded_operands(step)
         first.update((step.outputs[at], operand) for at, operand in passed.items())
         steps.append(_without_results(step, passed) if passed else step)
     outputs = tuple(first.get(x, x) if isinstance(x, int) else x for x in flat.outputs)
@@ -115,7 +117,7 @@ def _without_results(step: Step, at: Collection[int]) -> Step:
     )
 
 
-def _passed_on(step: Step) -> dict[int, int]:
+def _forwarded_operands(step: Step) -> dict[int, int]:
     """The places of a conditional's results that are operands whichever branch is taken, and which
     operands."""
     if step.primitive != "cond" or not (branches := branches_of(step.equation)):
