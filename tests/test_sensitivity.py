@@ -32,8 +32,11 @@ ELSEWHERE = {
     "rematerialization.policies._EXPENSIVE",
     "rematerialization.timelines._POINTS",
     *(f"planning.names.{name}" for name in ("MOST", "_GOALS", "_EQUAL")),
-    *(f"rematerialization.named.search.{n}" for n in ("_BELOW", "_ABOVE", "_NEAR", "_WORTH")),
-    "rematerialization.named.search._LESS",
+    *(
+        f"rematerialization.named.search.{n}"
+        for n in ("_ALTERNATIVE_SHARE", "_ABOVE", "_NEAR", "_WORTH")
+    ),
+    "rematerialization.named.search._MIN_PRICE_GAIN",
     "rematerialization.named.suggesting._SMALL",
 }
 
