@@ -58,7 +58,7 @@ def sizes(jaxpr):
 def test_in_a_loop_too(name, monkeypatch):
     # JAX makes what is the same in each turn of a loop before it, and keeps it: masks were, of all
     # blocks together as large as the scores.
-    monkeypatch.setattr("jaxmem.ops.flash._BLOCK", 2**12)
+    monkeypatch.setattr("jaxmem.ops.flash.BLOCK", 2**12)
     monkeypatch.setattr("jaxmem.ops.flash._TILE", 16)
 
     def loss(scales, x):

@@ -74,8 +74,8 @@ def fit(
             compute by `jaxmem.autocast`), ``"moments"`` (`jaxmem.optim.small_moments`),
             ``"operations"`` (`jaxmem.ops.swap`: attention and cross-entropy of 64 MiB or more
             without their scores and logits; the table says what they hold), ``"kernels"``
-            (attention in 16 bits by the target's own kernel, cuDNN's on GPUs from Ampere on: such a
-            step runs nowhere else), ``"statistics"`` (microbatches where a slice's loss is not
+            (attention in 16 bits by the target's own kernel, as cuDNN has one: such a step runs
+            nowhere else), ``"statistics"`` (microbatches where a slice's loss is not
             proved to be its share of the whole one: under batch norm each slice is normalised by
             its own statistics; a mean over what a mask leaves becomes a mean of means). That a loss
             is a mean, or a sum, over examples is proved from its program, for every size of slice
