@@ -4,7 +4,7 @@ A Llama of 70 billion (`examples/llama`) on eight H100, whose parameters and Ada
 than all of their memory: state waits on the host. And a mixture of experts of the sizes of Mixtral
 8 x 22B (Mistral AI 2024: 56 layers of 6,144, 8 experts of 16,384, two for each token, each expert
 taking at most 1.25 times its even share) on 128 H100, each expert on devices of its own. The shape
-of the mesh is chosen (`devices=`), `jaxmem.ops` are allowed.
+of the mesh is chosen (`devices=`), `jaxmem.ops` are allowed, and for one row cuDNN's attention.
 """
 
 import dataclasses
