@@ -366,3 +366,22 @@ def test_fit_weighs_the_kernel_where_it_is_allowed(count):
     assert step.fitting.chosen.seconds < plain.chosen.seconds
     assert "__cudnn$fmhaSoftmaxBackward" in step.fitting.report.hlo
     assert step.fitting.report.work.flops < plain.report.work.flops
+
+
+@pytest.mark.parametrize("options", [{"mesh": MESH}, {"devices": 8}, {}])
+def test_the_kernel_is_searched_on_every_mesh(options):
+    """Whose axes are explicit, as those of a mesh are by default since jax 0.12, or automatic."""
+
+    def loss_fn(params, batch):
+        shape = (*batch.shape[:2], HEADS, WIDTH)
+        query = (batch @ params.astype(batch.dtype)).reshape(shape)
+        mixed = jax.nn.dot_product_attention(query, query, query, is_causal=True)
+        return jnp.mean(mixed.astype(jnp.float32) ** 2)
+
+    params = jax.ShapeDtypeStruct((64, HEADS * WIDTH), jnp.float32)
+    batch = jax.ShapeDtypeStruct((128, LENGTH, 64), jnp.bfloat16)
+    with jaxprs.in_place_of_attached(jaxmem.target("h100")):
+        workload = jaxmem.fitting.Workload(
+            loss_fn, optax.adam(1e-3), params, batch, target="h100", allow="kernels", **options
+        )
+    assert {levers.operations for levers in workload.options} == {False, "kernels"}

@@ -160,7 +160,8 @@ class Workload:
         """The mesh, and the axes of it that the examples of a batch are spread over."""
         if self.mesh is None:
             return None, ()
-        return self.mesh, self.meshes.sharding(self.shape, 1).rows
+        sharding = self.meshes.sharding(self.shape, 1)  # its mesh has automatic axes
+        return sharding.mesh, sharding.rows
 
     def may(self, name: str) -> bool:
         """Whether something may be searched; if not, ``refused`` says why."""
