@@ -78,7 +78,7 @@ class Workload:
         budget = "100%" if budget is None else budget
         self.budget = device_budget(budget, self.target.usable_bytes, self.target.name)
         self.refused: dict[str, str] = {}
-        self.found: dict[tuple[str, Any], Any] = {}  # what levers know of the loss
+        self.found: dict[str, Any] = {}  # by the name of a lever: what it knows of the loss
         self.reduction: str | None = None
         self._steps: dict[Levers, TrainStep] = {}  # before they are planned
         self._states: dict[Levers, TrainState] = {}

@@ -18,13 +18,25 @@ ATTENTION_DERIVATIVES = _names("bwd")
 ATTENTION = _names("fwd") | ATTENTION_DERIVATIVES
 
 
+def matmuls_of_scores(derivative: bool) -> int:
+    """How often a kernel multiplies scores."""
+    return sum(_DERIVATIVE if derivative else _FORWARD)
+
+
+def flops_of_scores(
+    scores: int, width: int, value_width: int, derivative: bool, causal: bool
+) -> int:
+    """FLOPs of a kernel that makes so many scores of keys and values of these widths, or takes
+    their ``derivative``. For scores that a ``causal`` mask leaves out it does no work."""
+    of_keys, of_values = _DERIVATIVE if derivative else _FORWARD
+    return 2 * scores * (of_keys * width + of_values * value_width) // (2 if causal else 1)
+
+
 def attention_flops(name: str, operands: Sequence[Any], parameters: Mapping[str, Any]) -> int:
-    """FLOPs of one of `ATTENTION`, from its name, its abstract operands and parameters. For scores
-    that a causal mask leaves out such a kernel does no work."""
+    """FLOPs of one of `ATTENTION`, from its name, its abstract operands and parameters."""
     query, key, value = (operand.shape for operand in operands[:3])
     batch, *rest, width = query
     # [batch, length, heads, width], or in layout 1 [batch, heads, length, width]
     scores = batch * math.prod(rest) * key[1 + parameters["layout"]]
-    of_keys, of_values = _DERIVATIVE if name in ATTENTION_DERIVATIVES else _FORWARD
-    total = 2 * scores * (of_keys * width + of_values * value[-1])
-    return total // (2 if "CAUSAL" in str(parameters.get("mask_type")) else 1)
+    causal = "CAUSAL" in str(parameters.get("mask_type"))
+    return flops_of_scores(scores, width, value[-1], name in ATTENTION_DERIVATIVES, causal)

@@ -28,8 +28,7 @@ class OperationsLever(Lever):
     changes_loss = shifts_projection_error = True
 
     def values(self, workload):
-        found = self._found(workload, True)
-        if not found:
+        if not self._found(workload, True):
             if self.name in workload.allow:
                 workload.refused[self.name] = "the loss has no attention and no cross-entropy of "
                 workload.refused[self.name] += "64 MiB or more"
@@ -42,8 +41,7 @@ class OperationsLever(Lever):
         return values
 
     def brings(self, costs, name, best):
-        value = _KERNELS if name == _KERNELS else True
-        workload = costs.workload
+        value, workload = _KERNELS if name == _KERNELS else True, costs.workload
         if not (found := self._found(workload, value)):
             return ""
         before = best.levers if best else workload.as_is
@@ -61,33 +59,31 @@ class OperationsLever(Lever):
         return f"{said}; the step would take {_ms(seconds)} ms instead of {_ms(best.seconds)}"
 
     def _found(self, workload, value) -> list[Swap]:
-        """What a value puts something in the place of."""
-        key = self.name, value
-        if key not in workload.found:
+        """What a value puts something in the place of. The loss is traced once for both."""
+        if self.name not in workload.found:
             step, state = workload.step(workload.as_is), workload.state(workload.as_is)
             arguments = state.params, workload.batch, state.model_state, state.key
-            wanted = self._wanted(workload, value)
+            wanted = self._wanted(workload, _KERNELS, operations=True)
             found = swaps(step.plain_loss, jax.tree.map(whole, arguments), wanted)
-            by_kernel = value == _KERNELS
-            workload.found[key] = [one for one in found if one.by_kernel or not by_kernel]
-        return workload.found[key]
+            workload.found[self.name] = found
+        return [one for one in workload.found[self.name] if one.by_kernel or value is True]
 
-    def _wanted(self, workload, value) -> Wanted:
-        least = LEAST * workload.devices
-        device = workload.device
+    def _wanted(self, workload, value, operations: bool) -> Wanted:
+        least, device = LEAST * workload.devices, workload.device
         name = family_of(device).attention(device) if value == _KERNELS else ""
         if not name:
-            return Wanted(least, operations=value is True)
+            return Wanted(least, operations)
         mesh, rows = workload.rows
         cut = mesh and any(mesh.shape[axis] > 1 for axis in mesh.shape if axis not in rows)
         kernel = None if cut else calling(name, mesh, rows)  # the model may cut its heads
-        return Wanted(least, self.name in workload.allow, kernel, name)
+        return Wanted(least, operations, kernel, name)
 
     def text(self, value):
         return "jaxmem.ops" if value is True else "the device's attention"
 
     def loss(self, workload, loss_fn, value):
-        return swapped(loss_fn, self._wanted(workload, value))
+        operations = value is True or self.name in workload.allow
+        return swapped(loss_fn, self._wanted(workload, value, operations))
 
 
 def _ms(seconds: float) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+from jaxmem.program.attention import flops_of_scores, matmuls_of_scores
 from jaxmem.reports.xla.hlo import SHAPE, TARGET, Lines, operands_of
 from jaxmem.targets import computed_by
 
@@ -25,16 +26,14 @@ class Attention:
 
     @property
     def matmuls(self) -> int:
-        """Two, and five in the derivative, which makes the scores again (Dao 2023,
-        FlashAttention-2)."""
-        return 5 if self.is_derivative else 2
+        """Of one kernel."""
+        return matmuls_of_scores(self.is_derivative)
 
     @property
     def flops(self) -> int:
         """A multiply-add counts 2."""
-        widths = 3 * self.width + 2 * self.value_width
-        widths = widths if self.is_derivative else self.width + self.value_width
-        return 2 * math.prod(self.scores) * widths // (2 if self.is_causal else 1)
+        widths, kind = (self.width, self.value_width), (self.is_derivative, self.is_causal)
+        return flops_of_scores(math.prod(self.scores), *widths, *kind)
 
 
 def is_attention(line: str) -> bool:
