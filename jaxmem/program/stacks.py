@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxmem.jaxprs.equations import operation_of
 from jaxmem.jaxprs.flat import FlatJaxpr, Step
 from jaxmem.jaxprs.residuals import SavedResidual
 from jaxmem.program.costs import derivative_reads, is_fused
@@ -45,16 +44,13 @@ def _made_in(flat: FlatJaxpr) -> dict[int, Order]:
     """The order of each value that is made of a matmul's result."""
     found: dict[int, Order] = {}
     for step in flat.steps:
-        (output, *others), equation = step.outputs or (-1,), step.equation
-        if others or output < 0:
-            continue
         if step.primitive == "dot_general":
+            (output,) = step.outputs
             found[output] = tuple(range(len(flat.avals[output].shape)))
             continue
-        for value in _like(flat, step):
-            if value in found:
-                found[output] = _moved(found[value], equation)
-                break
+        known = [value for value in _like(flat, step) if value in found]
+        if known:
+            found[step.outputs[0]] = _transposed(found[known[0]], step)
     return found
 
 
@@ -68,11 +64,10 @@ def _read_in(flat: FlatJaxpr) -> dict[int, tuple[Order, Order]]:
                 if isinstance(value, int):
                     found[value] = _of_gradient(step.equation, place)
             continue
-        if len(step.outputs) == 1 and step.outputs[0] in found:
-            for value in _like(flat, step):
-                order, transposed = found[step.outputs[0]]
-                moved = _moved_back(order, step.equation), _moved_back(transposed, step.equation)
-                found.setdefault(value, moved)
+        for value in _like(flat, step):
+            if step.outputs[0] in found:
+                order, transposed = (_transposed_back(o, step) for o in found[step.outputs[0]])
+                found.setdefault(value, (order, transposed))
     return found
 
 
@@ -90,30 +85,27 @@ def _of_gradient(equation: Any, place: int) -> tuple[Order, Order]:
 
 def _like(flat: FlatJaxpr, step: Step) -> list[int]:
     """The operands of which an operation makes one like them, element by element."""
-    if not (step.primitive == "transpose" or is_fused(step.equation)) or len(step.outputs) != 1:
+    if step.primitive == "transpose":
+        return list(step.uses)
+    if len(step.outputs) != 1 or not is_fused(step.equation):
         return []
-    size = flat.avals[step.outputs[0]].size
-    same = step.primitive == "transpose"
     shape = flat.avals[step.outputs[0]].shape
-    return [
-        value
-        for value in step.uses
-        if flat.avals[value].size == size and (same or flat.avals[value].shape == shape)
-    ]
+    return [value for value in step.uses if flat.avals[value].shape == shape]
 
 
-def _moved(order: Order, equation: Any) -> Order:
+def _transposed(order: Order, step: Step) -> Order:
     """The order of a result, by that of an operand."""
-    if operation_of(equation) != "transpose":
+    if step.primitive != "transpose":
         return order
-    places = {axis: at for at, axis in enumerate(equation.params["permutation"])}
+    places = {axis: at for at, axis in enumerate(step.equation.params["permutation"])}
     return tuple(places[axis] for axis in order)
 
 
-def _moved_back(order: Order, equation: Any) -> Order:
-    if operation_of(equation) != "transpose":
+def _transposed_back(order: Order, step: Step) -> Order:
+    """The order of an operand, by that of a result."""
+    if step.primitive != "transpose":
         return order
-    return tuple(equation.params["permutation"][axis] for axis in order)
+    return tuple(step.equation.params["permutation"][axis] for axis in order)
 
 
 def _long(order: Sequence[int], shape: Sequence[int]) -> Order:
