@@ -96,8 +96,7 @@ class AttentionReplacement:
         frame = frame if aval.shape else ()  # a scalar goes with any shape
         whole = {axis for axis, size in zip(frame, aval.shape, strict=True) if size > 1}
         step = graph.made_by(value, "broadcast_in_dim", "transpose", "iota", *ELEMENTWISE)
-        numbers = step is not None and not any(isinstance(x, int) for x in step.inputs)
-        if step is None or not (numbers or {self.row, self.match.column} <= whole):
+        if step is None or not self._is_computed(step, whole):
             return self._leaf(value, frame)
         params, operands = step.equation.params, [v.aval for v in step.equation.invars]
         if step.primitive == "iota":
@@ -116,6 +115,11 @@ class AttentionReplacement:
             for operand, variable in zip(step.inputs, operands, strict=True)
         ]
         return "step", step, nodes
+
+    def _is_computed(self, step: jaxprs.Step, axes: set) -> bool:
+        """Whether what a step makes, which has these axes, is computed block by block."""
+        numbers = not any(isinstance(value, int) for value in step.inputs)
+        return numbers or {self.row, self.match.column} <= axes
 
     def _leaf(self, value: Any, frame: tuple) -> tuple:
         if (value, frame) not in self.leaves:

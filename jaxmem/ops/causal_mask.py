@@ -4,20 +4,14 @@ to a query's own place."""
 import operator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-
-from jaxmem import jaxprs
-from jaxmem.ops.patterns import ELEMENTWISE
 
 # What is added to a score, or stands in its place, where it is masked: models in float16 take as
 # little. A softmax has 0 there, as long as no score of its row is as low.
 _MASKED = -1e4
 
 _CASTS = ("convert_element_type", "copy")
-# The root of a width, say, which is computed where the function is.
-_OF_NUMBERS = ("convert_element_type", "div", "integer_pow", "mul", "neg", "pow", "rsqrt", "sqrt")
 
 
 class ScoreForm(NamedTuple):
@@ -32,64 +26,14 @@ def score_form_of(replacement: Any) -> ScoreForm | None:
     else."""
     graph, match = replacement.graph, replacement.match
     known = {graph.flat.steps[match.root].outputs[0]: ScoreForm(1.0, False)}
-    leaves = [_node_of(replacement, *leaf) for leaf in replacement.leaves]
     for at in match.chain:
         step = graph.flat.steps[at]
-        nodes = [_with_leaves(node, leaves) for node in replacement.nodes[at]]
-        found = _form_after(step.primitive, nodes, known)
+        found = _form_after(step.primitive, replacement.nodes[at], known)
         floating = jnp.issubdtype(graph.flat.avals[step.outputs[0]].dtype, jnp.floating)
         if found is None or not floating:
             return None
         known[step.outputs[0]] = found
     return known[match.matrix]
-
-
-def _node_of(replacement: Any, value: Any, frame: tuple) -> tuple:
-    """A value that is combined with the scores (a node of `AttentionReplacement`), by what it is
-    made of; "leaf": not known."""
-    graph, unknown = replacement.graph, ("leaf", None)
-    if not isinstance(value, int):
-        return ("number", value.val) if np.ndim(value.val) == 0 else unknown
-    step = graph.made_by(value, "broadcast_in_dim", "iota", "reshape", *_OF_NUMBERS, *ELEMENTWISE)
-    if step is None:
-        return unknown
-    shape, params = graph.flat.avals[value].shape, step.equation.params
-    frame = frame if shape else ()
-    if step.primitive == "iota":
-        axis, places = frame[params["dimension"]], (replacement.row, replacement.match.column)
-        dtype = graph.flat.avals[value].dtype
-        return ("place", dtype, axis == places[0]) if axis in places else unknown
-    if step.primitive in ("broadcast_in_dim", "reshape"):
-        inner = step.equation.invars[0].aval.shape
-        if step.primitive == "broadcast_in_dim":
-            axes = [frame[axis] for axis in params["broadcast_dimensions"]]
-        elif [size for size in inner if size > 1] == [size for size in shape if size > 1]:
-            long = iter(axis for axis, size in zip(frame, shape, strict=True) if size > 1)
-            axes = [next(long) if size > 1 else None for size in inner]
-        else:
-            return unknown
-        return "full", _node_of(replacement, step.inputs[0], tuple(axes))
-    nodes = [
-        _node_of(replacement, operand, frame if variable.aval.ndim else ())
-        for operand, variable in zip(step.inputs, step.equation.invars, strict=True)
-    ]
-    numbers = all(node[0] == "number" for node in nodes)
-    if step.primitive in _OF_NUMBERS and not shape and numbers:
-        with jax.ensure_compile_time_eval():
-            return "number", jaxprs.apply(step, *[node[1] for node in nodes])
-    return "step", step, nodes
-
-
-def _with_leaves(node: tuple, leaves: list[tuple]) -> tuple:
-    """A node with what its leaves are."""
-    kind, *rest = node
-    if kind == "leaf":
-        return leaves[rest[0]]
-    if kind == "full":
-        return kind, _with_leaves(rest[0], leaves)
-    if kind == "step":
-        return kind, rest[0], [_with_leaves(one, leaves) for one in rest[1]]
-    return node
 
 
 def _form_after(name: str, nodes: list[tuple], known: dict[int, ScoreForm]) -> ScoreForm | None:

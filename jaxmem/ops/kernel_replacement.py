@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem import jaxprs
 from jaxmem.ops.attention_replacement import AttentionReplacement
 from jaxmem.ops.causal_mask import ScoreForm, score_form_of
 from jaxmem.ops.patterns import Graph, Match
@@ -14,6 +15,10 @@ from jaxmem.ops.patterns import Graph, Match
 # Queries [batch, length, heads, width], keys and values [batch, length, key heads, width], scale,
 # whether a query sees keys up to its own place alone -> like queries.
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, float, bool], jax.Array]
+
+
+# The root of a width, say, which is computed where the function is.
+_OF_NUMBERS = ("convert_element_type", "div", "integer_pow", "mul", "neg", "pow", "rsqrt", "sqrt")
 
 
 class KernelReplacement(AttentionReplacement):
@@ -48,6 +53,29 @@ class KernelReplacement(AttentionReplacement):
         except (NotImplementedError, RuntimeError, TypeError, ValueError):
             return None  # widths, lengths or a device that the kernel is not for
         return found
+
+    def _is_computed(self, step: jaxprs.Step, axes: set) -> bool:
+        """Whatever tells which scores a mask leaves out is looked into; none of it is read."""
+        return True
+
+    def _node(self, value: Any, frame: tuple) -> tuple:
+        graph = self.graph
+        step = graph.made_by(value, "reshape", *_OF_NUMBERS)
+        shape = graph.flat.avals[value].shape if step else ()
+        if step is None or value in self.match.kinds or (shape and step.primitive != "reshape"):
+            return super()._node(value, frame)
+        if step.primitive == "reshape":
+            inner = step.equation.invars[0].aval.shape
+            if [size for size in inner if size > 1] != [size for size in shape if size > 1]:
+                return self._leaf(value, frame)
+            long = iter(axis for axis, size in zip(frame, shape, strict=False) if size > 1)
+            axes = tuple(next(long) if size > 1 else None for size in inner)
+            return "full", self._node(step.inputs[0], axes)
+        nodes = [self._node(operand, ()) for operand in step.inputs]
+        if any(node[0] != "number" for node in nodes):
+            return "step", step, nodes
+        with jax.ensure_compile_time_eval():
+            return "number", jaxprs.apply(step, *[node[1] for node in nodes])
 
     def _attended(self, query, key, value, leaves) -> jax.Array:
         batch, length, groups, lanes, width = query.shape
