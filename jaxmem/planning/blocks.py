@@ -18,7 +18,7 @@ _BLOCKS = 96
 # Of the bytes of all values. Chosen.
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 2 / 5, 11 / 20, 3 / 4)
 # Of the largest value: saved in any case. Chosen.
-_TINY = 1 / 4096
+TINY = 1 / 4096
 
 
 class Blocks:
@@ -51,7 +51,7 @@ class Blocks:
         for kernel, price in zip(kernels, prices, strict=True):
             for value in kernel.results:
                 size = program.sizes[value]
-                tiny = size <= largest * _TINY
+                tiny = size <= largest * TINY
                 self.density[value] = np.inf if tiny else price / size
                 if value == kernel.residuals or not (tiny or value in spared):
                     self.density[value] = -np.inf  # nothing that a region can save, or gains by

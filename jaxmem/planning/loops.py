@@ -29,7 +29,7 @@ _KERNELS = 14  # the dearest ones of a body, whose subsets are tried
 _OPTIONS = 200
 # Of the time of a body, here and in `names`: how much of it copies to and from the host may run
 # beside. Chosen: the benchmark of offloading, which would measure it, has not run on a device yet.
-_OVERLAP = 0.5
+OVERLAP = 0.5
 _BODIES = 16  # ways to run a body that have schedules
 # Ways to run the scans of a body are at least so many times apart in bytes. Chosen: the schedules
 # of the loop around them fill what is left.
@@ -244,7 +244,7 @@ def _offloaded(one: Body, values: tuple[int, ...], body: Program, rates: Rates) 
     flops, bytes_moved, seconds, price = one.recompute_cost
     forward = one.forward_cost[2]
     compute = (forward, 2 * forward + seconds)
-    exposed = sum(max(link - _OVERLAP * time, 0.0) for time in compute)
+    exposed = sum(max(link - OVERLAP * time, 0.0) for time in compute)
     saved = tuple(value for value in one.loop.saved if value not in values)
     return dataclasses.replace(
         one,

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from jaxmem.planning.loops import _OVERLAP
+from jaxmem.planning.loops import OVERLAP
 from jaxmem.planning.named_counts import cost_tables, marginal_savings
 from jaxmem.planning.named_places import RegionProgram, projected_peak
 from jaxmem.planning.rates import ARITHMETIC_WEIGHT, Rates, of_each
@@ -201,7 +201,7 @@ class Names:
             return np.zeros_like(np.asarray(seconds, float))
         link = np.asarray(host) / self.rates.host
         compute = (self._forward, 2 * self._forward + seconds)
-        return sum((np.maximum(link - _OVERLAP * time, 0.0) for time in compute), np.zeros(()))
+        return sum((np.maximum(link - OVERLAP * time, 0.0) for time in compute), np.zeros(()))
 
     @functools.cached_property
     def _forward(self) -> float:

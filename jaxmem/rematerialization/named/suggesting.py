@@ -20,7 +20,7 @@ from jaxmem.planning import (
     marginal_savings,
     spans_of_blocks,
 )
-from jaxmem.planning.blocks import _TINY
+from jaxmem.planning.blocks import TINY
 from jaxmem.program import NAMED, Kernel, Operation, Program
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import marked, place_of_stretch
@@ -188,7 +188,7 @@ def _suggestions(
         for row, values in enumerate(one.groups):
             counts[row] += times * len(values)
     spared = marginal_savings(place, len(counts), rates)
-    tiny = _TINY * max(max(one.program.sizes, default=0) for one, _ in place.all())
+    tiny = TINY * max(max(one.program.sizes, default=0) for one, _ in place.all())
     every = {
         row: _suggestion(rows, row, count, spared[row] / count)
         for row, count in enumerate(counts)
