@@ -385,3 +385,102 @@ def test_the_kernel_is_searched_on_every_mesh(options):
             loss_fn, optax.adam(1e-3), params, batch, target="h100", allow="kernels", **options
         )
     assert {levers.operations for levers in workload.options} == {False, "kernels"}
+
+
+# ---- what is not a kernel's
+
+
+@pytest.mark.parametrize("length", [1, 77, 1023])
+def test_lengths_that_the_derivative_refuses_are_ours(length):
+    """cuDNN's forward pass takes odd lengths, and its backward pass does not."""
+    args = [jax.ShapeDtypeStruct((2, length, 4, 16), jnp.bfloat16)] * 3
+    fun = jaxmem.ops.swap(by_jax(is_causal=True), least="1B", implementation="cudnn")
+
+    def loss(*args):
+        return jnp.sum(fun(*args).astype(jnp.float32))
+
+    report = jaxmem.memory(jax.grad(loss), *args, target="h100")
+    assert "__cudnn" not in report.hlo
+
+
+@pytest.mark.parametrize("name", ["t4", "v100-16gb", "v5e"])
+def test_a_target_without_the_kernel_is_told(name):
+    text = f"attention by a kernel .* that {name} does not have. Leave implementation= out, or take"
+    args = heads(), heads(KEYS), heads(KEYS)
+    for call in (jaxmem.memory, jaxmem.plan):
+        with pytest.raises(jaxmem.JaxmemError, match=text):
+            call(lambda *args: loss(*args), *args, target=name)
+    swapping = jaxmem.ops.swap(by_jax(), least="1KiB", implementation="cudnn")
+    with jaxprs.in_place_of_attached(jaxmem.target(name)):
+        assert "dot_product_attention" not in str(jax.make_jaxpr(swapping)(*args))
+
+
+def test_where_no_target_is_named_one_stands_for_it():
+    """As for rates."""
+    args = heads(), heads(KEYS), heads(KEYS)
+    assert jaxmem.plan(lambda *args: loss(*args), *args).plain_bytes
+    assert jaxmem.residuals(lambda *args: loss(*args), *args).total
+
+
+def test_a_window_leaves_out_what_is_farther_away():
+    def windowed(*args):
+        out = jax.nn.dot_product_attention(
+            *args, is_causal=True, local_window_size=(63, 0), implementation="cudnn"
+        )
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    args = heads(), heads(KEYS), heads(KEYS)
+    report = jaxmem.memory(jax.grad(windowed, (0, 1, 2)), *args, target="h100")
+    assert report.work.flops == 2 * 7 * (SCORES * 64 // LENGTH) * WIDTH
+    with jaxprs.in_place_of_attached(jaxmem.target("h100")):
+        steps = jaxprs.flatten(windowed, args).steps
+    assert sum(flops_of(step.equation) for step in steps) == report.work.flops * 2 // 7
+
+
+def test_what_masks_in_float16_masks_in_bfloat16():
+    """-10,000 is -9,984 there."""
+
+    def attend(query, key, value):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / 4
+        row, column = rows_and_columns()
+        seen = jnp.broadcast_to(row >= column, (1, 1, 32, 32))
+        weights = jax.nn.softmax(jnp.where(seen, scores, jnp.array(-1e4, scores.dtype)), -1)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+    assert set(with_stand_in(attend, real(heads=4, keys=4))[1]) == {(0.25, True)}
+
+
+def test_looking_at_shardings_is_left_out_on_absent_devices():
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32, sharding=ROWS)
+
+    def step(x):
+        jax.debug.inspect_array_sharding(x, callback=print)
+        return x * 2
+
+    with pytest.warns(jaxmem.JaxmemWarning, match="such calls are left out of this estimate"):
+        assert jaxmem.memory(step, x, target=EIGHT()).argument == 8 * 1024 * 4
+
+
+@pytest.mark.slow
+def test_the_table_speaks_of_the_whole_batch():
+    """Where slices were chosen whose scores are too small to be worth it."""
+
+    def loss_fn(params, batch):
+        parts = [
+            (batch @ one.astype(batch.dtype)).reshape(*batch.shape[:2], 4, 64) for one in params
+        ]
+        mixed = jax.nn.dot_product_attention(*parts, is_causal=True)
+        return jnp.mean(mixed.astype(jnp.float32) ** 2)
+
+    params = jax.ShapeDtypeStruct((3, 256, 256), jnp.float32)
+    batch = jax.ShapeDtypeStruct((4, 2048, 256), jnp.bfloat16)
+    given = loss_fn, optax.sgd(1e-3), params, batch
+    table = jaxmem.fit(*given, target="h100", budget="200MiB", keep=("residuals",)).fitting
+    assert table.chosen.levers.microbatches > 1
+    for name in ("operations", "kernels"):
+        assert "Without scores of attention" in table.refused[name]
+        assert "the step would take" in table.refused[name]
+    workload = jaxmem.fitting.Workload(*given, target="t4", allow="kernels")
+    assert workload.refused["kernels"] == (
+        "no attention of 64 MiB or more is one that a kernel of t4 takes"
+    )

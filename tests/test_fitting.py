@@ -140,10 +140,10 @@ def test_operations_that_hold_no_scores_are_searched_where_they_are_allowed():
     text = " ".join(str(plain).split())
     assert (
         "operations: would put jaxmem.ops in the place of attention and cross-entropy, with other "
-        "rounding; allow=('operations',). Scores of attention (test_fitting.py:"
+        "rounding; allow=('operations',). Without scores of attention (test_fitting.py:"
     ) in text
-    held = re.search(r"hold ([\d.]+) MiB of ([\d.]+) MiB without recomputation", text)
-    whole, without = float(held[2]), float(held[2]) - float(held[1])
+    taken = re.search(r"takes ([\d.]+) MiB instead of ([\d.]+) MiB \(projected, nothing", text)
+    without, whole = float(taken[1]), float(taken[2])
     assert whole == pytest.approx(plain.as_it_is.projected / MIB, abs=0.01)
     assert re.search(r"the step would take [\d.]+ ms instead of [\d.]+ ", text)
     assert "kernels" not in text  # in float32

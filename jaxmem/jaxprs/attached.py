@@ -8,24 +8,40 @@ from typing import Any
 
 import jax
 
+from jaxmem.ground.errors import JaxmemError
 from jaxmem.jaxprs import internals
-from jaxmem.targets import LocalDevice, Target, family_of
+from jaxmem.targets import (
+    FAMILIES,
+    LocalDevice,
+    Target,
+    example_target,
+    family_of,
+    known_targets,
+)
 
 _target: contextvars.ContextVar[Target | None] = contextvars.ContextVar("_target", default=None)
 
 
 @contextlib.contextmanager
 def in_place_of_attached(target: Target | LocalDevice | None) -> Iterator[None]:
-    """In which a function is traced as if the target were attached: `jax.nn` asks the attached
-    device whether it has a kernel for attention, and raises an error where there is none."""
-    chosen = target if isinstance(target, Target) else None
-    for name in family_of(chosen).answers(chosen) if chosen else ():
+    """In which a function is traced as if the target were attached (None: the one of a context
+    around this one, or that stands for none): `jax.nn` asks the attached device whether it has a
+    kernel for attention, and raises an error where there is none."""
+    for name in _asked():
         internals.intercept(internals.fused_attention_stablehlo, name, _answer(name))
-    token = _target.set(chosen)
+    chosen = target or _target.get() or example_target()
+    token = _target.set(chosen if isinstance(chosen, Target) else None)
     try:
         yield
     finally:
         _target.reset(token)
+
+
+@functools.cache
+def _asked() -> frozenset[str]:
+    """The functions of JAX's that ask, of all families."""
+    examples = [known_targets()[family.example] for family in FAMILIES.values()]
+    return frozenset(name for one in examples for name in family_of(one).answers(one))
 
 
 @functools.cache
@@ -35,6 +51,12 @@ def _answer(name: str) -> Callable:
         # Not sooner: asking for the attached device starts JAX's backends.
         if target is None or jax.default_backend() == family_of(target).backend:
             return function(*args)
+        if not family_of(target).attention(target):
+            raise JaxmemError(
+                "The function asks for attention by a kernel (implementation= of "
+                f"jax.nn.dot_product_attention) that {target.name} does not have. Leave "
+                "implementation= out, or take jaxmem.ops.attention."
+            )
         return family_of(target).answers(target)[name](*args)
 
     return answer

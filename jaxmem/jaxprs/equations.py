@@ -124,7 +124,7 @@ def result_of(primitive, avals: Sequence[Any], parameters: dict) -> Any:
 
 def is_callback(name: str) -> bool:
     """Whether an operation calls into Python."""
-    return "callback" in name or name == "debug_print"
+    return "callback" in name or name in ("debug_print", "inspect_sharding")
 
 
 def find_callback(jaxpr) -> str | None:

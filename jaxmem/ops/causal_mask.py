@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-# What is added to a score, or stands in its place, where it is masked: models in float16 take as
-# little. A softmax has 0 there, as long as no score of its row is as low.
-_MASKED = -1e4
+# What is added to a score, or stands in its place, where it is masked: models in float16 take
+# -10,000, which is -9,984 in bfloat16. A softmax has 0 there, as long as no score of its row is as
+# low.
+_MASKED = -9984
 
 _CASTS = ("convert_element_type", "copy")
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import jaxprs
+from jaxmem.ground.errors import JaxmemError
 from jaxmem.ops.attention_replacement import AttentionReplacement
 from jaxmem.ops.causal_mask import ScoreForm, score_form_of
 from jaxmem.ops.patterns import Graph, Match
@@ -45,14 +46,21 @@ class KernelReplacement(AttentionReplacement):
         if form.is_causal and lengths[0] != lengths[1]:
             return None
         found.kernel, found.form, found.name = kernel, form, f"attention by {name}"
+        given = [graph.flat.aval(value) for value in found.reads]
         try:
-            jax.eval_shape(
-                lambda *values: found.results(dict(zip(found.reads, values, strict=True))),
-                *(graph.flat.aval(value) for value in found.reads),
-            )
-        except (NotImplementedError, RuntimeError, TypeError, ValueError):
-            return None  # widths, lengths or a device that the kernel is not for
+            jax.eval_shape(found._derived, *given)
+        except (JaxmemError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            return None  # widths, lengths or a device that it, or its derivative, is not for
         return found
+
+    def _derived(self, *values: jax.Array) -> Any:
+        """What it makes, and gradients: a kernel may take in one pass what it does not in both."""
+
+        def results(*values):
+            return self.results(dict(zip(self.reads, values, strict=True)))
+
+        found, pull = jax.vjp(results, *values)
+        return found, pull(found)
 
     def _is_computed(self, step: jaxprs.Step, axes: set) -> bool:
         """Whatever tells which scores a mask leaves out is looked into; none of it is read."""

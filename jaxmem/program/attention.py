@@ -23,13 +23,18 @@ def matmuls_of_scores(derivative: bool) -> int:
     return sum(_DERIVATIVE if derivative else _FORWARD)
 
 
-def flops_of_scores(
-    scores: int, width: int, value_width: int, derivative: bool, causal: bool
-) -> int:
-    """FLOPs of a kernel that makes so many scores of keys and values of these widths, or takes
-    their ``derivative``. For scores that a ``causal`` mask leaves out it does no work."""
+def computed_scores(scores: int, keys: int, causal: bool, window: int) -> int:
+    """How many of the scores of queries with so many ``keys`` a kernel computes: not those that a
+    causal mask leaves out, nor those that are farther away than a ``window`` (0: there is none)."""
+    computed = scores // 2 if causal else scores
+    return min(computed, scores * window // max(keys, 1)) if window else computed
+
+
+def flops_of_scores(scores: int, width: int, value_width: int, derivative: bool) -> int:
+    """FLOPs of a kernel that computes so many scores of keys and values of these widths, or takes
+    their ``derivative``."""
     of_keys, of_values = _DERIVATIVE if derivative else _FORWARD
-    return 2 * scores * (of_keys * width + of_values * value_width) // (2 if causal else 1)
+    return 2 * scores * (of_keys * width + of_values * value_width)
 
 
 def attention_flops(name: str, operands: Sequence[Any], parameters: Mapping[str, Any]) -> int:
@@ -37,6 +42,8 @@ def attention_flops(name: str, operands: Sequence[Any], parameters: Mapping[str,
     query, key, value = (operand.shape for operand in operands[:3])
     batch, *rest, width = query
     # [batch, length, heads, width], or in layout 1 [batch, heads, length, width]
-    scores = batch * math.prod(rest) * key[1 + parameters["layout"]]
+    keys = key[1 + parameters["layout"]]
     causal = "CAUSAL" in str(parameters.get("mask_type"))
-    return flops_of_scores(scores, width, value[-1], name in ATTENTION_DERIVATIVES, causal)
+    window = parameters.get("sliding_window_length") or 0
+    scores = computed_scores(batch * math.prod(rest) * keys, keys, causal, window)
+    return flops_of_scores(scores, width, value[-1], name in ATTENTION_DERIVATIVES)

@@ -96,7 +96,7 @@ def residuals(fun: Callable, *args: Any, **kwargs: Any) -> Residuals:
     leaves, call = jaxprs.split_arrays(fun, args, kwargs)
     paths = argument_paths(fun, args, kwargs)
     found = []
-    with note_call(name_of(fun), fun, args, kwargs):
+    with note_call(name_of(fun), fun, args, kwargs), jaxprs.in_place_of_attached(None):
         every = jaxprs.saved_residuals(call, leaves)
     for kept in every:
         if kept.equation is not None:

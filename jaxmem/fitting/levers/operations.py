@@ -36,7 +36,11 @@ class OperationsLever(Lever):
         values: list[bool | str] = [False]
         if workload.may(self.name):
             values.append(True)
-        if self._found(workload, _KERNELS) and workload.may(_KERNELS):
+        if not self._found(workload, _KERNELS):
+            if _KERNELS in workload.allow:
+                workload.refused[_KERNELS] = "no attention of 64 MiB or more is one that a kernel "
+                workload.refused[_KERNELS] += f"of {workload.device.name} takes"
+        elif workload.may(_KERNELS):
             values.append(_KERNELS)
         return values
 
@@ -44,19 +48,30 @@ class OperationsLever(Lever):
         value, workload = _KERNELS if name == _KERNELS else True, costs.workload
         if not (found := self._found(workload, value)):
             return ""
-        before = best.levers if best else workload.as_is
+        before = (best.levers if best else workload.as_is).replace(operations=False, microbatches=1)
         after = before.replace(operations=value)
         plain, less = (costs.without_recomputation(levers).projected for levers in (before, after))
         lines = {one.kind: one.line for one in found}
         kinds = {kind: of for kind, of in _OF.items() if kind in lines}
         what = " and ".join(f"{kind} of {of} ({lines[kind]})" for kind, of in kinds.items())
-        held = format_bytes(max(plain - less, 0))
-        said = f"{what} hold {held} of {format_bytes(plain)} without recomputation (projected)"
-        plan = costs.plan(after, workload.budget)
-        if best is None or isinstance(plan, int):
+        sizes = f"{format_bytes(less)} instead of {format_bytes(plain)}"
+        said = f"without {what} the batch takes {sizes} (projected, nothing recomputed)"
+        if less >= plain:
+            return ""
+        if best is None:
             return said
-        seconds = costs.candidate_of(after, plan).seconds
-        return f"{said}; the step would take {_ms(seconds)} ms instead of {_ms(best.seconds)}"
+        # Of the whole batch, and of as many slices as were chosen: all counts would be a search.
+        settings = {after, after.replace(microbatches=best.levers.microbatches)}
+        plans = {levers: costs.plan(levers, workload.budget) for levers in settings}
+        seconds = [
+            costs.candidate_of(levers, plan).seconds
+            for levers, plan in plans.items()
+            if not isinstance(plan, int)
+        ]
+        fastest = min(seconds, default=best.seconds)
+        if fastest >= best.seconds:
+            return said
+        return f"{said}; the step would take {_ms(fastest)} ms instead of {_ms(best.seconds)}"
 
     def _found(self, workload, value) -> list[Swap]:
         """What a value puts something in the place of. The loss is traced once for both."""

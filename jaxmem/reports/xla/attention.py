@@ -4,25 +4,27 @@ import dataclasses
 import math
 import re
 
-from jaxmem.program.attention import flops_of_scores, matmuls_of_scores
+from jaxmem.program.attention import computed_scores, flops_of_scores, matmuls_of_scores
 from jaxmem.reports.xla.hlo import SHAPE, TARGET, Lines, operands_of
 from jaxmem.targets import computed_by
 
 _SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^\]]*"dimensions": ?\[([\d", ]*)\]')
+_WINDOW = re.compile(r'"sliding_window_length": ?"?(\d+)')
 _MASK = re.compile(r'"mask_type": ?"(\w+)"')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attention:
     """The lengths of an attention whose scores (``[batch, heads, queries, keys]``) stay in the
-    kernel: widths of keys and of values; whether it is the derivative, and whether half of the
-    scores are masked, for which the kernel does no work."""
+    kernel: widths of keys and of values; whether it is the derivative, whether a causal mask leaves
+    half of the scores out, and how many keys a query sees at most (0: all)."""
 
     scores: tuple[int, ...]
     width: int
     value_width: int
     is_derivative: bool
     is_causal: bool
+    window: int
 
     @property
     def matmuls(self) -> int:
@@ -32,8 +34,9 @@ class Attention:
     @property
     def flops(self) -> int:
         """A multiply-add counts 2."""
-        widths, kind = (self.width, self.value_width), (self.is_derivative, self.is_causal)
-        return flops_of_scores(math.prod(self.scores), *widths, *kind)
+        every, keys = math.prod(self.scores), self.scores[-1]
+        scores = computed_scores(every, keys, self.is_causal, self.window)
+        return flops_of_scores(scores, self.width, self.value_width, self.is_derivative)
 
 
 def is_attention(line: str) -> bool:
@@ -44,7 +47,7 @@ def is_attention(line: str) -> bool:
 
 def attention_of(line: str, computation: Lines) -> Attention:
     """The attention that a custom call computes, given as its right-hand side."""
-    scores, mask, called = _SCORES.search(line), _MASK.search(line), TARGET.search(line)
+    scores, mask, window, called = (one.search(line) for one in (_SCORES, _MASK, _WINDOW, TARGET))
     _, key, value = (_width(computation[name]) for name in operands_of(line)[:3])
     return Attention(
         tuple(map(int, re.findall(r"\d+", scores[1]))) if scores else (0,),
@@ -52,6 +55,7 @@ def attention_of(line: str, computation: Lines) -> Attention:
         value,
         bool(called and "Backward" in called[1]),
         bool(mask and "CAUSAL" in mask[1]),
+        int(window[1]) if window else 0,
     )
 
 
