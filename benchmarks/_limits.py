@@ -72,6 +72,33 @@ def _hidden_markov():
     return loss, (shape(256, 256), shape(128, 64, 256))
 
 
+def _attention(queries: int, keys: int):
+    """One attention in bfloat16, as it is written by hand."""
+    heads, width = 4, 64
+
+    def loss(params, x, others):
+        x, others = x @ params["in"], others @ params["in"]
+        query, key = (one.reshape(*one.shape[:2], heads, width) for one in (x, others))
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key) / 8)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, key).reshape(x.shape)
+        return jnp.mean((mixed @ params["out"]).astype(jnp.float32) ** 2)
+
+    size = heads * width
+    params = {name: shape(size, size, dtype=jnp.bfloat16) for name in ("in", "out")}
+    rows = (shape(4, length, size, dtype=jnp.bfloat16) for length in (queries, keys))
+    return loss, (params, *rows)
+
+
+@program("attention of a length that 8 does not divide, in bfloat16")
+def _odd_attention():
+    return _attention(2047, 2047)
+
+
+@program("attention of many queries over few keys, in bfloat16")
+def _cross_attention():
+    return _attention(4096, 77)
+
+
 @program("masks of blocks, in a scan over layers")
 def _blocks_of_ones_own():
     batch, length, heads, width, count = 1, 16_384, 8, 128, 16
