@@ -89,11 +89,6 @@ def _attention(queries: int, keys: int):
     return loss, (params, *rows)
 
 
-@program("attention of a length that 8 does not divide, in bfloat16")
-def _odd_attention():
-    return _attention(2047, 2047)
-
-
 @program("attention of many queries over few keys, in bfloat16")
 def _cross_attention():
     return _attention(4096, 77)

@@ -135,7 +135,12 @@ def run_time_nodes(tree):
 
 
 def test_names_of_jax_that_may_move_are_asked_for_in_one_place():
-    workers = {"targets/spmd.py", "targets/cuda/in_worker.py", "targets/tpu/in_worker.py"}
+    workers = {
+        "targets/spmd.py",
+        "targets/cuda/in_worker.py",
+        "targets/cuda/matmuls_apart.py",
+        "targets/tpu/in_worker.py",
+    }
     found = []
     for name, tree in trees():
         for node in run_time_nodes(tree):

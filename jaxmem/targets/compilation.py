@@ -28,7 +28,7 @@ def compile_in_worker(
     timeout: float,
     full: bool,
     hold: bool,
-    again: Callable[[Mapping[str, Any]], Request | None] = lambda _: None,
+    again: Callable[[Request, Mapping[str, Any]], Request | None] = lambda *_: None,
 ) -> Compiled:
     """Compiles in a worker process; calls from several threads run side by side, one on each core.
     A result that was kept is taken, one that is damaged is compiled again.
@@ -41,7 +41,7 @@ def compile_in_worker(
         timeout: seconds, after which the worker is killed.
         full: whether to generate the code too, and not to stop where the buffers are assigned.
         hold: whether that may be asked for next.
-        again: the request to try after a reply; None: none.
+        again: the request to try after a request and its reply; None: none.
 
     Raises:
         CompileError: XLA refused the program, ran out of time, or died; with its last lines.
@@ -53,9 +53,9 @@ def compile_in_worker(
     size, began = len(request["module"]), time.monotonic()
     expect(durations.expected(target, size))
     reply = ask(command, request, full, timeout, target, hold)
-    other = again(reply)
-    if other is not None:
-        reply = ask(command, other, full, timeout, target, hold)
+    while other := again(request, reply):
+        request = other
+        reply = ask(command, request, full, timeout, target, hold)
     if "error" in reply:
         raise CompileError(f"XLA could not compile the program for {target}:\n{reply['error']}")
     compiled = Compiled(reply["texts"], reply["stats"])

@@ -3,6 +3,8 @@
 To import JAX, which has the same, takes four fifths of the time in which a worker starts.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from jaxlib import xla_client
 from jaxlib.mlir import ir
@@ -10,8 +12,14 @@ from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo
 
 
-def compile(devices: list, module: bytes, options: list):
-    """Compiles MLIR bytecode as one program over compile-only devices."""
+def compile(
+    devices: list,
+    module: bytes,
+    options: list,
+    change: Callable[[ir.Module], None] = lambda _: None,
+):
+    """Compiles MLIR bytecode, which may be changed first, as one program over compile-only
+    devices."""
     count = len(devices)
     compile_options = xla_client.CompileOptions()
     build = compile_options.executable_build_options
@@ -23,8 +31,10 @@ def compile(devices: list, module: bytes, options: list):
     build.use_shardy_partitioner = True
     compile_options.env_option_overrides = options
     with _context():
+        parsed = ir.Module.parse(module)
+        change(parsed)
         return devices[0].client.compile(
-            ir.Module.parse(module), xla_client.DeviceList(tuple(devices)), compile_options
+            parsed, xla_client.DeviceList(tuple(devices)), compile_options
         )
 
 

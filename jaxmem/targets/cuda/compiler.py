@@ -1,6 +1,7 @@
 """Compiling for a GPU that need not be there."""
 
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,10 @@ from jaxmem.targets.cuda.target import CudaTarget
 from jaxmem.targets.workers import Command
 
 _IN_WORKER = pathlib.Path(__file__).with_name("in_worker.py")
-_NO_TILES = "Couldn't find output tile sizes"
+_NO_TILES = re.compile(r"Couldn't find output tile sizes .*?= \w+\[([\d,]+)\]\S* dot\(")
+# Chosen: transformers of odd lengths need one or two. Each is one more compilation, as far as to
+# where kernels are cut into tiles.
+_MOST_APART = 6
 _TRITON = "xla_gpu_enable_triton_gemm"
 
 
@@ -48,12 +52,18 @@ def compile_module(
         "flags": flags,
     }
 
-    def again(reply: Mapping[str, Any]) -> Request | None:
+    def again(asked: Mapping[str, Any], reply: Mapping[str, Any]) -> Request | None:
         """Without autotuning XLA takes Triton's first tiling, which odd shapes refuse; on a GPU the
-        tuner would take cuBLAS then."""
-        if _NO_TILES not in reply.get("error", "") or _TRITON in (options or {}):
+        tuner would take cuBLAS for such a matmul. One after the other is kept apart
+        (`matmuls_apart`), and where that does not help Triton is off."""
+        refused = _NO_TILES.search(reply.get("error", ""))
+        if not refused or _TRITON in dict(asked["flags"]):
             return None
-        return request | {"flags": [*flags, (_TRITON, False)]}
+        apart = asked.get("apart", ())
+        shape = tuple(map(int, refused[1].split(",")))
+        if shape in apart or len(apart) == _MOST_APART:
+            return request | {"flags": [*flags, (_TRITON, False)]}
+        return request | {"apart": (*apart, shape)}
 
     return compile_in_worker(
         worker_command(compiler),

@@ -7,6 +7,7 @@ import pathlib
 import re
 import runpy
 import sys
+from collections.abc import Sequence
 
 from jaxlib import xla_client
 
@@ -17,6 +18,7 @@ DUMPED = {
     "live-range": f"{_OPTIMISED}-live-range.txt",
 }
 _spmd = runpy.run_path(str(pathlib.Path(__file__).parent.with_name("spmd.py")))
+_matmuls = runpy.run_path(str(pathlib.Path(__file__).with_name("matmuls_apart.py")))
 
 
 def prepare(plugin: str, packages: str):
@@ -52,10 +54,21 @@ def _register_custom_calls(api, packages: str) -> None:
                 )
 
 
-def compile(api, *, module: bytes, config: str, count: int, flags: list, options: list):
-    """Compiles MLIR bytecode for so many GPUs with that ``GpuTargetConfigProto`` (text)."""
+def compile(
+    api,
+    *,
+    module: bytes,
+    config: str,
+    count: int,
+    flags: list,
+    options: list,
+    apart: Sequence[tuple[int, ...]] = (),
+):
+    """Compiles MLIR bytecode for so many GPUs with that ``GpuTargetConfigProto`` (text). Matmuls
+    with results ``apart`` compute nothing of what they read."""
     topology = xla_client.make_c_api_device_topology(
         api, "", target_config=config, topology=f"1x1x{count}"
     )
     devices = topology._make_compile_only_devices()[:count]
-    return _spmd["compile"](devices, module, [*flags, *options])
+    change = functools.partial(_matmuls["keep_apart"], shapes=apart, count=count)
+    return _spmd["compile"](devices, module, [*flags, *options], change)
