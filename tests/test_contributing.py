@@ -150,9 +150,12 @@ def tables() -> list[list[list[str]]]:
 
 
 def test_the_tables_of_private_names_are_those_of_the_module():
-    _, names, attributes, _ = tables()
+    _, names, members, attributes, _ = tables()
     told = {name.strip("`"): (module.strip("`"), needs) for name, module, needs in names}
     assert told == internals.NAMES
+    assert {
+        name.strip("`"): tuple(one.strip("`") for one in of.split(", ")) for name, of in members
+    } == internals.MEMBERS
     assert {name.strip("`"): needs for name, needs in attributes} == internals.ATTRIBUTES
 
 

@@ -257,6 +257,43 @@ def test_jax_has_its_private_names(name):
     assert getattr(internals, name) is not None
 
 
+MEMBERS = [(name, member) for name, of in internals.MEMBERS.items() for member in of]
+
+
+def test_what_is_read_of_a_module_of_jaxs_is_in_the_table():
+    """``internals.mlir.lower_fun``, or ``own = internals.optional("source_info_util")``."""
+    read = set()
+    for _, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                path = ast.unparse(node).split(".")
+                if path[:1] == ["internals"] and path[1] in internals.MEMBERS and path[2:]:
+                    read.add((path[1], path[2].partition("(")[0]))
+    own = {"hlo", "source_info_util"}  # under another name
+    assert read == {one for one in MEMBERS if one[0] not in own}
+
+
+@pytest.mark.parametrize(("module", "member"), MEMBERS)
+def test_what_is_read_of_a_module_of_jaxs_is_told_where_it_has_moved(module, member, monkeypatch):
+    if module == "remat" and not jax_has_remat3():
+        pytest.skip("this jax has no flag jax_remat3")
+    own = getattr(internals, module)
+    assert getattr(own, member) is not None
+    path, needs = internals.NAMES[module]
+    left = {name: value for name, value in vars(own._module).items() if name != member}
+    monkeypatch.setattr(own, "_module", types.SimpleNamespace(**left))
+    text = f"no {path}.{module}.{member}, which jaxmem needs for {needs}"
+    with pytest.raises(JaxmemError, match=re.escape(text)):
+        getattr(own, member)
+
+
+def jax_has_remat3() -> bool:
+    try:
+        return internals.remat is not None
+    except JaxmemError:
+        return False
+
+
 def test_a_private_name_that_moved_is_told_where_it_is_needed(monkeypatch):
     monkeypatch.setitem(internals.NAMES, "nowhere", ("jax._src", "plans of moved things"))
     with pytest.raises(JaxmemError, match=r"no jax\._src\.nowhere, which jaxmem needs for pl"):

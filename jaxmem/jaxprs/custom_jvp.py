@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxmem.jaxprs.operands import restrict_to
-from jaxmem.jaxprs.sources import at_source, no_names
+from jaxmem.jaxprs.sources import at_source, no_names, traceback_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -34,8 +34,7 @@ def traced_rule(equation: JaxprEqn, real: Sequence[int]) -> ClosedJaxpr | None:
         return jax.jvp(restrict_to(real, called, operands), chosen, tangents)
 
     # JAX keeps what it traces of a rule here for all later calls, with the line that it finds.
-    source = equation.source_info
-    at_its_line = at_source(source.traceback, no_names())
+    at_its_line = at_source(traceback_of(equation), no_names())
     try:
         with at_its_line, equation.ctx.manager:
             return jax.make_jaxpr(along)(avals, [avals[at] for at in real])

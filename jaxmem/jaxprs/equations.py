@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Sharding
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.sources import user_frames
+from jaxmem.jaxprs.sources import traceback_of, user_frames
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -31,7 +31,7 @@ _HIGH = {"RematTraced": "checkpoint", "CheckpointName": "name"}
 
 def line_of(equation: JaxprEqn) -> str:
     """``file.py:line (function)`` of the innermost frame of the user's own code."""
-    return _line(equation.source_info.traceback)
+    return _line(traceback_of(equation))
 
 
 @functools.lru_cache(maxsize=2**14)  # layers that a loop of Python makes have the same tracebacks
@@ -44,7 +44,7 @@ def _frame(traceback) -> Any:
 def expression_of(equation: JaxprEqn) -> tuple | None:
     """Where the expression of the user's own code stands that an equation is of: file, lines and
     columns; None: not known."""
-    frame = _frame(equation.source_info.traceback)
+    frame = _frame(traceback_of(equation))
     if frame is None:
         return None
     lines = (frame.start_line, frame.end_line, frame.start_column, frame.end_column)
@@ -145,7 +145,8 @@ def custom_function(equation: JaxprEqn) -> str:
     for name in ("call_jaxpr", "fun_jaxpr"):
         if name in equation.params:
             inner = equation.params[name]
-            return str(getattr(inner, "jaxpr", inner).debug_info.func_src_info)
+            jaxpr = getattr(inner, "jaxpr", inner)
+            return str(internals.attribute(jaxpr, "jaxpr.debug_info.func_src_info"))
     return ""
 
 

@@ -22,7 +22,7 @@ from jaxmem.jaxprs.equations import (
 from jaxmem.jaxprs.inline_checkpoints import inline_scan
 from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.operands import has_derivative
-from jaxmem.jaxprs.sources import at_source, no_names
+from jaxmem.jaxprs.sources import at_source, names_of, no_names, traceback_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
@@ -132,7 +132,7 @@ def apply(step: Step, *operands: Any) -> Any:
 def context(step: Step) -> Iterator[None]:
     """What is bound inside belongs to the line and the module of the step."""
     equation = step.equation
-    traceback = step.located.source_info.traceback
+    traceback = traceback_of(step.located)
     with at_source(traceback, step.name_stack, inside=True), equation.ctx.manager:
         yield
 
@@ -219,7 +219,7 @@ def flatten_jaxpr(
             opened = open_regions and is_region(equation)
             if opened:
                 inner = closed_of(parameters_of(equation)["jaxpr"])
-            names = stack + equation.source_info.name_stack
+            names = stack + names_of(equation)
             if inner is None:
                 earlier = computed.lookup(equation, inputs) if merge else None
                 if earlier and not moving.isdisjoint(earlier):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import closed_of, inlinable, inner_jaxprs, is_region, parameters_of
+from jaxmem.jaxprs.sources import names_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
@@ -45,7 +46,7 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
             inputs = [named(atom) for atom in equation.invars]
             source = equation.source_info
             if stack is not None:
-                source = source.replace(name_stack=stack + source.name_stack)
+                source = source.replace(name_stack=stack + names_of(equation))
             inner = _inlinable(equation)
             if inner is None:
                 made = list(equation.outvars)

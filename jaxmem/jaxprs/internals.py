@@ -69,8 +69,60 @@ NAMES = {
         "compiling planned scans, and scans at stage 3",
     ),
 }
-# What an array, a traced step or a lowered one has, and its documentation does not promise.
+# What is read of those of them that are modules.
+MEMBERS = {
+    "ad": (
+        "Zero",
+        "defbilinear",
+        "instantiate_zeros",
+        "is_undefined_primal",
+        "primitive_jvps",
+        "primitive_transposes",
+    ),
+    "batching": ("primitive_batchers",),
+    "hlo": ("BroadcastInDimOp", "ReshapeOp"),
+    "mlir": (
+        "LoweringParameters",
+        "_lowerings",
+        "ir",
+        "lower_fun",
+        "module_to_bytecode",
+        "register_lowering",
+        "wrap_with_memory_kind",
+    ),
+    "partial_eval": (
+        "Offloadable",
+        "Recompute",
+        "Saveable",
+        "convert_constvars_jaxpr",
+        "custom_partial_eval_rules",
+        "dce_rules",
+        "partial_eval_jaxpr_custom_rules",
+    ),
+    "primitives": ("convert_element_type_p",),
+    "remat": ("RematTrace", "rules"),
+    "sdy": (
+        "AxisRefAttr",
+        "DimensionShardingAttr",
+        "SubAxisInfoAttr",
+        "TensorShardingAttr",
+        "TensorShardingPerValueAttr",
+    ),
+    "source_info_util": (
+        "current_name_stack",
+        "new_name_stack",
+        "user_context",
+        "user_frames",
+    ),
+}
+# What a program, an array, a traced step or a lowered one has, and its documentation does not
+# promise.
 ATTRIBUTES = {
+    "equation.source_info.name_stack": "modules of a program",
+    "equation.source_info.traceback": "lines of a program",
+    "jaxpr.debug_info.arg_names": "names of arguments in reports",
+    "jaxpr.debug_info.func_name": "jax.custom_partitioning on several absent devices",
+    "jaxpr.debug_info.func_src_info": "names of custom rules in reports and errors",
     "lowered._lowering.compile_args": "which arguments a program reads",
     "lowered._lowering._compiler_options_kvs": "the options that a step was jitted with",
     "traced.lower(_private_parameters=)": "compiling steps that call into Python",
@@ -87,8 +139,23 @@ def __getattr__(name: str) -> Any:
         value = _import(module, name)
     except (ImportError, AttributeError):
         raise moved(f"{module}.{name}", needs) from None
+    if name in MEMBERS:
+        value = _Members(value, f"{module}.{name}", needs)
     globals()[name] = value
     return value
+
+
+class _Members:
+    """A module of JAX's whose names may move too."""
+
+    def __init__(self, module: ModuleType, path: str, needs: str):
+        self._module, self._path, self._needs = module, path, needs
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self._module, name)
+        except AttributeError:
+            raise moved(f"{self._path}.{name}", self._needs) from None
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def _not_cut(ctx, *values, call: ClosedJaxpr, **_):
     """An operation of `jax.custom_partitioning` where a device has its own part of its operands."""
     context = ctx.module_context.axis_context
     if getattr(context, "num_devices", 1) != 1 and not _is_manual(context):
-        name = call.jaxpr.debug_info.func_name
+        name = internals.attribute(call.jaxpr, "jaxpr.debug_info.func_name")
         raise JaxmemError(
             f"{name} is a jax.custom_partitioning, which XLA cuts over devices by calling into "
             "Python. That cannot be compiled for devices that are not there. Call it in "
@@ -122,7 +122,7 @@ def _left_out(ctx, *_, **__):
 
 def argument_names(traced) -> tuple[str, ...]:
     """Paths of the arrays that a traced step takes, in order: ``state.params['w']``."""
-    return tuple(traced.jaxpr.jaxpr.debug_info.arg_names)
+    return tuple(internals.attribute(traced.jaxpr.jaxpr, "jaxpr.debug_info.arg_names"))
 
 
 def kept_arguments(lowered) -> list[int]:

@@ -24,6 +24,7 @@ from jaxmem.jaxprs.mapped import automatic_axes
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.operands import differentiable, restrict_to
 from jaxmem.jaxprs.placement import HOST, memory_space
+from jaxmem.jaxprs.sources import names_of, traceback_of
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -96,12 +97,12 @@ class SavedResidual:
 
     @property
     def name_stack(self) -> str:
-        return str(self.equation.source_info.name_stack) if self.equation else ""
+        return str(names_of(self.equation)) if self.equation else ""
 
     @property
     def frames(self) -> list[tuple[str, str, int]]:
         """File, function and line of the Python stack, innermost first."""
-        traceback = self.equation.source_info.traceback if self.equation else None
+        traceback = traceback_of(self.equation) if self.equation else None
         frames = traceback.frames if traceback else ()
         return [(frame.file_name, frame.function_name, frame.line_num) for frame in frames]
 

@@ -1,9 +1,14 @@
 """Lines and modules of a program. Where JAX has moved what tells them, all else works without."""
 
+from __future__ import annotations
+
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxmem.jaxprs import internals
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
 
 
 class _NoNames:
@@ -14,6 +19,16 @@ class _NoNames:
 
     def __str__(self) -> str:
         return ""
+
+
+def traceback_of(equation: JaxprEqn) -> Any:
+    """Where the user's code made it."""
+    return internals.attribute(equation, "equation.source_info.traceback")
+
+
+def names_of(equation: JaxprEqn) -> Any:
+    """The stack of names of modules that an equation is in."""
+    return internals.attribute(equation, "equation.source_info.name_stack")
 
 
 def no_names() -> Any:
