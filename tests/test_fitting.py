@@ -20,7 +20,7 @@ from flax import nnx
 
 import jaxmem
 from jaxmem import cli
-from jaxmem.fitting import Search
+from jaxmem.fitting import LeverSearch
 from jaxmem.fitting.verdicts import Verdicts
 from jaxmem.reports import Compiling
 
@@ -222,7 +222,7 @@ def test_residuals_of_a_scan_wait_in_host_memory_where_that_is_needed(monkeypatc
 @pytest.mark.slow
 def test_where_nothing_compiles_that_waits_on_the_host_the_rest_is_searched(monkeypatch):
     """The levers are not to blame: the same ones with all on the device fit."""
-    found = Search._finish
+    found = LeverSearch._finish
 
     class RefusingCompilation(Compiling):
         def __init__(self):
@@ -235,7 +235,7 @@ def test_where_nothing_compiles_that_waits_on_the_host_the_rest_is_searched(monk
         waits = candidate.plan.predicted.host_bytes
         return found(self, candidate, RefusingCompilation() if waits else made)
 
-    monkeypatch.setattr(Search, "_finish", finish)
+    monkeypatch.setattr(LeverSearch, "_finish", finish)
     args = exact_loss, ADAM, *(jax.ShapeDtypeStruct(s, "float32") for s in EXACT)
     fitting = jaxmem.fit(*args, keep="batch", target="h200", budget="340MiB").fitting
     why = "not searched: residuals in host memory: XLA could not compile it: no such output"
@@ -429,7 +429,7 @@ def test_the_table_tells_bounds_from_projections_and_what_is_expected():
     workload = jaxmem.fitting.Workload(
         *(loss_fn, ADAM, PARAMS, BATCH), target="h200", budget="45MiB", keep="placement"
     )
-    search = jaxmem.fitting.Search(workload)
+    search = jaxmem.fitting.LeverSearch(workload)
     search.projected()
     search.compiled.ratios[jaxmem.fitting.Levers()] = 1.037
     fitting = search.fitting()
@@ -471,12 +471,12 @@ def test_stage_3_counts_the_parameters_that_xla_gathers():
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
     workload = jaxmem.fitting.Workload(loss_fn, ADAM, PARAMS, BATCH, target="h100", mesh=mesh)
     levers = jaxmem.fitting.Levers(stage=3)
-    plain = jaxmem.fitting.Search(workload).costs.plain_plan(levers)
+    plain = jaxmem.fitting.LeverSearch(workload).costs.plain_plan(levers)
     report = jaxmem.memory(
         workload.step(levers, plain), workload.state(levers), workload.batch, target=workload.target
     )
     assert report.collectives.count["all-gather"] >= 1
-    projected = jaxmem.fitting.Search(workload).costs.candidate_of(levers, plain).projected
+    projected = jaxmem.fitting.LeverSearch(workload).costs.candidate_of(levers, plain).projected
     assert 0.8 * projected < report.device < 1.12 * projected, report.device / projected
 
 
@@ -749,7 +749,7 @@ def test_remedies_name_what_was_not_asked_for_yet():
         loss_fn, ADAM, PARAMS, BATCH, target="rtx-2080-ti", allow="precision", keep="residuals"
     )
     assert "has no bfloat16 arithmetic" in workload.refused["precision"]
-    text = Verdicts(jaxmem.fitting.Search(workload)).remedies()
+    text = Verdicts(jaxmem.fitting.LeverSearch(workload)).remedies()
     assert "allow='moments'" in text and "allow='precision'" not in text
     assert "What is kept and need not be: 'residuals'." in text
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jaxmem
-from jaxmem.fitting import Levers, Search, Workload
+from jaxmem.fitting import Levers, LeverSearch, Workload
 
 LAYERS, WIDTH, HIDDEN = 16, 2048, 16384
 
@@ -30,7 +30,7 @@ def test_weights_are_gathered_along_any_axis_without_a_copy_of_their_stack():
     x = jax.ShapeDtypeStruct((8, 1024, WIDTH), jnp.bfloat16)
     mesh = AbstractMesh((8,), ("data",))
     workload = Workload(loss_fn, optax.sgd(1e-3), params, x, target="h100", mesh=mesh)
-    costs, levers = Search(workload).costs, Levers(stage=3)
+    costs, levers = LeverSearch(workload).costs, Levers(stage=3)
     least = costs.plan(levers, costs.plan(levers, 1))
     step, state = workload.step(levers, least), workload.state(levers)
     report = jaxmem.memory(step, state, workload.batch, target=workload.target)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import cli
-from jaxmem.fitting import Levers, Search, Workload
+from jaxmem.fitting import Levers, LeverSearch, Workload
 from jaxmem.fitting.meshes import Meshes, describe
 
 P = PartitionSpec
@@ -341,7 +341,7 @@ def test_an_axis_of_the_batch_alone_spreads_parameters_too():
 
 def seconds(target, shape, **levers):
     """Predicted of the step as it is, with its shape and stage."""
-    search = Search(workload(math.prod(shape), target=target, split=SPLIT))
+    search = LeverSearch(workload(math.prod(shape), target=target, split=SPLIT))
     names = ("replica", "data", "model")
     chosen = Levers(mesh=tuple(zip(names, shape, strict=True)), **levers)
     return search.costs.candidate_of(chosen, search.costs.plain_plan(chosen)).seconds
@@ -376,7 +376,7 @@ def test_what_tensor_parallelism_sums_is_sent_within_a_node():
 
 @pytest.mark.slow
 def test_the_bound_is_no_more_than_any_plan_takes():
-    search = Search(workload(split=SPLIT))
+    search = LeverSearch(workload(split=SPLIT))
     some = [
         levers
         for levers in search.options

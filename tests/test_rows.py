@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxmem
-from jaxmem.fitting import Search
+from jaxmem.fitting import LeverSearch
 from jaxmem.planning import Variant, baseline_policies
 from jaxmem.planning.rows import (
     block_partitions,
@@ -478,13 +478,13 @@ def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(own, name):
 def test_a_loss_keeps_its_own_regions_where_nothing_else_takes_less_time(monkeypatch, capsys):
     """XLA makes what is projected of the author's own regions, and half as much again of all
     else."""
-    found = Search._lowered
+    found = LeverSearch._lowered
 
     def made(self, candidate):
         step, _ = found(self, candidate)
         return step, FakeCompilation(candidate.projected * (1 if candidate.plan.stays else 1.5))
 
-    monkeypatch.setattr(Search, "_lowered", made)
+    monkeypatch.setattr(LeverSearch, "_lowered", made)
     dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
     fitted = jaxmem.fit(
         functools.partial(recurrent, dots), optax.sgd(1e-3), *of_a_sequence(), budget="13MiB",

@@ -124,3 +124,10 @@ def test_what_is_dropped_has_no_number(caplog):
     said = [record.getMessage() for record in caplog.records]
     numbers = [line.split(" of at most")[0] for line in said]
     assert numbers == [f"jaxmem: compil{end} {n}" for n in (1, 2) for end in ("ing", "ed")]
+
+
+def test_what_missed_the_budget_has_missed_it_for_all_that_are_projected_alike():
+    found, _ = searched([["a"], ["b"], ["c"]], {"a": 120, "b": 90, "c": None})
+    assert found.has_missed(100, ["a"]) and found.has_missed(100, ["a", "b"])
+    assert not found.has_missed(100, ["b", "c"])  # it fits, and is no program
+    assert not found.has_missed(102, ["a"]) and not found.has_missed(98, ["a"])

@@ -72,7 +72,6 @@ NEEDED = {
     "planning.repeating._ALIKE": "test_blocks_are_found_by_what_repeats",
     "planning.repeating._INSIDE": "test_blocks_end_where_the_least_crosses_of_all_of_them",
     "planning.repeating._PART": "test_the_first_block_may_differ_from_the_others",
-    "rematerialization.search.TRY_PLAIN_LIMIT": "test_what_fits_as_it_is_is_not_refused",
     "rematerialization.search.MAX_OVERPROJECTION": (
         "test_rows_are_compiled_where_they_cost_less_than_what_fits"
     ),

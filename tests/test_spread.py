@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmem
 from jaxmem import jaxprs
-from jaxmem.fitting import Levers, Search, Workload
+from jaxmem.fitting import Levers, LeverSearch, Workload
 from jaxmem.program import read_program
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction
@@ -335,7 +335,7 @@ def test_fit_projects_what_a_device_has(form, stage):
     x = jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)
     mesh = AbstractMesh((8,), ("data",))
     workload = Workload(loss, optax.adam(1e-3), layers, x, target="h100", mesh=mesh)
-    costs, levers = Search(workload).costs, Levers(stage=stage)
+    costs, levers = LeverSearch(workload).costs, Levers(stage=stage)
     plain = costs.plain_plan(levers)
     step, state = workload.step(levers, plain), workload.state(levers)
     report = jaxmem.memory(step, state, workload.batch, target=workload.target, timeline=False)

@@ -256,7 +256,7 @@ def constants() -> list[Constant]:
             compilations=1,
         ),
         *of(
-            *("rematerialization.search", "ALTERNATIVE", "TRY_PLAIN_LIMIT"),
+            *("rematerialization.search", "ALTERNATIVE"),
             programs=SEARCHED,
             searched=True,
             margin=True,
@@ -365,7 +365,7 @@ def searched(name: str, compilations: int) -> Plans:
     return Plans(times, flops, None, time.process_time() - began, failed)
 
 
-class FitStandIn(fitting_search.Search):
+class FitStandIn(fitting_search.LeverSearch):
     """A search of `fit` whose compiler is random."""
 
     def __init__(self, workload: Workload, costs: Costs, seed: int):

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 import jaxmem
 from benchmarks._models import example
 from benchmarks._record import record
-from jaxmem.fitting import Levers, Search, Workload
+from jaxmem.fitting import Levers, LeverSearch, Workload
 
 LLAMA = example("llama")
 MODEL = LLAMA.Llama(layers=8, width=1024, heads=8, keys=8, hidden=4096, words=8192)
@@ -47,7 +47,7 @@ def rows(form: str, loss, params):
     tokens = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
     for name, mesh in MESHES.items():
         workload = Workload(loss, optax.adamw(1e-4), params, tokens, target="h100", mesh=mesh)
-        costs = Search(workload).costs
+        costs = LeverSearch(workload).costs
         for stage in (1, 2, 3):
             for slices in (1, 2):
                 levers = Levers(stage=stage, microbatches=slices)

@@ -9,7 +9,7 @@ from jaxmem.cli.options import add_command, add_files, check_files
 from jaxmem.cli.output import show, write_files
 from jaxmem.fitting.levers import allowed, kept
 from jaxmem.fitting.one_call import fit
-from jaxmem.fitting.search import Search
+from jaxmem.fitting.search import LeverSearch
 from jaxmem.fitting.workload import Workload
 from jaxmem.ground.errors import JaxmemError
 
@@ -46,11 +46,11 @@ def _fit(options) -> int:
     return 0
 
 
-def search_of(options) -> tuple[Search, int]:
+def search_of(options) -> tuple[LeverSearch, int]:
     """The search of the workload that is named, and how much it may compile."""
     parts, chosen = arguments_of(options)
     compilations = chosen.pop("compilations", 6)
-    return Search(Workload(*parts, **chosen)), compilations
+    return LeverSearch(Workload(*parts, **chosen)), compilations
 
 
 def arguments_of(options) -> tuple[tuple, dict[str, Any]]:

@@ -19,6 +19,6 @@ from jaxmem.fitting.levers import (
     kept as kept,
 )
 from jaxmem.fitting.one_call import fit as fit
-from jaxmem.fitting.search import Search as Search
+from jaxmem.fitting.search import LeverSearch as LeverSearch
 from jaxmem.fitting.table import Candidate as Candidate, Fitting as Fitting
 from jaxmem.fitting.workload import Workload as Workload

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxmem.fitting.search import Search
+from jaxmem.fitting.search import LeverSearch
 from jaxmem.fitting.table import milliseconds
 from jaxmem.fitting.verdicts import Verdicts
 from jaxmem.fitting.workload import Workload
@@ -33,7 +33,7 @@ def advise(
             mesh=step.sharding.mesh if step.sharding else None,
             split=dict(step.sharding.split) or None if step.sharding else None,
         )
-        search = Search(workload)
+        search = LeverSearch(workload)
         found = search.projected()
     except JaxmemError as error:
         return f"{call} searches the levers that make it fit; here it says: {error}"

@@ -8,7 +8,7 @@ from jaxmem.rematerialization.choice_page import Point, page_of_points
 from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
 
 if TYPE_CHECKING:
-    from jaxmem.fitting.search import Search
+    from jaxmem.fitting.search import LeverSearch
     from jaxmem.fitting.table import Candidate, Fitting
 
 
@@ -28,7 +28,9 @@ def page_of_fitting(fitting: "Fitting", more: "Iterable[Candidate]" = (), name: 
     return page_of_points(points, seconds, fitting.budget, fitting.target.name, error, name)
 
 
-def frontier_of(search: "Search", fitting: "Fitting", count: int = 10) -> "Iterator[Candidate]":
+def frontier_of(
+    search: "LeverSearch", fitting: "Fitting", count: int = 10
+) -> "Iterator[Candidate]":
     """Plans from no recomputation to the least memory, of the step as it is and with the levers of
     the chosen one; bytes are projected."""
     costs, chosen = search.costs, fitting.chosen

@@ -121,8 +121,8 @@ class Costs:
         self, levers: Levers, seconds: float, budget: float
     ) -> Iterator[Candidate]:
         """What a line of the author's would do: the regions that the loss has, then, fastest first,
-        one on every block or on the bodies of scans; of it what takes less time than that and is
-        projected to take no more bytes."""
+        one on every block or on the bodies of scans, then nothing; of it what takes less time than
+        that and is projected to take no more bytes."""
         loss, slices = _of_loss(levers), levers.microbatches
         constraints, program = self._constraints(False), self._program(loss)
         planner, plain = self._planner(loss, False), self.without_recomputation(levers)
@@ -138,11 +138,12 @@ class Costs:
             if own.seconds < seconds and (own.projected or 0) <= budget:
                 yield own
         for time, layout in sorted(found, key=lambda row: row[0]):
-            if time >= seconds:
-                return
-            yield self.candidate_of(
-                levers, constraints.write(program, layout, self._as_it_is(loss))
-            )
+            if time < seconds:
+                yield self.candidate_of(
+                    levers, constraints.write(program, layout, self._as_it_is(loss))
+                )
+        if plain.seconds < seconds and (plain.projected or 0) <= budget:
+            yield plain
 
     def _as_written(self, levers: Levers) -> Candidate:
         """The loss with its own regions."""

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jaxmem import jaxprs
-from jaxmem.fitting.search import Search
+from jaxmem.fitting.search import LeverSearch
 from jaxmem.fitting.table import Fitting, time_error
 from jaxmem.fitting.verdicts import permissions
 from jaxmem.fitting.workload import Workload
@@ -166,7 +166,7 @@ def devices_needed(
             workload = Workload(
                 loss_fn, optimizer, params, batch, target=target, devices=count, **options
             )
-            search = Search(workload)
+            search = LeverSearch(workload)
             smallest = search.smallest()
             assert smallest is not None and smallest.projected is not None
             try:

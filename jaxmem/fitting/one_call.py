@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxmem import jaxprs
 from jaxmem.fitting.meshes import Split
-from jaxmem.fitting.search import Search
+from jaxmem.fitting.search import LeverSearch
 from jaxmem.fitting.workload import Workload
 from jaxmem.ground.errors import JaxmemWarning
 from jaxmem.levers.precision.loss_scale import LossScale
@@ -142,7 +142,7 @@ def fit(
             allow=allow,
             keep=keep,
         )
-        step = Search(workload).run(compilations)
+        step = LeverSearch(workload).run(compilations)
     print(step.fitting)
     return step
 

@@ -22,7 +22,7 @@ from jaxmem.rematerialization import (
     Outcome,
     PendingCompilation,
     Plan,
-    Search as CompiledSearch,
+    Search,
     is_offloaded,
 )
 from jaxmem.reports import Compiling, MemoryReport, begin
@@ -37,7 +37,7 @@ _OVERPLAN = 1.06  # times the most that was tried: projected to take more, it ma
 _AFTER_MISS = 1.01  # times the ratio of what did not fit: the next one differs from it
 
 
-class Search:
+class LeverSearch:
     """The search of `fit`."""
 
     def __init__(self, workload: Workload):
@@ -45,9 +45,10 @@ class Search:
         self.options = list(workload.options)
         self.seen: dict[Levers, Candidate] = {}  # the last plan of each
         self.found: dict[tuple, Candidate] = {}  # by key: what was compiled
+        self.baselines: list[Candidate] = []  # of these, what a line of the author's would do
         self.reports: dict[tuple, MemoryReport] = {}
         self.lowered: dict[tuple, tuple[TrainStep, Compiling]] = {}  # traced and lowered
-        self.compiled: CompiledSearch[Candidate] = CompiledSearch(workload.budget, 0)
+        self.compiled: Search[Candidate] = Search(workload.budget, 0)
 
     def run(self, compilations: int) -> TrainStep:
         """The step that fits, after compiling so many candidates at most.
@@ -57,12 +58,10 @@ class Search:
             CompileError: XLA generates no code for what fits.
         """
         check_count("jaxmem.fit", "compilations", compilations)
-        self.compiled = CompiledSearch(self.workload.budget, compilations, _AFTER_MISS)
+        self.compiled = Search(self.workload.budget, compilations, _AFTER_MISS)
         refused: CompileError | None = None
         while True:
             self.compiled.run(self._rounds(), self._start)
-            if self._best is None:
-                _try_as_it_is(self)
             best = self._best
             if best is None:
                 raise refused or Verdicts(self).too_small()
@@ -135,7 +134,7 @@ class Search:
 
     def faster_than(self, best: Candidate) -> Candidate | None:
         """What promises to be faster than the best so far."""
-        return self.cheapest(best) or self._baseline_policy(best)
+        return self.cheapest(best) or _baseline_policy(self, best)
 
     def next_candidate(self) -> Candidate | None:
         """What may fit, where nothing has so far."""
@@ -143,7 +142,7 @@ class Search:
             likely = self._safest()
         else:
             likely = self.cheapest(None) or self.smallest()
-        return likely or self._baseline_policy(None) or _interpolated(self)
+        return likely or _baseline_policy(self, None) or _interpolated(self)
 
     def _alternatives(self, candidate: Candidate, best: Candidate | None) -> list[Candidate]:
         """What to compile beside a candidate, in case that it does not fit: the one of the least
@@ -213,17 +212,6 @@ class Search:
         hopeless = least and tried and self.expected(least) > _RETRY_RANGE * self.workload.budget
         return None if hopeless else least
 
-    def _baseline_policy(self, best: Candidate | None) -> Candidate | None:
-        """What a line of the author's would do, which may fit though it is projected not to: no
-        step that is returned is to lose to it. None: it would not be faster than the best."""
-        if "residuals" in self.workload.keep:
-            return None
-        levers = best.levers if best else self.workload.as_is
-        error = min([1.0, *self.compiled.ratios.values()])
-        most = MAX_OVERPROJECTION * self.workload.budget / error
-        rows = self.costs.baseline_candidates(levers, best.seconds if best else math.inf, most)
-        return next((one for one in rows if key_of(one) not in self.found), None)
-
     def expected(self, candidate: Candidate) -> int:
         """Bytes that are expected of the compiler."""
         return int((candidate.projected or 0) * self.ratio(candidate.levers))
@@ -287,13 +275,6 @@ class Search:
         return outcome(said, compiled=report.device, report=report)
 
 
-def _try_as_it_is(search: Search) -> None:
-    """Compiles the step as it is, where nothing fits and there is hope."""
-    candidate = search.costs.without_recomputation(search.workload.as_is)
-    if key_of(candidate) not in search.found:
-        search.compiled.try_plain(candidate, candidate.projected or 0, search._start)
-
-
 def _reason(error: CompileError) -> str:
     lines = str(error).splitlines()
     return lines[min(1, len(lines) - 1)]
@@ -314,7 +295,24 @@ def _state_reduction(levers: Levers) -> tuple:
     return tuple(getattr(levers, name) for name, lever in LEVERS.items() if lever.shrinks_state)
 
 
-def _interpolated(search: Search) -> Candidate | None:
+def _baseline_policy(search: LeverSearch, best: Candidate | None) -> Candidate | None:
+    """What a line of the author's would do, which may fit though it is projected not to: no step
+    that is returned is to lose to it. None: it would not be faster than the best."""
+    workload, compiled = search.workload, search.compiled
+    if "residuals" in workload.keep:
+        return None
+    levers = best.levers if best else workload.as_is
+    error = min([1.0, *compiled.ratios.values()])
+    most = MAX_OVERPROJECTION * workload.budget / error
+    for one in search.costs.baseline_candidates(levers, best.seconds if best else math.inf, most):
+        missed = compiled.has_missed(one.projected or 0, search.baselines)
+        if key_of(one) not in search.found and not missed:
+            search.baselines.append(one)
+            return one
+    return None
+
+
+def _interpolated(search: LeverSearch) -> Candidate | None:
     """A plan between two that were compiled, or a little above them, of the levers that came
     nearest to the budget: bytes do not fall evenly with what is recomputed. None: it is too
     far off."""

@@ -10,7 +10,7 @@ from jaxmem.ground.bytes import format_against, format_bytes
 from jaxmem.ground.errors import BudgetError
 
 if TYPE_CHECKING:
-    from jaxmem.fitting.search import Search
+    from jaxmem.fitting.search import LeverSearch
     from jaxmem.fitting.workload import Workload
 
 CHOSEN = "chosen"
@@ -22,7 +22,7 @@ MIN_GAIN = 0.005
 class Verdicts:
     """The words for what a search has done so far."""
 
-    def __init__(self, search: "Search"):
+    def __init__(self, search: "LeverSearch"):
         self.search, self.workload = search, search.workload
 
     def table(self, best: Candidate | None) -> Fitting:

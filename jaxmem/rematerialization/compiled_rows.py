@@ -1,4 +1,4 @@
-"""Rows of regions, one on each block: what a search compiles beside plans of its own."""
+"""Rows of regions, one on each block, and none: what a search compiles beside plans of its own."""
 
 import functools
 import itertools
@@ -42,19 +42,26 @@ class PerBlockCheckpoints:
     def promising(self, budget: int, price: float = math.inf) -> Iterator[Layout]:
         """Rows that are not compiled yet, cost less than a price and than the best plan, and may
         fit: first those that do if no projection is further off than those of what was compiled,
-        the cheapest of them first, then those that would miss the budget by the least."""
+        the cheapest of them first, then those that would miss the budget by the least. Beside what
+        fits, the function without a region is one of them: XLA may make more of regions than of
+        it, so that plans for fewer bytes do not fit and it does."""
         # All that was compiled may have taken less than was projected, or more.
-        error = self.plans.least_ratio
+        search, error = self.plans.search, self.plans.least_ratio
         likely: list[Layout] = []
         others: list[Layout] = []
-        for layout in self.by_price:
+        plain = self.plans.planner.plain
+        for layout in (*[plain] * bool(search.best), *self.by_price):
             if layout.price > price or not self.plans.is_worth_compiling(layout.price):
                 break
-            least = error * self.plans.projected(layout) - self.plans.chip_bytes
-            if layout not in self.plans.search.outcomes and least <= MAX_OVERPROJECTION * budget:
+            projected = self.plans.projected(layout)
+            least = error * projected - self.plans.chip_bytes
+            hopeless = least > MAX_OVERPROJECTION * budget or search.has_missed(
+                projected, self.by_price
+            )
+            if layout not in search.outcomes and not hopeless:
                 (likely if least <= budget else others).append(layout)
         yield from likely
-        yield from sorted(others, key=self.plans.projected)
+        yield from sorted(others, key=lambda one: (one == plain, self.plans.projected(one)))
 
     def may_fit(self, budget: int) -> bool:
         """Whether the most promising row fits if it takes what is projected, or as little of that

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from jaxmem.ground.bar import Bar
@@ -23,11 +23,10 @@ FIRST_ERROR = 1.3
 # Expected bytes of a proposal over those of the one that is compiled beside it, for where that does
 # not fit: first projections are off by about as much (benchmarks/planner/projected.py).
 ALTERNATIVE = 1.04
-# Times the budget: a program as it is that is expected to take no more, by what came out lowest
-# beside its projection, is compiled before a budget is refused. Chosen: forces of atoms need 1.4
-# (tests/test_plans.py); with half of what is above 1 they are refused, and with twice one more
-# program is compiled that does not fit.
-TRY_PLAIN_LIMIT = 1.5
+# A share of projected bytes: rows of regions by several policies that differ by less are the same
+# to XLA. Chosen: four of them compiled to 699.3 MiB each, for a budget of 539 (convolutions with a
+# CTC loss). At half and at twice of it they are the same four.
+_ALIKE = 0.005
 
 Proposal = TypeVar("Proposal", bound=Hashable)
 
@@ -109,18 +108,6 @@ class Search(Generic[Proposal]):
                 if not self.remaining:
                     break
 
-    def try_plain(
-        self, proposal: Proposal, projected: int, start: Callable[[Proposal], PendingCompilation]
-    ) -> None:
-        """Where nothing fits: compiles the program as it is, though no more are allowed, if there
-        is hope."""
-        known = [one.ratio for one in self.outcomes.values() if one.compiled is not None]
-        expected = projected * min(known, default=1.0)
-        if not self.best and expected <= TRY_PLAIN_LIMIT * self.allowed:
-            asked, self.compilations = self.compilations, len(self.outcomes) + 1
-            self.run([[proposal]], start)
-            self.compilations = max(asked, self.compilations)
-
     def _round(
         self,
         proposals: Sequence[Proposal],
@@ -188,6 +175,16 @@ class Search(Generic[Proposal]):
         """Whether it was compiled, and its bytes are allowed."""
         found = self.outcomes.get(proposal)
         return found is not None and found.compiled is not None and found.compiled <= self.allowed
+
+    def has_missed(self, projected: int, among: Collection[Proposal]) -> bool:
+        """Whether one of some proposals did not fit that was projected to take as many bytes."""
+        return any(
+            outcome.compiled is not None
+            and outcome.compiled > self.allowed
+            and abs(outcome.projected - projected) <= _ALIKE * projected
+            for proposal, outcome in self.outcomes.items()
+            if proposal in among
+        )
 
     @property
     def best(self) -> Proposal | None:

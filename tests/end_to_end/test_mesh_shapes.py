@@ -20,7 +20,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxmem
-from jaxmem.fitting import Workload, Search
+from jaxmem.fitting import Workload, LeverSearch
 
 LAYERS, WIDTH, BATCH, LENGTH = 3, 128, 16, 8
 UNCONSTRAINED = P.UNCONSTRAINED
@@ -84,7 +84,7 @@ loss = lambda params, batch: loss_fn(params, batch, along)
 wanted = losses(jaxmem.train_step(lambda params, batch: loss_fn(params, batch), optax.adamw(1e-3)))
 given = loss, optax.adamw(1e-3), jax.eval_shape(make), BATCHES
 options = {"target": TARGET, "budget": "1GiB", "devices": jax.devices(), "split": split}
-search = Search(Workload(*given, **options, allow="operations"))
+search = LeverSearch(Workload(*given, **options, allow="operations"))
 shapes = set()
 for levers in search.options:
     if levers.microbatches > 2 or levers.host:
