@@ -8,6 +8,7 @@ next to none to make again.
 
 import functools
 
+from jaxmem.program.convolutions import bytes_of_copies, reads_copy
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.kernel import Aliasing, Gradients, Kernel
 from jaxmem.program.operands import is_padded, made_in_matmuls
@@ -141,8 +142,9 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         parts = {source: size for v, size in gradients.items() for source in made(operation, v)}
         padded = padded_copies(program, operation, matmul, functools.partial(made, operation))
         copies_kept = padded.kept
-        workspace += library + forward + padded.forward
-        inside += library + max(gradients.values(), default=0) + padded.backward
+        copied, copied_again = bytes_of_copies(program, operation)
+        workspace += library + forward + padded.forward + copied
+        inside += library + max(gradients.values(), default=0) + padded.backward + copied_again
         rows = norms.sources.get(index, frozenset())
         computed = (v for number in ordered for v in program.operations[number].outputs)
         normalised = norms.sources_of(computed)
@@ -311,6 +313,7 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
                 wanted[value] = True  # and what it is computed of, which the forward pass reads
             wanted[in_matmuls[value] if computed else value] |= not (
                 operation.fused
+                or reads_copy(program, operation, value)
                 or scatters_few_elements(operation, sizes)
                 or (in_place and constant[value])
                 or (in_place and operation.name != "sort" and value != operation.inputs[0])

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Mapping
 
+from jaxmem.program.convolutions import NONE as NO_COPIES, Copies
 from jaxmem.program.cotangents import CotangentEdge, active_of, cotangent_edges
 from jaxmem.program.float32 import computed_in_float32, in_float32
 from jaxmem.program.kernel import Kernel
@@ -25,12 +26,14 @@ class Contraction:
         vectors: whether one operand of a matmul has no axes but those of the batch and those that
             are summed.
         slides: the axes of its result that a convolution slides along.
+        copies: those that a library reads for a convolution.
         precision: how exactly it multiplies float32 (`precision_of`).
     """
 
     batched: bool = False
     vectors: bool = False
     slides: frozenset[int] = frozenset()
+    copies: Copies = NO_COPIES
     precision: str = "default"
 
 

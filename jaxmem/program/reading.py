@@ -15,6 +15,7 @@ from jaxmem.jaxprs.residuals import SavedResidual, region_residuals, scan_residu
 from jaxmem.jaxprs.shardings import Shardings
 from jaxmem.program.abstract_values import size_of, type_of
 from jaxmem.program.constants import constant_operands, constant_values
+from jaxmem.program.convolutions import NONE as NO_COPIES, Copies, copies_of
 from jaxmem.program.costs import (
     calls,
     derivative_reads,
@@ -61,6 +62,7 @@ def read_program(
     sizes, types = list(map(size_of, pieces)), list(map(type_of, pieces))
     whole_sizes, whole_types = list(map(size_of, flat.avals)), list(map(type_of, flat.avals))
     operations = []
+    turned = {value for step in flat.steps if step.primitive == "rev" for value in step.outputs}
     read = {value for step in flat.steps for value in step.uses}
     read |= {value for value in flat.outputs if isinstance(value, int)}
     for step in flat.steps:
@@ -101,6 +103,7 @@ def read_program(
                     is_batched(step.equation),
                     is_of_vectors(step.equation),
                     slides(step.equation),
+                    _copies(step, turned),
                     precision_of(step.equation.params),
                 ),
                 communication=Communication((), shards.summed(step), shards.aligned(step)),
@@ -133,6 +136,12 @@ def read_program(
         whole_types=tuple(whole_types) if several else (),
         in_loop=separate,
     )
+
+
+def _copies(step: Step, turned: Set[int]) -> Copies:
+    if step.primitive != "conv_general_dilated":
+        return NO_COPIES
+    return copies_of(step.equation, step.inputs[1] in turned)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ RULES = Rules(
     writes_gathered=True,
     blocks_of_rows=False,
     copies_groups=False,
+    pads_convolutions=False,
     tile=(8, 128),
     picks_poolings=False,
     row_major=False,

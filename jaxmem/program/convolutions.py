@@ -1,0 +1,90 @@
+"""Copies of what convolutions read, where a library cannot slide windows along it as it is.
+
+NVIDIA's library puts no zeros between the elements of what it reads. XLA writes a copy that has
+them for a transposed convolution. The gradient of the kernel of a transposed or a dilated
+convolution is a convolution of two copies, with examples and features exchanged. The copy of the
+operand is computed as it is written: a `relu` before the convolution is in no memory.
+
+The library also pads both sides of an axis alike. For one that is padded otherwise (a stride of 2
+and "SAME", causal in time) XLA writes a padded copy too. It takes the place of the operand where
+this is computed for the convolution alone, and is not counted. (tests/test_convolutions.py)
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copies:
+    """How many times as long as what they are copies of.
+
+    Attributes:
+        forward: that of the operand, in the forward pass.
+        operand, result: those of the operand and of the result's cotangent, in the backward pass.
+    """
+
+    forward: float = 0.0
+    operand: float = 0.0
+    result: float = 0.0
+
+
+NONE = Copies()
+
+
+def copies_of(equation: Any, is_reversed: bool) -> Copies:
+    """Those of a convolution, whose kernel is or is not one that was reversed: as the gradient of
+    another one a transposed one needs none forward."""
+    parameters = equation.params
+    operand, kernel = (variable.aval.shape for variable in equation.invars)
+    numbers = parameters["dimension_numbers"]
+    lengths = [operand[axis] for axis in numbers.lhs_spec[2:]]
+    windows = [kernel[axis] for axis in numbers.rhs_spec[2:]]
+    results = [equation.outvars[0].aval.shape[axis] for axis in numbers.out_spec[2:]]
+    padding = parameters["padding"]
+    between, apart = parameters["lhs_dilation"], parameters["rhs_dilation"]
+    if not math.prod([*lengths, *windows, *results]):
+        return NONE
+    spread = [1 + (n - 1) * zeros for n, zeros in zip(lengths, between, strict=True)]
+    padded = _padded(spread, padding) / math.prod(lengths)
+    if max(between) > 1:
+        # Its gradient is a convolution with the strides that zeros are put in.
+        around = [
+            ((k - 1) * d - low, (k - 1) * d - high)
+            for k, d, (low, high) in zip(windows, apart, padding, strict=True)
+        ]
+        even = not _is_uneven(around)
+        return Copies(
+            0.0 if is_reversed else padded,
+            1.0 if even else math.prod(spread) / math.prod(lengths),
+            1.0 if even else _padded(results, around) / math.prod(results),
+        )
+    return Copies(0.0, 1.0, 1.0) if max(apart) > 1 else NONE
+
+
+def _is_uneven(padding: Any) -> bool:
+    return any(low != high or low < 0 for low, high in padding)
+
+
+def _padded(lengths: list[int], padding: Any) -> int:
+    """How many elements there are with the padding."""
+    return math.prod(
+        n + max(low, 0) + max(high, 0) for n, (low, high) in zip(lengths, padding, strict=True)
+    )
+
+
+def bytes_of_copies(program: Any, operation: Any) -> tuple[int, int]:
+    """Bytes of the copies of an operation, forward and backward."""
+    copies = operation.contraction.copies
+    if copies == NONE or not program.rules.pads_convolutions:
+        return 0, 0
+    operand = program.sizes[operation.inputs[0]]
+    result = program.sizes[operation.outputs[0]]
+    forward = copies.forward * operand
+    return round(forward), round(copies.operand * operand + copies.result * result)
+
+
+def reads_copy(program: Any, operation: Any, value: int) -> bool:
+    """Whether a convolution reads a copy of an operand, which is computed as it is written."""
+    copied = operation.contraction.copies.forward > 0 and value == operation.inputs[0]
+    return copied and program.rules.pads_convolutions
