@@ -89,6 +89,41 @@ def _attention(queries: int, keys: int):
     return loss, (params, *rows)
 
 
+@program("losses of separate networks")
+def _separate_networks():
+    def network(weights, x):
+        for weight in weights[:-1]:
+            x = jax.nn.swish(x @ weight)
+        return x @ weights[-1]
+
+    def loss(params, x, actions, returns):
+        policy = jnp.mean((network(params["policy"], x) - actions) ** 2)
+        return policy + jnp.mean((network(params["value"], x)[:, 0] - returns) ** 2)
+
+    def weights(last):
+        return [shape(128, 256), *[shape(256, 256)] * 4, shape(256, last)]
+
+    params = {"policy": weights(16), "value": weights(1)}
+    return loss, (params, shape(40_960, 128), shape(40_960, 16), shape(40_960))
+
+
+@program("transposed convolutions of a gelu")
+def _transposed():
+    def loss(params, x):
+        h = x
+        for kernel in params["down"]:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            h = lax.conv_general_dilated(h, kernel, (2, 2), "SAME", dimension_numbers=numbers)
+            h = jax.nn.gelu(h)
+        for kernel in params["up"]:
+            h = jax.nn.gelu(lax.conv_transpose(h, kernel, (2, 2), "SAME"))
+        return jnp.mean((h[..., :3] - x) ** 2)
+
+    down = [shape(3, 3, 3, 64), shape(3, 3, 64, 64), shape(3, 3, 64, 128)]
+    up = [shape(3, 3, 128, 64), shape(3, 3, 64, 64), shape(3, 3, 64, 16)]
+    return loss, ({"down": down, "up": up}, shape(64, 128, 128, 3))
+
+
 @program("attention of many queries over few keys, in bfloat16")
 def _cross_attention():
     return _attention(4096, 77)

@@ -32,10 +32,7 @@ ELSEWHERE = {
     "rematerialization.policies._EXPENSIVE",
     "rematerialization.timelines._POINTS",
     *(f"planning.names.{name}" for name in ("MOST", "_GOALS", "_EQUAL")),
-    *(
-        f"rematerialization.named.search.{n}"
-        for n in ("_ALTERNATIVE_SHARE", "_ABOVE", "_NEAR", "_WORTH")
-    ),
+    *(f"rematerialization.named.search.{n}" for n in ("_ABOVE", "_NEAR", "_WORTH")),
     "rematerialization.named.search._MIN_PRICE_GAIN",
     "rematerialization.named.suggesting._SMALL",
 }

@@ -10,6 +10,7 @@ from jaxmem.cli.options import add_command, add_dark, check_files
 from jaxmem.cli.output import compile_step, progress, show, write_to
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.offloading import eval_shape
+from jaxmem.planning import PLANNERS
 from jaxmem.rematerialization.frontier import pareto
 from jaxmem.rematerialization.plans import plan
 from jaxmem.targets import target
@@ -22,7 +23,7 @@ def add_plan(commands) -> None:
     parser.add_argument("--target", help="a target's name: compile the plan for it, and correct it")
     parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the least memory)")
     parser.add_argument("--reserved", default="0", help="of it, for the optimizer's state, say")
-    parser.add_argument("--planner", default="dp", help="dp, dots or sqrt (default: dp)")
+    parser.add_argument("--planner", default="dp", help=f"{', '.join(PLANNERS)} (default: dp)")
     about = "what becomes of regions that the loss has already (default: open)"
     parser.add_argument("--regions", default="open", choices=["open", "keep"], help=about)
     about = "let residuals of scans wait in host memory"

@@ -110,12 +110,11 @@ class Costs:
         as_is = self.workload.as_is
         limits, constraints = self.budget(as_is), self._constraints(False)
         program = self.program(as_is)
-        total = constraints.budget_for(program).total
+        total = limits.reserve(constraints.budget_for(program).reserved).total
         plain = self.without_recomputation(as_is).seconds
         found = baseline_policies(constraints.as_run(program), constraints.rates)
         for name, layout in found.items():
-            size = limits.total(total(layout.peak))
-            yield name, size, plain + layout.seconds
+            yield name, total(layout.peak), plain + layout.seconds
 
     def baseline_candidates(
         self, levers: Levers, seconds: float, budget: float
@@ -126,12 +125,11 @@ class Costs:
         loss, slices = _of_loss(levers), levers.microbatches
         constraints, program = self._constraints(False), self._program(loss)
         planner, plain = self._planner(loss, False), self.without_recomputation(levers)
-        total = constraints.budget_for(program).total
-        limits = self.budget(levers)
+        limits = self.budget(levers).reserve(constraints.budget_for(program).reserved)
         found = [
             (plain.seconds + slices * layout.seconds, layout)
             for layout in per_block_layouts(planner, constraints.as_run(program), constraints.rates)
-            if limits.total(total(layout.peak)) <= budget
+            if limits.total(layout.peak) <= budget
         ]
         if program.inlined_checkpoints:
             own = self._as_written(levers)

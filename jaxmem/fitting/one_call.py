@@ -43,12 +43,12 @@ def fit(
 
     Searches rematerialization plans (with residuals of a scan in host memory, where that takes less
     time), microbatches and the optimizer's state in host memory together, on a mesh ZeRO's stages,
-    and what ``allow`` names besides. A candidate's time is predicted: its kernels by roofline, the
-    update and the sums of gradients by the bytes they move, transfers to the host and between
-    devices by the links, with nothing overlapped but those of residuals. Candidates are compiled
-    for the target in the order of their times; what the compiler says of one corrects the projected
-    bytes of the next. So the first that fits is the one, unless a nearer plan takes less
-    recomputation.
+    and what ``allow`` names besides. A candidate's time is predicted: its kernels by their
+    arithmetic and memory traffic one after the other, the update and the sums of gradients by the
+    bytes they move, transfers to the host and between devices by the links, with nothing overlapped
+    but those of residuals. Candidates are compiled for the target in the order of their times; what
+    the compiler says of one corrects the projected bytes of the next. So the first that fits is the
+    one, unless a nearer plan takes less recomputation.
 
     Everything that was considered is printed, with bytes, time and the reason for each refusal;
     it stays in ``step.fitting``.

@@ -1,8 +1,8 @@
 """The dp planner: the least recomputation within a budget, over nested regions and what they save.
 
-The chain's optimum (`_chain`) proposes; its layout (`_simulate`), which knows every skip and every
-transient, decides. Scans come with a menu (`_loops`), and so does a `jax.shard_map`; every place in
-it is a variant of the program.
+The chain's optimum (`planning.chain`) proposes; its layout (`planning.simulation`), which knows
+every skip and every transient, decides. Scans come with a menu (`planning.loops`), and so does a
+`jax.shard_map`; every place in it is a variant of the program.
 """
 
 import bisect

@@ -49,9 +49,8 @@ class CompiledPlans(PlanCompiler):
         assert lowest is not None
         total = self.plans[lowest].compiled_bytes or 0
         compiled = {
-            (layout.regions, layout.loops): outcome.compiled
-            for layout, outcome in self.search.outcomes.items()
-            if outcome.compiled is not None
+            (layout.regions, layout.loops): outcome.compiled or 0
+            for layout, outcome in self.search.compiled.items()
         }
         hope = self.search.exhausted_note
         if hope and not self.may_still_fit:
@@ -62,7 +61,7 @@ class CompiledPlans(PlanCompiler):
         """The plan of the fewest bytes at one more forward pass. Where it compiles to others than
         were projected, the function as it is may take less, and is compiled too."""
         layout, plain = self.planner.minimum_at_one_forward(), self.planner.plain
-        self.search = Search(2**62, compilations)
+        self.search = Search(None, compilations)
         self.search.run([[layout]], self.start)
         known = self.search.outcomes
         if (
@@ -82,7 +81,7 @@ class CompiledPlans(PlanCompiler):
     def may_still_fit(self) -> bool:
         """Whether something that was not compiled may fit, if it takes as little of what is
         projected as anything that was."""
-        error = min(self.least_ratio, 1.0)
+        error = min(self.search.least_ratio, 1.0)
         known, allowed = self.search.outcomes, self.search.allowed + self.chip_bytes
         others = (
             one
@@ -178,11 +177,9 @@ class CompiledPlans(PlanCompiler):
         if outcome.compiled is None:
             return along
         same_location = [
-            (other.projected, other.compiled)
-            for other in search.outcomes.values()
-            if other.compiled is not None
-            and other.ratio_key == outcome.ratio_key
-            and other.projected != outcome.projected
+            (other.projected, other.compiled or 0)
+            for other in search.compiled.values()
+            if other.ratio_key == outcome.ratio_key and other.projected != outcome.projected
         ]
         if not same_location:
             return along
@@ -197,7 +194,7 @@ class CompiledPlans(PlanCompiler):
     def worst_case_goal(self, goal: float) -> float:
         """Projected bytes that fit if nothing is further off than what was compiled, wherever it
         peaks, by share or by bytes."""
-        known = [one for one in self.search.outcomes.values() if one.compiled is not None]
+        known = self.search.compiled.values()
         ratio = max((one.ratio for one in known), default=1.0)
         more = max(((one.compiled or 0) - one.projected for one in known), default=0)
         return min(goal, self.search.allowed / ratio, self.search.allowed - more)
@@ -265,12 +262,6 @@ class CompiledPlans(PlanCompiler):
         if layout is None or layout in self.search.outcomes:
             return low
         return middle if self.expected(layout) <= budget / _SAFETY_MARGIN else low
-
-    @property
-    def least_ratio(self) -> float:
-        """Of all that was compiled, the least of compiled bytes over projected ones."""
-        known = (one.ratio for one in self.search.outcomes.values() if one.compiled is not None)
-        return min(known, default=1.0)
 
     def slightly_above(self, budget: int) -> Iterator[Sequence[Layout]]:
         """Plans that are projected not to fit, by little, until one does."""

@@ -46,7 +46,7 @@ class PerBlockCheckpoints:
         fits, the function without a region is one of them: XLA may make more of regions than of
         it, so that plans for fewer bytes do not fit and it does."""
         # All that was compiled may have taken less than was projected, or more.
-        search, error = self.plans.search, self.plans.least_ratio
+        search, error = self.plans.search, self.plans.search.least_ratio
         likely: list[Layout] = []
         others: list[Layout] = []
         plain = self.plans.planner.plain
@@ -67,7 +67,7 @@ class PerBlockCheckpoints:
         """Whether the most promising row fits if it takes what is projected, or as little of that
         as anything that was compiled."""
         row = next(self.promising(budget), None)
-        error, room = min(self.plans.least_ratio, 1.0), budget + self.plans.chip_bytes
+        error, room = min(self.plans.search.least_ratio, 1.0), budget + self.plans.chip_bytes
         return row is not None and error * self.plans.projected(row) <= room
 
     @functools.cached_property

@@ -81,8 +81,9 @@ class Search(Generic[Proposal]):
         ratios: compiled bytes over projected ones, by place; the last one last.
     """
 
-    def __init__(self, allowed: int, compilations: int, overshoot: float = 1.0):
-        self.allowed, self.compilations, self.overshoot = allowed, compilations, overshoot
+    def __init__(self, allowed: int | None, compilations: int, overshoot: float = 1.0):
+        self.allowed = math.inf if allowed is None else allowed
+        self.compilations, self.overshoot = compilations, overshoot
         self.outcomes: dict[Proposal, Outcome] = {}
         self.ratios: dict[Any, float] = {}
 
@@ -165,6 +166,16 @@ class Search(Generic[Proposal]):
         return max(self.compilations - len(self.outcomes), 0)
 
     @property
+    def compiled(self) -> dict[Proposal, Outcome]:
+        """What became of the proposals that XLA compiled."""
+        return {one: found for one, found in self.outcomes.items() if found.compiled is not None}
+
+    @property
+    def least_ratio(self) -> float:
+        """The least of compiled bytes over projected ones; 1: nothing was compiled yet."""
+        return min((outcome.ratio for outcome in self.compiled.values()), default=1.0)
+
+    @property
     def exhausted_note(self) -> str:
         """What is said where nothing fits: whether it was for want of compilations; a sentence."""
         return (
@@ -179,11 +190,9 @@ class Search(Generic[Proposal]):
     def has_missed(self, projected: int, among: Collection[Proposal]) -> bool:
         """Whether one of some proposals did not fit that was projected to take as many bytes."""
         return any(
-            outcome.compiled is not None
-            and outcome.compiled > self.allowed
-            and abs(outcome.projected - projected) <= _ALIKE * projected
-            for proposal, outcome in self.outcomes.items()
-            if proposal in among
+            not self.fits(one) and abs(outcome.projected - projected) <= _ALIKE * projected
+            for one, outcome in self.compiled.items()
+            if one in among
         )
 
     @property
@@ -195,12 +204,8 @@ class Search(Generic[Proposal]):
     @property
     def lowest(self) -> Proposal | None:
         """The one of the fewest compiled bytes."""
-        known = {
-            proposal: outcome.compiled
-            for proposal, outcome in self.outcomes.items()
-            if outcome.compiled is not None
-        }
-        return min(known, key=known.__getitem__, default=None)
+        known = self.compiled
+        return min(known, key=lambda one: known[one].compiled or 0, default=None)
 
 
 def _start_alternative(

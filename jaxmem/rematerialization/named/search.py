@@ -11,13 +11,10 @@ from jaxmem.rematerialization.named.built_ins import BUILT_INS, kept_by
 from jaxmem.rematerialization.named.choices import NamedChoices
 from jaxmem.rematerialization.named.compiler import NamedCompiler
 from jaxmem.rematerialization.named.policy import BuiltIn, NamedPolicy
-from jaxmem.rematerialization.search import Search
+from jaxmem.rematerialization.search import ALTERNATIVE, Search
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import Target
 
-# Of the budget: what is compiled beside a choice, for where that does not fit. Chosen, as the
-# alternative of plans.
-_ALTERNATIVE_SHARE = 0.96
 # Times the budget: what is expected there may fit yet, while little is known and later. Chosen: of
 # all sets of six names over six layers, each compiled, the best is found at six budgets. (Their
 # projections are 1 % too low in a scan and 9 % too high out of one, with deviations of 4 and 7 %.)
@@ -54,9 +51,7 @@ class NamedSearch:
         self.found, self.compiler = choices.found, NamedCompiler(choices, target)
         # Those of JAX's policies come after the choices, and what they show after that.
         count = self.limits.compilations + len(BUILT_INS) + 1
-        allowed = self.limits.budget.allowed
-        self.allowed = 2**62 if allowed is None else allowed
-        self.search: Search[NamedChoice | str] = Search(self.allowed, count)
+        self.search: Search[NamedChoice | str] = Search(self.limits.budget.allowed, count)
 
     def policy(self) -> NamedPolicy:
         """The choice of the least compiled price that fits.
@@ -65,13 +60,13 @@ class NamedSearch:
             BudgetError: none does; names the lowest bytes found.
             OffloadError: XLA keeps on the device what is fixed to be in host memory.
         """
-        self.search.run(self._rounds(self.allowed), self.compiler.start)
+        self.search.run(self._rounds(), self.compiler.start)
         best = self.search.best
         if not isinstance(best, NamedChoice):
             compiled = [
-                (outcome.compiled, one)
-                for one, outcome in self.search.outcomes.items()
-                if isinstance(one, NamedChoice) and outcome.compiled is not None
+                (outcome.compiled or 0, one)
+                for one, outcome in self.search.compiled.items()
+                if isinstance(one, NamedChoice)
             ]
             if not compiled:
                 raise OffloadError(f"No policy could be compiled: {'; '.join(self.compiler.notes)}")
@@ -99,17 +94,17 @@ class NamedSearch:
         known to the byte, and what is beside it is about the same."""
         projected = self.choices.projected(choice)
         off = [
-            (abs(outcome.projected - projected), outcome.compiled - outcome.projected)
-            for one, outcome in self.search.outcomes.items()
-            if isinstance(one, NamedChoice) and outcome.compiled is not None
+            (abs(outcome.projected - projected), (outcome.compiled or 0) - outcome.projected)
+            for one, outcome in self.search.compiled.items()
+            if isinstance(one, NamedChoice)
         ]
         return projected + min(off)[1] if off else projected
 
-    def _rounds(self, allowed: int) -> Iterator[Sequence[NamedChoice | str]]:
+    def _rounds(self) -> Iterator[Sequence[NamedChoice | str]]:
         if self.limits.budget.allowed is None:
             yield [self.found.best_for(None)]
         else:
-            yield from self._choices(allowed)
+            yield from self._choices(self.search.allowed)
         for name in BUILT_INS:
             yield [name]
         # What a policy of JAX's keeps may all have names: then it is a choice like any other.
@@ -118,7 +113,7 @@ class NamedSearch:
             if same and same not in self.search.outcomes and self._beats_choice(name):
                 yield [same]
 
-    def _choices(self, allowed: int) -> Iterator[Sequence[NamedChoice]]:
+    def _choices(self, allowed: float) -> Iterator[Sequence[NamedChoice]]:
         """The least recomputation that is expected to fit, corrected by each that was compiled,
         until nothing that recomputes less is expected to."""
         search, worth = self.search, _WORTH * 3 * self.choices.forward
@@ -139,7 +134,7 @@ class NamedSearch:
                 lower = [
                     one
                     for one in fitting[1:]
-                    if self._corrected_bytes(one) <= _ALTERNATIVE_SHARE * allowed
+                    if self._corrected_bytes(one) * ALTERNATIVE <= allowed
                 ]
                 yield [fitting[0], *lower[:1]]
             elif best is None:
@@ -155,9 +150,8 @@ class NamedSearch:
         projected = self.choices.projected(choice)
         near = [
             outcome.ratio
-            for one, outcome in self.search.outcomes.items()
-            if isinstance(one, NamedChoice) and outcome.compiled is not None
-            if abs(outcome.projected / projected - 1) <= _NEAR
+            for one, outcome in self.search.compiled.items()
+            if isinstance(one, NamedChoice) and abs(outcome.projected / projected - 1) <= _NEAR
         ]
         return projected * min(near, default=1.0)
 
