@@ -29,6 +29,7 @@ ELSEWHERE = {
     "fitting.sizes._MOST_SLICES",
     "rematerialization.compiled_plans._RECHECK_ERROR",
     "rematerialization.loop_budgets._STATES",
+    "rematerialization.search._ALIKE",
     "rematerialization.policies._EXPENSIVE",
     "rematerialization.timelines._POINTS",
     *(f"planning.names.{name}" for name in ("MOST", "_GOALS", "_EQUAL")),
@@ -69,15 +70,6 @@ NEEDED = {
     "planning.repeating._ALIKE": "test_blocks_are_found_by_what_repeats",
     "planning.repeating._INSIDE": "test_blocks_end_where_the_least_crosses_of_all_of_them",
     "planning.repeating._PART": "test_the_first_block_may_differ_from_the_others",
-    "rematerialization.search.MAX_OVERPROJECTION": (
-        "test_rows_are_compiled_where_they_cost_less_than_what_fits"
-    ),
-    "rematerialization.compiled_plans._OVER_BUDGET_STEPS": (
-        "test_what_is_projected_a_little_too_large_is_tried_last"
-    ),
-    "rematerialization.compiled_plans._SAFETY_MARGIN": (
-        "test_no_plan_loses_to_a_region_on_the_body_of_a_scan"
-    ),
     "fitting.search._RETRY_RANGE": "test_plans_between_two_that_do_not_fit_are_tried",
     "fitting.search._OVERPLAN": "test_plans_above_those_that_do_not_fit_are_tried",
 }

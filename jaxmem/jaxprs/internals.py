@@ -155,6 +155,8 @@ class _Members:
         try:
             return getattr(self._module, name)
         except AttributeError:
+            if name.startswith("__"):  # Python itself asks
+                raise
             raise moved(f"{self._path}.{name}", self._needs) from None
 
 

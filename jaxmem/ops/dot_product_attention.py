@@ -85,7 +85,7 @@ def _attention(query, key, value, bias, mask, scale, is_causal, block) -> list[j
     batch, (length, heads, width) = query.shape[:-3], query.shape[-3:]
     (keys, groups, _), count = key.shape[-3:], math.prod(batch)
     factor = width**-0.5 if scale is None else scale
-    # As in JAX's kernels for TPUs: with any score added to it, it is no infinity.
+    # As in JAX's splash attention: with any score added to it, it is no infinity.
     lowest = -0.7 * float(jnp.finfo(accumulation_dtype(query.dtype)).max)
 
     def of_scores(matrix):

@@ -1,6 +1,6 @@
 """Copies of what convolutions read, where a library cannot slide windows along it as it is.
 
-NVIDIA's library puts no zeros between the elements of what it reads. XLA writes a copy that has
+It puts no zeros between the elements of what it reads. XLA writes a copy that has
 them for a transposed convolution. The gradient of the kernel of a transposed or a dilated
 convolution is a convolution of two copies, with examples and features exchanged. The copy of the
 operand is computed as it is written: a `relu` before the convolution is in no memory.

@@ -66,8 +66,8 @@ class LossScale:
             below 1.
     """
 
-    # The first scale, the interval and the ceiling are those of NVIDIA's apex and of PyTorch's
-    # GradScaler; the floor is the smallest normal number of float16.
+    # The first scale and the interval are those of PyTorch's GradScaler, the ceiling is that of
+    # apex; the floor is the smallest normal number of float16.
     initial: float = 2.0**16
     growth_interval: int | None = 2000
     floor: float = 2.0**-14
