@@ -13,7 +13,7 @@ import pytest
 import jaxmem
 from jaxmem.fitting import LeverSearch
 from jaxmem.planning import Variant, baseline_policies
-from jaxmem.planning.rows import (
+from jaxmem.planning.per_block import (
     block_partitions,
     operation_block_partitions,
     per_block_regions,

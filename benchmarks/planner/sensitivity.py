@@ -241,7 +241,7 @@ def constants() -> list[Constant]:
         *of("planning.repeating", "_ALIKE", "_INSIDE", programs=BLOCKS, searched=True, most=0.99),
         *of("planning.repeating", "_PERIODS", programs=BLOCKS, searched=True),
         *of("planning.repeating", "_PART", programs=BLOCKS, searched=True, margin=True),
-        *of("planning.rows", "_COVERED", programs=BLOCKS, searched=True),
+        *of("planning.per_block", "_COVERED", programs=BLOCKS, searched=True),
         *of(
             "rematerialization.search",
             "MAX_OVERPROJECTION",

@@ -19,7 +19,7 @@ from jaxmem.ground.checks import check_count
 from jaxmem.ground.errors import BudgetError, CompileError, JaxmemError
 from jaxmem.ground.progress import tell
 from jaxmem.ground.words import pluralize
-from jaxmem.rematerialization import checked
+from jaxmem.rematerialization import time_error_text
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.targets import LocalDevice, Target, resolve
 from jaxmem.training import TrainStep
@@ -88,7 +88,7 @@ class DevicesNeeded(Printed):
         target = self.fitting.target
         count = f"{pluralize(self.count, 'device')} {'is' if self.count == 1 else 'are'}"
         yield Table(
-            ("devices", "each", f"ms {checked(time_error(target))}", "step"),
+            ("devices", "each", f"ms {time_error_text(time_error(target))}", "step"),
             [
                 (
                     str(one.devices),

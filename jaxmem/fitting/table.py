@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxmem.fitting.levers import Levers
 from jaxmem.ground.bytes import format_against, format_bytes
-from jaxmem.rematerialization import Plan, Written, checked
+from jaxmem.rematerialization import Plan, Written, time_error_text
 from jaxmem.reports import MemoryReport
 from jaxmem.reports.drawn.grouping import grouped
 from jaxmem.reports.drawn.tables import Part, Printed, Table
@@ -139,7 +139,7 @@ class Fitting(Printed):
             much = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
             more = f", {plain}"
             if chosen != as_it_is:
-                more = f", {much} than {plain} {checked(time_error(self.target))}"
+                more = f", {much} than {plain} {time_error_text(time_error(self.target))}"
         return short_verdict(chosen.compiled, budget) + more
 
     def _table(self) -> Table:
@@ -154,7 +154,7 @@ class Fitting(Printed):
             rows.append(
                 (name, one.remat, projected, compiled, f"{one.seconds * 1e3:.4g}", one.verdict)
             )
-        error = checked(time_error(self.target))
+        error = time_error_text(time_error(self.target))
         heads = ("", "recompute", "projected", "compiled", f"ms {error}", "")
         return Table(heads, rows, left=(0, 5), wraps=True)
 
@@ -173,7 +173,7 @@ class Fitting(Printed):
         if names:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             yield (
-                f"as fast as the chosen step within {checked(error)}: "
+                f"as fast as the chosen step within {time_error_text(error)}: "
                 f"{'; '.join(names[:_NAMED])}{more}"
             )
 
@@ -243,4 +243,4 @@ def time_error(target: Target | LocalDevice) -> float | None:
 
 def milliseconds(candidate: Candidate, target: Target | LocalDevice) -> str:
     """The predicted time, and how far off it may be."""
-    return f"{candidate.seconds * 1e3:.4g} {checked(time_error(target))}"
+    return f"{candidate.seconds * 1e3:.4g} {time_error_text(time_error(target))}"

@@ -16,9 +16,9 @@ from jaxmem.planning.layouts import Layout
 from jaxmem.planning.loops import checkpointed, is_differentiated, loop_options, plain_option
 from jaxmem.planning.mapped import mapped_options
 from jaxmem.planning.options import LoopOption, combine_menus
+from jaxmem.planning.per_block import Spans, block_partitions, per_block_regions, policies
 from jaxmem.planning.rates import Rates, of_each
 from jaxmem.planning.regions import Region, locate
-from jaxmem.planning.rows import Spans, block_partitions, per_block_regions, policies
 from jaxmem.planning.simulation import live_bytes, simulate
 from jaxmem.program import Program
 

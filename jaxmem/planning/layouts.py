@@ -10,7 +10,7 @@ from jaxmem.planning.regions import Loop, Region
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
     """Operations ``start`` to ``stop - 1`` of a program under one `jax.checkpoint`, whose policy
-    has a name (`jaxmem.planning.rows.policies`)."""
+    has a name (`jaxmem.planning.per_block.policies`)."""
 
     start: int
     stop: int

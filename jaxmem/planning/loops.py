@@ -14,9 +14,9 @@ import numpy as np
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
 from jaxmem.planning.options import Body, LoopOption, combine_menus, lower_hull
+from jaxmem.planning.per_block import policies
 from jaxmem.planning.rates import ARITHMETIC_WEIGHT, Rates, of_each
 from jaxmem.planning.regions import Loop, Region, locate
-from jaxmem.planning.rows import policies
 from jaxmem.planning.simulation import peak_of_scan, simulate_block
 from jaxmem.program import Program
 

@@ -17,8 +17,8 @@ import numpy as np
 from jaxmem.planning.loops import OVERLAP
 from jaxmem.planning.named_counts import cost_tables, marginal_savings
 from jaxmem.planning.named_places import RegionProgram, projected_peak
+from jaxmem.planning.per_block import Spans, block_partitions
 from jaxmem.planning.rates import ARITHMETIC_WEIGHT, Rates, of_each
-from jaxmem.planning.rows import Spans, block_partitions
 from jaxmem.program import Program
 
 _Name = TypeVar("_Name")

@@ -13,8 +13,14 @@ from collections.abc import Mapping
 
 from jaxmem.planning.dp import Variant
 from jaxmem.planning.layouts import Layout, Segment
+from jaxmem.planning.per_block import (
+    Spans,
+    in_kernels,
+    last_read,
+    operation_block_partitions,
+    policies,
+)
 from jaxmem.planning.rates import Rates
-from jaxmem.planning.rows import Spans, in_kernels, last_read, operation_block_partitions, policies
 from jaxmem.program import Program
 
 # Of the bytes of the largest value that a block hands on: what takes less is beside it, such as

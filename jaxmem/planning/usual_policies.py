@@ -2,8 +2,8 @@
 
 from jaxmem.planning.dp import Variant
 from jaxmem.planning.layouts import Layout
+from jaxmem.planning.per_block import block_partitions, per_block_regions, policies
 from jaxmem.planning.rates import Rates
-from jaxmem.planning.rows import block_partitions, per_block_regions, policies
 from jaxmem.program import Program
 
 

@@ -30,7 +30,7 @@ from jaxmem.rematerialization.plan_facts import (
     Predicted as Predicted,
     Written as Written,
 )
-from jaxmem.rematerialization.plan_text import checked as checked
+from jaxmem.rematerialization.plan_text import time_error_text as time_error_text
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
 from jaxmem.rematerialization.search import (
     ALTERNATIVE as ALTERNATIVE,

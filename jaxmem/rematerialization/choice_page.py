@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.words import pluralize
-from jaxmem.rematerialization.plan_text import checked
+from jaxmem.rematerialization.plan_text import time_error_text
 from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
 from jaxmem.reports.drawn.page import filled
 from jaxmem.targets import known_targets
@@ -97,7 +97,7 @@ def page_of_points(
         "target": f"{target}: {known.description}" if known else target or "no target",
         "budget": budget,
         "usable": usable,
-        "error": checked(time_error),
+        "error": time_error_text(time_error),
         "plain": plain,
         "actions": _ACTIONS,
         "points": shown,

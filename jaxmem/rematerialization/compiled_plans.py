@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxmem.ground.garbage import uncollected
 from jaxmem.planning import Layout
-from jaxmem.rematerialization.compiled_rows import PerBlockCheckpoints
+from jaxmem.rematerialization.compiled_per_block import PerBlockCheckpoints
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_compiler import PlanCompiler
 from jaxmem.rematerialization.search import (

@@ -13,7 +13,7 @@ from jaxmem.ground.words import pluralize
 from jaxmem.planning import Layout, baseline_policies
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Plan
-from jaxmem.rematerialization.plan_text import checked
+from jaxmem.rematerialization.plan_text import time_error_text
 from jaxmem.rematerialization.traced import TracedFunction, check_function
 from jaxmem.reports.drawn.plot import LIMIT, check_plot, style, unit_of
 from jaxmem.reports.drawn.tables import Part, Printed, Table
@@ -111,7 +111,7 @@ class Frontier(Printed):
             axes.set(
                 xlabel=f"projected bytes of value_and_grad ({unit})",
                 ylabel="recomputation, % of the plain step\n"
-                f"predicted times {checked(self.plans[0].time_error)}",
+                f"predicted times {time_error_text(self.plans[0].time_error)}",
             )
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
@@ -137,7 +137,7 @@ class Frontier(Printed):
 
     def _parts(self) -> Iterable[Part]:
         most, least = self.plans[0], self.plans[-1]
-        error = checked(least.time_error)
+        error = time_error_text(least.time_error)
         if most is least:
             yield f"one plan: {format_bytes(most.projected_bytes)} (projected)"
         else:
@@ -179,7 +179,7 @@ class Frontier(Printed):
             least = format_bytes(alike[-1].projected_bytes)
             yield (
                 f"{len(alike)} plans, down to {least}, are as fast as the first one within "
-                f"{checked(error)}"
+                f"{time_error_text(error)}"
             )
 
 

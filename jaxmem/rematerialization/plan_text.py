@@ -9,7 +9,7 @@ from jaxmem.ground.words import pluralize
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.reports.drawn.grouping import common_path, grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Table
-from jaxmem.reports.drawn.text import columns, fit
+from jaxmem.reports.drawn.text import columns, truncate
 from jaxmem.reports.drawn.verdict import short_verdict
 from jaxmem.targets import example_target
 
@@ -24,7 +24,7 @@ _TIMES = {1: "once", 2: "twice"}
 _LINE = re.compile(r" \([^():]+:(\d+)\)")
 
 
-def checked(error: float | None) -> str:
+def time_error_text(error: float | None) -> str:
     """What stands beside a predicted time: how far off it may be, if that has been measured."""
     return "(unchecked)" if error is None else f"±{error:.0%}"
 
@@ -35,7 +35,8 @@ def answer(plan: Any) -> str:
     known = plan.compiled_bytes
     size, how = (plan.projected_bytes, "projected") if known is None else (known, "compiled")
     predicted = plan.predicted
-    more = f"{predicted.recompute_share:.1%} slower than without regions {checked(plan.time_error)}"
+    error = time_error_text(plan.time_error)
+    more = f"{predicted.recompute_share:.1%} slower than without regions {error}"
     if not plan.recomputes:
         more = "nothing is recomputed"
     return f"{short_verdict(size, plan.budget)} ({how}), {more}"
@@ -98,7 +99,7 @@ def plan_parts(plan: Any) -> Iterator[Part]:
         where = f"at the rates of {example_target().name}, as no target is given"
     yield (
         f"  about {predicted.recompute_seconds * 1e3:.3g} ms beside "
-        f"{predicted.seconds * 3e3:.3g} ms {checked(plan.time_error)} {where}"
+        f"{predicted.seconds * 3e3:.3g} ms {time_error_text(plan.time_error)} {where}"
     )
     if plan.rows:
         yield _regions(plan.rows)
@@ -171,7 +172,7 @@ def _why(plan: Any, choice: Choice) -> str:
     rate = choice.seconds / max(choice.bytes, 1) * 2**30
     cost = (
         f"{format_bytes(choice.bytes)}; making it again takes {choice.seconds * 1e6:.0f} us, "
-        f"{rate * 1e3:.2f} ms per GiB {checked(plan.time_error)}"
+        f"{rate * 1e3:.2f} ms per GiB {time_error_text(plan.time_error)}"
     )
     saved = [c for c in plan.choices if c.action == "save"]
     again = [c for c in plan.choices if c.action == "recompute"]
@@ -179,7 +180,7 @@ def _why(plan: Any, choice: Choice) -> str:
     def average(choices: list[Choice]) -> str:
         size = max(sum(c.bytes for c in choices), 1)
         rate = sum(c.seconds for c in choices) / size * 2**30
-        return f"{rate * 1e3:.2f} ms per GiB {checked(plan.time_error)}"
+        return f"{rate * 1e3:.2f} ms per GiB {time_error_text(plan.time_error)}"
 
     why = {
         "keep": "it is outside of all regions, so nothing of it is recomputed",
@@ -231,8 +232,8 @@ def _place(alike: list[Row], depth: int, room: int, one_file: bool) -> str:
         first, last = (_LINE.sub(r":\1", name) for name in (first, last))
     if first == last:
         return "  " * depth + first
-    first = fit(first, max(room - len(last) - 4, room // 2 - 2))
-    return f"{'  ' * depth}{first} .. {fit(last, room - len(first) - 4)}"
+    first = truncate(first, max(room - len(last) - 4, room // 2 - 2))
+    return f"{'  ' * depth}{first} .. {truncate(last, room - len(first) - 4)}"
 
 
 _Node = tuple[Row, tuple]  # a region and those inside it

@@ -9,7 +9,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.words import pluralize
-from jaxmem.rematerialization.plan_text import checked
+from jaxmem.rematerialization.plan_text import time_error_text
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.drawn.verdict import short_verdict
 from jaxmem.targets.memories import HOST_KIND
@@ -133,7 +133,8 @@ class NamedPolicy(Printed, jaxprs.NamePolicy):
         how = "compiled" if self.compiled else "projected"
         yield (
             f"{short_verdict(self.bytes, self.budget)} ({how}), {self.recompute:.3f} x the FLOPs "
-            f"of no recomputation, {self.recompute_share:.1%} slower {checked(self.time_error)}"
+            f"of no recomputation, {self.recompute_share:.1%} slower "
+            f"{time_error_text(self.time_error)}"
         )
         where = f" for {self.target}" if self.target else ""
         tried = f", {pluralize(self.compilations, 'compilation')}" if self.compilations else ""

@@ -11,7 +11,7 @@ from jaxmem.planning import Names, RegionProgram, worth_most
 from jaxmem.program import Kernel, Program, type_of
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.places import Groups, place_of_stretch
-from jaxmem.rematerialization.plan_text import checked
+from jaxmem.rematerialization.plan_text import time_error_text
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.drawn.verdict import short_verdict
@@ -55,7 +55,7 @@ class ShapedPolicy(Printed, jaxprs.OperationPolicy):
     def _parts(self) -> Iterable[Part]:
         yield (
             f"{short_verdict(self.bytes, self.budget)} (projected), {self.recompute_share:.1%} "
-            f"slower {checked(self.time_error)}"
+            f"slower {time_error_text(self.time_error)}"
         )
         if not self.saved:
             yield "saves nothing: regions are recomputed as a whole"

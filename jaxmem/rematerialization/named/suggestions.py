@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.words import pluralize
-from jaxmem.rematerialization.plan_text import checked
+from jaxmem.rematerialization.plan_text import time_error_text
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.drawn.verdict import short_verdict
 
@@ -77,7 +77,7 @@ class Suggestions(Printed):
         else:
             chosen = f"with {len(saved)} of {len(self.rows)} kept"
             yield f"{what}; {chosen} {short_verdict(self.bytes, self.budget)} (projected)"
-        yield f"{self.regions}; times {checked(self.time_error)}"
+        yield f"{self.regions}; times {time_error_text(self.time_error)}"
         heads = ["ms/GiB", "bytes", "us", "count", "choice", "name", "made by"]
         rows = [
             [

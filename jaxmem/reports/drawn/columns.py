@@ -8,7 +8,7 @@ import rich.padding
 import rich.table
 import rich.text
 
-from jaxmem.reports.drawn.text import fit
+from jaxmem.reports.drawn.text import truncate
 
 _NARROW = 26  # columns; where a sentence has fewer it goes below its row. Chosen: four words
 
@@ -71,4 +71,4 @@ class _KeepEnd:
         return rich.measure.Measurement(min(len(self.text), 8), len(self.text))
 
     def __rich_console__(self, console, options) -> Iterator[rich.text.Text]:
-        yield rich.text.Text(fit(self.text, options.max_width), justify=options.justify)
+        yield rich.text.Text(truncate(self.text, options.max_width), justify=options.justify)

@@ -9,7 +9,7 @@ from jaxmem.reports.cpu import CPU_NOTE, is_cpu
 from jaxmem.reports.drawn.breakdown import Breakdown
 from jaxmem.reports.drawn.grouping import common_path, grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Table
-from jaxmem.reports.drawn.text import columns, fit
+from jaxmem.reports.drawn.text import columns, truncate
 from jaxmem.reports.drawn.verdict import verdict
 from jaxmem.reports.where.padding import WORTH_A_LOOK
 
@@ -64,7 +64,7 @@ def _peak(report: "MemoryReport") -> Iterator[Part]:
     at = report.peak_operation
     where = " · ".join([at.operation, at.module, at.source])
     start = f"peak {format_bytes(report.peak_bytes)} in the {at.phase} phase, at "
-    yield start + fit(where, columns() - len(start))
+    yield start + truncate(where, columns() - len(start))
     yield ""
     yield report.by_phase.table("by phase"), report.by_kind.table("by kind")
     yield report.by_source.table("by line")
@@ -110,7 +110,7 @@ def _buffers(buffers: "tuple[Buffer, ...]") -> Table:
     rows = []
     for group in groups[:_BUFFERS]:
         one = group[0]
-        shape = fit(f"{one.dtype}{list(one.shape)}".replace(" ", ""), 24)
+        shape = truncate(f"{one.dtype}{list(one.shape)}".replace(" ", ""), 24)
         module = common_path([each.module for each in group])
         where = " · ".join([one.operation, module, one.source])
         times = f"x {len(group)}" if len(group) > 1 else ""

@@ -15,7 +15,7 @@ def side_by_side(left: list[str], right: list[str]) -> Iterable[str]:
     for number in range(max(len(left), len(right))):
         first = left[number] if number < len(left) else ""
         second = right[number] if number < len(right) else ""
-        yield f"{fit(first, half - 2):{half}}{fit(second, half)}".rstrip()
+        yield f"{truncate(first, half - 2):{half}}{truncate(second, half)}".rstrip()
 
 
 def milliseconds(seconds: float) -> str:
@@ -23,6 +23,6 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.4g} ms"
 
 
-def fit(text: str, width: int) -> str:
+def truncate(text: str, width: int) -> str:
     """The text in at most that many columns; its end is what tells most."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]

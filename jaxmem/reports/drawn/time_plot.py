@@ -5,7 +5,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.reports.drawn.plot import check_plot, style
-from jaxmem.reports.drawn.text import fit
+from jaxmem.reports.drawn.text import truncate
 
 if TYPE_CHECKING:
     from jaxmem.reports.speed.step_time import StepTime
@@ -98,7 +98,7 @@ def _bars(axes, rows: dict[str, dict[str, float]], title: str) -> None:
             va="center",
             fontsize=8.5,
         )
-    axes.set_yticks(range(len(names)), [fit(name, _NAME) for name in names], fontsize=8.5)
+    axes.set_yticks(range(len(names)), [truncate(name, _NAME) for name in names], fontsize=8.5)
     axes.set(xlim=(0, 1.12 * most))
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
