@@ -56,7 +56,7 @@ def _derived(
     try:
         flats = trace(0), trace(1)
     except Exception as error:  # whatever the user's rule raises
-        return [NotProved(f"it cannot be traced: {first_line(error)}")]
+        return [NotProved(f"the proof cannot trace it: {first_line(error)}")]
     return dataclasses.replace(walk, flats=flats, differentiated=False).kinds(given)
 
 
