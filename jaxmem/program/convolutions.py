@@ -80,8 +80,9 @@ def bytes_of_copies(program: Any, operation: Any) -> tuple[int, int]:
         return 0, 0
     operand = program.sizes[operation.inputs[0]]
     result = program.sizes[operation.outputs[0]]
-    forward = copies.forward * operand
-    return round(forward), round(copies.operand * operand + copies.result * result)
+    # The operand's cotangent is made where its copy was.
+    copied = max(copies.operand - program.active[operation.inputs[0]], 0) * operand
+    return round(copies.forward * operand), round(copied + copies.result * result)
 
 
 def reads_copy(program: Any, operation: Any, value: int) -> bool:

@@ -188,9 +188,11 @@ class Search(Generic[Proposal]):
         return found is not None and found.compiled is not None and found.compiled <= self.allowed
 
     def has_missed(self, projected: int, among: Collection[Proposal]) -> bool:
-        """Whether one of some proposals did not fit that was projected to take as many bytes."""
+        """Whether one of some proposals was far from fitting that was projected to take as many
+        bytes."""
         return any(
-            not self.fits(one) and abs(outcome.projected - projected) <= _ALIKE * projected
+            (outcome.compiled or 0) > ALTERNATIVE * self.allowed
+            and abs(outcome.projected - projected) <= _ALIKE * projected
             for one, outcome in self.compiled.items()
             if one in among
         )
