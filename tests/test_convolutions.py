@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import jaxmem
-from jaxmem.program.convolutions import NONE, copies_of
+from jaxmem.program.convolutions import NO_COPIES, copies_of
 
 
 def shape(*sizes, dtype="float32"):
@@ -82,9 +82,9 @@ def test_others_have_none():
         return copies_of(equation, False)
 
     # Without even padding a copy takes the place of the operand, if that is computed for it alone.
-    assert convolution("SAME") == convolution("VALID") == convolution(((2, 0), (2, 0))) == NONE
+    assert convolution("SAME") == convolution("VALID") == convolution(((2, 0), (2, 0))) == NO_COPIES
     empty = jax.make_jaxpr(transposed(2))(shape(2, 0, 8, 3), shape(3, 3, 3, 4))
-    assert copies_of(empty.jaxpr.eqns[-1], False) == NONE
+    assert copies_of(empty.jaxpr.eqns[-1], False) == NO_COPIES
 
 
 def generator(dtype):

@@ -593,3 +593,36 @@ def test_regions_on_the_steps_of_an_unrolled_loop_compute_their_matmuls_in_turn(
     budget = int(share * jaxmem.memory(step, *args, target="h100", timeline=False).device)
     plan = jaxmem.plan(loss, *args, budget=budget, target="h100", compilations=3)
     assert 0.85 < plan.compiled_bytes / plan.projected_bytes < 1.05
+
+
+def test_no_budget_is_refused_that_a_function_meets_as_it_is(monkeypatch):
+    """XLA makes more of any region than the budget, and less of the function."""
+    fun = functools.partial(loss, lambda f: f)
+    plain = jaxmem.plan(fun, *arguments(), compilations=0).plain_bytes
+    budget = int(0.9 * plain)
+    compiling(monkeypatch, lambda p: 0.85 if not p.regions else 1.01 * budget / p.projected_bytes)
+    for compilations in (1, 2, 5):
+        plan = jaxmem.plan(
+            fun, *arguments(), budget=budget, target="h200", compilations=compilations
+        )
+        assert not plan.regions and plan.compiled_bytes <= budget
+    with monkeypatch.context() as without:
+        without.setattr(jaxmem.rematerialization.search, "TRY_PLAIN_LIMIT", 1.01)
+        with pytest.raises(jaxmem.BudgetError):
+            jaxmem.plan(fun, *arguments(), budget=budget, target="h200", compilations=1)
+
+
+def test_fit_refuses_no_budget_that_the_step_meets_as_it_is(monkeypatch):
+    found, budget = LeverSearch._lowered, 13 * 2**20
+
+    def made(self, candidate):
+        size = 1.01 * budget if candidate.plan.recomputes else 0.95 * budget
+        return found(self, candidate)[0], FakeCompilation(size)
+
+    monkeypatch.setattr(LeverSearch, "_lowered", made)
+    for compilations in (1, 2, 6):
+        fitted = jaxmem.fit(
+            functools.partial(recurrent, lambda f: f), optax.sgd(1e-3), *of_a_sequence(),
+            budget=budget, target="h100", keep=("batch", "placement"), compilations=compilations,
+        )  # fmt: skip
+        assert not fitted.fitting.chosen.plan.recomputes

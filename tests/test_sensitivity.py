@@ -29,7 +29,7 @@ ELSEWHERE = {
     "fitting.sizes._MOST_SLICES",
     "rematerialization.compiled_plans._RECHECK_ERROR",
     "rematerialization.loop_budgets._STATES",
-    "rematerialization.search._ALIKE",
+    *(f"rematerialization.search.{name}" for name in ("TRY_PLAIN_LIMIT", "_ALIKE")),
     "rematerialization.policies._EXPENSIVE",
     "rematerialization.timelines._POINTS",
     *(f"planning.names.{name}" for name in ("MOST", "_GOALS", "_EQUAL")),

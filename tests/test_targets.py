@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 import jaxmem
 from jaxmem.targets import cache, compilation, known_targets, packages, workers
 from jaxmem.targets.cuda import install
+from jaxmem.targets.cuda.compiler import compile_module
 from tests.faults import BUSY, IDLE, run_compiling, seconds_after
 
 NAMES = [name for name, one in known_targets().items() if one.family == "cuda"]
@@ -506,3 +507,54 @@ def test_an_idle_worker_that_died_is_replaced():
     assert jaxmem.memory(step, *SHAPES, target="h200") == first
     assert len(workers.Worker.idle) == 1
     assert workers.Worker.idle != [worker]
+
+
+REFUSED = (
+    "INTERNAL: Couldn't find output tile sizes that satisfy hlo: %{name} = bf16[{shape}]{{1,0}} "
+    "{name}(%bitcast.53, %parameter_1.4), lhs_contracting_dims={{1}}"
+)
+OFF = ("xla_gpu_enable_triton_gemm", False)
+
+
+@pytest.mark.parametrize(
+    ("errors", "last"),
+    [
+        ([REFUSED.format(name="dot", shape="8188,256")], ((8188, 256),)),
+        (
+            [REFUSED.format(name="dot", shape=shape) for shape in ("7,5", "2,3,1")],
+            ((7, 5), (2, 3, 1)),
+        ),
+        ([REFUSED.format(name="dot", shape="7,5")] * 2, OFF),  # barriers were of no use
+        ([REFUSED.format(name="dot", shape="7,5"), "INTERNAL: something else"], OFF),
+        ([REFUSED.format(name="fusion", shape="7,5")], OFF),  # no matmul is named
+        ([REFUSED.format(name="dot", shape=f"7,{n}") for n in range(7)], OFF),
+    ],
+)
+def test_what_own_kernels_refuse_is_compiled_apart_or_without_them(monkeypatch, errors, last):
+    replies, asked = [*({"error": one} for one in errors), {"texts": {}, "stats": {}}], []
+
+    def ask(command, request, *_):
+        asked.append(request)
+        return replies[len(asked) - 1]
+
+    monkeypatch.setattr(compilation, "ask", ask)
+    monkeypatch.setattr(compilation, "read", lambda path: None)
+    monkeypatch.setattr(compilation, "write", lambda *_: None)
+    compile_module(b"module", jaxmem.target("h100"))
+    assert len(asked) == len(replies)
+    if last is OFF:
+        assert OFF in asked[-1]["flags"] and "apart" not in asked[-1]
+    else:
+        assert asked[-1]["apart"] == last and OFF not in asked[-1]["flags"]
+
+
+def test_other_errors_are_raised_at_once(monkeypatch):
+    monkeypatch.setattr(compilation, "read", lambda path: None)
+    refusals = iter([{"error": "INTERNAL: something else"}])
+    monkeypatch.setattr(compilation, "ask", lambda *_: next(refusals))
+    with pytest.raises(jaxmem.CompileError, match="something else"):
+        compile_module(b"module", jaxmem.target("h100"))
+    refusals = iter([{"error": REFUSED.format(name="dot", shape="7,5")}])
+    options = dict([OFF])
+    with pytest.raises(jaxmem.CompileError, match="find output tile sizes"):
+        compile_module(b"module", jaxmem.target("h100"), options=options)

@@ -62,6 +62,8 @@ class LeverSearch:
         refused: CompileError | None = None
         while True:
             self.compiled.run(self._rounds(), self._start)
+            if self._best is None:
+                _try_as_it_is(self)
             best = self._best
             if best is None:
                 raise refused or Verdicts(self).too_small()
@@ -273,6 +275,13 @@ class LeverSearch:
             f"(projected {format_bytes(candidate.projected)})"
         )
         return outcome(said, compiled=report.device, report=report)
+
+
+def _try_as_it_is(search: LeverSearch) -> None:
+    """Compiles the step as it is, where nothing fits and there is hope."""
+    candidate = search.costs.without_recomputation(search.workload.as_is)
+    if key_of(candidate) not in search.found:
+        search.compiled.try_plain(candidate, candidate.projected or 0, search._start)
 
 
 def _reason(error: CompileError) -> str:

@@ -29,7 +29,7 @@ class Copies:
     result: float = 0.0
 
 
-NONE = Copies()
+NO_COPIES = Copies()
 
 
 def copies_of(equation: Any, is_reversed: bool) -> Copies:
@@ -44,7 +44,7 @@ def copies_of(equation: Any, is_reversed: bool) -> Copies:
     padding = parameters["padding"]
     between, apart = parameters["lhs_dilation"], parameters["rhs_dilation"]
     if not math.prod([*lengths, *windows, *results]):
-        return NONE
+        return NO_COPIES
     spread = [1 + (n - 1) * zeros for n, zeros in zip(lengths, between, strict=True)]
     padded = _padded(spread, padding) / math.prod(lengths)
     if max(between) > 1:
@@ -59,7 +59,7 @@ def copies_of(equation: Any, is_reversed: bool) -> Copies:
             1.0 if even else math.prod(spread) / math.prod(lengths),
             1.0 if even else _padded(results, around) / math.prod(results),
         )
-    return Copies(0.0, 1.0, 1.0) if max(apart) > 1 else NONE
+    return Copies(0.0, 1.0, 1.0) if max(apart) > 1 else NO_COPIES
 
 
 def _is_uneven(padding: Any) -> bool:
@@ -76,7 +76,7 @@ def _padded(lengths: list[int], padding: Any) -> int:
 def bytes_of_copies(program: Any, operation: Any) -> tuple[int, int]:
     """Bytes of the copies of an operation, forward and backward."""
     copies = operation.contraction.copies
-    if copies == NONE or not program.rules.pads_convolutions:
+    if copies == NO_COPIES or not program.rules.pads_convolutions:
         return 0, 0
     operand = program.sizes[operation.inputs[0]]
     result = program.sizes[operation.outputs[0]]

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Mapping
 
-from jaxmem.program.convolutions import NONE as NO_COPIES, Copies
+from jaxmem.program.convolutions import NO_COPIES, Copies
 from jaxmem.program.cotangents import CotangentEdge, active_of, cotangent_edges
 from jaxmem.program.float32 import computed_in_float32, in_float32
 from jaxmem.program.kernel import Kernel

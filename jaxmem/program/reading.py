@@ -15,7 +15,7 @@ from jaxmem.jaxprs.residuals import SavedResidual, region_residuals, scan_residu
 from jaxmem.jaxprs.shardings import Shardings
 from jaxmem.program.abstract_values import size_of, type_of
 from jaxmem.program.constants import constant_operands, constant_values
-from jaxmem.program.convolutions import NONE as NO_COPIES, Copies, copies_of
+from jaxmem.program.convolutions import NO_COPIES, Copies, copies_of
 from jaxmem.program.costs import (
     calls,
     derivative_reads,

@@ -50,15 +50,16 @@ class PerBlockCheckpoints:
         likely: list[Layout] = []
         others: list[Layout] = []
         plain = self.plans.planner.plain
-        for layout in (*[plain] * bool(search.best), *self.by_price):
+        for layout in [plain, *self.by_price] if search.best else self.by_price:
             if layout.price > price or not self.plans.is_worth_compiling(layout.price):
                 break
             projected = self.plans.projected(layout)
             least = error * projected - self.plans.chip_bytes
-            hopeless = least > MAX_OVERPROJECTION * budget or search.has_missed(
-                projected, self.by_price
-            )
-            if layout not in search.outcomes and not hopeless:
+            if (
+                layout not in search.outcomes
+                and least <= MAX_OVERPROJECTION * budget
+                and not search.has_missed(projected, self.by_price)
+            ):
                 (likely if least <= budget else others).append(layout)
         yield from likely
         yield from sorted(others, key=lambda one: (one == plain, self.plans.projected(one)))

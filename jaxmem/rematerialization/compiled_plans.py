@@ -10,11 +10,7 @@ from jaxmem.planning import Layout
 from jaxmem.rematerialization.compiled_per_block import PerBlockCheckpoints
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_compiler import PlanCompiler
-from jaxmem.rematerialization.search import (
-    ALTERNATIVE,
-    FIRST_ERROR,
-    Search,
-)
+from jaxmem.rematerialization.search import ALTERNATIVE, FIRST_ERROR, Search
 from jaxmem.targets import family_of
 
 # Chosen: what half and twice of these change beside a stand-in for the compiler prints
@@ -43,6 +39,9 @@ class CompiledPlans(PlanCompiler):
             return self.plan_fewest_bytes(compilations)
         self.search = Search(allowed, compilations)
         self.search.run(self.rounds(allowed), self.start)
+        plain = self.planner.plain
+        if plain not in self.search.outcomes:
+            self.search.try_plain(plain, self.projected(plain), self.start)
         if self.search.best:
             return self.plans[self.search.best]
         lowest = self.search.lowest

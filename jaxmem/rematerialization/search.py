@@ -23,6 +23,11 @@ FIRST_ERROR = 1.3
 # Expected bytes of a proposal over those of the one that is compiled beside it, for where that does
 # not fit: first projections are off by about as much (benchmarks/planner/projected.py).
 ALTERNATIVE = 1.04
+# Times the budget: a program as it is that is expected to take no more, by what came out lowest
+# beside its projection, is compiled before a budget is refused. Chosen: with what is near 1 budgets
+# are refused that the program meets (tests/test_plans.py); with twice of what is above 1 one more
+# program is compiled that does not fit.
+TRY_PLAIN_LIMIT = 1.5
 # A share of projected bytes: rows of regions by several policies that differ by less are the same
 # to XLA. Chosen: four of them compiled to 699.3 MiB each, for a budget of 539 (convolutions with a
 # CTC loss). At half and at twice of it they are the same four.
@@ -109,6 +114,17 @@ class Search(Generic[Proposal]):
                 if not self.remaining:
                     break
 
+    def try_plain(
+        self, proposal: Proposal, projected: int, start: Callable[[Proposal], PendingCompilation]
+    ) -> None:
+        """Where nothing fits: compiles the program as it is, though no more are allowed, if there
+        is hope."""
+        expected = projected * self.least_ratio
+        if not self.best and expected <= TRY_PLAIN_LIMIT * self.allowed:
+            asked, self.compilations = self.compilations, len(self.outcomes) + 1
+            self.run([[proposal]], start)
+            self.compilations = max(asked, self.compilations)
+
     def _round(
         self,
         proposals: Sequence[Proposal],
@@ -193,8 +209,8 @@ class Search(Generic[Proposal]):
         return any(
             (outcome.compiled or 0) > ALTERNATIVE * self.allowed
             and abs(outcome.projected - projected) <= _ALIKE * projected
+            and one in among
             for one, outcome in self.compiled.items()
-            if one in among
         )
 
     @property

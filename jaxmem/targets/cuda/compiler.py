@@ -12,7 +12,8 @@ from jaxmem.targets.cuda.target import CudaTarget
 from jaxmem.targets.workers import Command
 
 _IN_WORKER = pathlib.Path(__file__).with_name("in_worker.py")
-_NO_TILES = re.compile(r"Couldn't find output tile sizes .*?= \w+\[([\d,]+)\]\S* dot\(")
+_NO_TILES = "Couldn't find output tile sizes"
+_REFUSED = re.compile(_NO_TILES + r" .*?= \w+\[([\d,]+)\]\S* dot\(")
 # Chosen: transformers of odd lengths need one or two. Each is one more compilation, as far as to
 # where kernels are cut into tiles.
 _MOST_APART = 6
@@ -56,12 +57,14 @@ def compile_module(
         """Without autotuning XLA takes Triton's first tiling, which odd shapes refuse; on a GPU the
         tuner would take cuBLAS for such a matmul. One after the other is kept apart
         (`matmuls_apart`), and where that does not help Triton is off."""
-        refused = _NO_TILES.search(reply.get("error", ""))
-        if not refused or _TRITON in dict(asked["flags"]):
+        error, apart = reply.get("error"), asked.get("apart", ())
+        if error is None or _TRITON in dict(asked["flags"]):
             return None
-        apart = asked.get("apart", ())
-        shape = tuple(map(int, refused[1].split(",")))
-        if shape in apart or len(apart) == _MOST_APART:
+        if not apart and _NO_TILES not in error:
+            return None
+        refused = _REFUSED.search(error)
+        shape = tuple(map(int, refused[1].split(","))) if refused else None
+        if shape is None or shape in apart or len(apart) == _MOST_APART:
             return request | {"flags": [*flags, (_TRITON, False)]}
         return request | {"apart": (*apart, shape)}
 
