@@ -107,6 +107,17 @@ def _separate_networks():
     return loss, (params, shape(40_960, 128), shape(40_960, 16), shape(40_960))
 
 
+@program("transposed convolutions, in bfloat16")
+def _transposed_in_bfloat16():
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = jnp.tanh(lax.conv_transpose(x, kernel, (2, 2), "SAME"))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    kernels = [shape(4, 4, 32, 32, dtype=jnp.bfloat16)] * 3
+    return loss, (kernels, shape(16, 32, 32, 32, dtype=jnp.bfloat16))
+
+
 @program("transposed convolutions of a gelu")
 def _transposed():
     def loss(params, x):

@@ -846,6 +846,8 @@ def test_command_line_plan(capsys, tmp_path):
     plan = jaxmem.Plan.from_json(text)
     assert plan.compiled_bytes <= 70 * MIB and '"time_error": null' in text
     assert page.read_text().startswith("<!doctype html>") and "h200" in page.read_text()
+    assert cli.main([*common, "69MiB", "--compilations", "1", "--json"]) == 0
+    assert "of at most 1 plans for h200" in capsys.readouterr().err
     assert cli.main(["plan", name, "--regions", "keep", "--json"]) == 0
     assert jaxmem.Plan.from_json(capsys.readouterr().out).own_regions.kept
     assert cli.main(["plan", name, "--budget", "70MiB", "--html", str(page)]) == 1

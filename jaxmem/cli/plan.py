@@ -24,6 +24,7 @@ def add_plan(commands) -> None:
     parser.add_argument("--budget", help="bytes, '11GiB' or '80%%' (default: the least memory)")
     parser.add_argument("--reserved", default="0", help="of it, for the optimizer's state, say")
     parser.add_argument("--planner", default="dp", help=f"{', '.join(PLANNERS)} (default: dp)")
+    parser.add_argument("--compilations", type=int, default=5, help="at most (default: 5)")
     about = "what becomes of regions that the loss has already (default: open)"
     parser.add_argument("--regions", default="open", choices=["open", "keep"], help=about)
     about = "let residuals of scans wait in host memory"
@@ -54,6 +55,7 @@ def _plan(options) -> int:
             reserved=reserved,
             has_aux=has_aux,
             offload=options.offload,
+            compilations=options.compilations,
             **common,
         )
         if found.compiled and not options.json:

@@ -6,12 +6,14 @@ convolution is a convolution of two copies, with examples and features exchanged
 operand is computed as it is written: a `relu` before the convolution is in no memory.
 
 The library also pads both sides of an axis alike. For one that is padded otherwise (a stride of 2
-and "SAME", causal in time) XLA writes a padded copy too. It takes the place of the operand where
-this is computed for the convolution alone, and is not counted. (tests/test_convolutions.py)
+and "SAME", causal in time) XLA writes a padded copy too, and cuts one of the cotangent. It takes
+the place of the operand where this is computed for the convolution alone, and is not counted then.
+(tests/test_convolutions.py)
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 
@@ -22,11 +24,13 @@ class Copies:
     Attributes:
         forward: that of the operand, in the forward pass.
         operand, result: those of the operand and of the result's cotangent, in the backward pass.
+        uneven: that of the operand in both, unless it is computed for the convolution alone.
     """
 
     forward: float = 0.0
     operand: float = 0.0
     result: float = 0.0
+    uneven: float = 0.0
 
 
 NO_COPIES = Copies()
@@ -59,7 +63,8 @@ def copies_of(equation: Any, is_reversed: bool) -> Copies:
             1.0 if even else math.prod(spread) / math.prod(lengths),
             1.0 if even else _padded(results, around) / math.prod(results),
         )
-    return Copies(0.0, 1.0, 1.0) if max(apart) > 1 else NO_COPIES
+    exchanged = float(max(apart) > 1)
+    return Copies(0.0, exchanged, exchanged, padded if _is_uneven(padding) else 0.0)
 
 
 def _is_uneven(padding: Any) -> bool:
@@ -73,8 +78,11 @@ def _padded(lengths: list[int], padding: Any) -> int:
     )
 
 
-def bytes_of_copies(program: Any, operation: Any) -> tuple[int, int]:
-    """Bytes of the copies of an operation, forward and backward."""
+def bytes_of_copies(
+    program: Any, operation: Any, is_for_one: Callable[[int], bool]
+) -> tuple[int, int]:
+    """Bytes of the copies of an operation, forward and backward; ``is_for_one``: whether a value is
+    computed element by element, for one operation."""
     copies = operation.contraction.copies
     if copies == NO_COPIES or not program.rules.pads_convolutions:
         return 0, 0
@@ -82,7 +90,11 @@ def bytes_of_copies(program: Any, operation: Any) -> tuple[int, int]:
     result = program.sizes[operation.outputs[0]]
     # The operand's cotangent is made where its copy was.
     copied = max(copies.operand - program.active[operation.inputs[0]], 0) * operand
-    return round(copies.forward * operand), round(copied + copies.result * result)
+    uneven = 0.0 if is_for_one(operation.inputs[0]) else copies.uneven * operand
+    return (
+        round(copies.forward * operand + uneven),
+        round(max(copied + copies.result * result, uneven)),
+    )
 
 
 def reads_copy(program: Any, operation: Any, value: int) -> bool:

@@ -6,6 +6,7 @@ This is the granularity at which planning pays: what is not in memory costs no b
 next to none to make again.
 """
 
+import collections
 import functools
 
 from jaxmem.program.convolutions import bytes_of_copies, reads_copy
@@ -54,6 +55,14 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     for index, operation in enumerate(program.operations):
         for value in operation.outputs:
             maker[value] = index
+    readers = collections.Counter(
+        value for operation in program.operations for value in {*operation.inputs}
+    )
+
+    def is_for_one(value: int) -> bool:
+        """Whether it is computed element by element, for one operation."""
+        return value in maker and program.operations[maker[value]].fused and readers[value] == 1
+
     kernels: list[Kernel] = []
     # What is gathered, and not yet: the operand that it is made of.
     gathered = {
@@ -142,7 +151,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         parts = {source: size for v, size in gradients.items() for source in made(operation, v)}
         padded = padded_copies(program, operation, matmul, functools.partial(made, operation))
         copies_kept = padded.kept
-        copied, copied_again = bytes_of_copies(program, operation)
+        copied, copied_again = bytes_of_copies(program, operation, is_for_one)
         workspace += library + forward + padded.forward + copied
         inside += library + max(gradients.values(), default=0) + padded.backward + copied_again
         rows = norms.sources.get(index, frozenset())
