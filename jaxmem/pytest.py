@@ -68,7 +68,7 @@ def assert_fits(
     report = memory(step, *args, target=target)
     usable = report.target.usable_bytes
     allowed = None if budget is None else device_budget(budget, usable, report.target.name)
-    if not report.fits("100%" if allowed is None else allowed):
+    if not report.fits(allowed):
         raise AssertionError(as_text(report_parts(report, allowed)))
     if baseline is not None:
         _compare(report, pathlib.Path(baseline), name or _running(), tolerance)

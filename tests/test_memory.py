@@ -280,7 +280,8 @@ def test_a_device_whose_memory_is_not_known():
     report = dataclasses.replace(report, target=LocalDevice("gpu", "some GPU", 0))
     assert "usable" not in str(report)
     assert report.fits("1GiB")
-    with pytest.raises(jaxmem.JaxmemError, match="memory of some GPU is not known; pass a budget"):
+    unknown = "The memory of the target 'local' is not known; pass a budget."
+    with pytest.raises(jaxmem.JaxmemError, match=unknown):
         report.fits()
 
 

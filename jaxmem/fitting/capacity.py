@@ -231,27 +231,26 @@ MakeStep = Callable[[int], tuple[Callable, tuple]]
 
 
 def _found(make_step: MakeStep, budget, target, multiple, most, compilations, what: str) -> Largest:
-    if budget is None and not target.usable_bytes:
-        raise JaxmemError(f"The memory of {target} is not known; pass a budget=.")
-    budget = "100%" if budget is None else budget
     allowed = device_budget(budget, target.usable_bytes, target.name)
     for name, value, least in (("multiple", multiple, 1), ("compilations", compilations, 2)):
         if not is_count(value, least):
             raise JaxmemError(f"{name}= takes an int of {least} or more; got {value!r}.")
     if most is not None and not is_count(most, multiple):
         raise JaxmemError(f"most= takes an int of {multiple} or more; got {most!r}.")
-    capacity = _Capacity(make_step, target, allowed, multiple, most, what)
-    search: Search[int] = Search(allowed, compilations)
-    search.run(capacity.rounds(), capacity.start)
+    capacity = _Capacity(make_step, target, allowed, compilations, multiple, most, what)
+    capacity.search.run(capacity.rounds(), capacity.start)
     return capacity.answer()
 
 
 class _Capacity:
     """Numbers compiled so far, by how many multiples they are."""
 
-    def __init__(self, make_step: MakeStep, target, budget: int, multiple: int, most, what: str):
+    def __init__(
+        self, make_step: MakeStep, target, budget: int, compilations: int, multiple: int, most, what
+    ):
         self.make_step, self.target, self.what = make_step, target, what
         self.budget, self.multiple, self.most = budget, multiple, most
+        self.search: Search[int] = Search(budget, compilations)
         self.reports: dict[int, MemoryReport] = {}
         fixed, growth = _argument_slope(make_step, multiple)
         self.grows = growth > 0
@@ -337,6 +336,7 @@ class _Capacity:
         return met if fits + third < met < fails else fits + third
 
     def answer(self) -> Largest:
+        """The largest that was found."""
         fits, fails = self._bracket()
         return Largest(
             fits * self.multiple,
@@ -354,9 +354,8 @@ class _Capacity:
 
     def _bracket(self) -> tuple[int, int | None]:
         """The largest that fits (0: none), and the smallest above it that does not."""
-        fits = max((n for n, r in self.reports.items() if r.device <= self.budget), default=0)
-        fails = [n for n, r in self.reports.items() if r.device > self.budget and n > fits]
-        return fits, min(fails, default=None)
+        fits, fails = self.search.bracket({count: count for count in self.reports})
+        return int(fits), None if math.isinf(fails) else int(fails)
 
 
 def _argument_slope(make_step: MakeStep, multiple: int) -> tuple[int, int]:

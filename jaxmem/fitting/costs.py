@@ -16,6 +16,7 @@ from jaxmem.planning import Layout, Planner, baseline_policies, per_block_layout
 from jaxmem.program import Program
 from jaxmem.rematerialization import (
     Constraints,
+    Limits,
     OriginalCheckpoints,
     Plan,
     TracedFunction,
@@ -61,7 +62,8 @@ class Costs:
         return limits.total(found) if isinstance(found, int) else found
 
     def _constraints(self, offload: bool, left: int = 2**62) -> Constraints:
-        return Constraints(Budget(left), self.workload.device, "dp", offload, self._keeps_regions)
+        limits = Limits(Budget(left), self.workload.device, offload)
+        return Constraints(limits, "dp", self._keeps_regions)
 
     @property
     def _keeps_regions(self) -> bool:

@@ -75,7 +75,6 @@ class Workload:
             raise JaxmemError(f"jaxmem.fit is to allow {name!r} and to keep it: name it once.")
         self.meshes = Meshes(mesh, devices, split, self.params, self.batch)
         self._place(resolve(target))
-        budget = "100%" if budget is None else budget
         self.budget = device_budget(budget, self.target.usable_bytes, self.target.name)
         self.refused: dict[str, str] = {}
         self.found: dict[str, Any] = {}  # by the name of a lever: what it knows of the loss

@@ -5,7 +5,7 @@ import numbers
 import re
 import warnings
 
-from jaxmem.ground.errors import BudgetError, JaxmemWarning
+from jaxmem.ground.errors import BudgetError, JaxmemError, JaxmemWarning
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -69,11 +69,11 @@ def parse_budget(
     return int(value) if isinstance(budget, str) else int(budget)
 
 
-def device_budget(budget: int | str, usable: int | None = None, name: str = "") -> int:
+def device_budget(budget: int | str | None, usable: int | None = None, name: str = "") -> int:
     """Bytes that a step may take: the budget, or what is usable on the device if that is less.
 
     Args:
-        budget: as for `parse_budget`.
+        budget: as for `parse_budget`; None: all that is usable.
         usable: bytes of the device that a step can have; None or 0: not known, nothing is compared.
         name: of the device.
 
@@ -81,11 +81,16 @@ def device_budget(budget: int | str, usable: int | None = None, name: str = "") 
         A positive int. `JaxmemWarning` says so where the device has less than the budget.
 
     Raises:
+        JaxmemError: there is no budget, and what is usable is not known.
         BudgetError: the budget does not parse, or is a number without a unit that is too small.
 
     >>> device_budget("20GiB", 23 * 2**30, "rtx-3090") // 2**30
     20
     """
+    if budget is None:
+        if not usable:
+            raise JaxmemError(f"The memory of the target {name!r} is not known; pass a budget.")
+        return usable
     allowed = parse_budget(budget, usable or None)
     if allowed < _LEAST_BUDGET and str(budget).strip()[-1].isdigit():
         raise BudgetError(

@@ -8,6 +8,7 @@ from jaxmem.rematerialization.bounds import Bound as Bound
 from jaxmem.rematerialization.choices import Choice as Choice, Row as Row
 from jaxmem.rematerialization.constraints import Constraints as Constraints
 from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto
+from jaxmem.rematerialization.limits import Limits as Limits
 from jaxmem.rematerialization.named.policy import (
     BuiltIn as BuiltIn,
     NamedPolicy as NamedPolicy,

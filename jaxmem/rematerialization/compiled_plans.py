@@ -150,12 +150,7 @@ class CompiledPlans(PlanCompiler):
                 if not search.best:
                     yield from self.slightly_above(budget)
                 return
-            tried = {one: goal for one, goal in planned_bytes.items() if one in search.outcomes}
-            fits = max((goal for one, goal in tried.items() if search.fits(one)), default=0.0)
-            fails = min(
-                (goal for one, goal in tried.items() if goal > fits and not search.fits(one)),
-                default=math.inf,
-            )
+            fits, fails = search.bracket(planned_bytes)
             corrected = self.corrected(layout, budget)
             if not search.fits(layout):
                 goal = self.next_goal(budget, corrected / _SAFETY_MARGIN, fails)

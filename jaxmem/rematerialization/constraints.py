@@ -23,24 +23,16 @@ from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_facts import OwnRegions, PlannedFor, Predicted
 from jaxmem.rematerialization.timelines import Timeline
-from jaxmem.targets import Rules, Target, family_of
+from jaxmem.targets import Rules, family_of
 
 
 class Constraints:
-    """What a plan may cost, and on what: a budget in bytes, the planner, and whether residuals may
-    wait in host memory; and whether the user's own regions stay."""
+    """What a plan may cost, and on what; the planner that makes it; and whether the user's own
+    regions stay."""
 
-    def __init__(
-        self,
-        budget: Budget,
-        device: Target | None,
-        name: str,
-        offload: bool,
-        keeps_regions: bool = False,
-    ):
-        self.keeps_regions = keeps_regions
-        self.budget, self.device, self.name = budget, device, name
-        self.rates = Limits(budget, device, offload).rates
+    def __init__(self, limits: Limits, name: str, keeps_regions: bool = False):
+        self.budget, self.device, self.rates = limits.budget, limits.target, limits.rates
+        self.name, self.keeps_regions = name, keeps_regions
 
     @classmethod
     def parse(
@@ -55,9 +47,8 @@ class Constraints:
         if planner not in PLANNERS:
             known = ", ".join(map(repr, PLANNERS))
             raise PlanError(f"There is no planner named {planner!r}; the known ones are {known}.")
-        limits = Limits.parse(budget, reserved, target)
-        kept = regions == "keep"
-        return cls(limits.budget, limits.target, planner, offload, kept)
+        limits = Limits.parse(budget, reserved, target, offload)
+        return cls(limits, planner, regions == "keep")
 
     def with_own_regions(self) -> "Constraints":
         """The same, of a function whose own regions stay."""

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from jaxmem.ground.bar import Bar
@@ -212,6 +212,14 @@ class Search(Generic[Proposal]):
             and one in among
             for one, outcome in self.compiled.items()
         )
+
+    def bracket(self, sizes: Mapping[Proposal, float]) -> tuple[float, float]:
+        """Of the sizes of proposals that were compiled, the largest that fits (0: none), and the
+        smallest above it that does not (infinite: none)."""
+        tried = {one: size for one, size in sizes.items() if one in self.outcomes}
+        fits = max((size for one, size in tried.items() if self.fits(one)), default=0.0)
+        above = (size for one, size in tried.items() if size > fits and not self.fits(one))
+        return fits, min(above, default=math.inf)
 
     @property
     def best(self) -> Proposal | None:

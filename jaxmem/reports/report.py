@@ -198,13 +198,7 @@ class MemoryReport(Sized, Printed):
         Raises:
             BudgetError: the budget does not parse.
         """
-        usable = self.target.usable_bytes
-        if budget is None and not usable:
-            raise JaxmemError(
-                f"The memory of {self.target.description} is not known; pass a budget to fits()."
-            )
-        budget = "100%" if budget is None else budget
-        return self.device <= device_budget(budget, usable, self.target.name)
+        return self.device <= device_budget(budget, self.target.usable_bytes, self.target.name)
 
     def _parts(self) -> Iterable[Part]:
         return report_parts(self)
