@@ -18,19 +18,21 @@ from jaxmem.reports.calibrating.fitted import held_out
 from jaxmem.reports.calibrating.probes import ladders
 from jaxmem.reports.calibrating.running import Sample
 from jaxmem.reports.speed.model import seconds_of
-from jaxmem.reports.speed.schedule import Schedule
+from jaxmem.reports.speed.schedule import KernelSchedule
 from jaxmem.reports.speed.step_time import step_time
 from jaxmem.targets import (
+    AchievableShares,
     LocalDevice,
     MeasuredRates,
-    Shares,
     calibration_path,
     keep_calibration,
     rated,
 )
 
 A100 = jaxmem.target("a100-80gb")
-REACHED = Shares(matmul=0.5, convolution=0.4, memory=0.8, link=A100.shares.link, launch=4e-6)
+REACHED = AchievableShares(
+    matmul=0.5, convolution=0.4, memory=0.8, link=A100.shares.link, launch=4e-6
+)
 # Of bfloat16 and TF32 half, of float32 with all its bits nine tenths.
 PEAKS = dataclasses.replace(A100.peaks, float32=1.8 * A100.peaks.float32)
 TRUE = dataclasses.replace(A100, shares=REACHED, peaks=PEAKS)
@@ -121,7 +123,7 @@ def samples():
             for at in chosen.get(ladder.name, ()):
                 probe = ladder.probes[at]
                 hlo = jaxmem.memory(probe.fun, *probe.shapes, target=A100, timeline=False).hlo
-                ran = Schedule(hlo, A100).ran
+                ran = KernelSchedule(hlo, A100).ran
                 kernels = tuple((one.times, one.kernel) for one in ran if one.kernel)
                 taken = sum(times * seconds_of(kernel, TRUE) for times, kernel in kernels)
                 found.append(Sample(probe.name, ladder.name, kernels, taken, ladder.whole))

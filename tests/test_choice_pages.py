@@ -79,9 +79,9 @@ def test_a_point_is_chosen_and_the_rest_follows(path, frontier):
         assert page.title() == "What to save and what to recompute: net on rtx-3090"
         answer = page.inner_text("#answer")
         assert answer.startswith("fits the budget of 40.00 MiB: dp, ")
-        assert page.locator("#frontier .point.one-liner").count() == len(frontier.one_liners)
+        assert page.locator("#frontier .point.one-liner").count() == len(frontier.baseline_policies)
         shown = page.locator("#points tr").all_inner_texts()
-        assert len(shown) == len(frontier.plans) + len(frontier.one_liners)
+        assert len(shown) == len(frontier.plans) + len(frontier.baseline_policies)
         smallest = min(frontier.plans, key=lambda plan: plan.projected_bytes)
         size = jaxmem.format_bytes(smallest.projected_bytes)
         before = [page.inner_html(box) for box in ("#time", "#tree", "#body")]
@@ -251,7 +251,7 @@ def test_a_fit_tells_compiled_from_projected(path, fitted):
     fitted.to_html(path, name="train:workload")
     with opened(path) as page:
         liners = page.locator("#frontier .point.one-liner")
-        assert liners.count() == len(fitted.one_liners) > 2
+        assert liners.count() == len(fitted.baseline_policies) > 2
         box = page.locator("#left .scroll")
         assert box.evaluate("e => e.scrollWidth <= e.clientWidth")  # no verdict is cut
         compiled = [one for one in fitted.considered if one.compiled is not None]

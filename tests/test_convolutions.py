@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import jaxmem
-from jaxmem.program.convolutions import NO_COPIES, Copies, copies_of
+from jaxmem.program.convolutions import NO_COPIES, ConvolutionCopies, copies_of
 
 
 def shape(*sizes, dtype="float32"):
@@ -83,7 +83,7 @@ def test_others_have_none():
 
     assert convolution("SAME") == convolution("VALID") == NO_COPIES
     # This one takes the place of the operand, if that is computed for it alone.
-    assert convolution(((2, 0), (2, 0))) == Copies(uneven=100 / 64)
+    assert convolution(((2, 0), (2, 0))) == ConvolutionCopies(uneven=100 / 64)
     empty = jax.make_jaxpr(transposed(2))(shape(2, 0, 8, 3), shape(3, 3, 3, 4))
     assert copies_of(empty.jaxpr.eqns[-1], False) == NO_COPIES
 

@@ -47,8 +47,8 @@ def drawn(monkeypatch, tmp_path):
 
 def test_a_plan_is_made_for_the_bytes_of_each_one_liner(frontier):
     """So that no one-liner is better than what is drawn at its bytes."""
-    assert len(frontier.one_liners) > 2
-    for _, size, seconds in frontier.one_liners:
+    assert len(frontier.baseline_policies) > 2
+    for _, size, seconds in frontier.baseline_policies:
         fitting = [plan for plan in frontier.plans if plan.projected_bytes <= size]
         assert min(plan.predicted.recompute_seconds for plan in fitting) <= seconds
 
@@ -73,7 +73,7 @@ def test_the_best_one_liner_at_the_bytes_of_every_plan(frontier, drawn):
     best = lines["the best of these policies in the same bytes"]
     sizes, shares = (list(data) for data in best.get_data())
     assert shares == sorted(shares, reverse=True) and best.get_drawstyle() == "steps-post"
-    least = min(size for _, size, _ in frontier.one_liners)
+    least = min(size for _, size, _ in frontier.baseline_policies)
     for plan in frontier.plans:
         assert (plan.projected_bytes / 2**20 in sizes) == (plan.projected_bytes >= least)
 
@@ -88,7 +88,7 @@ def test_no_text_of_the_picture_is_cut(frontier, drawn, dark):
 def test_one_liners_that_are_one_program_are_one_mark(frontier, drawn):
     axes = drawn(frontier).axes[0]
     places = [tuple(map(tuple, line.get_data())) for line in axes.lines if line.get_marker() == "x"]
-    assert len(places) == len(set(places)) < len(frontier.one_liners)
+    assert len(places) == len(set(places)) < len(frontier.baseline_policies)
 
 
 def test_the_best_within_bytes():

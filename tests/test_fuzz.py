@@ -299,7 +299,7 @@ def cases(draw):
     loops = draw_loops(draw, program, 2)
     plan = Plan("random", program.fingerprint, regions, loops, Predicted(0, 0, program.flops, 0))
     return fun, dataclasses.replace(
-        plan, widens=draw(st.booleans()), own_regions=OwnRegions(kept=keeps)
+        plan, widens_bfloat16=draw(st.booleans()), own_regions=OwnRegions(kept=keeps)
     )
 
 

@@ -472,7 +472,9 @@ def test_fit_does_not_lose_to_a_region_on_the_body_of_a_scan(own, name):
     chosen = fitted.fitting.chosen
     assert chosen.report.work.flops <= theirs.work.flops
     if name == "dots_saveable":  # takes more bytes than the cell's own scan does, and more time
-        assert not chosen.plan.regions and not chosen.plan.loops and not chosen.plan.stays
+        assert (
+            not chosen.plan.regions and not chosen.plan.loops and not chosen.plan.keeps_own_regions
+        )
 
 
 def test_a_loss_keeps_its_own_regions_where_nothing_else_takes_less_time(monkeypatch, capsys):
@@ -482,7 +484,9 @@ def test_a_loss_keeps_its_own_regions_where_nothing_else_takes_less_time(monkeyp
 
     def made(self, candidate):
         step, _ = found(self, candidate)
-        return step, FakeCompilation(candidate.projected * (1 if candidate.plan.stays else 1.5))
+        return step, FakeCompilation(
+            candidate.projected * (1 if candidate.plan.keeps_own_regions else 1.5)
+        )
 
     monkeypatch.setattr(LeverSearch, "_lowered", made)
     dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
@@ -491,7 +495,7 @@ def test_a_loss_keeps_its_own_regions_where_nothing_else_takes_less_time(monkeyp
         target="h100", keep=("batch", "placement"),
     )  # fmt: skip
     said = capsys.readouterr().out
-    assert fitted.fitting.chosen.plan.stays
+    assert fitted.fitting.chosen.plan.keeps_own_regions
     assert "They stay: nothing else that fits was found to take less time" in " ".join(said.split())
     assert re.search(r"its own, \+\d\.\d%", said)
 

@@ -300,7 +300,7 @@ def test_names_of_other_types_are_refused():
         jaxmem.remat_policy(target=["h200"])
 
 
-RESULT = cache.Compiled(
+RESULT = cache.CachedProgram(
     {"hlo": b"a program", "live-range": b"x" * 9}, {"temp": 1471264, "argument": 7}
 )
 
@@ -494,7 +494,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     with pytest.raises(jaxmem.JaxmemError, match="Set JAXMEM_CACHE to a folder that can be writ"):
         jaxmem.install_compiler()
     nowhere = tmp_path / "file" / "compiled" / "result"
-    cache.write(nowhere, cache.Compiled({"hlo": b""}))  # costs the result, nothing else
+    cache.write(nowhere, cache.CachedProgram({"hlo": b""}))  # costs the result, nothing else
     assert cache.read(nowhere) is None
 
 

@@ -83,7 +83,7 @@ def test_gradients_of_the_mean_over_a_mapped_function():
 def test_a_plan_says_what_its_program_is_compiled_with(target):
     loss, args = convnet()
     plan = planned_for(target, loss, args)
-    assert plan.widens
+    assert plan.widens_bfloat16
     assert plan.compiler_options == {**OFF, "xla_allow_excess_precision": False}
     assert jaxmem.Plan.from_json(plan.to_json()) == plan
 
@@ -97,7 +97,7 @@ def test_where_there_are_units_nothing_changes(target, dtype):
 
     args = [jax.ShapeDtypeStruct((8, 8), dtype)] * 2
     plan = planned_for(target, loss, args)
-    assert not plan.widens
+    assert not plan.widens_bfloat16
     assert plan.compiler_options == OFF
     jaxpr = str(jax.make_jaxpr(jax.grad(plan.apply(loss)))(*args))
     assert "widened" not in jaxpr

@@ -7,9 +7,9 @@ Each figure of ``published.csv`` whose program can be written in JAX as it ran: 
 a U-Net and GPT-2, on one GPU or data parallel on several, with attention that writes its scores
 out. The others there have attention kernels of their own or are sharded in other ways. Optimizer
 steps count as often as they ran. The shares of the makers' rates that programs reach
-(`jaxmem.targets.Shares`) are fitted to half of the classes of figures (model, GPU and precision):
-every other one in alphabetical order. The error is that of predicted seconds beside measured ones;
-it holds what differs between frameworks too.
+(`jaxmem.targets.AchievableShares`) are fitted to half of the classes of figures (model, GPU and
+precision): every other one in alphabetical order. The error is that of predicted seconds beside
+measured ones; it holds what differs between frameworks too.
 """
 
 import csv
@@ -30,13 +30,13 @@ from benchmarks._published import MODELS, OPTIMIZERS
 from benchmarks._record import record
 from benchmarks._steps import compile_plain
 from jaxmem.reports.speed.model import parts_of
-from jaxmem.reports.speed.schedule import KernelRun, Schedule
-from jaxmem.targets import Shares, known_targets
+from jaxmem.reports.speed.schedule import KernelRun, KernelSchedule
+from jaxmem.targets import AchievableShares, known_targets
 
 FIGURES = pathlib.Path(__file__).with_name("published.csv")
 FREE = ("matmul", "convolution", "memory")
-STATED = Shares()
-WHOLE = Shares(matmul=1.0, convolution=1.0, memory=1.0, launch=0.0)
+STATED = AchievableShares()
+WHOLE = AchievableShares(matmul=1.0, convolution=1.0, memory=1.0, launch=0.0)
 
 
 def figures() -> list[dict]:
@@ -127,14 +127,14 @@ class Figure:
     def kind(self) -> tuple:
         return tuple(self.row[name] for name in ("family", "gpu", "precision"))
 
-    def predicted(self, shares: Shares) -> float:
+    def predicted(self, shares: AchievableShares) -> float:
         target = dataclasses.replace(self.target, shares=shares)
-        return sum(one.seconds for one in Schedule(self.hlo, target).ran)
+        return sum(one.seconds for one in KernelSchedule(self.hlo, target).ran)
 
     @functools.cached_property
     def ran(self) -> tuple[KernelRun, ...]:
-        """As the shares of `Shares` say."""
-        return Schedule(self.hlo, self.target).ran
+        """As `AchievableShares` says."""
+        return KernelSchedule(self.hlo, self.target).ran
 
     @functools.cached_property
     def parts(self) -> np.ndarray:
@@ -150,7 +150,7 @@ class Figure:
                 found.append((one.times, *by_kind, traffic))
         return np.array(found)
 
-    def quickly(self, shares: Shares) -> float:
+    def quickly(self, shares: AchievableShares) -> float:
         """`predicted`, but for what is waited for, which does not depend on what is fitted."""
         times, matmul, convolution, memory = self.parts.T
         arithmetic = matmul / shares.matmul + convolution / shares.convolution
@@ -162,7 +162,7 @@ class Figure:
         return sum(one.seconds for one in self.ran if one.kernel is None)
 
 
-def fitted(known: list[Figure]) -> Shares:
+def fitted(known: list[Figure]) -> AchievableShares:
     """The shares with the least mean of absolute logarithms of predicted over measured, to 0.01."""
 
     def loss(values: dict[str, float]) -> float:

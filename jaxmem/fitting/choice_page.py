@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from jaxmem.rematerialization import Plan
 from jaxmem.rematerialization.choice_page import Point, page_of_points
-from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
+from jaxmem.rematerialization.timelines import UNKNOWN, PlanTimeline
 
 if TYPE_CHECKING:
     from jaxmem.fitting.search import LeverSearch
@@ -22,7 +22,9 @@ def page_of_fitting(fitting: "Fitting", more: "Iterable[Candidate]" = (), name: 
     seconds = plain.seconds if plain else min((point.seconds for point in points), default=0.0)
     # The timeline of the step as it is, is that of the first point.
     points.sort(key=lambda point: plain is None or point.plan is not plain.plan)
-    points += [Point(label, size, time, "one-liner") for label, size, time in fitting.one_liners]
+    points += [
+        Point(label, size, time, "one-liner") for label, size, time in fitting.baseline_policies
+    ]
     known = fitting.target.known
     error = known.time_error if known else None
     return page_of_points(points, seconds, fitting.budget, fitting.target.name, error, name)
@@ -58,7 +60,7 @@ def _point(one: "Candidate") -> Point:
     return Point(label, size, one.seconds, how, one.plan, outside, one.verdict, _compiled(one))
 
 
-def _compiled(one: "Candidate") -> Timeline:
+def _compiled(one: "Candidate") -> PlanTimeline:
     """Bytes along what was compiled. Its backward pass begins where the last of the forward pass
     that is no recomputation ends."""
     report = one.report
@@ -66,4 +68,4 @@ def _compiled(one: "Candidate") -> Timeline:
         return UNKNOWN
     forward = [at for at, phase in enumerate(report.phases) if phase == "forward"]
     first = forward[-1] + 1 if forward else 0
-    return Timeline.of(report.timeline.live.tolist(), first, int)
+    return PlanTimeline.of(report.timeline.live.tolist(), first, int)

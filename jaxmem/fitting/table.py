@@ -58,7 +58,7 @@ class Candidate:
             return "none"  # regions of the loss's own are told above the table
         again, offloaded = self.plan.predicted.recompute_share, self.plan.predicted.host_bytes
         where = f", {format_bytes(offloaded)} on the host" if offloaded else ""
-        who = "its own" if self.plan.stays else self.plan.planner
+        who = "its own" if self.plan.keeps_own_regions else self.plan.planner
         return f"{who}, +{again:.1%}{where}"
 
 
@@ -73,8 +73,8 @@ class Fitting(Printed):
         budget, target: what for.
         report: of the chosen step, or of the one with the fewest bytes.
         written: what the loss costs with regions of its own, which were opened; None: it has none.
-        one_liners: the policies of `jax.checkpoint` on every block of the step as it is: name,
-            projected bytes and predicted seconds.
+        baseline_policies: the policies of `jax.checkpoint` on every block of the step as it is:
+            name, projected bytes and predicted seconds.
 
     Predicted times are printed with their error on the target (`Target.time_error`), or as
     "unchecked".
@@ -87,7 +87,7 @@ class Fitting(Printed):
     target: Target | LocalDevice
     report: MemoryReport | None = dataclasses.field(compare=False)
     written: Written | None = None
-    one_liners: tuple[tuple[str, int, float], ...] = ()
+    baseline_policies: tuple[tuple[str, int, float], ...] = ()
 
     def _parts(self) -> Iterator[Part]:
         yield f"jaxmem.fit: {self._answer()}"
@@ -196,7 +196,7 @@ class Fitting(Printed):
             f"{levers} recomputes {chosen.plan.predicted.recompute_share:.1%}. They "
             + (
                 "stay: nothing else that fits was found to take less time"
-                if chosen.plan.stays
+                if chosen.plan.keeps_own_regions
                 else "are opened; keep='regions' keeps them"
             )
         )

@@ -36,8 +36,10 @@ class Verdicts:
         workload = self.workload
         about = self._refused(best), workload.budget, workload.target
         costs = self.search.costs
-        one_liners = tuple(costs.baseline_policies())
-        return Fitting(chosen, tuple(rows), *about, report, costs.original_cost(), one_liners)
+        baseline_policies = tuple(costs.baseline_policies())
+        return Fitting(
+            chosen, tuple(rows), *about, report, costs.original_cost(), baseline_policies
+        )
 
     def _refused(self, best: Candidate | None) -> dict[str, str]:
         """What was not searched and why, with what it would bring."""

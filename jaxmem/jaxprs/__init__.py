@@ -28,7 +28,7 @@ from jaxmem.jaxprs.equations import (
 )
 from jaxmem.jaxprs.flat import (
     FlatJaxpr as FlatJaxpr,
-    Step as Step,
+    FlatStep as FlatStep,
     apply as apply,
     as_array as as_array,
     context as context,
@@ -65,7 +65,7 @@ from jaxmem.jaxprs.names import (
     with_policy as with_policy,
 )
 from jaxmem.jaxprs.nested import (
-    Loop as Loop,
+    NestedLoop as NestedLoop,
     branches_of as branches_of,
     called_jaxpr as called_jaxpr,
     inner_in as inner_in,

@@ -41,7 +41,7 @@ def in_place_of_attached(target: Target | LocalDevice | None) -> Iterator[None]:
 def _asked() -> frozenset[str]:
     """The functions of JAX's that ask, of all families."""
     examples = [known_targets()[family.example] for family in FAMILIES.values()]
-    return frozenset(name for one in examples for name in family_of(one).answers(one))
+    return frozenset(name for one in examples for name in family_of(one).device_queries(one))
 
 
 @functools.cache
@@ -57,6 +57,6 @@ def _answer(name: str) -> Callable:
                 f"jax.nn.dot_product_attention) that {target.name} does not have. Leave "
                 "implementation= out, or take jaxmem.ops.attention."
             )
-        return family_of(target).answers(target)[name](*args)
+        return family_of(target).device_queries(target)[name](*args)
 
     return answer

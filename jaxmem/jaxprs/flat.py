@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class FlatStep:
     """One equation of a flat jaxpr: operands are value numbers or literals; ``callers`` are the
     calls that it was inlined from, the innermost first."""
 
@@ -73,7 +73,7 @@ class FlatJaxpr:
     computed several times as they were written.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[FlatStep, ...]
     avals: tuple[Any, ...]
     consts: tuple[Any, ...]
     input_count: int
@@ -94,7 +94,7 @@ class FlatJaxpr:
         """The shape and dtype of one of its values."""
         return self.avals[value] if isinstance(value, int) else value.aval
 
-    def makers(self) -> dict[int, Step]:
+    def makers(self) -> dict[int, FlatStep]:
         """The step that makes each value, but for inputs."""
         return {value: step for step in self.steps for value in step.outputs}
 
@@ -106,14 +106,14 @@ class FlatJaxpr:
                 found.update(step.uses)
         return found
 
-    def run(self, steps: Iterable[Step], values: dict[int, Any]) -> None:
+    def run(self, steps: Iterable[FlatStep], values: dict[int, Any]) -> None:
         """Evaluates equations, reading and writing ``values`` by number."""
         for step in steps:
             results = evaluate(step, [read(values, operand) for operand in step.inputs])
             values.update(zip(step.outputs, results, strict=True))
 
 
-def evaluate(step: Step, operands: Sequence[Any], **changed: Any) -> list[Any]:
+def evaluate(step: FlatStep, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """The results of one equation on other operands, with parameters changed as given."""
     equation = step.equation
     parameters = equation.primitive.get_bind_params({**equation.params, **changed})
@@ -122,14 +122,14 @@ def evaluate(step: Step, operands: Sequence[Any], **changed: Any) -> list[Any]:
     return list(results) if equation.primitive.multiple_results else [results]
 
 
-def apply(step: Step, *operands: Any) -> Any:
+def apply(step: FlatStep, *operands: Any) -> Any:
     """The only result of one equation on other operands."""
     (result,) = evaluate(step, operands)
     return result
 
 
 @contextlib.contextmanager
-def context(step: Step) -> Iterator[None]:
+def context(step: FlatStep) -> Iterator[None]:
     """What is bound inside belongs to the line and the module of the step."""
     equation = step.equation
     traceback = traceback_of(step.located)
@@ -137,7 +137,7 @@ def context(step: Step) -> Iterator[None]:
         yield
 
 
-def inside(step: Step) -> Step:
+def inside(step: FlatStep) -> FlatStep:
     """The step as it is in its own `context`, which has its name stack already."""
     return dataclasses.replace(step, name_stack=no_names())
 
@@ -178,7 +178,7 @@ def flatten_jaxpr(
         out_tree = jax.tree.structure(list(closed.out_avals))
     regions: list[tuple[int, int]] = []
     avals: list[Any] = []
-    steps: list[Step] = []
+    steps: list[FlatStep] = []
     scans: list[tuple[int, JaxprEqn]] = []
     in_scans = 0
     computed = CommonSubexpressions()
@@ -192,7 +192,7 @@ def flatten_jaxpr(
     def have_derivative(values: Iterable[int]) -> Iterator[int]:
         return (value for value in values if has_derivative(avals[value]))
 
-    def count_in(step: Step, earlier: tuple[int, ...] | None) -> None:
+    def count_in(step: FlatStep, earlier: tuple[int, ...] | None) -> None:
         """For what is merged with a step, that may have the results of an earlier one."""
         if earlier:
             computed.alias(step.outputs, earlier)
@@ -227,7 +227,7 @@ def flatten_jaxpr(
                     merged.update(earlier)
                 else:
                     made = tuple(map(new, equation.outvars))
-                    steps.append(Step(equation, inputs, made, names, callers))
+                    steps.append(FlatStep(equation, inputs, made, names, callers))
                     if merge:
                         count_in(steps[-1], earlier)
                 numbers.update(zip(equation.outvars, made, strict=True))
@@ -275,7 +275,7 @@ def _as_jax(value) -> Any:
         return jnp.asarray(value)
 
 
-def side_effects(step: Step) -> list[str]:
+def side_effects(step: FlatStep) -> list[str]:
     """Names of the effects that must happen exactly once (a collective's axis is not one)."""
     return sorted(
         type(effect).__name__

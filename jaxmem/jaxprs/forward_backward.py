@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxmem.jaxprs.expansion import expanded
-from jaxmem.jaxprs.flat import FlatJaxpr, Step, evaluate, flatten_jaxpr
+from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep, evaluate, flatten_jaxpr
 from jaxmem.jaxprs.mapped import localized
 from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.nested import branches_of, without_results
@@ -42,7 +42,7 @@ class ForwardBackward:
 
 
 def trace_forward_backward(
-    step: Step, differentiated: Sequence[int], separate: bool = False
+    step: FlatStep, differentiated: Sequence[int], separate: bool = False
 ) -> ForwardBackward:
     """A step with its derivative by the operands that stand at some places; ``separate``: XLA
     sees one without the other, as it does where both are in loops, and merges nothing of the two. A
@@ -109,7 +109,7 @@ def merge_common_subexpressions(
     return dataclasses.replace(flat, steps=tuple(steps), outputs=outputs)
 
 
-def _without_results(step: Step, at: Collection[int]) -> Step:
+def _without_results(step: FlatStep, at: Collection[int]) -> FlatStep:
     return dataclasses.replace(
         step,
         equation=without_results(step.equation, at),
@@ -117,7 +117,7 @@ def _without_results(step: Step, at: Collection[int]) -> Step:
     )
 
 
-def _forwarded_operands(step: Step) -> dict[int, int]:
+def _forwarded_operands(step: FlatStep) -> dict[int, int]:
     """The places of a conditional's results that are operands whichever branch is taken, and which
     operands."""
     if step.primitive != "cond" or not (branches := branches_of(step.equation)):

@@ -14,7 +14,7 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import barrier
 from jaxmem.jaxprs.equations import find_callback, is_callback
-from jaxmem.jaxprs.flat import Step, flatten_jaxpr
+from jaxmem.jaxprs.flat import FlatStep, flatten_jaxpr
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.placement import HOST, memory_space
 
@@ -160,7 +160,7 @@ def kept_on_host(traced) -> tuple[int, str]:
     and where it uses them (results apart), and the line that sends the first of those."""
     flat = flatten_jaxpr(traced.jaxpr)
     last = {value: at for at, step in enumerate(flat.steps) for value in step.uses}
-    sent: dict[int, Step] = {}
+    sent: dict[int, FlatStep] = {}
     for step in flat.steps:
         carry = loop_of(step.equation).carry if step.primitive == "scan" else slice(0, 0)
         if step.primitive in ("device_put", "scan"):
@@ -168,7 +168,7 @@ def kept_on_host(traced) -> tuple[int, str]:
             sent |= {value: step for value in own if memory_space(flat.avals[value]) is HOST}
     for value in flat.outputs:
         sent.pop(value, None) if isinstance(value, int) else None
-    most, line, alive = 0, "", dict[int, Step]()
+    most, line, alive = 0, "", dict[int, FlatStep]()
     for at, step in enumerate(flat.steps):
         alive |= {value: step for value in step.outputs if value in sent}
         total = sum(flat.avals[value].size * flat.avals[value].dtype.itemsize for value in alive)

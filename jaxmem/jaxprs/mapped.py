@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxmem.jaxprs.equations import operation_of
-from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
+from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep, flatten_jaxpr
 
 if TYPE_CHECKING:
     from jax.extend.core import Literal
@@ -33,7 +33,7 @@ def _manual_axes(equation: Any) -> frozenset[str]:
     return frozenset(given.get("manual_axes", given.get("newly_manual_axes")))  # jax 0.12; before
 
 
-def mapped_like(step: Step, fun: Callable, results: Sequence[int]) -> Callable:
+def mapped_like(step: FlatStep, fun: Callable, results: Sequence[int]) -> Callable:
     """Another function of one device's pieces, mapped as a `jax.shard_map` maps its own, of which
     it returns the ``results`` at some places."""
     given = step.equation.params
@@ -113,7 +113,7 @@ def localized(flat: FlatJaxpr) -> FlatJaxpr:
     return dataclasses.replace(flat, steps=tuple(steps), avals=tuple(avals), outputs=outputs)
 
 
-def _renumbered(step: Step, number: Mapping[int, Any]) -> Step:
+def _renumbered(step: FlatStep, number: Mapping[int, Any]) -> FlatStep:
     inputs = tuple(number[x] if isinstance(x, int) else x for x in step.inputs)
     outputs = tuple(number[x] for x in step.outputs)
     return dataclasses.replace(step, inputs=inputs, outputs=outputs)

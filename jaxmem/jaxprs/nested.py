@@ -45,7 +45,7 @@ def inner_in(equation: JaxprEqn, dtype: Any) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class NestedLoop:
     """A scan (``condition`` is None) or a while loop, in the terms of `jax.lax`."""
 
     body: FlatJaxpr
@@ -57,7 +57,7 @@ class Loop:
     operands: int  # of the body
 
 
-def loop_of(equation: JaxprEqn) -> Loop:
+def loop_of(equation: JaxprEqn) -> NestedLoop:
     """What a scan or while equation is made of, with nothing twice in its body; slices are of its
     operands."""
     given = equation.params
@@ -69,13 +69,13 @@ def loop_of(equation: JaxprEqn) -> Loop:
         options = {name: given[name] for name in ("length", "reverse", "unroll")}
         parts = slice(0, consts), slice(0, 0), slice(consts, consts + carry)
         count = len(equation.invars)
-        return Loop(flatten_jaxpr(given["jaxpr"], merge=True), None, *parts, options, count)
+        return NestedLoop(flatten_jaxpr(given["jaxpr"], merge=True), None, *parts, options, count)
     first, consts = given["cond_nconsts"], given["body_nconsts"]
     count = len(equation.invars)
     parts = slice(first, first + consts), slice(0, first), slice(first + consts, count)
     condition = flatten_jaxpr(given["cond_jaxpr"])
     body = flatten_jaxpr(given["body_jaxpr"], merge=True)
-    return Loop(body, condition, *parts, {}, count - first)
+    return NestedLoop(body, condition, *parts, {}, count - first)
 
 
 def branches_of(equation: JaxprEqn) -> list[FlatJaxpr] | None:

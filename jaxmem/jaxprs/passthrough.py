@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jaxmem.jaxprs.equations import is_region
-from jaxmem.jaxprs.flat import FlatJaxpr, Step
+from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
 from jaxmem.jaxprs.nested import branches_of, called_jaxpr, loop_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def resolve_passthrough(flat: FlatJaxpr) -> list[int | Literal]:
     return [origin(output) for output in flat.outputs]
 
 
-def _operands(step: Step) -> list[int | Literal | None]:
+def _operands(step: FlatStep) -> list[int | Literal | None]:
     """The operand that each of a step's results is; None: it is another value."""
     found: list[int | None] = [None] * len(step.outputs)
     if step.primitive in ("scan", "while"):

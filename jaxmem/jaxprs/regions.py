@@ -15,14 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import parameters_of
-from jaxmem.jaxprs.flat import Step, context, evaluate
+from jaxmem.jaxprs.flat import FlatStep, context, evaluate
 from jaxmem.targets.memories import HOST_KIND
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
 
 
-def checkpoint_like(step: Step, fun: Callable, operands: Sequence[Any]) -> list[Any]:
+def checkpoint_like(step: FlatStep, fun: Callable, operands: Sequence[Any]) -> list[Any]:
     """``fun(*operands)`` under the same `jax.checkpoint` as a step's."""
     if "_prim" in step.equation.params:
         with context(step):

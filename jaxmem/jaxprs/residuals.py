@@ -19,7 +19,7 @@ from jaxmem.jaxprs.equations import (
     operation_of,
     parameters_of,
 )
-from jaxmem.jaxprs.flat import Step, evaluate
+from jaxmem.jaxprs.flat import FlatStep, evaluate
 from jaxmem.jaxprs.mapped import automatic_axes
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.operands import differentiable, restrict_to
@@ -59,7 +59,7 @@ def scan_residuals(
     return kept, results
 
 
-def region_residuals(step: Step, constant: Sequence[bool]) -> list[SavedResidual]:
+def region_residuals(step: FlatStep, constant: Sequence[bool]) -> list[SavedResidual]:
     """What a user's own region keeps on the device for its derivative by the operands that are not
     ``constant``, as its policy says, beside operands and results."""
     avals = [variable.aval for variable in step.equation.invars]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmem.jaxprs.flat import FlatJaxpr, Step
+from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
 from jaxmem.jaxprs.mapped import automatic_axes
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.operands import has_derivative
@@ -62,7 +62,7 @@ class Shardings:
         shape = (-(-size // count) for size, count in zip(whole.shape, counts, strict=False))
         return of_shape(whole, tuple(shape))
 
-    def devices(self, step: Step) -> int:
+    def devices(self, step: FlatStep) -> int:
         """Among how many devices the work of an operation is divided: along the axes of what it
         makes, and those that all of its operands are cut along (a matmul's, where it sums up)."""
         if self.mesh is None or step.primitive == "shard_map":  # which is what one device does
@@ -73,7 +73,7 @@ class Shardings:
             along |= set.intersection(*operands)
         return _count(along)
 
-    def summed(self, step: Step) -> Ring | None:
+    def summed(self, step: FlatStep) -> Ring | None:
         """Among which devices the result of a matmul is summed up: those that both of its operands
         are cut over along what it sums; None: there are none."""
         if self.mesh is None or step.primitive != "dot_general" or len([*step.uses]) < 2:
@@ -86,7 +86,7 @@ class Shardings:
         both = axes[0] & axes[1]
         return ring(self.mesh, both) if both else None
 
-    def aligned(self, step: Step) -> bool:
+    def aligned(self, step: FlatStep) -> bool:
         """Whether each device has of a slice the places that it has of what that is taken of: it
         begins there and ends so little sooner that its pieces are as large, the last one padded."""
         if self.mesh is None or step.primitive != "slice":
@@ -99,7 +99,7 @@ class Shardings:
             return False
         return self.aval(made).shape == self.aval(value).shape
 
-    def mapped(self, step: Step, body: FlatJaxpr) -> "Shardings":
+    def mapped(self, step: FlatStep, body: FlatJaxpr) -> "Shardings":
         """How a program inside of a `jax.shard_map` is spread, of which it has the pieces."""
         automatic = automatic_axes(step.equation)
         if self.mesh is None or not automatic:
@@ -115,7 +115,7 @@ class Shardings:
         those."""
         return self._inside(body, operands, len(operands), alike)
 
-    def for_iteration(self, scan: Step, body: FlatJaxpr) -> "Shardings":
+    def for_iteration(self, scan: FlatStep, body: FlatJaxpr) -> "Shardings":
         """How the body of a scan is spread; of some operands it has an element at a time."""
         return self._inside(body, scan.inputs, loop_of(scan.equation).carry.stop, _NONE)
 
@@ -232,7 +232,7 @@ def _shard_as_read(flat: FlatJaxpr, parts: list[Parts]) -> None:
                 )
 
 
-def _results_like(step: Step, at: int) -> Sequence[int]:
+def _results_like(step: FlatStep, at: int) -> Sequence[int]:
     """The results of a step that lie as one of its operands does, if they have its shape."""
     if step.primitive not in ("scan", "while"):
         return step.outputs

@@ -28,7 +28,7 @@ _SHARDING = "sdy.sharding"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reshard:
+class ResultReshard:
     """Results of a function that are one value, which is read in other pieces than it is made in;
     ``reads`` are the results that are made of those pieces, with no result between."""
 
@@ -65,7 +65,7 @@ class Propagated:
                 for one, value in zip(found, self._results, strict=True)
             ]
 
-    def reshards(self) -> Iterator[Reshard]:
+    def reshards(self) -> Iterator[ResultReshard]:
         """Where pieces are sent around between what makes a value and what reads it."""
         numbers: dict[Any, tuple[int, ...]] = {}
         for number, value in enumerate(self._results):
@@ -77,7 +77,7 @@ class Propagated:
                     rank = len(operation.result.type.shape)
                     parts = self._parts(operation.attributes["sharding"], rank)
                     reads = {one for value in _next(operation.result, numbers) for one in value}
-                    yield Reshard(source, frozenset(reads), parts)
+                    yield ResultReshard(source, frozenset(reads), parts)
 
     def _parts(self, sharding: Any, rank: int) -> Parts:
         if sharding is None:

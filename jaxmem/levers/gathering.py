@@ -64,7 +64,7 @@ class _Gathering:
             values.update(zip(step.outputs, self._results(step, of, operands), strict=True))
         return [jaxprs.read(values, output) for output in flat.outputs]
 
-    def _results(self, step: jaxprs.Step, of: list[Kind], operands: list[Any]) -> list[Any]:
+    def _results(self, step: jaxprs.FlatStep, of: list[Kind], operands: list[Any]) -> list[Any]:
         if not meets(step, of):
             return jaxprs.evaluate(step, operands)
         if step.primitive == "scan":
@@ -81,7 +81,7 @@ class _Gathering:
             return jaxprs.checkpoint_like(step, region, operands)
         return jaxprs.evaluate(step, self._gathered(of, operands))
 
-    def _scan(self, step: jaxprs.Step, of: list[Kind], operands: list[Any]) -> list[Any]:
+    def _scan(self, step: jaxprs.FlatStep, of: list[Kind], operands: list[Any]) -> list[Any]:
         """Slices are gathered in the body, constants and the first carry before it."""
         loop = jaxprs.loop_of(step.equation)
         first, carry = loop.carry.stop, loop.carry
@@ -141,7 +141,7 @@ def kinds_of(flat: jaxprs.FlatJaxpr, kinds: Sequence[Kind]) -> dict[int, Kind]:
     return found
 
 
-def meets(step: jaxprs.Step, of: Sequence[Kind]) -> bool:
+def meets(step: jaxprs.FlatStep, of: Sequence[Kind]) -> bool:
     """Whether a step reads spread parameters together with anything else."""
     apart = step.primitive in ("optimization_barrier", "sharding_constraint", "shard_map")
     return any(map(_is_spread, of)) and OTHER in of and not apart

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxmem.jaxprs.placement import DEVICE, HOST
 from jaxmem.loops.looped import DifferentiableLoop
 from jaxmem.loops.schedules import Schedule
-from jaxmem.loops.states import Arrays, Walk
+from jaxmem.loops.states import Arrays, StateWalk
 from jaxmem.loops.tapes import Step
 
 
@@ -53,9 +53,9 @@ class _Scan(DifferentiableLoop):
     def plain_step(self) -> Step:
         return self.step
 
-    def walk(self, operands, wanted) -> Walk:
+    def walk(self, operands, wanted) -> StateWalk:
         schedule = self.schedule
-        return Walk(
+        return StateWalk(
             self.step,
             self.tape(self.step, operands, wanted),
             schedule.states,

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxmem.loops.derivatives import Passes, with_backward
 from jaxmem.loops.schedules import table
-from jaxmem.loops.states import Arrays, Walk, blank, carried, written
+from jaxmem.loops.states import Arrays, StateWalk, blank, carried, written
 from jaxmem.loops.tapes import Step, Tape
 
 _NEVER_FREED = np.iinfo(np.int32).max  # the level of the first state, which is always kept
@@ -79,10 +79,10 @@ class _While:
     def passes(self, wanted: Set[int]) -> Passes:
         return functools.partial(self.forward, wanted), functools.partial(self.backward, wanted)
 
-    def walk(self, operands, wanted) -> Walk:
+    def walk(self, operands, wanted) -> StateWalk:
         _, constants, carry = self.parts(list(map(jax.typeof, operands)))
         tape = Tape.trace(self.step, constants, carry, [], {place - self.first for place in wanted})
-        return Walk(self.step, tape, self.states, table(self.states, _REPEATS))
+        return StateWalk(self.step, tape, self.states, table(self.states, _REPEATS))
 
     def forward(self, wanted, operands):
         """Results, and what is kept: how many steps there were, and states."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmem.loops.looped import DifferentiableLoop
 from jaxmem.loops.schedules import table
-from jaxmem.loops.states import Arrays, Walk
+from jaxmem.loops.states import Arrays, StateWalk
 from jaxmem.loops.tapes import Step
 
 
@@ -42,12 +42,12 @@ class _PiecewiseLoop(DifferentiableLoop):
     def plain_step(self) -> Step:
         return self.pieces[0][1]
 
-    def walks(self, operands, wanted) -> list[tuple[int, int, Walk]]:
+    def walks(self, operands, wanted) -> list[tuple[int, int, StateWalk]]:
         """For each piece its first step, how many it has, and how it goes through them."""
         found, start = [], 0
         for count, step in self.pieces:
             tape = self.tape(step, operands, wanted)
-            walk = Walk(step, tape, 1, table(1, 1), 1, self.length, self.reverse)
+            walk = StateWalk(step, tape, 1, table(1, 1), 1, self.length, self.reverse)
             found.append((start, count, walk))
             start += count
         return found

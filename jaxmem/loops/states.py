@@ -31,7 +31,7 @@ class States(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
+class StateWalk:
     """The steps of a loop, ``block`` of them at a time, with ``states`` kept; ``table`` as of
     `Schedule.reachable`. In reverse the last of ``length`` slices is the first."""
 

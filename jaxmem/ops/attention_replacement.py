@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmem import jaxprs
 from jaxmem.ops.flash import attend, widened
-from jaxmem.ops.patterns import ELEMENTWISE, Graph, Match
+from jaxmem.ops.patterns import ELEMENTWISE, Match, UseGraph
 
 
 class AttentionReplacement:
@@ -22,7 +22,7 @@ class AttentionReplacement:
 
     name = "attention"
 
-    def __init__(self, graph: Graph, match: Match, end: jaxprs.Step):
+    def __init__(self, graph: UseGraph, match: Match, end: jaxprs.FlatStep):
         self.graph, self.match, self.end = graph, match, end
         root = graph.flat.steps[match.root]
         self.shape = root.equation.outvars[0].aval.shape
@@ -64,7 +64,7 @@ class AttentionReplacement:
         self.reads = [value for value in sources if isinstance(value, int)]
 
     @classmethod
-    def of(cls, graph: Graph, match: Match) -> "AttentionReplacement | None":
+    def of(cls, graph: UseGraph, match: Match) -> "AttentionReplacement | None":
         if list(match.results.values()) != ["attended"]:
             return None
         found = cls(graph, match, graph.flat.steps[next(iter(match.results))])
@@ -116,7 +116,7 @@ class AttentionReplacement:
         ]
         return "step", step, nodes
 
-    def _is_computed(self, step: jaxprs.Step, axes: set) -> bool:
+    def _is_computed(self, step: jaxprs.FlatStep, axes: set) -> bool:
         """Whether what a step makes, which has these axes, is computed block by block."""
         numbers = not any(isinstance(value, int) for value in step.inputs)
         return numbers or {self.row, self.match.column} <= axes

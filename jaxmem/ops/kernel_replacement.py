@@ -11,7 +11,7 @@ from jaxmem import jaxprs
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ops.attention_replacement import AttentionReplacement
 from jaxmem.ops.causal_mask import ScoreForm, score_form_of
-from jaxmem.ops.patterns import Graph, Match
+from jaxmem.ops.patterns import Match, UseGraph
 
 # Queries [batch, length, heads, width], keys and values [batch, length, key heads, width], scale,
 # whether a query sees keys up to its own place alone -> like queries.
@@ -31,7 +31,7 @@ class KernelReplacement(AttentionReplacement):
 
     @classmethod
     def with_kernel(
-        cls, graph: Graph, match: Match, kernel: Kernel, name: str
+        cls, graph: UseGraph, match: Match, kernel: Kernel, name: str
     ) -> "KernelReplacement | None":
         """None: the kernel does not take it."""
         found = cls.of(graph, match)
@@ -62,7 +62,7 @@ class KernelReplacement(AttentionReplacement):
         found, pull = jax.vjp(results, *values)
         return found, pull(found)
 
-    def _is_computed(self, step: jaxprs.Step, axes: set) -> bool:
+    def _is_computed(self, step: jaxprs.FlatStep, axes: set) -> bool:
         """Whatever tells which scores a mask leaves out is looked into; none of it is read."""
         return True
 

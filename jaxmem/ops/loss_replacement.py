@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmem import jaxprs
 from jaxmem.ops.losses import statistics
-from jaxmem.ops.patterns import Graph, Match
+from jaxmem.ops.patterns import Match, UseGraph
 
 
 class LossReplacement:
@@ -16,14 +16,16 @@ class LossReplacement:
 
     name = "softmax_cross_entropy"
 
-    def __init__(self, graph: Graph, match: Match, operands, axis: int, bias, cap, labels, beyond):
+    def __init__(
+        self, graph: UseGraph, match: Match, operands, axis: int, bias, cap, labels, beyond
+    ):
         self.graph, self.match, self.operands = graph, match, operands
         self.axis, self.bias, self.cap, self.labels = axis, bias, cap, labels
         self.beyond = beyond
         self.reads = [value for value in (*operands, bias, labels) if isinstance(value, int)]
 
     @classmethod
-    def of(cls, graph: Graph, match: Match) -> "LossReplacement | None":
+    def of(cls, graph: UseGraph, match: Match) -> "LossReplacement | None":
         step = graph.flat.steps[match.root]
         (left, right), batch = step.equation.params["dimension_numbers"]
         avals = [variable.aval for variable in step.equation.invars]
@@ -50,7 +52,7 @@ class LossReplacement:
         return cls(graph, match, operands, axis, *found, label, other)
 
     @staticmethod
-    def _labels(graph: Graph, match: Match, at: int) -> int | None:
+    def _labels(graph: UseGraph, match: Match, at: int) -> int | None:
         step = graph.flat.steps[at]
         if step.primitive == "gather":
             return step.inputs[1]
@@ -90,7 +92,7 @@ class LossReplacement:
         return made
 
 
-def _out_of_range_value(step: jaxprs.Step) -> float | None:
+def _out_of_range_value(step: jaxprs.FlatStep) -> float | None:
     """What is chosen for a label out of range: zero by a one-hot matrix, by a gather a number of
     its own; None: what the nearest label chooses."""
     if step.primitive != "gather":
@@ -101,7 +103,7 @@ def _out_of_range_value(step: jaxprs.Step) -> float | None:
     return np.nan if number is None else float(number)
 
 
-def _bias_and_cap(graph: Graph, match: Match) -> tuple[int | None, float | None] | None:
+def _bias_and_cap(graph: UseGraph, match: Match) -> tuple[int | None, float | None] | None:
     """What the logits go through: a bias, then ``cap * tanh(logits / cap)``, each None where there
     is none; None: something else."""
     step = graph.flat.steps[match.root]
@@ -139,7 +141,7 @@ def _bias_and_cap(graph: Graph, match: Match) -> tuple[int | None, float | None]
     return (bias, cap) if is_one else None
 
 
-def _number(graph: Graph, value: Any) -> float | None:
+def _number(graph: UseGraph, value: Any) -> float | None:
     """A constant, if the value is one number."""
     if isinstance(value, int) or value is None:
         made = graph.made_by(value, "broadcast_in_dim", "convert_element_type")
@@ -147,6 +149,6 @@ def _number(graph: Graph, value: Any) -> float | None:
     return float(value.val) if np.ndim(value.val) == 0 else None
 
 
-def _is_row(graph: Graph, value: int, size: int) -> bool:
+def _is_row(graph: UseGraph, value: int, size: int) -> bool:
     aval = graph.flat.avals[value]
     return aval.size == size and aval.shape[-1:] == (size,)

@@ -62,7 +62,7 @@ class Match:
     moved: bool = False
 
 
-class Graph:
+class UseGraph:
     """Who makes and who reads each value of a flat jaxpr."""
 
     def __init__(self, flat: jaxprs.FlatJaxpr):
@@ -74,7 +74,7 @@ class Graph:
                 self.readers.setdefault(value, []).append(at)
         self.outputs = {value for value in flat.outputs if isinstance(value, int)}
 
-    def made_by(self, value: Any, *primitives: str) -> jaxprs.Step | None:
+    def made_by(self, value: Any, *primitives: str) -> jaxprs.FlatStep | None:
         """The step that makes a value, if it is one of these."""
         at = self.maker.get(value) if isinstance(value, int) else None
         step = None if at is None else self.flat.steps[at]
@@ -126,7 +126,7 @@ class Graph:
             pending |= set(self.readers[output])
         return found if found.results else None
 
-    def _kind(self, step: jaxprs.Step, kinds: dict[int, Kind]) -> Kind | None:
+    def _kind(self, step: jaxprs.FlatStep, kinds: dict[int, Kind]) -> Kind | None:
         """The kind of what a step makes of values that have one; None: it is no part of this."""
         name = step.primitive
         read = [kinds.get(value) if isinstance(value, int) else None for value in step.inputs]
@@ -197,7 +197,7 @@ class Graph:
             value = step.inputs[0]
         return value
 
-    def _slice_rows(self, step: jaxprs.Step, kind: Kind) -> Kind | None:
+    def _slice_rows(self, step: jaxprs.FlatStep, kind: Kind) -> Kind | None:
         """Some rows of scores, whole ones, or all of them with other axes, in the same order."""
         params, before = step.equation.params, step.equation.invars[0].aval.shape
         after = step.equation.outvars[0].aval.shape
@@ -217,7 +217,7 @@ class Graph:
         bounds = zip(params["start_indices"][:-1], params["limit_indices"][:-1], strict=True)
         return Kind(kind.name, kind.axes, tuple(slice(*pair) for pair in bounds), moved=True)
 
-    def _permuted(self, step: jaxprs.Step, kind: Kind) -> Kind | None:
+    def _permuted(self, step: jaxprs.FlatStep, kind: Kind) -> Kind | None:
         """A value of this kind with its axes elsewhere."""
         params, before = step.equation.params, step.equation.invars[0].aval.shape
         after = step.equation.outvars[0].aval.shape
@@ -234,11 +234,11 @@ class Graph:
             axes = tuple(next(long) if size > 1 else None for size in after)
         return Kind(kind.name, axes)
 
-    def _is_last_axis(self, step: jaxprs.Step, kind: Kind) -> bool:
+    def _is_last_axis(self, step: jaxprs.FlatStep, kind: Kind) -> bool:
         """Whether a reduction is over the last axis."""
         return tuple(step.equation.params["axes"]) == (len(kind.axes) - 1,)
 
-    def one_hot(self, step: jaxprs.Step, kinds: dict[int, Kind]) -> int | None:
+    def one_hot(self, step: jaxprs.FlatStep, kinds: dict[int, Kind]) -> int | None:
         """The labels, if the other operand of a product is a one-hot matrix of them."""
         other = next((v for v in step.inputs if not isinstance(v, int) or v not in kinds), None)
         if (maker := self.made_by(other, "convert_element_type")) is not None:

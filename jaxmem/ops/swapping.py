@@ -17,7 +17,7 @@ from jaxmem.ops.attention_replacement import AttentionReplacement
 from jaxmem.ops.dot_product_attention import check_implementation
 from jaxmem.ops.kernel_replacement import Kernel, KernelReplacement, calling
 from jaxmem.ops.loss_replacement import LossReplacement
-from jaxmem.ops.patterns import Graph, Match
+from jaxmem.ops.patterns import Match, UseGraph
 
 # Bytes of scores or logits from which on it is worth it. Chosen: half of what the operations
 # compute at a time (`jaxmem.ops.blocks.BLOCK`).
@@ -144,7 +144,7 @@ class _Swapper:
         """The results of a flat jaxpr, each value computed where it is first needed: what a
         replacement reads may stand after some of what it replaces."""
         values = dict(enumerate(inputs))
-        graph = Graph(flat)
+        graph = UseGraph(flat)
         replacements = self._replacements(graph)
         for step in flat.steps:
             if jaxprs.side_effects(step):
@@ -154,7 +154,7 @@ class _Swapper:
         return [jaxprs.read(values, output) for output in flat.outputs]
 
     def _compute(
-        self, graph: Graph, replacements, values: dict[int, Any], wanted: list[int]
+        self, graph: UseGraph, replacements, values: dict[int, Any], wanted: list[int]
     ) -> None:
         while wanted:
             value = wanted[-1]
@@ -172,7 +172,7 @@ class _Swapper:
                 step = graph.flat.steps[at]
                 values.update(zip(step.outputs, self._evaluate(step, values), strict=True))
 
-    def _evaluate(self, step: jaxprs.Step, values: dict[int, Any]) -> list[Any]:
+    def _evaluate(self, step: jaxprs.FlatStep, values: dict[int, Any]) -> list[Any]:
         operands = [jaxprs.read(values, operand) for operand in step.inputs]
         if step.primitive == "scan":
             loop = jaxprs.loop_of(step.equation)
@@ -193,7 +193,7 @@ class _Swapper:
             )
         return jaxprs.evaluate(step, operands)
 
-    def _replacements(self, graph: Graph) -> dict[int, Any]:
+    def _replacements(self, graph: UseGraph) -> dict[int, Any]:
         """By the number of each step whose result comes from an operation."""
         found: dict[int, Any] = {}
         for at, step in enumerate(graph.flat.steps):
@@ -214,7 +214,7 @@ class _Swapper:
                 self.found.append(Swap(replacement.name, kind, aval, step.line, by_kernel))
         return found
 
-    def _replacement(self, graph: Graph, match: Match, aval: Any) -> Any:
+    def _replacement(self, graph: UseGraph, match: Match, aval: Any) -> Any:
         wanted = self.wanted
         replacement: Any = LossReplacement.of(graph, match)
         # Of an attention some operations run again as they are, where no axis is explicit.
@@ -229,7 +229,7 @@ class _Swapper:
         return replacement if wanted.operations else None
 
 
-def _results(graph: Graph, replacements: dict[int, Any], at: int, values: dict[int, Any]) -> Any:
+def _results(graph: UseGraph, replacements: dict[int, Any], at: int, values: dict[int, Any]) -> Any:
     """What the replacement of a step makes, by number."""
     one = replacements[at]
     steps = [graph.flat.steps[other] for other in replacements if replacements[other] is one]

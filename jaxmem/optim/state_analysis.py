@@ -159,20 +159,20 @@ class _Analysis:
         )
 
 
-def _is_root(step: jaxprs.Step) -> bool:
+def _is_root(step: jaxprs.FlatStep) -> bool:
     """Whether it is not a number where its operand is negative."""
     if step.primitive != "pow":
         return step.primitive in _ROOTS
     return bool(np.any(np.mod(_number(step, 1, 1.0), 1)))
 
 
-def _number(step: jaxprs.Step, at: int, otherwise: Any) -> Any:
+def _number(step: jaxprs.FlatStep, at: int, otherwise: Any) -> Any:
     """An operand that is written in the program; what it is otherwise."""
     operand = step.inputs[at]
     return otherwise if isinstance(operand, int) else operand.val
 
 
-def _is_at_least_zero(step: jaxprs.Step, operands: list[_Value], sizes: list[int]) -> bool:
+def _is_at_least_zero(step: jaxprs.FlatStep, operands: list[_Value], sizes: list[int]) -> bool:
     name = step.primitive
     if name in _AT_LEAST_ZERO or jnp.issubdtype(step.equation.outvars[0].aval.dtype, jnp.bool_):
         return True
@@ -189,7 +189,7 @@ def _is_at_least_zero(step: jaxprs.Step, operands: list[_Value], sizes: list[int
     )
 
 
-def _multiple_of(step: jaxprs.Step, operands: list[_Value], sizes: list[int]) -> frozenset[int]:
+def _multiple_of(step: jaxprs.FlatStep, operands: list[_Value], sizes: list[int]) -> frozenset[int]:
     """Numbers of the values that the result is a multiple of, by something of one sign: what an
     array is divided by to correct a bias, or an epsilon that is added to it, counts as that."""
     name = step.primitive

@@ -17,7 +17,7 @@ def per_block_layouts(planner: Planner, program: Program, rates: Rates) -> list[
     """Rows of regions that a plan must not lose to, the cheapest first; of several, those as their
     author writes them. None where the planner compares with none."""
     rows = planner.per_block_layouts()
-    if rows and not program.widens:  # that takes derivatives of our own
+    if rows and not program.widens_bfloat16:  # that takes derivatives of our own
         rows = [*per_block_segments(program, rates), *rows]
     return sorted(rows, key=lambda layout: layout.price)
 

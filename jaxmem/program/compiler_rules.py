@@ -21,9 +21,11 @@ def apply_compiler_rules(program: Program, rules: Rules) -> Program:
 
 
 def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
-    program = program.widened if rules.widens else program
+    program = program.widened if rules.widens_bfloat16 else program
     multiplies = rules.multiplies_vectors and _has_vectors(program)
-    like_default = dataclasses.replace(rules, widens=False, multiplies_vectors=False) == Rules()
+    like_default = (
+        dataclasses.replace(rules, widens_bfloat16=False, multiplies_vectors=False) == Rules()
+    )
     if like_default and not multiplies:
         return program
     operations, none = [], set()  # residuals that there are not

@@ -4,7 +4,7 @@ integers, or is behind a `jax.lax.stop_gradient`. JAX keeps nothing for them."""
 from collections.abc import Sequence, Set
 
 from jaxmem.jaxprs.flat import FlatJaxpr
-from jaxmem.jaxprs.nested import Loop
+from jaxmem.jaxprs.nested import NestedLoop
 from jaxmem.jaxprs.operands import has_derivative
 
 
@@ -25,7 +25,7 @@ def constant_values(flat: FlatJaxpr, differentiated: Set[int] | None = None) -> 
     return found
 
 
-def constant_operands(loop: Loop, constant: Sequence[bool]) -> list[bool]:
+def constant_operands(loop: NestedLoop, constant: Sequence[bool]) -> list[bool]:
     """Which operands of a scan are constant in all of its iterations, given those that are in the
     first one: what an iteration hands on may depend on what is differentiated."""
     found = list(constant)

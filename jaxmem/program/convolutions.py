@@ -18,7 +18,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Copies:
+class ConvolutionCopies:
     """How many times as long as what they are copies of.
 
     Attributes:
@@ -33,10 +33,10 @@ class Copies:
     uneven: float = 0.0
 
 
-NO_COPIES = Copies()
+NO_COPIES = ConvolutionCopies()
 
 
-def copies_of(equation: Any, is_reversed: bool) -> Copies:
+def copies_of(equation: Any, is_reversed: bool) -> ConvolutionCopies:
     """Those of a convolution, whose kernel is or is not one that was reversed: as the gradient of
     another one a transposed one needs none forward."""
     parameters = equation.params
@@ -58,13 +58,13 @@ def copies_of(equation: Any, is_reversed: bool) -> Copies:
             for k, d, (low, high) in zip(windows, apart, padding, strict=True)
         ]
         even = not _is_uneven(around)
-        return Copies(
+        return ConvolutionCopies(
             0.0 if is_reversed else padded,
             1.0 if even else math.prod(spread) / math.prod(lengths),
             1.0 if even else _padded(results, around) / math.prod(results),
         )
     exchanged = float(max(apart) > 1)
-    return Copies(0.0, exchanged, exchanged, padded if _is_uneven(padding) else 0.0)
+    return ConvolutionCopies(0.0, exchanged, exchanged, padded if _is_uneven(padding) else 0.0)
 
 
 def _is_uneven(padding: Any) -> bool:

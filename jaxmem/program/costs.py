@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
 from jaxmem.jaxprs.expansion import EXPANDED, expansion
-from jaxmem.jaxprs.flat import Step
+from jaxmem.jaxprs.flat import FlatStep
 from jaxmem.jaxprs.linearity import has_linear_rule
 from jaxmem.program.attention import ATTENTION, attention_flops
 from jaxmem.program.derivatives import DERIVATIVES
@@ -101,7 +101,7 @@ def calls(equation) -> tuple[str, ...]:
     return tuple(name for one in inner for name in (operation_of(one), *calls(one)))
 
 
-def is_known(step: Step) -> bool:
+def is_known(step: FlatStep) -> bool:
     """Whether what its derivative reads is known here (`derivative_reads`); of others (a sort, a
     scatter, a Cholesky decomposition, what comes new) JAX has to be asked."""
     return derivative_reads(step) != "operands" or is_fused(step.equation)
@@ -121,7 +121,7 @@ def contraction_flops(name: str, operands, result, parameters) -> int:
     return 2 * parts * math.prod(result.shape) * taps
 
 
-def derivative_reads(step: Step) -> str:
+def derivative_reads(step: FlatStep) -> str:
     """What the operation's derivative reads of the values of a program: ``"nothing"``, its
     ``"result"``, its ``"operands"``; all of them but the first (``"indices"``), that one alone
     (``"predicate"``), the second and, where that has a cotangent, the first (``"divisor"``), or for

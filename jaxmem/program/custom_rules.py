@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.custom_jvp import called_by, traced_rule
-from jaxmem.jaxprs.flat import Step, flatten_jaxpr
+from jaxmem.jaxprs.flat import FlatStep, flatten_jaxpr
 from jaxmem.jaxprs.operands import differentiable
 from jaxmem.program.costs import is_fused
 
@@ -39,7 +39,7 @@ _Readings = dict[tuple[int, ...], Reading]
 _readings: weakref.WeakKeyDictionary[Any, _Readings] = weakref.WeakKeyDictionary()
 
 
-def read_by_rule(step: Step) -> frozenset[int] | None:
+def read_by_rule(step: FlatStep) -> frozenset[int] | None:
     """The values that the derivative of a fused `jax.custom_jvp` reads; None: its name tells."""
     if step.primitive != "custom_jvp_call":
         return None
@@ -49,7 +49,7 @@ def read_by_rule(step: Step) -> frozenset[int] | None:
     return frozenset(value for value in read if isinstance(value, int))
 
 
-def by_rule(step: Step) -> Reading:
+def by_rule(step: FlatStep) -> Reading:
     """What the derivative of a fused `jax.custom_jvp` reads by its rule."""
     has_rule = step.primitive == "custom_jvp_call" and is_fused(step.equation)
     return reading_of(step.equation) if has_rule else Reading()
@@ -102,7 +102,7 @@ def _reading_of(rule: ClosedJaxpr, equation: JaxprEqn) -> Reading:
     )
 
 
-def _is_zero(step: Step, zeros: Set[int]) -> bool:
+def _is_zero(step: FlatStep, zeros: Set[int]) -> bool:
     """Whether a step makes zeros, given those that there are."""
     if step.primitive not in ("broadcast_in_dim", "mul"):
         return False

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxmem.jaxprs.flat import FlatJaxpr, Step
+from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
 from jaxmem.jaxprs.forward_backward import merge_common_subexpressions
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.program.costs import flops, is_of_vectors
@@ -106,7 +106,9 @@ class _Reading:
         assert found is not None
         return found
 
-    def scan(self, step: Step, operands: Sequence[Read | None], times: int) -> list[Read | None]:
+    def scan(
+        self, step: FlatStep, operands: Sequence[Read | None], times: int
+    ) -> list[Read | None]:
         loop, length = loop_of(step.equation), step.equation.params["length"]
         body, avals = loop.body, [variable.aval for variable in step.equation.invars]
         given: list[Read | None] = [
@@ -152,7 +154,7 @@ class _Reading:
         )
 
 
-def _flops(step: Step) -> int:
+def _flops(step: FlatStep) -> int:
     """FLOPs of a step; the zeros that a convolution puts between the elements of what it reads, as
     derivatives of strided ones do, are no work. Compilers may count a matmul of vectors as none."""
     if is_of_vectors(step.equation):

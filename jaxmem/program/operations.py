@@ -6,7 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Mapping
 
-from jaxmem.program.convolutions import NO_COPIES, Copies
+from jaxmem.program.convolutions import NO_COPIES, ConvolutionCopies
 from jaxmem.program.cotangents import CotangentEdge, active_of, cotangent_edges
 from jaxmem.program.float32 import computed_in_float32, in_float32
 from jaxmem.program.kernel import Kernel
@@ -33,7 +33,7 @@ class Contraction:
     batched: bool = False
     vectors: bool = False
     slides: frozenset[int] = frozenset()
-    copies: Copies = NO_COPIES
+    copies: ConvolutionCopies = NO_COPIES
     precision: str = "default"
 
 
@@ -309,10 +309,10 @@ class Program:
         return sorted(self.scans + self.maps)
 
     @functools.cached_property
-    def widens(self) -> bool:
+    def widens_bfloat16(self) -> bool:
         """Whether any operation is widened."""
         return any(
-            operation.widened or (operation.body is not None and operation.body.widens)
+            operation.widened or (operation.body is not None and operation.body.widens_bfloat16)
             for operation in self.operations
         )
 
@@ -320,7 +320,7 @@ class Program:
     def widened(self) -> "Program":
         """The program on a device without bfloat16 units; itself, where it needs none."""
         program = computed_in_float32(self)
-        return program if program.widens else self
+        return program if program.widens_bfloat16 else self
 
     @functools.cached_property
     def by_rules(self) -> dict[Rules, "Program"]:

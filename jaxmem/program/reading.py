@@ -5,17 +5,17 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from jaxmem.jaxprs.equations import inner_jaxprs, is_region
-from jaxmem.jaxprs.flat import FlatJaxpr, Step, flatten_jaxpr
+from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep, flatten_jaxpr
 from jaxmem.jaxprs.forward_backward import trace_forward_backward
 from jaxmem.jaxprs.mapped import inside_of, is_local
-from jaxmem.jaxprs.nested import Loop, called_jaxpr, loop_of, mapped_body
+from jaxmem.jaxprs.nested import NestedLoop, called_jaxpr, loop_of, mapped_body
 from jaxmem.jaxprs.operands import differentiable
 from jaxmem.jaxprs.regions import policy_saves
 from jaxmem.jaxprs.residuals import SavedResidual, region_residuals, scan_residuals
 from jaxmem.jaxprs.shardings import Shardings
 from jaxmem.program.abstract_values import size_of, type_of
 from jaxmem.program.constants import constant_operands, constant_values
-from jaxmem.program.convolutions import NO_COPIES, Copies, copies_of
+from jaxmem.program.convolutions import NO_COPIES, ConvolutionCopies, copies_of
 from jaxmem.program.costs import (
     calls,
     derivative_reads,
@@ -138,7 +138,7 @@ def read_program(
     )
 
 
-def _copies(step: Step, turned: Set[int]) -> Copies:
+def _copies(step: FlatStep, turned: Set[int]) -> ConvolutionCopies:
     if step.primitive != "conv_general_dilated":
         return NO_COPIES
     return copies_of(step.equation, step.inputs[1] in turned)
@@ -159,7 +159,7 @@ class _Interior:
 
 
 def _interior_of(
-    step: Step, constant: list[bool], read: Set[int], shards: Shardings, separate: bool
+    step: FlatStep, constant: list[bool], read: Set[int], shards: Shardings, separate: bool
 ) -> _Interior:
     """What a step holds whose operands are ``constant`` or not, and whose results are ``read`` or
     not."""
@@ -191,14 +191,14 @@ def _interior_of(
     return found
 
 
-def _of_mapped(step: Step, constant: list[bool]) -> Program:
+def _of_mapped(step: FlatStep, constant: list[bool]) -> Program:
     """What a `jax.shard_map` has for each device."""
     body = mapped_body(step.equation)
     wanted = _differentiated(body, constant)
     return inside_of(step.equation, lambda: read_program(body, wanted))
 
 
-def _kept_of_region(step: Step, constant: list[bool]) -> list[SavedResidual]:
+def _kept_of_region(step: FlatStep, constant: list[bool]) -> list[SavedResidual]:
     """What a user's own region saves by its policy; nothing, where its derivative refuses."""
     if all(constant):
         return []
@@ -208,7 +208,7 @@ def _kept_of_region(step: Step, constant: list[bool]) -> list[SavedResidual]:
         return []
 
 
-def _saved(step: Step, called: FlatJaxpr) -> Iterator[int]:
+def _saved(step: FlatStep, called: FlatJaxpr) -> Iterator[int]:
     """The values of a region that its policy saves, or sends to host memory."""
     for inner in called.steps:
         if policy_saves(step.equation, inner.equation):
@@ -217,7 +217,9 @@ def _saved(step: Step, called: FlatJaxpr) -> Iterator[int]:
                 yield from inner.uses
 
 
-def _of_scan(step: Step, constant: list[bool], wanted: list[bool], shards: Shardings) -> _Interior:
+def _of_scan(
+    step: FlatStep, constant: list[bool], wanted: list[bool], shards: Shardings
+) -> _Interior:
     loop = loop_of(step.equation)
     inside = shards.for_iteration(step, loop.body)
     if all(constant):
@@ -237,7 +239,9 @@ def _of_scan(step: Step, constant: list[bool], wanted: list[bool], shards: Shard
     )
 
 
-def _of_opaque(step: Step, real: list[int], shards: Shardings, separate: bool) -> _Interior | None:
+def _of_opaque(
+    step: FlatStep, real: list[int], shards: Shardings, separate: bool
+) -> _Interior | None:
     """By the operation and its derivative by some operands, as JAX has them; None: the derivative
     refuses, in words of its own, which who differentiates the function is told."""
     try:
@@ -280,7 +284,7 @@ def _of_opaque(step: Step, real: list[int], shards: Shardings, separate: bool) -
     return _Interior(None, kept, whole, found.backward, found.forward, frozenset(reads))
 
 
-def _workspace(step: Step, shards: Shardings) -> int:
+def _workspace(step: FlatStep, shards: Shardings) -> int:
     """The most bytes that an operation takes inside, beside operands and results."""
     if step.primitive == "while":
         loop = loop_of(step.equation)
@@ -302,7 +306,7 @@ def _workspace(step: Step, shards: Shardings) -> int:
     return most
 
 
-def _turn(loop: Loop, shards: Shardings) -> int:
+def _turn(loop: NestedLoop, shards: Shardings) -> int:
     """The most bytes that a turn of a loop takes beside what it is handed, which it may write over:
     what it hands on has the same memory in the end."""
     program = _forward(loop.body, shards)
@@ -339,14 +343,14 @@ def _differentiated(body: FlatJaxpr, constant: list[bool]) -> set[int]:
     return {*range(first), *(first + at for at, one in enumerate(constant) if not one)}
 
 
-def _flops(step: Step, body: Program | None, shards: Shardings) -> int:
+def _flops(step: FlatStep, body: Program | None, shards: Shardings) -> int:
     """FLOPs of a step on one device."""
     if body is None or shards.mesh is None:
         return flops(step.equation) // shards.devices(step)
     return body.flops * step.equation.params.get("length", 1)
 
 
-def _carry(step: Step, body: Program | None) -> tuple[int, ...]:
+def _carry(step: FlatStep, body: Program | None) -> tuple[int, ...]:
     if body is None or step.primitive != "scan":
         return ()
     first = body.input_count - len(step.equation.invars)  # the body's own constants come first

@@ -42,7 +42,7 @@ class Slicing:
     """
 
     lead: tuple[int, ...]
-    steps: tuple[jaxprs.Step, ...]
+    steps: tuple[jaxprs.FlatStep, ...]
     sliced: tuple[int, ...]
     whole: tuple[int, ...]
 
@@ -89,7 +89,7 @@ def find(
     parts: set[int] = set(wanted)
     wholes: set[int] = set()
     sliced: list[int] = []
-    steps: list[jaxprs.Step] = []
+    steps: list[jaxprs.FlatStep] = []
     for step in reversed(flat.steps):
         made = [value for value in step.outputs if value in parts]
         if not made:
@@ -110,7 +110,9 @@ def find(
     return Slicing(lead, tuple(reversed(steps)), tuple(sliced), tuple(wholes))
 
 
-def _demands(step: jaxprs.Step, flat: jaxprs.FlatJaxpr, lead: tuple[int, ...]) -> list[bool] | None:
+def _demands(
+    step: jaxprs.FlatStep, flat: jaxprs.FlatJaxpr, lead: tuple[int, ...]
+) -> list[bool] | None:
     """For each operand, whether a piece of the result takes a piece of it (True) or all of it;
     None: a piece of the result takes other pieces."""
     name, params, cut = step.primitive, step.equation.params, len(lead)
@@ -147,7 +149,7 @@ def _demands(step: jaxprs.Step, flat: jaxprs.FlatJaxpr, lead: tuple[int, ...]) -
     return [True] + [False] * (len(shapes) - 1) if fine else None
 
 
-def _resized(step: jaxprs.Step, lengths: tuple[int, ...]) -> dict[str, Any]:
+def _resized(step: jaxprs.FlatStep, lengths: tuple[int, ...]) -> dict[str, Any]:
     """The parameters of an equation that name the cut axes."""
     names = {
         "broadcast_in_dim": "shape",

@@ -34,7 +34,7 @@ def _padded(one: Matmul, rules: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Copies:
+class PaddedCopies:
     """Bytes of padded copies of operands: of those that a matmul reads, of those that its
     derivative reads, and of the others that this reads by operand: one kernel writes them with the
     first."""
@@ -49,11 +49,11 @@ def padded_copies(
     operation: Any,
     one: Matmul | None,
     sources_of: Callable[[int], Collection[int]],
-) -> Copies:
+) -> PaddedCopies:
     """The padded copies of those operands of an operation, the matmul that it is, which are inputs
     of the program or made of them element by element."""
     if one is None or program.in_loop:
-        return Copies()
+        return PaddedCopies()
     forward = backward = 0
     kept = []
 
@@ -76,7 +76,7 @@ def padded_copies(
             kept.append((value, derived))
         else:
             backward += derived
-    return Copies(forward, backward, tuple(kept))
+    return PaddedCopies(forward, backward, tuple(kept))
 
 
 def matmul_of(program: Any, operation: Any) -> Matmul | None:

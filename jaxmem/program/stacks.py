@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxmem.jaxprs.flat import FlatJaxpr, Step
+from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
 from jaxmem.jaxprs.residuals import SavedResidual
 from jaxmem.program.costs import derivative_reads, is_fused
 
@@ -83,7 +83,7 @@ def _of_gradient(equation: Any, place: int) -> tuple[Order, Order]:
     return (*batch[place], *free, *sums), (*batch[place], *sums, *free)
 
 
-def _like(flat: FlatJaxpr, step: Step) -> list[int]:
+def _like(flat: FlatJaxpr, step: FlatStep) -> list[int]:
     """The operands of which an operation makes one like them, element by element."""
     if step.primitive == "transpose":
         return list(step.uses)
@@ -93,7 +93,7 @@ def _like(flat: FlatJaxpr, step: Step) -> list[int]:
     return [value for value in step.uses if flat.avals[value].shape == shape]
 
 
-def _transposed(order: Order, step: Step) -> Order:
+def _transposed(order: Order, step: FlatStep) -> Order:
     """The order of a result, by that of an operand."""
     if step.primitive != "transpose":
         return order
@@ -101,7 +101,7 @@ def _transposed(order: Order, step: Step) -> Order:
     return tuple(places[axis] for axis in order)
 
 
-def _transposed_back(order: Order, step: Step) -> Order:
+def _transposed_back(order: Order, step: FlatStep) -> Order:
     """The order of an operand, by that of a result."""
     if step.primitive != "transpose":
         return order

@@ -41,6 +41,6 @@ from jaxmem.rematerialization.search import (
     PendingCompilation as PendingCompilation,
     Search as Search,
 )
-from jaxmem.rematerialization.timelines import Timeline as Timeline
+from jaxmem.rematerialization.timelines import PlanTimeline as PlanTimeline
 from jaxmem.rematerialization.traced import TracedFunction as TracedFunction
 from jaxmem.rematerialization.transform import remat as remat

@@ -11,7 +11,7 @@ from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_facts import OwnRegions, Written
-from jaxmem.rematerialization.timelines import Timeline
+from jaxmem.rematerialization.timelines import PlanTimeline
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import LocalDevice, Target
 
@@ -73,7 +73,7 @@ class OriginalCheckpoints:
         predicted = dataclasses.replace(
             plan.predicted,
             plain_bytes=total(plain.peak),
-            plain_timeline=Timeline.of(*plain.live(), total),
+            plain_timeline=PlanTimeline.of(*plain.live(), total),
             recompute_flops=cost.recompute_flops,
             recompute_seconds=cost.recompute_seconds,
             seconds=cost.seconds,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.words import pluralize
 from jaxmem.rematerialization.plan_text import time_error_text
-from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
+from jaxmem.rematerialization.timelines import UNKNOWN, PlanTimeline
 from jaxmem.reports.drawn.page import filled
 from jaxmem.targets import known_targets
 
@@ -40,13 +40,13 @@ class Point:
     plan: "Plan | None" = None
     outside: int = 0
     said: str = ""
-    compiled: Timeline = UNKNOWN
-    projected: Timeline = UNKNOWN
+    compiled: PlanTimeline = UNKNOWN
+    projected: PlanTimeline = UNKNOWN
 
 
 def page_of_plans(
     plans: "Sequence[Plan]",
-    one_liners: Iterable[tuple[str, int, float]] = (),
+    baseline_policies: Iterable[tuple[str, int, float]] = (),
     budget: int | None = None,
     name: str = "",
 ) -> str:
@@ -67,7 +67,9 @@ def page_of_plans(
         label = f"{plan.planner}, {pluralize(len(plan.rows), 'region')}"
         timeline = plan.compiled.timeline if plan.compiled else UNKNOWN
         points.append(Point(label, size, seconds, how, plan, compiled=timeline))
-    points += [Point(label, size, plain + more, "one-liner") for label, size, more in one_liners]
+    points += [
+        Point(label, size, plain + more, "one-liner") for label, size, more in baseline_policies
+    ]
     budget = first.budget if budget is None else budget
     return page_of_points(points, plain, budget, first.target, first.time_error, name)
 

@@ -22,7 +22,7 @@ from jaxmem.rematerialization.choices import choices_of, rows_of
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_facts import OwnRegions, PlannedFor, Predicted
-from jaxmem.rematerialization.timelines import Timeline
+from jaxmem.rematerialization.timelines import PlanTimeline
 from jaxmem.targets import Rules, family_of
 
 
@@ -122,15 +122,15 @@ class Constraints:
                 seconds=self.rates.forward(program),
                 recompute_seconds=layout.seconds,
                 host_bytes=layout.host,
-                timeline=Timeline.of(*layout.live(), total),
-                plain_timeline=Timeline.of(*plain.live(), total),
+                timeline=PlanTimeline.of(*layout.live(), total),
+                plain_timeline=PlanTimeline.of(*plain.live(), total),
             ),
             rows=tuple(rows_of(program, layout)),
             choices=tuple(choices_of(program, self.rates, layout)),
             reserved=self.budget.reserved,
             budget=self.budget.allowed,
             planned_for=self._planned_for,
-            widens=program.widens,
+            widens_bfloat16=program.widens_bfloat16,
             segments=layout.segments,
             inputs=program.unsharded.types[: program.input_count],
             differentiated=None if wanted is None else tuple(sorted(wanted)),

@@ -272,7 +272,7 @@ class _Emission:
         wrapped = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
         values.update(zip(keeps, wrapped(*[values[value] for value in reads]), strict=True))
 
-    def looped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
+    def looped(self, loop: Loop, step: jaxprs.FlatStep, values: dict[int, Any]) -> None:
         """A scan whose body is a region, or is run by a schedule; whose first iterations may have
         another one."""
         options = step.equation.params
@@ -303,7 +303,7 @@ class _Emission:
         for value, result in zip(made, [*carry, *stacked], strict=True):
             values[value] = jaxprs.match_weak_type(self.flat.avals[value], result)
 
-    def mapped(self, loop: Loop, step: jaxprs.Step, values: dict[int, Any]) -> None:
+    def mapped(self, loop: Loop, step: jaxprs.FlatStep, values: dict[int, Any]) -> None:
         """A `jax.shard_map` with regions in what each device runs."""
         operands = [jaxprs.as_array(jaxprs.read(values, operand)) for operand in step.inputs]
         body = jaxprs.mapped_body(step.equation)
@@ -358,13 +358,13 @@ def _barrier_between_passes(program: Program, stop: int, values: dict[int, Any])
     values.update(zip(parted, passed, strict=True))
 
 
-def _has_barrier(step: jaxprs.Step, kernel: Kernel, loop: Loop | None) -> bool:
+def _has_barrier(step: jaxprs.FlatStep, kernel: Kernel, loop: Loop | None) -> bool:
     """Whether a barrier parts a loop from what comes after it."""
     kept = step.primitive == "scan" and kernel.residuals is not None
     return kept and (loop is None or loop.parted)
 
 
-def _derivative(rules: Rules, step: jaxprs.Step, kernel: Kernel) -> Derivative | None:
+def _derivative(rules: Rules, step: jaxprs.FlatStep, kernel: Kernel) -> Derivative | None:
     """The cheaper derivative of the operation that completes a kernel."""
     suiting = (one for one in DERIVATIVES if one.suits(rules))
     return next((one for one in suiting if one.matches(step, kernel)), None)

@@ -26,12 +26,12 @@ class Frontier(Printed):
 
     Attributes:
         plans: by falling projected bytes.
-        one_liners: (name, projected bytes, seconds of recomputation): the policies of
+        baseline_policies: (name, projected bytes, seconds of recomputation): the policies of
             `jax.checkpoint` on every block, a block being what one module path of two parts makes.
     """
 
     plans: tuple[Plan, ...]
-    one_liners: tuple[tuple[str, int, float], ...]
+    baseline_policies: tuple[tuple[str, int, float], ...]
 
     def to_html(
         self, path: str | os.PathLike, *, budget: int | str | None = None, name: str = ""
@@ -51,7 +51,7 @@ class Frontier(Printed):
         from jaxmem.rematerialization.choice_page import page_of_plans
 
         allowed = None if budget is None else parse_budget(budget)
-        text = page_of_plans(self.plans, self.one_liners, allowed, name)
+        text = page_of_plans(self.plans, self.baseline_policies, allowed, name)
         pathlib.Path(path).write_text(text, encoding="utf-8")
 
     def plot(
@@ -121,14 +121,14 @@ class Frontier(Printed):
     def _rivals(self) -> dict[tuple[int, float], list[str]]:
         """The one-liners by bytes and seconds: several may be one program."""
         found: dict[tuple[int, float], list[str]] = {}
-        for name, total, seconds in self.one_liners:
+        for name, total, seconds in self.baseline_policies:
             found.setdefault((total, seconds), []).append(name)
         return found
 
     def _best_rivals(self) -> list[tuple[int, float]]:
         """By bytes the least seconds of a one-liner that takes no more: at those of each plan and
         of each one-liner. Below the smallest of them there is none."""
-        liners = [(total, seconds) for _, total, seconds in self.one_liners]
+        liners = [(total, seconds) for _, total, seconds in self.baseline_policies]
         sizes = {plan.projected_bytes for plan in self.plans} | {total for total, _ in liners}
         fitting = {
             size: [seconds for total, seconds in liners if total <= size] for size in sorted(sizes)
@@ -152,7 +152,7 @@ class Frontier(Printed):
              plan.predicted.recompute_seconds, f"{plan.predicted.recompute_flops / 1e9:.4g}")
             for plan in self.plans
         ]  # fmt: skip
-        rows += [(name, total, seconds, "") for name, total, seconds in self.one_liners]
+        rows += [(name, total, seconds, "") for name, total, seconds in self.baseline_policies]
         cells = [
             (
                 format_bytes(total),

@@ -186,7 +186,7 @@ def while_loop(
 
 
 def _while(
-    step: jaxprs.Step, values: dict[int, Any], most: int | None, budget: int | None, name: str
+    step: jaxprs.FlatStep, values: dict[int, Any], most: int | None, budget: int | None, name: str
 ) -> list[Any]:
     """The results of a while loop, whose derivative keeps states."""
     loop = jaxprs.loop_of(step.equation)
@@ -215,7 +215,7 @@ def _while(
 
 
 def _states(
-    body: jaxprs.FlatJaxpr, loop: jaxprs.Loop, most: int | None, budget: int | None, name: str
+    body: jaxprs.FlatJaxpr, loop: jaxprs.NestedLoop, most: int | None, budget: int | None, name: str
 ) -> int:
     """How many states of a while loop to keep."""
     if budget is None:

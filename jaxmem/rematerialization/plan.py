@@ -40,8 +40,8 @@ class Plan(Printed):
         reserved: bytes of the budget spoken for outside of the function.
         budget: bytes asked for, or None.
         planned_for: the accelerator, and its compiler.
-        widens: whether the target has no bfloat16 units and the program has matmuls or convolutions
-            in bfloat16: computed in float32, from copies.
+        widens_bfloat16: whether the target has no bfloat16 units and the program has matmuls or
+            convolutions in bfloat16: computed in float32, from copies.
         inputs: dtypes and shapes of the arrays that the program takes.
         differentiated: the numbers of those that gradients are taken of; None: of all.
         own_regions: those that the function has already.
@@ -59,7 +59,7 @@ class Plan(Printed):
     reserved: int = 0
     budget: int | None = None
     planned_for: PlannedFor = dataclasses.field(default_factory=PlannedFor)
-    widens: bool = False
+    widens_bfloat16: bool = False
     inputs: tuple[str, ...] = ()
     differentiated: tuple[int, ...] | None = None
     own_regions: OwnRegions = dataclasses.field(default_factory=OwnRegions)
@@ -110,7 +110,7 @@ class Plan(Printed):
         return bool(self.regions or self.loops or self.predicted.recompute_seconds)
 
     @property
-    def stays(self) -> bool:
+    def keeps_own_regions(self) -> bool:
         """Whether the function's own regions stay, as nothing better was found in their place."""
         return bool(self.own_regions.kept and self.own_regions.count)
 
@@ -119,7 +119,7 @@ class Plan(Printed):
         """Whether the planned function is another program than the function: derivatives of
         jaxmem's own, which take other bytes than JAX's, are in it without regions too."""
         derived = self.projected_bytes != self.plain_bytes
-        return bool(self.recomputes or self.widens or self.own_regions.count or derived)
+        return bool(self.recomputes or self.widens_bfloat16 or self.own_regions.count or derived)
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Plan(Printed):
     def options_for(self, limit: int | None) -> dict[str, Any]:
         """`compiler_options` for a program that may take so many bytes of a device."""
         copies = any(loop.schedule and loop.schedule.host for loop in self.loops)
-        return self.planned_for.compiler.planned_options(limit, self.widens, copies)
+        return self.planned_for.compiler.planned_options(limit, self.widens_bfloat16, copies)
 
     @property
     def rules(self) -> Rules:

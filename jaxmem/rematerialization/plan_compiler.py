@@ -16,7 +16,7 @@ from jaxmem.rematerialization.emission import emit
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_facts import Compiled
 from jaxmem.rematerialization.search import Outcome, PendingCompilation, Search
-from jaxmem.rematerialization.timelines import Timeline
+from jaxmem.rematerialization.timelines import PlanTimeline
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import LocalDevice, Target, example, family_of
@@ -94,7 +94,7 @@ class PlanCompiler:
         budget = self.constraints.budget
         total = budget.total(report.device)
         live = made.live() if total <= self.search.allowed else ()
-        timeline = Timeline.of(live, 0, budget.total)
+        timeline = PlanTimeline.of(live, 0, budget.total)
         compiled = Compiled(
             total, report.work.flops, report.moved, pass_bytes, timeline, tuple(options.items())
         )

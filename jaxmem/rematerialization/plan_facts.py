@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxmem.rematerialization.timelines import UNKNOWN, Timeline
+from jaxmem.rematerialization.timelines import UNKNOWN, PlanTimeline
 from jaxmem.targets import FAMILIES, Family, Rules, family_of
 
 
@@ -30,8 +30,8 @@ class Predicted:
     seconds: float = 0.0
     recompute_seconds: float = 0.0
     host_bytes: int = 0
-    timeline: Timeline = UNKNOWN
-    plain_timeline: Timeline = UNKNOWN
+    timeline: PlanTimeline = UNKNOWN
+    plain_timeline: PlanTimeline = UNKNOWN
 
     @property
     def recompute_share(self) -> float:
@@ -68,7 +68,7 @@ class Compiled:
     flops: int | None = None
     moved: int | None = None
     xla_pass_bytes: int | None = None
-    timeline: Timeline = UNKNOWN
+    timeline: PlanTimeline = UNKNOWN
     options: tuple[tuple[str, Any], ...] = ()
 
 

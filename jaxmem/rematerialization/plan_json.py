@@ -8,7 +8,7 @@ from jaxmem.loops import Schedule
 from jaxmem.planning import LeadingIterations, Loop, Region, Segment
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.plan_facts import Compiled, OwnRegions, PlannedFor, Predicted
-from jaxmem.rematerialization.timelines import Timeline
+from jaxmem.rematerialization.timelines import PlanTimeline
 
 
 def read_fields(text: str) -> dict[str, Any]:
@@ -24,10 +24,10 @@ def read_fields(text: str) -> dict[str, Any]:
         fields["segments"] = tuple(Segment(**one) for one in fields["segments"])
         predicted = fields["predicted"]
         for name in ("timeline", "plain_timeline"):
-            predicted[name] = Timeline.read(predicted[name])
+            predicted[name] = PlanTimeline.read(predicted[name])
         fields["predicted"] = Predicted(**predicted)
         if compiled := fields["compiled"]:
-            compiled["timeline"] = Timeline.read(compiled["timeline"])
+            compiled["timeline"] = PlanTimeline.read(compiled["timeline"])
             compiled["options"] = tuple(map(tuple, compiled["options"]))
             fields["compiled"] = Compiled(**compiled)
         fields["own_regions"] = OwnRegions.read(fields["own_regions"])

@@ -51,7 +51,7 @@ def plan_parts(plan: Any) -> Iterator[Part]:
     regions = pluralize(len(plan.rows), "region")
     if plan.segments:  # all have one policy
         regions += f", jax.checkpoint by {plan.segments[0].policy} on each"
-    if plan.stays:
+    if plan.keeps_own_regions:
         regions = "none better than the function's own regions, which stay"
     yield f"{plan.planner} plan, {regions} (program {plan.fingerprint})"
     yield (
@@ -75,7 +75,7 @@ def plan_parts(plan: Any) -> Iterator[Part]:
     if plan.compiled and plan.compiled.options:
         options = ", ".join(f"{name}={value}" for name, value in plan.compiled.options)
         yield f"  with {options}, as XLA refuses it without; plan.compiler_options has it"
-    if plan.widens:
+    if plan.widens_bfloat16:
         yield f"  {plan.target} computes bfloat16 in float32, from copies"
     if predicted.host_bytes:
         yield f"  in host memory {format_bytes(predicted.host_bytes)}"

@@ -8,7 +8,7 @@ _POINTS = 400  # at most; chosen: a page is no wider
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Timeline:
+class PlanTimeline:
     """Device bytes along a step, projected or compiled.
 
     Attributes:
@@ -21,16 +21,16 @@ class Timeline:
     backward: int = 0
 
     @classmethod
-    def of(cls, alive: Sequence[int], first: int, total: Callable[[int], int]) -> "Timeline":
+    def of(cls, alive: Sequence[int], first: int, total: Callable[[int], int]) -> "PlanTimeline":
         """From bytes at every event; ``total`` adds what a plan does not count."""
         step = max(1, -(-len(alive) // _POINTS))
         live = (max(alive[at : at + step]) for at in range(0, len(alive), step))
         return cls(tuple(map(total, live)), first // step)
 
     @classmethod
-    def read(cls, fields: dict[str, Any] | None) -> "Timeline":
+    def read(cls, fields: dict[str, Any] | None) -> "PlanTimeline":
         """From plain data; None: nothing is known."""
         return cls(tuple(fields["live"]), fields["backward"]) if fields else UNKNOWN
 
 
-UNKNOWN = Timeline()
+UNKNOWN = PlanTimeline()

@@ -11,7 +11,7 @@ from jaxmem.reports.drawn.grouping import grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.drawn.text import milliseconds
 from jaxmem.reports.lowered import Lowered
-from jaxmem.reports.speed.schedule import Schedule
+from jaxmem.reports.speed.schedule import KernelSchedule
 from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.attribution import Attribution
@@ -70,7 +70,7 @@ class Rematerialized(Printed):
         return sum(one.seconds for one in self.recomputed)
 
     def _parts(self) -> Iterable[Part]:
-        yield f"{told(self.recomputed)}, and the step takes {format_bytes(self.device)}"
+        yield f"{_recomputed_text(self.recomputed)}, and the step takes {format_bytes(self.device)}"
         rows = []
         groups = grouped(
             self.recomputed, lambda one: (one.source, without_numbers(one.module), one.flops)
@@ -92,7 +92,7 @@ class Rematerialized(Printed):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class CompiledStep:
     """A compiled step as the pass sees it: its target, the bytes of its arguments and results and,
     as the pass counts them, of its temporary values; and what was compiled."""
 
@@ -121,7 +121,7 @@ class Cliff(Printed):
     limit: int
     device: int
     recomputed: tuple[Recomputed, ...]
-    step: Step = dataclasses.field(repr=False)
+    step: CompiledStep = dataclasses.field(repr=False)
 
     @property
     def left(self) -> int:
@@ -134,11 +134,11 @@ class Cliff(Printed):
         return bool(self.recomputed) or self.left <= _NEAR * self.device
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """It in a sentence."""
         limit = format_bytes(self.limit)
         if self.recomputed:
-            return f"{told(self.recomputed)} to stay within {limit}"
+            return f"{_recomputed_text(self.recomputed)} to stay within {limit}"
         if self.left < 0:
             return f"XLA's own rematerialization begins at {limit}, and finds nothing to recompute"
         share = self.left / max(self.device, 1)
@@ -170,7 +170,7 @@ class Cliff(Printed):
         return Rematerialized(self.device - (step.temporary - room), on_device.total, found)
 
     def _parts(self) -> Iterable[Part]:
-        yield self.told
+        yield self.summary
 
 
 def cliff_of(
@@ -185,7 +185,7 @@ def cliff_of(
     allowed = family_of(target).pass_limit(target, boundary, lowered.options)
     if allowed is None:
         return None
-    step = Step(target, boundary, temporary_bytes(hlo), tuple(arguments), lowered)
+    step = CompiledStep(target, boundary, temporary_bytes(hlo), tuple(arguments), lowered)
     limit = totals.total + allowed - step.temporary
     return Cliff(limit, totals.total, recomputed_in(hlo, arguments, target), step)
 
@@ -196,7 +196,7 @@ def recomputed_in(
     """What XLA's own pass added to a compiled program, in its order."""
     if ".remat" not in hlo:
         return ()
-    ran = [one for one in Schedule(hlo, target).ran if _AGAIN.search(one.name) and one.kernel]
+    ran = [one for one in KernelSchedule(hlo, target).ran if _AGAIN.search(one.name) and one.kernel]
     if not ran:
         return ()
     attribution = Attribution(Module(hlo), arguments)
@@ -210,7 +210,7 @@ def recomputed_in(
     return tuple(found)
 
 
-def told(recomputed: Sequence[Recomputed]) -> str:
+def _recomputed_text(recomputed: Sequence[Recomputed]) -> str:
     """What is recomputed, in a few words."""
     if not recomputed:
         return "XLA recomputes nothing by itself"

@@ -20,7 +20,7 @@ from jaxmem.reports.totals import Totals
 from jaxmem.reports.where.arguments import Argument, describe_arguments
 from jaxmem.reports.where.reading import DUMPED, live_of, totals_of
 from jaxmem.reports.xla.header import donated_arguments, results_on_host
-from jaxmem.targets import Compiled, Job, LocalDevice, Target, family_of
+from jaxmem.targets import CachedProgram, Job, LocalDevice, Target, family_of
 
 
 class Compiling(abc.ABC):
@@ -69,7 +69,7 @@ class _Absent(Compiling):
             )
         self.options = jaxprs.compiler_options(self.lowered) | (options or {})
         self.arguments = _arguments(jitted, self.traced, self.lowered, args, kwargs)
-        self.job: Job[Compiled] | None = None
+        self.job: Job[CachedProgram] | None = None
         self.dump: dict[str, bytes] = {}
 
     def start(self, hold: bool = False) -> None:
@@ -102,7 +102,7 @@ class _Absent(Compiling):
     def live(self) -> tuple[int, ...]:
         return live_of(self.dump) if self.dump else ()
 
-    def _compile(self, timeout: float = 3600, **how: bool) -> Compiled:
+    def _compile(self, timeout: float = 3600, **how: bool) -> CachedProgram:
         return self.family.compile(self.module, self.target, self.options, timeout, **how)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmem.targets import Compiled, Target, family_of
+from jaxmem.targets import CachedProgram, Target, family_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Lowered:
     module: bytes = dataclasses.field(repr=False)
     options: Mapping[str, Any]
 
-    def compile(self, target: Target, timeout: float = 3600) -> Compiled:
+    def compile(self, target: Target, timeout: float = 3600) -> CachedProgram:
         """What the compiler says of it for another target of the same family.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from jaxmem.targets.accelerator import LocalDevice as LocalDevice, Target as Target
 from jaxmem.targets.background import Job as Job
-from jaxmem.targets.cache import Compiled as Compiled
+from jaxmem.targets.cache import CachedProgram as CachedProgram
 from jaxmem.targets.calibrations import (
     MeasuredRates as MeasuredRates,
     bare_target as bare_target,
@@ -28,4 +28,4 @@ from jaxmem.targets.registry import (
     target as target,
 )
 from jaxmem.targets.rules import Cycles as Cycles, Rules as Rules
-from jaxmem.targets.shares import Shares as Shares
+from jaxmem.targets.shares import AchievableShares as AchievableShares

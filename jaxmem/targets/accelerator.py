@@ -8,9 +8,9 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks, passes_of
 from jaxmem.targets.rules import Rules
-from jaxmem.targets.shares import Shares
+from jaxmem.targets.shares import AchievableShares
 
-_SHARES = Shares()
+_SHARES = AchievableShares()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Target:
     host_bandwidth: float
     links: Links
     source: str
-    shares: Shares = _SHARES
+    shares: AchievableShares = _SHARES
     count: int = 1
     time_error: float | None = None
     calibrated: str = ""
@@ -96,7 +96,7 @@ class Target:
     @property
     def rules(self) -> Rules:
         """How its compiler fuses and lays out."""
-        return Rules(widens=not self.has_bfloat16)
+        return Rules(widens_bfloat16=not self.has_bfloat16)
 
     @property
     def checked(self) -> str:

@@ -22,7 +22,7 @@ _STALE = 3600  # seconds: a file still unfinished was left by a process that die
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class CachedProgram:
     """What XLA said of one program.
 
     Attributes:
@@ -63,7 +63,7 @@ def result_path(folder: pathlib.Path, key: str) -> pathlib.Path:
     return folder / f"{key}{_SUFFIX}"
 
 
-def read(path: pathlib.Path) -> Compiled | None:
+def read(path: pathlib.Path) -> CachedProgram | None:
     """The result kept there; None: there is none, or it is unreadable, damaged or another's."""
     try:
         checksum, _, content = path.read_bytes().partition(b"\n")
@@ -78,10 +78,10 @@ def read(path: pathlib.Path) -> Compiled | None:
         parts[name], rest = rest[:size], rest[size:]
     with contextlib.suppress(OSError):  # of another user's file
         os.utime(path)
-    return Compiled(parts, fields["stats"])
+    return CachedProgram(parts, fields["stats"])
 
 
-def write(path: pathlib.Path, compiled: Compiled) -> None:
+def write(path: pathlib.Path, compiled: CachedProgram) -> None:
     """Keeps a result, in place of what is there. A folder that cannot be written, or a full disk,
     costs time and leaves nothing behind."""
     sizes = [(name, len(text)) for name, text in compiled.texts.items()]

@@ -14,7 +14,7 @@ from jaxmem.targets.accelerator import LocalDevice, Target
 from jaxmem.targets.cache import cache_folder, put
 from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks
-from jaxmem.targets.shares import Shares
+from jaxmem.targets.shares import AchievableShares
 
 _FORMAT = "jaxmem calibration 1"
 
@@ -41,7 +41,7 @@ class MeasuredRates:
     peaks: Peaks
     memory_bandwidth: float
     host_bandwidth: float
-    shares: Shares
+    shares: AchievableShares
     error: float
     high_error: float
 
@@ -112,7 +112,7 @@ def recall(name: str) -> MeasuredRates | None:
         about = json.loads(calibration_path(name).read_text("utf-8"))
         if about.pop("format") != _FORMAT:
             return None
-        peaks, shares = Peaks(**about.pop("peaks")), Shares(**about.pop("shares"))
+        peaks, shares = Peaks(**about.pop("peaks")), AchievableShares(**about.pop("shares"))
         found = MeasuredRates(**about, peaks=peaks, shares=shares)
         ours = found.name == name and found.jaxlib == jaxlib.__version__
         return found if ours and _sound(found) else None

@@ -13,7 +13,7 @@ from jaxmem.ground.errors import CompileError
 from jaxmem.ground.progress import expect
 from jaxmem.ground.version import __version__
 from jaxmem.targets import durations
-from jaxmem.targets.cache import Compiled, cache_folder, read, result_path, write
+from jaxmem.targets.cache import CachedProgram, cache_folder, read, result_path, write
 from jaxmem.targets.workers import Command, ask
 
 Request = dict[str, Any]
@@ -29,7 +29,7 @@ def compile_in_worker(
     full: bool,
     hold: bool,
     again: Callable[[Request, Mapping[str, Any]], Request | None] = lambda *_: None,
-) -> Compiled:
+) -> CachedProgram:
     """Compiles in a worker process; calls from several threads run side by side, one on each core.
     A result that was kept is taken, one that is damaged is compiled again.
 
@@ -58,7 +58,7 @@ def compile_in_worker(
         reply = ask(command, request, full, timeout, target, hold)
     if "error" in reply:
         raise CompileError(f"XLA could not compile the program for {target}:\n{reply['error']}")
-    compiled = Compiled(reply["texts"], reply["stats"])
+    compiled = CachedProgram(reply["texts"], reply["stats"])
     write(path, compiled)
     if not full:  # which goes on from there, and takes longer
         durations.remember(target, size, time.monotonic() - began)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.accelerator import Target
-from jaxmem.targets.cache import Compiled
+from jaxmem.targets.cache import CachedProgram
 from jaxmem.targets.matmul import Matmul
 from jaxmem.targets.rules import Rules
 
@@ -69,18 +69,18 @@ class Family(abc.ABC):
     verifies_codegen: bool = True
 
     def planned_options(
-        self, limit: int | None = None, widens: bool = False, copies: bool = False
+        self, limit: int | None = None, widens_bfloat16: bool = False, copies: bool = False
     ) -> dict[str, Any]:
         """XLA flags of a step that jaxmem planned for so many bytes of a device; that computes in
         float32 what is bfloat16, or not; whose loops copy to host memory, or not."""
         options = dict(self.compiler_options)
-        if widens:
+        if widens_bfloat16:
             options |= self.widening_options
         if copies:
             options |= self.copying_options
         return options | self.limit_options(limit)
 
-    def answers(self, target: Target) -> dict[str, Callable[..., Any]]:
+    def device_queries(self, target: Target) -> dict[str, Callable[..., Any]]:
         """What JAX asks of the attached device while it traces, by the name of its function that
         asks: the answers for a target that is not attached."""
         return {}
@@ -125,7 +125,7 @@ class Family(abc.ABC):
         timeout: float,
         full: bool = False,
         hold: bool = False,
-    ) -> Compiled:
+    ) -> CachedProgram:
         """Compiles a module that was lowered for the platform, in a worker process: until its
         buffers are assigned (with ``hold``, so that it may go on from there), or in ``full``.
 

@@ -60,7 +60,7 @@ class Rules:
         tile: rows and columns of 32 bits that the two dimensions of an array which lie innermost
             are padded to; None: arrays are as long as they are.
         picks_poolings: whether a derivative of poolings made of slices is fused.
-        widens: whether bfloat16 is computed in float32.
+        widens_bfloat16: whether bfloat16 is computed in float32.
         row_major: whether what a scan keeps had better lie row by row. Who reads it may ask for
             another layout, of the layers' axis too, and XLA then makes a copy of the whole stack
             between the passes (plans of attention compiled to 1.4 times their bytes).
@@ -87,7 +87,7 @@ class Rules:
     takes_of_rows: int = 16
     tile: tuple[int, int] | None = None
     picks_poolings: bool = True
-    widens: bool = False
+    widens_bfloat16: bool = False
     row_major: bool = True
     hosts_in_regions: bool = True
     library: tuple[tuple[str, ...], int] = ((), 0)

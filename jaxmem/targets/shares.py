@@ -4,7 +4,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shares:
+class AchievableShares:
     """Shares of the stated rates that large kernels reach, and the seconds that starting one takes.
 
     Chosen, until ``benchmarks/gpu.py`` has run on one. Plans hardly depend on them: half and twice

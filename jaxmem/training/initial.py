@@ -31,7 +31,7 @@ from jaxmem.training.settings import Settings
 from jaxmem.training.state import TrainState
 
 
-class States:
+class StateMaker:
     """Makes the states of a step."""
 
     def __init__(self, settings: Settings, loss: Loss):

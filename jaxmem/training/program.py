@@ -20,7 +20,7 @@ from jaxmem.training.settings import Settings
 from jaxmem.training.state import TrainState
 
 
-class Program:
+class StepProgram:
     """One step as a function of its state and batch."""
 
     def __init__(self, settings: Settings, loss: Loss):

@@ -17,10 +17,10 @@ from jaxmem.levers.sharding import Sharding
 from jaxmem.reports import MemoryReport, donated_arguments, memory
 from jaxmem.training.checks import check_alive, check_kept, check_state, check_unshared, report_kept
 from jaxmem.training.exhausted import out_of_memory
-from jaxmem.training.initial import States
+from jaxmem.training.initial import StateMaker
 from jaxmem.training.loss import Loss
 from jaxmem.training.placement import first_axes, named_axes, places_on_mesh
-from jaxmem.training.program import Program
+from jaxmem.training.program import StepProgram
 from jaxmem.training.settings import Settings
 from jaxmem.training.state import TrainState
 
@@ -35,11 +35,11 @@ class TrainStep:
         self.settings = settings
         self.fitting: Any = None  # how `jaxmem.fit` chose it
         self._loss = Loss(settings)
-        self._states = States(settings, self._loss)
+        self._states = StateMaker(settings, self._loss)
         self._donation_checked = not settings.donate
         self._ran: set[Any] = set()  # the shapes of batches that it ran with
         self._jitted = jax.jit(
-            Program(settings, self._loss).step,
+            StepProgram(settings, self._loss).step,
             donate_argnums=0 if settings.donate else (),
             static_argnames=("sharding", "places"),
             compiler_options=compiler_options,

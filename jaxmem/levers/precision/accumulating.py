@@ -34,7 +34,7 @@ _MOVES = LAYOUT | frozenset(
 _SUMS = frozenset("add add_any cumsum reduce_sum scatter-add scatter_add sub".split())
 
 
-def summed_carries(loop: jaxprs.Loop, count: int) -> list[bool]:
+def summed_carries(loop: jaxprs.NestedLoop, count: int) -> list[bool]:
     """For each of a loop's ``count`` carries whether it is a sum: it depends on itself, perhaps
     through other carries and rounds, and nowhere on that way otherwise than by sums."""
     consts: list[CarryDependences] = [{}] * (loop.body_consts.stop - loop.body_consts.start)
@@ -72,7 +72,9 @@ def _through(flat: jaxprs.FlatJaxpr, inputs: Sequence[CarryDependences]) -> list
     return list(map(of, flat.outputs))
 
 
-def _through_step(step: jaxprs.Step, operands: list[CarryDependences]) -> list[CarryDependences]:
+def _through_step(
+    step: jaxprs.FlatStep, operands: list[CarryDependences]
+) -> list[CarryDependences]:
     name, equation = step.primitive, step.equation
     if name in ("scan", "while"):
         return _through_loop(jaxprs.loop_of(equation), operands)
@@ -100,7 +102,9 @@ def _operation(name: str, operands: list[CarryDependences]) -> CarryDependences:
     return ways
 
 
-def _through_loop(loop: jaxprs.Loop, operands: list[CarryDependences]) -> list[CarryDependences]:
+def _through_loop(
+    loop: jaxprs.NestedLoop, operands: list[CarryDependences]
+) -> list[CarryDependences]:
     """Of a loop inside the body, whose own carry takes on ways until they stay the same."""
     consts, carry = operands[loop.body_consts], operands[loop.carry]
     slices = operands[loop.carry.stop :] if loop.condition is None else []

@@ -51,7 +51,7 @@ class Caster:
 
     # ---- operations
 
-    def _rule(self, step: jaxprs.Step) -> str:
+    def _rule(self, step: jaxprs.FlatStep) -> str:
         name = step.primitive
         if name == "div" and is_scalar_shape(step.equation.invars[0].aval):
             return "float32"  # a reciprocal
@@ -151,7 +151,7 @@ class Caster:
         return wide
 
 
-def _sums_nothing(step: jaxprs.Step) -> bool:
+def _sums_nothing(step: jaxprs.FlatStep) -> bool:
     """Whether a matmul or a convolution is a product of each with each, such as the angles of
     rotary embeddings: no faster in the shorter dtype, in which positions above 256 are no more told
     apart. One that sums along an axis of one element is one too."""
@@ -167,7 +167,7 @@ def _sums_nothing(step: jaxprs.Step) -> bool:
     return all(left[axis] == 1 for axis in axes)
 
 
-def _is_exact(step: jaxprs.Step) -> bool:
+def _is_exact(step: jaxprs.FlatStep) -> bool:
     """Whether its author asks for exact products, here and not everywhere."""
     everywhere = jax.config.jax_default_matmul_precision in ("highest", "float32")
     return not everywhere and precision_of(step.equation.params) == "highest"

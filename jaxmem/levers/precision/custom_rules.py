@@ -12,14 +12,14 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.precision.dtypes import cast_to, dtype_of, is_floating, output_structs
 
 
-def _original(step: jaxprs.Step) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+def _original(step: jaxprs.FlatStep) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     """A call as it was traced: a function of its operands, and what they were."""
     traced = [jaxprs.struct_of(variable.aval) for variable in step.equation.invars]
     return lambda *values: jaxprs.evaluate(step, values), traced
 
 
 @contextlib.contextmanager
-def _rule_of(step: jaxprs.Step) -> Iterator[None]:
+def _rule_of(step: jaxprs.FlatStep) -> Iterator[None]:
     """The rule of a custom derivative is traced inside."""
     try:
         yield

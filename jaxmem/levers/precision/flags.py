@@ -42,7 +42,7 @@ class Flags:
         value = abs(float(operand.val))
         return value <= self._largest or not np.isfinite(value)
 
-    def deciding(self, step: jaxprs.Step) -> list[int]:
+    def deciding(self, step: jaxprs.FlatStep) -> list[int]:
         """Which operands an operation follows: those of its result's size that were not broadcast
         (as a bias is, or the mean and scale of a norm), or else all but scalars, or else all."""
         avals = [variable.aval for variable in step.equation.invars]

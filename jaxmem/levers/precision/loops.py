@@ -23,7 +23,7 @@ def body_shapes(body: Callable, carry: list[Any], slices: Sequence[Any]) -> list
 _LONG = 256
 
 
-def _rounds(loop: jaxprs.Loop) -> float:
+def _rounds(loop: jaxprs.NestedLoop) -> float:
     """How often a loop's carry may be added to, in loops inside of it too; of a `while` nobody
     knows."""
     return math.inf if loop.condition is not None else loop.options["length"] * _inside(loop.body)
@@ -43,7 +43,7 @@ def _inside(flat: jaxprs.FlatJaxpr) -> float:
     return most
 
 
-def _with_wide_sums(loop: jaxprs.Loop, first: list[Any]) -> list[Any]:
+def _with_wide_sums(loop: jaxprs.NestedLoop, first: list[Any]) -> list[Any]:
     """A loop's first carry, its sums in float32 where the program has them so; of a long loop, or
     of one whose rounds are not known, all that it carries."""
     consts = loop.body_consts.stop - loop.body_consts.start
@@ -113,7 +113,7 @@ def while_loop(run, step, operands, stored) -> list[Any]:
     return jax.lax.while_loop(goes_on, lambda carry: body(carry, ())[0], first)
 
 
-def _ends_by_values(loop: jaxprs.Loop) -> bool:
+def _ends_by_values(loop: jaxprs.NestedLoop) -> bool:
     """Whether a `while` goes on until what it carries, in floating point, is small or near enough,
     or until a flag says so that is made of such: rounded to 16 bits it may never be."""
     condition, body = loop.condition, loop.body

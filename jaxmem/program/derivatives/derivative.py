@@ -26,10 +26,10 @@ class Derivative(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def matches(self, step: jaxprs.Step, kernel: "Kernel") -> bool:
+    def matches(self, step: jaxprs.FlatStep, kernel: "Kernel") -> bool:
         """Whether the last operation of a kernel is emitted with this derivative."""
 
     @abc.abstractmethod
-    def emit(self, step: jaxprs.Step, operands: list[jax.Array], alone: bool) -> jax.Array:
+    def emit(self, step: jaxprs.FlatStep, operands: list[jax.Array], alone: bool) -> jax.Array:
         """The result of the operation; ``alone``: nothing else reads its operands. The value and
         the gradient are those of JAX, for every alias of an operand."""

@@ -28,7 +28,7 @@ class Picking(Derivative):
         return pick(step, *operands)
 
 
-def pick(step: jaxprs.Step, operand: jax.Array, indices: jax.Array) -> jax.Array:
+def pick(step: jaxprs.FlatStep, operand: jax.Array, indices: jax.Array) -> jax.Array:
     """What a gather takes: one element of each row, as a loss takes the logits of the labels.
 
     XLA's derivative scatters the cotangent into an array of zeros, one as large as the operand, in
@@ -38,7 +38,7 @@ def pick(step: jaxprs.Step, operand: jax.Array, indices: jax.Array) -> jax.Array
     return jax.checkpoint(functools.partial(_picked, step))(operand, indices)
 
 
-def _picked(step: jaxprs.Step, operand: jax.Array, indices: jax.Array) -> jax.Array:
+def _picked(step: jaxprs.FlatStep, operand: jax.Array, indices: jax.Array) -> jax.Array:
     @jax.custom_jvp
     def picked(operand, indices):
         return jaxprs.apply(step, operand, indices)

@@ -35,7 +35,7 @@ class Pooling(Derivative):
         return pool(step, operands[0], alone)
 
 
-def pool(step: jaxprs.Step, operand: jax.Array, alone: bool) -> jax.Array:
+def pool(step: jaxprs.FlatStep, operand: jax.Array, alone: bool) -> jax.Array:
     """The largest (smallest) elements of all windows: a region of its own, since nothing that the
     backward pass makes is needed to find their places, which XLA may do at any time and hold.
 
@@ -56,7 +56,7 @@ def pool(step: jaxprs.Step, operand: jax.Array, alone: bool) -> jax.Array:
     return jax.checkpoint(functools.partial(fun, step))(operand)
 
 
-def _is_small(step: jaxprs.Step) -> bool:
+def _is_small(step: jaxprs.FlatStep) -> bool:
     parameters = step.equation.params
     return (
         math.prod(parameters["window_dimensions"]) <= _WINDOW
@@ -65,7 +65,7 @@ def _is_small(step: jaxprs.Step) -> bool:
     )
 
 
-def _picking(step: jaxprs.Step, operand: jax.Array) -> jax.Array:
+def _picking(step: jaxprs.FlatStep, operand: jax.Array) -> jax.Array:
     parameters = step.equation.params
     largest = step.primitive == "reduce_window_max"
 

@@ -31,7 +31,7 @@ class Widening(Derivative):
         return widened(step, *operands)
 
 
-def widened(step: jaxprs.Step, left: jax.Array, right: jax.Array) -> jax.Array:
+def widened(step: jaxprs.FlatStep, left: jax.Array, right: jax.Array) -> jax.Array:
     """A matmul or convolution, and its derivatives, whose float32 copies are there while it runs.
 
     XLA copies the operands to float32 and the result back. Without barriers it holds a copy for
@@ -57,7 +57,7 @@ def widened(step: jaxprs.Step, left: jax.Array, right: jax.Array) -> jax.Array:
 # ---- the derivative: a primitive, since only a primitive can say how it is transposed
 
 
-def _tangent(left, right, *tangents, step: jaxprs.Step, linear: tuple[bool, bool]):
+def _tangent(left, right, *tangents, step: jaxprs.FlatStep, linear: tuple[bool, bool]):
     moving = iter(tangents)
     parts = []
     if linear[0]:
@@ -67,7 +67,7 @@ def _tangent(left, right, *tangents, step: jaxprs.Step, linear: tuple[bool, bool
     return functools.reduce(jax.lax.add, parts)
 
 
-def _transpose(cotangent, left, right, *tangents, step: jaxprs.Step, linear: tuple[bool, bool]):
+def _transpose(cotangent, left, right, *tangents, step: jaxprs.FlatStep, linear: tuple[bool, bool]):
     """One after the other, and none without the other: XLA puts off the gradients of parameters,
     and holds copies of what they are made from until the end of the program."""
     if type(cotangent) is internals.ad.Zero:
@@ -93,7 +93,7 @@ def _batch(operands: Sequence, axes: Sequence, **parameters):
     return jax.vmap(functools.partial(_tangent, **parameters), axes)(*operands), 0
 
 
-def _abstract(left, right, *_, step: jaxprs.Step, linear: tuple[bool, bool]):
+def _abstract(left, right, *_, step: jaxprs.FlatStep, linear: tuple[bool, bool]):
     return jaxprs.result_of(step.equation.primitive, [left, right], step.equation.params)
 
 

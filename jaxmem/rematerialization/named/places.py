@@ -78,7 +78,7 @@ def _place(
 
 
 def _place_of_body(
-    scan: jaxprs.Step,
+    scan: jaxprs.FlatStep,
     body: jaxprs.RegionStructure,
     spread: jaxprs.Shardings,
     target: Target | None,

@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports.calibrating.running import Sample
-from jaxmem.reports.speed.kernels import Kernel
+from jaxmem.reports.speed.kernels import CompiledKernel
 from jaxmem.reports.speed.model import parts_of, seconds_of
-from jaxmem.targets import Peaks, Shares, Target
+from jaxmem.targets import AchievableShares, Peaks, Target
 
 _ALONE = 0.5  # of a program's time: less, and it does not tell of the rate. Chosen.
 
@@ -53,13 +53,15 @@ def fit_rates(
         samples: what was measured.
 
     Returns:
-        The target, and which of its rates were fitted: fields of `Peaks` and of `Shares`.
+        The target, and which of its rates were fitted: fields of `Peaks` and of `AchievableShares`.
 
     Raises:
         JaxmemError: no figures are stated, and what was measured does not tell them.
     """
     used = list(samples)
-    whole = Shares(matmul=1.0, convolution=1.0, memory=1.0, link=stated.shares.link, launch=launch)
+    whole = AchievableShares(
+        matmul=1.0, convolution=1.0, memory=1.0, link=stated.shares.link, launch=launch
+    )
     target = _with(stated, whole)
     found = ["launch"]
     memory = _share(target, used, "")
@@ -118,7 +120,7 @@ def _predicted(sample: Sample, target: Target) -> float:
     return sum(times * seconds_of(kernel, target) for times, kernel in sample.kernels)
 
 
-def _with(target: Target, shares: Shares) -> Target:
+def _with(target: Target, shares: AchievableShares) -> Target:
     return dataclasses.replace(target, shares=shares)
 
 
@@ -157,7 +159,7 @@ def _share(target: Target, samples: list[Sample], what: str, kind: str = "") -> 
     return statistics.median(found) if found else None
 
 
-def _is(kernel: Kernel, what: str, kind: str, target: Target) -> bool:
+def _is(kernel: CompiledKernel, what: str, kind: str, target: Target) -> bool:
     one = kernel.contraction
     if one is None or not what:
         return one is None and not what
@@ -168,7 +170,7 @@ def _kinds(target: Target) -> list[str]:
     return [field for field, rate in dataclasses.asdict(target.peaks).items() if rate]
 
 
-def _kind(kernel: Kernel, target: Target) -> str:
+def _kind(kernel: CompiledKernel, target: Target) -> str:
     """Which of the target's peaks a contraction has: that of its rate where each has one of its
     own."""
     one = kernel.contraction

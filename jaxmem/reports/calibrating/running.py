@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.reports.calibrating.probes import Ladder, Probe, empty_probe, launch_probe
-from jaxmem.reports.speed.kernels import Kernel
-from jaxmem.reports.speed.schedule import Schedule
+from jaxmem.reports.speed.kernels import CompiledKernel
+from jaxmem.reports.speed.schedule import KernelSchedule
 from jaxmem.targets import HOST_KIND, Target
 
 # Repeats of one program; at least so many that the median is none of the first, slower ones.
@@ -27,7 +27,7 @@ class Sample:
 
     name: str
     ladder: str
-    kernels: tuple[tuple[int, Kernel], ...]
+    kernels: tuple[tuple[int, CompiledKernel], ...]
     seconds: float
     whole: bool = False
 
@@ -51,13 +51,15 @@ class Device:
         self.call = max(empty - first * launch, 0.0)
         return launch
 
-    def median(self, probe: Probe, seconds: float) -> tuple[float, tuple[tuple[int, Kernel], ...]]:
+    def median(
+        self, probe: Probe, seconds: float
+    ) -> tuple[float, tuple[tuple[int, CompiledKernel], ...]]:
         """Seconds of one run of a probe, and its kernels."""
         args = self._made(probe)
         compiled = jax.jit(probe.fun).lower(*args).compile()
         kernels = tuple(
             (one.times, one.kernel)
-            for one in Schedule(compiled.as_text(), self.target).ran
+            for one in KernelSchedule(compiled.as_text(), self.target).ran
             if one.kernel
         )
         return timed(lambda: compiled(*args), seconds), kernels

@@ -30,7 +30,7 @@ def report_parts(report: "MemoryReport", budget: int | None = None) -> Iterator[
     if is_cpu(report.target):
         yield f"note: {CPU_NOTE}"
     if report.cliff is not None and report.cliff.near:
-        yield f"note: {report.cliff.told}"
+        yield f"note: {report.cliff.summary}"
     if " while(" in report.hlo and (loops := report.work.uncounted):
         counts = "1 loop counts" if loops == 1 else f"{loops} loops count"
         yield f"note: how often it runs is not known: {counts} once in FLOPs, bytes moved and time"

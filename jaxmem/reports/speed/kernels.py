@@ -27,7 +27,7 @@ _KINDS = {"bf16": "bfloat16", "tf32": "tfloat32", "f16": "float16"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Contraction:
+class CompiledContraction:
     """The matmul or convolution of a kernel: the dtype of its operands, how exact it is
     (`Target.flops_per_second`), and its result as a matrix: ``batch`` times ``rows`` by
     ``columns``, each a sum of ``depth`` products."""
@@ -42,26 +42,26 @@ class Contraction:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kernel:
+class CompiledKernel:
     """One kernel: the name of its instruction, FLOPs, bytes moved, and its contraction, if any."""
 
     name: str
     flops: int
     moved: int
-    contraction: Contraction | None = None
+    contraction: CompiledContraction | None = None
 
 
-def kernel_of(name: str, computation: Lines, computations: Mapping[str, Lines]) -> Kernel:
+def kernel_of(name: str, computation: Lines, computations: Mapping[str, Lines]) -> CompiledKernel:
     """The kernel of one instruction."""
     line = computation[name]
     moved = traffic(line, computation, computations)
     found = list(contractions(line, computation, computations))
     flops = sum(work.flops for _, _, work in found)
     largest = max(found, key=lambda one: one[2].flops, default=None)
-    return Kernel(name, flops, moved, _contraction(*largest) if largest else None)
+    return CompiledKernel(name, flops, moved, _contraction(*largest) if largest else None)
 
 
-def _contraction(line: str, computation: Lines, work: Work) -> Contraction:
+def _contraction(line: str, computation: Lines, work: Work) -> CompiledContraction:
     if is_attention(line):
         return _scores(line, computation)
     kind = "convolution" if work.convolutions else "matmul"
@@ -81,15 +81,17 @@ def _contraction(line: str, computation: Lines, work: Work) -> Contraction:
     if kind == "convolution":
         batch, columns = 1, max(round((right / depth) or 1), 1)
         rows = max(result // columns, 1)
-    return Contraction(kind, dtype, _precision(line), rows, columns, depth, batch)
+    return CompiledContraction(kind, dtype, _precision(line), rows, columns, depth, batch)
 
 
-def _scores(line: str, computation: Lines) -> Contraction:
+def _scores(line: str, computation: Lines) -> CompiledContraction:
     """The first matmul of an attention: the others are like it."""
     one, query = attention_of(line, computation), SHAPE.search(computation[operands_of(line)[0]])
     *batch, rows, columns = one.scores
     dtype = _DTYPES.get(query[1], "float8") if query else "float32"
-    return Contraction("matmul", dtype, "default", rows, columns, one.width, math.prod(batch))
+    return CompiledContraction(
+        "matmul", dtype, "default", rows, columns, one.width, math.prod(batch)
+    )
 
 
 def _elements(shape: re.Match | None) -> int:

@@ -1,6 +1,6 @@
 """How long a kernel of a compiled program takes on a device, and a collective among several."""
 
-from jaxmem.reports.speed.kernels import Kernel
+from jaxmem.reports.speed.kernels import CompiledKernel
 from jaxmem.reports.xla.groups import first_group
 from jaxmem.targets import Target
 
@@ -8,14 +8,14 @@ from jaxmem.targets import Target
 _RINGS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
 
-def seconds_of(kernel: Kernel, target: Target) -> float:
+def seconds_of(kernel: CompiledKernel, target: Target) -> float:
     """The longer of a kernel's arithmetic and its memory traffic, which overlap in it, and its
     launch (a roofline: Williams, Waterman and Patterson 2009)."""
     arithmetic, traffic = parts_of(kernel, target)
     return max(arithmetic, traffic) + target.shares.launch
 
 
-def parts_of(kernel: Kernel, target: Target) -> tuple[float, float]:
+def parts_of(kernel: CompiledKernel, target: Target) -> tuple[float, float]:
     """Seconds of a kernel's arithmetic and of its memory traffic."""
     shares, one = target.shares, kernel.contraction
     traffic = kernel.moved / (shares.memory * target.memory_bandwidth)

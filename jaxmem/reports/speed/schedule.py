@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from jaxmem.reports.speed.kernels import Kernel, kernel_of
+from jaxmem.reports.speed.kernels import CompiledKernel, kernel_of
 from jaxmem.reports.speed.model import collective_seconds, seconds_of
 from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.hlo import (
@@ -30,10 +30,10 @@ class KernelRun:
     name: str
     times: int
     seconds: float
-    kernel: Kernel | None = None
+    kernel: CompiledKernel | None = None
 
 
-class Schedule:
+class KernelSchedule:
     """The kernels of one run of a program on a device, in order, loops unrolled by their counts."""
 
     def __init__(self, hlo: str, target: Target):

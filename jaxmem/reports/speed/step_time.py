@@ -11,7 +11,7 @@ from jaxmem.reports.drawn.grouping import grouped, without_numbers
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.reports.drawn.text import milliseconds
 from jaxmem.reports.speed.model import parts_of
-from jaxmem.reports.speed.schedule import KernelRun, Schedule
+from jaxmem.reports.speed.schedule import KernelRun, KernelSchedule
 from jaxmem.reports.where.arguments import Argument
 from jaxmem.reports.where.attribution import Attribution, Origin
 from jaxmem.reports.xla.instructions import Module
@@ -136,7 +136,7 @@ def step_time(
             f"The rates of {target.description} are not known. `jaxmem calibrate` measures them; "
             "`jaxmem targets` lists the devices whose rates are known."
         )
-    ran = Schedule(hlo, known).ran
+    ran = KernelSchedule(hlo, known).ran
     attribution = Attribution(Module(hlo), arguments)
     return StepTime(known, ran, tuple(attribution.describe(one.name) for one in ran))
 

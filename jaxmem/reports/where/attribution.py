@@ -14,7 +14,7 @@ from jaxmem.reports.where.names import (
     source_of,
 )
 from jaxmem.reports.where.phases import PHASES, Phases, phase_of_argument
-from jaxmem.reports.where.program import Program
+from jaxmem.reports.where.program import CompiledProgram
 from jaxmem.reports.where.readers import Readers
 from jaxmem.reports.xla.dump import Allocation, Value
 from jaxmem.reports.xla.instructions import Instruction, Module
@@ -43,7 +43,7 @@ class Attribution:
 
     def __init__(self, module: Module, arguments: Sequence[Argument | None]):
         self._module = module
-        self._program = Program(module, arguments)
+        self._program = CompiledProgram(module, arguments)
         self._makers = Makers(self._program)
         self._readers = Readers(self._program)
         self._phases = Phases(self._program, self._makers)

@@ -9,7 +9,7 @@ count). A line that reads the last parameter is forward as a whole.
 import functools
 
 from jaxmem.reports.where.names import modules_of, user_lines
-from jaxmem.reports.where.program import Program
+from jaxmem.reports.where.program import CompiledProgram
 from jaxmem.reports.xla.flow import Node
 from jaxmem.reports.xla.instructions import Instruction
 
@@ -23,10 +23,10 @@ def before_gradients(instruction: Instruction) -> bool:
     return "transpose(" not in instruction.stack
 
 
-class Loss:
+class CompiledLoss:
     """The loss of a program."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: CompiledProgram):
         self._program = program
         self._module = program.module
         self._lines = functools.cache(lambda frame: user_lines(self._module.frames(frame)))

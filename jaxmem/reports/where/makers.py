@@ -3,7 +3,7 @@
 import collections
 import functools
 
-from jaxmem.reports.where.program import Program
+from jaxmem.reports.where.program import CompiledProgram
 from jaxmem.reports.xla.instructions import Instruction
 
 # JAX rounds what its regions keep to the bits that it has already, and says so of no line.
@@ -20,7 +20,7 @@ Element = tuple[int, ...]  # an index into nested tuples; empty: the whole value
 class Makers:
     """The makers of the values of a program."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: CompiledProgram):
         self._program = program
         self._module = program.module
         # Remembered for as long as this object lives, not the process.

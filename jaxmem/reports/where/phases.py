@@ -10,10 +10,10 @@ rematerialization; ``backward`` under ``transpose(jvp(...))``; ``loss`` and ``fo
 import functools
 
 from jaxmem.reports.where.arguments import Argument
-from jaxmem.reports.where.loss import Loss, before_gradients
+from jaxmem.reports.where.loss import CompiledLoss, before_gradients
 from jaxmem.reports.where.makers import Makers
 from jaxmem.reports.where.names import UNATTRIBUTED, adds_slices
-from jaxmem.reports.where.program import Program
+from jaxmem.reports.where.program import CompiledProgram
 from jaxmem.reports.xla.flow import Node
 
 PHASES = ("state", "batch", "forward", "loss", "backward", "recompute", "update")
@@ -26,11 +26,11 @@ def phase_of_argument(argument: Argument | None) -> str:
 class Phases:
     """The phases of the instructions of a program."""
 
-    def __init__(self, program: Program, makers: Makers):
+    def __init__(self, program: CompiledProgram, makers: Makers):
         self._program = program
         self._module = program.module
         self._makers = makers
-        self._loss = Loss(program)
+        self._loss = CompiledLoss(program)
         # Remembered for as long as this object lives, not the process.
         self.of = functools.cache(self._phase)
 

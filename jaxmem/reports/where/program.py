@@ -7,7 +7,7 @@ from jaxmem.reports.xla.flow import Flow
 from jaxmem.reports.xla.instructions import Instruction, Module
 
 
-class Program:
+class CompiledProgram:
     """A compiled module and the arguments that it kept, by parameter number."""
 
     def __init__(self, module: Module, arguments: Sequence[Argument | None]):

@@ -2,7 +2,7 @@
 
 import functools
 
-from jaxmem.reports.where.program import Program
+from jaxmem.reports.where.program import CompiledProgram
 from jaxmem.reports.xla.flow import Node
 from jaxmem.reports.xla.instructions import Instruction
 
@@ -16,7 +16,7 @@ _TRANSPARENT = frozenset(
 class Readers:
     """The readers of every value of a program."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: CompiledProgram):
         self._module = program.module
         self._callers = program.flow.callers
         self._users: dict[str, list[Instruction]] = {}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmem.targets.cache import Compiled
+from jaxmem.targets.cache import CachedProgram
 from jaxmem.targets.compilation import Request, compile_in_worker
 from jaxmem.targets.cuda.install import Compiler, find_compiler
 from jaxmem.targets.cuda.target import CudaTarget
@@ -28,7 +28,7 @@ def compile_module(
     timeout: float = 3600,
     full: bool = False,
     hold: bool = False,
-) -> Compiled:
+) -> CachedProgram:
     """Compiles a lowered module for a GPU that need not be there.
 
     Args:

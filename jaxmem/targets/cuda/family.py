@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.accelerator import Target
-from jaxmem.targets.cache import Compiled
+from jaxmem.targets.cache import CachedProgram
 from jaxmem.targets.cuda.compiler import compile_module, worker_command
 from jaxmem.targets.cuda.install import find_compiler, install_compiler
 from jaxmem.targets.cuda.splitting import Splitting
@@ -94,7 +94,7 @@ class Cuda(Family):
         """The GPUs of ``targets.csv``."""
         return known_gpus()
 
-    def answers(self, target: Target) -> dict[str, Callable[..., Any]]:
+    def device_queries(self, target: Target) -> dict[str, Callable[..., Any]]:
         """For `jax.nn.dot_product_attention` by cuDNN."""
         assert isinstance(target, CudaTarget)
         has = target.compute_capability
@@ -121,7 +121,7 @@ class Cuda(Family):
         timeout: float,
         full: bool = False,
         hold: bool = False,
-    ) -> Compiled:
+    ) -> CachedProgram:
         """Compiles for a GPU that need not be there."""
         assert isinstance(target, CudaTarget)
         return compile_module(

@@ -89,7 +89,7 @@ class CudaTarget(Target):
         cycles_per_second = 2e9 * self.clock_ghz * self.core_count * self.fpus_per_core
         return dataclasses.replace(
             RULES,
-            widens=not ampere,
+            widens_bfloat16=not ampere,
             fuses_elements=ampere,
             fuses_derivatives=ampere,
             blocks_of_rows=ampere,

@@ -3,7 +3,7 @@
 import os
 import pathlib
 
-from jaxmem.targets.cache import Compiled
+from jaxmem.targets.cache import CachedProgram
 from jaxmem.targets.compilation import compile_in_worker
 from jaxmem.targets.tpu.install import find_compiler
 from jaxmem.targets.tpu.target import TpuTarget
@@ -22,7 +22,7 @@ def compile_module(
     timeout: float = 3600,
     full: bool = False,
     hold: bool = False,
-) -> Compiled:
+) -> CachedProgram:
     """Compiles a lowered module for TPUs that need not be there.
 
     Args:

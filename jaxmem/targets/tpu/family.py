@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.accelerator import Target
-from jaxmem.targets.cache import Compiled
+from jaxmem.targets.cache import CachedProgram
 from jaxmem.targets.family import Family
 from jaxmem.targets.tpu.compiler import compile_module, worker_command
 from jaxmem.targets.tpu.install import LICENCE, find_compiler, install_compiler
@@ -49,7 +49,7 @@ class Tpu(Family):
         timeout: float,
         full: bool = False,
         hold: bool = False,
-    ) -> Compiled:
+    ) -> CachedProgram:
         """Compiles for a TPU that need not be there."""
         assert isinstance(target, TpuTarget)
         return compile_module(

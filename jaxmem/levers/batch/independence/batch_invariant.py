@@ -11,14 +11,14 @@ from jaxmem.levers.batch.independence.kinds import (
     same_growth,
 )
 from jaxmem.levers.batch.independence.layout import resized_axes
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 
 RANDOM = frozenset("random_bits random_fold_in random_seed random_split random_wrap".split())
 # Operations whose results are their operands.
 PASSED = jaxprs.BARRIERS | {"device_put"}
 
 
-def infer_batch_invariant(op: Operation) -> list[Kind]:
+def infer_batch_invariant(op: BatchOperation) -> list[Kind]:
     """The kinds of the results."""
     kinds = op.kinds
     random = op.name in RANDOM
@@ -37,7 +37,7 @@ def infer_batch_invariant(op: Operation) -> list[Kind]:
     )
 
 
-def _infer_batch_shaped(op: Operation, at: int, uses_rng: bool) -> Kind:
+def _infer_batch_shaped(op: BatchOperation, at: int, uses_rng: bool) -> Kind:
     """Of a result whose shape has the batch in it, though no operand has."""
     one, two = op.results[at]
     axes = resized_axes(op.results[at])
@@ -62,7 +62,7 @@ def _infer_batch_shaped(op: Operation, at: int, uses_rng: bool) -> Kind:
     return op.depends_on_batch_size
 
 
-def as_per_example(op: Operation, at: int) -> BatchInvariant | PerExample:
+def as_per_example(op: BatchOperation, at: int) -> BatchInvariant | PerExample:
     """The kind of an operand; of one number in the shape of the batch, as examples."""
     kind, shapes = op.kinds[at], op.shapes[at]
     if isinstance(kind, PerExample) or shapes[0] == shapes[1]:

@@ -72,7 +72,7 @@ def bounds_of(makers: Makers, divisor: int) -> tuple[int, tuple[CountTransform, 
     return count, tuple(bounds[::-1])
 
 
-def _bound(makers: Makers, step: jaxprs.Step) -> tuple[CountTransform, int, list[Any]] | None:
+def _bound(makers: Makers, step: jaxprs.FlatStep) -> tuple[CountTransform, int, list[Any]] | None:
     """What a step makes of a count, the count, and what is compared for that; None: it is another
     step."""
     name, cases, compared, test = step.primitive, step.inputs, [], None
@@ -92,7 +92,7 @@ def _bound(makers: Makers, step: jaxprs.Step) -> tuple[CountTransform, int, list
     return CountTransform(name, dtype, number, test), cases[at], compared
 
 
-def test_of(makers: Makers, select: jaxprs.Step) -> tuple[Test, Any] | None:
+def test_of(makers: Makers, select: jaxprs.FlatStep) -> tuple[Test, Any] | None:
     """What a selection's second case is chosen by, if that is a comparison with a number; and what
     is compared."""
     step = makers.get(select.inputs[0])

@@ -9,10 +9,10 @@ from jaxmem.levers.batch.independence.kinds import (
     same_growth,
 )
 from jaxmem.levers.batch.independence.layout import common_batch_axis
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 
 
-def by_number(op: Operation) -> Kind | None:
+def by_number(op: BatchOperation) -> Kind | None:
     """Of the numbers of the examples, on their way from an iota to a gather that picks by them,
     and of what is chosen by a known number; None: it is no such operation."""
     kinds, name = op.kinds, op.name
@@ -40,7 +40,7 @@ def by_number(op: Operation) -> Kind | None:
     return None
 
 
-def _picked(op: Operation) -> Kind | None:
+def _picked(op: BatchOperation) -> Kind | None:
     """Of a gather in which each example picks from its own part: ``x[jnp.arange(n), labels]``."""
     operand, columns = op.kinds
     numbers = op.params["dimension_numbers"]

@@ -12,7 +12,7 @@ from jaxmem.levers.batch.independence.kinds import (
     mean_growth,
     same_growth,
 )
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 from jaxmem.program.attention import ATTENTION_DERIVATIVES
 
 # Operations that a sum over examples may pass through: linear in the operand that has it.
@@ -31,7 +31,7 @@ HOMOGENEOUS = (
 _SUMS = frozenset({"add", "sub", "add_any", "concatenate", "pad", "stack"})
 
 
-def result_growth(op: Operation) -> float | None:
+def result_growth(op: BatchOperation) -> float | None:
     """The growth of a result that is linear in what grows; None: it is not."""
     name, kinds = op.name, op.kinds
     growths = [kind.growth for kind in kinds]
@@ -57,7 +57,7 @@ def result_growth(op: Operation) -> float | None:
     return growths[0] if all(same_growth(growth, 1) for growth in growths[1:]) else None
 
 
-def of_sum(op: Operation) -> Kind:
+def of_sum(op: BatchOperation) -> Kind:
     """Of an operation on a sum over examples: it may go on in a straight line."""
     kinds, name = op.kinds, op.name
     if any(isinstance(kind, PerExample) for kind in kinds):
@@ -91,7 +91,7 @@ def of_sum(op: Operation) -> Kind:
     )
 
 
-def _of_terms(op: Operation) -> Kind:
+def _of_terms(op: BatchOperation) -> Kind:
     """Of terms that are added, or one of which is selected: what is beside sums must be zero,
     or the sums be means, for ``c + mean`` is the mean of ``c + each``."""
     kinds = op.kinds

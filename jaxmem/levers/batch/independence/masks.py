@@ -89,7 +89,7 @@ def _mask_factors(makers: Makers, value: Any, exact: bool = False) -> list[tuple
     return found
 
 
-def _makes_zeros(step: jaxprs.Step) -> bool:
+def _makes_zeros(step: jaxprs.FlatStep) -> bool:
     """Whether it is a conversion that may make 0 of something else: to whole numbers, or to fewer
     digits."""
     one, other = (
@@ -102,7 +102,7 @@ def _makes_zeros(step: jaxprs.Step) -> bool:
     return not jnp.issubdtype(other, jnp.inexact) or other.itemsize <= one.itemsize
 
 
-def _is_masked_select(makers: Makers, step: jaxprs.Step) -> bool:
+def _is_masked_select(makers: Makers, step: jaxprs.FlatStep) -> bool:
     """Whether it is 0 where its condition does not hold."""
     chooses = step.primitive == "select_n" and len(step.inputs) == 3
     return chooses and number_of(makers, step.inputs[1]) == 0

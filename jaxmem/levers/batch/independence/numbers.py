@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmem import jaxprs
 from jaxmem.levers.batch.independence.kinds import BatchInvariant, Kind, NotProved
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 
 _ARITHMETIC: dict[str, Callable] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum,
@@ -45,7 +45,7 @@ def constant(one: Any, two: Any) -> Kind:
     return NotProved("a constant of it depends on the size of the batch")
 
 
-def calculated(op: Operation) -> BatchInvariant | None:
+def calculated(op: BatchOperation) -> BatchInvariant | None:
     """Of an operation on known numbers, where its result is one too."""
     values = [kind.value for kind in op.kinds]
     if not values or None in values or len(op.results) != 1:
@@ -59,7 +59,7 @@ def calculated(op: Operation) -> BatchInvariant | None:
     return None if None in numbers else _valued(*numbers)
 
 
-def _result(op: Operation, which: int, given: list[Any], dtype: Any) -> Any:
+def _result(op: BatchOperation, which: int, given: list[Any], dtype: Any) -> Any:
     """The number in one of the traces; None: it is not known."""
     integer = jnp.issubdtype(dtype, jnp.integer)
     if op.name in _SAME_NUMBERS:

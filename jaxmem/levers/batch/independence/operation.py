@@ -17,7 +17,7 @@ from jaxmem.levers.batch.independence.layout import Shapes, common_batch_axis, i
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class BatchOperation:
     """An equation in both traces.
 
     Attributes:
@@ -27,7 +27,7 @@ class Operation:
         sizes: numbers of examples.
     """
 
-    steps: tuple[jaxprs.Step, jaxprs.Step]
+    steps: tuple[jaxprs.FlatStep, jaxprs.FlatStep]
     kinds: list[Any]
     shapes: list[Shapes]
     results: list[Shapes]

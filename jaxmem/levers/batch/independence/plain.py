@@ -22,11 +22,11 @@ from jaxmem.levers.batch.independence.kinds import (
 )
 from jaxmem.levers.batch.independence.layout import have_the_same_ranks
 from jaxmem.levers.batch.independence.numbers import calculated
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 from jaxmem.levers.batch.independence.rules import RULES
 
 
-def results(operation: Operation) -> list[Kind]:
+def results(operation: BatchOperation) -> list[Kind]:
     """By what its operands are: numbers of examples, nothing of the batch, sums, or examples."""
     made = by_number(operation)
     if made is not None:
@@ -62,7 +62,7 @@ def results(operation: Operation) -> list[Kind]:
     return _of_examples(operation)
 
 
-def _of_examples(operation: Operation) -> list[Kind]:
+def _of_examples(operation: BatchOperation) -> list[Kind]:
     rule = RULES.get(operation.name)
     if rule is None:
         return operation.all_results(operation.unknown_primitive)

@@ -163,7 +163,7 @@ def _made_of(flat: jaxprs.FlatJaxpr, inputs: range) -> set[int]:
     return found
 
 
-def _division(makers: Makers, step: jaxprs.Step) -> tuple[int, int] | None:
+def _division(makers: Makers, step: jaxprs.FlatStep) -> tuple[int, int] | None:
     """The numerator and the divisor of a division by a value, or of a product with such a part of
     a number."""
     if not all(isinstance(one, int) for one in step.inputs):
@@ -180,7 +180,7 @@ def _division(makers: Makers, step: jaxprs.Step) -> tuple[int, int] | None:
     return None
 
 
-def _zero_guard(makers: Makers, step: jaxprs.Step) -> tuple[Test, Any, Any] | None:
+def _zero_guard(makers: Makers, step: jaxprs.FlatStep) -> tuple[Test, Any, Any] | None:
     """Of a selection between 0 and a value: the test that chooses 0, what that compares, and the
     value."""
     if step.primitive != "select_n" or len(step.inputs) != 3:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.levers.batch.independence.kinds import Kind
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 
 if TYPE_CHECKING:
     from jaxmem.levers.batch.independence.walk import Walk
@@ -25,7 +25,7 @@ class Rule:
         takes_flat: whether an operand may be `FlatPerExample`.
     """
 
-    function: Callable[[Operation], Found]
+    function: Callable[[BatchOperation], Found]
     sizes: tuple[str, ...] | None = ()
     growing: bool = True
     takes_flat: bool = False
@@ -33,13 +33,13 @@ class Rule:
 
 RULES: dict[str, Rule] = {}
 # Rules of operations that have programs inside; they walk them.
-INSIDE: "dict[str, Callable[[Walk, Operation], list[Kind]]]" = {}
+INSIDE: "dict[str, Callable[[Walk, BatchOperation], list[Kind]]]" = {}
 
 
 def rule(*names: str, **options: Any) -> Callable:
-    """Registers a function of an `Operation`, with the options of a `Rule`."""
+    """Registers a function of a `BatchOperation`, with the options of a `Rule`."""
 
-    def register(function: Callable[[Operation], Found]) -> Callable:
+    def register(function: Callable[[BatchOperation], Found]) -> Callable:
         RULES.update(dict.fromkeys(names, Rule(function, **options)))
         return function
 
@@ -47,7 +47,7 @@ def rule(*names: str, **options: Any) -> Callable:
 
 
 def inside(*names: str) -> Callable:
-    """Registers a function of a `Walk` and an `Operation` with programs inside."""
+    """Registers a function of a `Walk` and a `BatchOperation` with programs inside."""
 
     def register(function: Callable) -> Callable:
         INSIDE.update(dict.fromkeys(names, function))

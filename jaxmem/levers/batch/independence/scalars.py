@@ -9,7 +9,7 @@ import numpy as np
 from jaxmem import jaxprs
 from jaxmem.levers.batch.independence.operation import equal
 
-Makers = Mapping[int, jaxprs.Step]  # of each value of a trace
+Makers = Mapping[int, jaxprs.FlatStep]  # of each value of a trace
 # Of one operand, whose sum over examples they leave one.
 LINEAR = frozenset("convert_element_type copy copy_p neg reshape squeeze".split())
 ELEMENTWISE = frozenset("convert_element_type copy".split())
@@ -53,7 +53,7 @@ def are_alike(makers: Makers, one: Any, other: Any) -> bool:
     return True
 
 
-def is_inexact(step: jaxprs.Step) -> bool:
+def is_inexact(step: jaxprs.FlatStep) -> bool:
     """Whether it is of floating-point numbers, but for what it chooses by: those of integers are
     rounded."""
     operands = step.equation.invars[step.primitive == "select_n" :]
@@ -61,7 +61,7 @@ def is_inexact(step: jaxprs.Step) -> bool:
     return all(jnp.issubdtype(one.aval.dtype, jnp.inexact) for one in variables)
 
 
-def is_multiple(step: jaxprs.Step) -> bool:
+def is_multiple(step: jaxprs.FlatStep) -> bool:
     """Whether it multiplies a value with a number, or divides it by one."""
     of_one = len(step.inputs) == 2 and len(list(step.uses)) == 1
     divides = step.primitive == "div" and isinstance(step.inputs[0], int)

@@ -20,7 +20,7 @@ from jaxmem.levers.batch.independence.kinds import (
 )
 
 Flats = tuple[jaxprs.FlatJaxpr, jaxprs.FlatJaxpr]
-Makers = Mapping[int, jaxprs.Step]  # of each value of a trace
+Makers = Mapping[int, jaxprs.FlatStep]  # of each value of a trace
 COUNTS = "it counts calls, and each slice is one"
 CHANGES = "each slice changes it"
 _SUMMED = jnp.integer, jnp.inexact
@@ -114,7 +114,7 @@ def _converted(makers: Makers, value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _draws(steps: Sequence[jaxprs.Step], made: set[int]) -> bool:
+def _draws(steps: Sequence[jaxprs.FlatStep], made: set[int]) -> bool:
     """Whether random numbers are drawn by a count, so that each slice should have its own."""
     for step in steps:
         if not made.isdisjoint(step.uses):

@@ -18,7 +18,7 @@ from jaxmem.levers.batch.independence.kinds import (
 )
 from jaxmem.levers.batch.independence.layout import Shapes, flat, is_consistent, reshape_kind
 from jaxmem.levers.batch.independence.numbers import constant
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 from jaxmem.levers.batch.independence.plain import results as plain_results
 from jaxmem.levers.batch.independence.rules import INSIDE
 
@@ -46,7 +46,7 @@ class Walk:
         return [constant(*pair) for pair in zip(whole.consts, sliced.consts, strict=True)]
 
     @functools.cached_property
-    def needed(self) -> list[list[jaxprs.Step]]:
+    def needed(self) -> list[list[jaxprs.FlatStep]]:
         return [_needed(flat) for flat in self.flats]
 
     def kinds(self, given: Sequence[Kind]) -> list[Kind]:
@@ -74,16 +74,16 @@ class Walk:
         pairs = zip(whole.outputs, sliced.outputs, strict=True)
         return [_read(found, *pair) for pair in pairs]
 
-    def step(self, found: dict, one: jaxprs.Step, two: jaxprs.Step) -> None:
+    def step(self, found: dict, one: jaxprs.FlatStep, two: jaxprs.FlatStep) -> None:
         """One equation of both programs."""
         kinds = [_read(found, *pair) for pair in zip(one.inputs, two.inputs, strict=True)]
         shapes = self.shapes(one.inputs, two.inputs)
         results = self.shapes(one.outputs, two.outputs)
-        operation = Operation((one, two), kinds, shapes, results, self.sizes)
+        operation = BatchOperation((one, two), kinds, shapes, results, self.sizes)
         made = zip(one.outputs, two.outputs, strict=True)
         found.update(zip(made, self.results(operation), strict=True))
 
-    def shape_alone(self, found: dict, step: jaxprs.Step, side: int) -> None:
+    def shape_alone(self, found: dict, step: jaxprs.FlatStep, side: int) -> None:
         """A change of shape that only one of the programs has: for one example it may be none."""
         for pair, kind in list(found.items()):
             if pair[side] != step.inputs[0]:
@@ -97,7 +97,7 @@ class Walk:
                 made = elements and reshape_kind(elements, new, self.sizes)
             elif side == 0 and len(after) == len(shapes[1]):  # what widens nothing for one example
                 (made,) = plain_results(
-                    Operation((step, step), [kind], [shapes], [new], self.sizes)
+                    BatchOperation((step, step), [kind], [shapes], [new], self.sizes)
                 )
             if made is not None and not isinstance(made, NotProved):
                 number = step.outputs[0]
@@ -114,7 +114,7 @@ class Walk:
             (shape(whole, one), shape(sliced, two)) for one, two in zip(ones, twos, strict=True)
         ]
 
-    def results(self, operation: Operation) -> list[Kind]:
+    def results(self, operation: BatchOperation) -> list[Kind]:
         """Of one equation; of one with programs inside the results must lie as their shapes say."""
         rule = INSIDE.get(operation.name)
         if rule is None and jaxprs.is_region(operation.steps[0].equation):
@@ -138,13 +138,13 @@ class Walk:
         whole, sliced = flats
         return dataclasses.replace(self, flats=(whole, sliced))
 
-    def called(self, operation: Operation) -> list[Kind]:
+    def called(self, operation: BatchOperation) -> list[Kind]:
         """Of a program that is called as it is."""
         flats = [jaxprs.called_jaxpr(step.equation) for step in operation.steps]
         return self.inner(flats).kinds(operation.kinds)
 
 
-def _keeps_order(step: jaxprs.Step) -> bool:
+def _keeps_order(step: jaxprs.FlatStep) -> bool:
     """Whether a change of shape leaves the elements in row-major order."""
     params = step.equation.params
     axes = list(params.get("broadcast_dimensions", ()))
@@ -152,12 +152,12 @@ def _keeps_order(step: jaxprs.Step) -> bool:
     return axes == sorted(axes) and not reordered
 
 
-def _same_form(one: jaxprs.Step, two: jaxprs.Step) -> bool:
+def _same_form(one: jaxprs.FlatStep, two: jaxprs.FlatStep) -> bool:
     sizes = (len(one.inputs), len(one.outputs)), (len(two.inputs), len(two.outputs))
     return one.primitive == two.primitive and sizes[0] == sizes[1]
 
 
-def _is_known(found: dict, one: jaxprs.Step, two: jaxprs.Step) -> bool:
+def _is_known(found: dict, one: jaxprs.FlatStep, two: jaxprs.FlatStep) -> bool:
     """Whether the operands of two steps are the same values in both programs."""
     return all(
         pair in found if all(numbers) else not any(numbers)
@@ -175,7 +175,7 @@ def _read(found: dict[tuple[int, int], Kind], one: Any, two: Any) -> Kind:
     return constant(one.val, two.val)
 
 
-def _needed(flat: jaxprs.FlatJaxpr) -> list[jaxprs.Step]:
+def _needed(flat: jaxprs.FlatJaxpr) -> list[jaxprs.FlatStep]:
     """The steps that the results are made of: metrics beside a loss may be anything."""
     wanted = flat.made_of(flat.outputs)
     return [step for step in flat.steps if not wanted.isdisjoint(step.outputs)]

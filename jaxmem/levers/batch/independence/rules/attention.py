@@ -3,20 +3,20 @@
 import dataclasses
 
 from jaxmem.levers.batch.independence.kinds import BatchReduction, PerExample, same_growth
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 from jaxmem.levers.batch.independence.registry import Found, rule
 from jaxmem.program.attention import ATTENTION, ATTENTION_DERIVATIVES
 
 
 @rule(*(ATTENTION - ATTENTION_DERIVATIVES), growing=False)
-def attention(op: Operation) -> Found:
+def attention(op: BatchOperation) -> Found:
     """The first axis of queries, keys, values and of what else there is one of for each example is
     that of the examples; dropout depends on the place of one in the batch."""
     return _of_examples(op, op.common_batch_axis)
 
 
 @rule(*ATTENTION_DERIVATIVES)
-def derivative(op: Operation) -> Found:
+def derivative(op: BatchOperation) -> Found:
     """Linear in its last operand, the cotangent. Of a bias that all examples share the gradient is
     a sum over them."""
     *others, growth = (kind.growth for kind in op.kinds)
@@ -33,7 +33,7 @@ def derivative(op: Operation) -> Found:
     ]
 
 
-def _of_examples(op: Operation, common: PerExample | None) -> Found:
+def _of_examples(op: BatchOperation, common: PerExample | None) -> Found:
     if op.params.get("dropout_rate", 0):
         return op.uses_example_index
     if common is None or common.axis != 0:

@@ -5,12 +5,12 @@ import math
 from jaxmem.levers.batch.independence.batch_invariant import as_per_example
 from jaxmem.levers.batch.independence.kinds import BatchReduction, FlatPerExample, Kind, PerExample
 from jaxmem.levers.batch.independence.layout import common_batch_axis, flat
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 from jaxmem.levers.batch.independence.registry import rule
 
 
 @rule("dot_general", sizes=None, takes_flat=True)
-def dot_general(op: Operation) -> Kind:
+def dot_general(op: BatchOperation) -> Kind:
     """By labels: of the axes that go together, the same."""
     if any(isinstance(kind, FlatPerExample) for kind in op.kinds) or not op.same_params():
         return _dot_of_one(op) or op.depends_on_batch_size
@@ -25,13 +25,13 @@ def dot_general(op: Operation) -> Kind:
 
 
 @rule("wide_einsum")
-def einsum(op: Operation) -> Kind:
+def einsum(op: BatchOperation) -> Kind:
     """An einsum of our own, of two arrays."""
     left, right, out = op.params["spec"].replace("->", ",").split(",")
     return _contraction(op, left, right, out)
 
 
-def _contraction(op: Operation, left, right, out) -> Kind:
+def _contraction(op: BatchOperation, left, right, out) -> Kind:
     """Of a product of two arrays, whose axes and those of the result have labels."""
     growth = math.prod(kind.growth for kind in op.kinds)
     labels, own = [], []
@@ -49,7 +49,7 @@ def _contraction(op: Operation, left, right, out) -> Kind:
     return BatchReduction(growth) if both else op.mixes_examples
 
 
-def _dot_of_one(op: Operation) -> Kind | None:
+def _dot_of_one(op: BatchOperation) -> Kind | None:
     """Of a matmul whose first axis, that of the batch, is gone for one example."""
     left, right = (
         flat(kind, shapes, op.sizes) for kind, shapes in zip(op.kinds, op.shapes, strict=True)
@@ -76,7 +76,7 @@ def _dot_of_one(op: Operation) -> Kind | None:
 
 
 @rule("conv_general_dilated")
-def convolution(op: Operation) -> Kind:
+def convolution(op: BatchOperation) -> Kind:
     """Along the axis that XLA calls the batch, if it is not divided into groups."""
     kind, numbers = op.sole_batched_operand, op.params["dimension_numbers"]
     if kind is None or kind.axis != numbers.lhs_spec[0] or op.params["batch_group_count"] != 1:

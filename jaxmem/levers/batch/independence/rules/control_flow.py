@@ -19,7 +19,7 @@ from jaxmem.levers.batch.independence.kinds import (
     same_growth,
 )
 from jaxmem.levers.batch.independence.layout import common_batch_axis
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 from jaxmem.levers.batch.independence.registry import inside
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ _ROUNDS = 8
 
 
 @inside("closed_call", "core_call", "jit", "pjit")
-def call(walk: "Walk", operation: Operation) -> list[Kind]:
+def call(walk: "Walk", operation: BatchOperation) -> list[Kind]:
     """A function that is called as it is."""
     return walk.called(operation)
 
 
 @inside("cond")
-def branch(walk: "Walk", operation: Operation) -> list[Kind]:
+def branch(walk: "Walk", operation: BatchOperation) -> list[Kind]:
     """The branch must be the same for all examples."""
     index, *kinds = operation.kinds
     if isinstance(index, NotProved):
@@ -56,7 +56,7 @@ def branch(walk: "Walk", operation: Operation) -> list[Kind]:
 
 
 @inside("scan", "while")
-def loop(walk: "Walk", operation: Operation) -> list[Kind]:
+def loop(walk: "Walk", operation: BatchOperation) -> list[Kind]:
     """What is carried must be of one kind each time, and the number of times the same for all."""
     loops = [jaxprs.loop_of(step.equation) for step in operation.steps]
     one, two = loops
@@ -90,7 +90,7 @@ def loop(walk: "Walk", operation: Operation) -> list[Kind]:
     )
 
 
-def _scan_of_examples(walk: "Walk", operation: Operation, loops: list[Any]) -> list[Kind]:
+def _scan_of_examples(walk: "Walk", operation: BatchOperation, loops: list[Any]) -> list[Kind]:
     """Of a scan along the examples: each is on its own if nothing is carried."""
     one, two = loops
     kinds, consts = operation.kinds, operation.kinds[one.body_consts]

@@ -24,7 +24,7 @@ from jaxmem.levers.batch.independence.kinds import (
     same_growth,
 )
 from jaxmem.levers.batch.independence.layout import common_batch_axis
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 from jaxmem.levers.batch.independence.registry import inside
 from jaxmem.ops import losses
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @inside("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-def custom(walk: "Walk", operation: Operation) -> list[Kind]:
+def custom(walk: "Walk", operation: BatchOperation) -> list[Kind]:
     """Of a function with a derivative rule."""
     if _trusted(operation):
         return _by_rows(operation)
@@ -60,7 +60,7 @@ def _derived(
     return dataclasses.replace(walk, flats=flats, differentiated=False).kinds(given)
 
 
-def _wrong_tangents(walk: "Walk", operation: Operation, plain: list[Kind]) -> str | None:
+def _wrong_tangents(walk: "Walk", operation: BatchOperation, plain: list[Kind]) -> str | None:
     """What is wrong with a rule for tangents, which is linear in them anyway."""
     at, outputs = _real(operation)
 
@@ -78,7 +78,7 @@ def _wrong_tangents(walk: "Walk", operation: Operation, plain: list[Kind]) -> st
     return _first_unlike(found, [plain[index] for index in outputs])
 
 
-def _wrong_cotangents(walk: "Walk", operation: Operation, plain: list[Kind]) -> str | None:
+def _wrong_cotangents(walk: "Walk", operation: BatchOperation, plain: list[Kind]) -> str | None:
     """What is wrong with a rule for cotangents: it must be linear in them, for those of a
     slice are larger than those of the batch."""
     at, outputs = _real(operation)
@@ -146,13 +146,13 @@ def _unlike(found: Kind, expected: Kind) -> str | None:
     return "its examples see one another, or it is not linear"
 
 
-def _trusted(operation: Operation) -> bool:
+def _trusted(operation: BatchOperation) -> bool:
     """Whether it is our own loss, which keeps rows apart, in blocks that no walk sees through."""
     called = jaxprs.custom_function(operation.steps[0].equation)
     return called.startswith(f"_statistics at {losses.__file__}:")
 
 
-def _by_rows(operation: Operation) -> list[Kind]:
+def _by_rows(operation: BatchOperation) -> list[Kind]:
     rows, labels = operation.kinds[0], operation.kinds[-1]
     others = operation.kinds[1:-1]
     for kind in operation.kinds:
@@ -167,7 +167,9 @@ def _by_rows(operation: Operation) -> list[Kind]:
     return operation.all_results(common)
 
 
-def _call(operation: Operation, which: int, values, at: list[int]) -> tuple[Callable, list[Any]]:
+def _call(
+    operation: BatchOperation, which: int, values, at: list[int]
+) -> tuple[Callable, list[Any]]:
     """The call as a function of its real operands, and these."""
     step = operation.steps[which]
 
@@ -180,7 +182,7 @@ def _call(operation: Operation, which: int, values, at: list[int]) -> tuple[Call
     return call, [values[index] for index in at]
 
 
-def _real(operation: Operation) -> tuple[list[int], list[int]]:
+def _real(operation: BatchOperation) -> tuple[list[int], list[int]]:
     """Which operands and which results of a call have derivatives."""
     equation = operation.steps[0].equation
     operands, results = (
@@ -190,5 +192,5 @@ def _real(operation: Operation) -> tuple[list[int], list[int]]:
     return operands, results
 
 
-def _avals(operation: Operation, which: int) -> list[Any]:
+def _avals(operation: BatchOperation, which: int) -> list[Any]:
     return [jaxprs.struct_of(atom.aval) for atom in operation.steps[which].equation.invars]

@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxmem.levers.batch.independence.growth import result_growth
 from jaxmem.levers.batch.independence.kinds import BatchInvariant, Kind
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 from jaxmem.levers.batch.independence.registry import rule
 from jaxmem.program.slicing import ELEMENTWISE
 
@@ -14,7 +14,7 @@ from jaxmem.program.slicing import ELEMENTWISE
     *("acosh", "bessel_i0e", "bessel_i1e", "digamma", "igamma", "igammac", "imag", "mulhi"),
     *("name", "polygamma", "random_fold_in", "zeta"),
 )
-def elementwise(op: Operation) -> Kind:
+def elementwise(op: BatchOperation) -> Kind:
     """Examples stay in their places, if they have the same ones in all operands."""
     growth, common = result_growth(op), op.common_batch_axis
     if growth is None:

@@ -5,12 +5,12 @@ import math
 
 from jaxmem.levers.batch.independence.kinds import BatchInvariant, FlatPerExample, Kind, PerExample
 from jaxmem.levers.batch.independence.layout import common_batch_axis, flat
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 from jaxmem.levers.batch.independence.registry import rule
 
 
 @rule("gather", sizes=None, growing=False, takes_flat=True)
-def gather(op: Operation) -> Kind:
+def gather(op: BatchOperation) -> Kind:
     """Examples in the operand, in the indices, or in both."""
     (operand, indices), numbers = op.kinds, op.params["dimension_numbers"]
     if not op.same_params("slice_sizes"):
@@ -31,7 +31,7 @@ def gather(op: Operation) -> Kind:
     return _from_each(op, sizes)
 
 
-def _from_table(op: Operation, rows: list[int]) -> Kind:
+def _from_table(op: BatchOperation, rows: list[int]) -> Kind:
     """Each example looks up something of a table that all have in common."""
     operand, indices = op.kinds
     if operand.value is not None and op.shapes[0][0] != op.shapes[0][1]:
@@ -41,7 +41,7 @@ def _from_table(op: Operation, rows: list[int]) -> Kind:
     return op.each(rows[indices.axis], indices)
 
 
-def _from_own_row(op: Operation, rows: list[int]) -> Kind:
+def _from_own_row(op: BatchOperation, rows: list[int]) -> Kind:
     """Each example has indices of its own into its own part: a batched gather."""
     (operand, indices), numbers = op.kinds, op.params["dimension_numbers"]
     paired = list(
@@ -53,7 +53,7 @@ def _from_own_row(op: Operation, rows: list[int]) -> Kind:
     return op.each(rows[indices.axis], common)
 
 
-def _from_each(op: Operation, sizes: list[tuple[int, ...]]) -> Kind:
+def _from_each(op: BatchOperation, sizes: list[tuple[int, ...]]) -> Kind:
     """The same indices for all examples, whose axis is taken whole."""
     operand, numbers = op.kinds[0], op.params["dimension_numbers"]
     taken = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -69,7 +69,7 @@ def _from_each(op: Operation, sizes: list[tuple[int, ...]]) -> Kind:
     return op.each(numbers.offset_dims[windows.index(operand.axis)], operand)
 
 
-def _along_axis(op: Operation) -> Kind | None:
+def _along_axis(op: BatchOperation) -> Kind | None:
     """Of `jnp.take_along_axis` with one index a row: for one example it is another gather."""
     operand, indices = op.kinds
     axes = {_axis_of_rows(op, which) for which in (0, 1)}
@@ -83,7 +83,7 @@ def _along_axis(op: Operation) -> Kind | None:
     return op.each(operand.axis, operand) if same else None
 
 
-def _axis_of_rows(op: Operation, which: int) -> int | None:
+def _axis_of_rows(op: BatchOperation, which: int) -> int | None:
     """The axis along which a gather takes elements of each row, the indices being in the order of
     the result; None: it takes something else."""
     params = op.steps[which].equation.params

@@ -5,19 +5,19 @@ import dataclasses
 from jaxmem.levers.batch.independence.growth import result_growth
 from jaxmem.levers.batch.independence.kinds import BatchInvariant, Kind, PerExample, same_growth
 from jaxmem.levers.batch.independence.layout import flat, reshape_kind
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 from jaxmem.levers.batch.independence.registry import Found, rule
 
 
 @rule("broadcast_in_dim", sizes=("shape", "sharding"))
-def broadcast(op: Operation) -> Kind:
+def broadcast(op: BatchOperation) -> Kind:
     """Axes go where the parameter says."""
     kind = op.kinds[0]
     return op.each(op.params["broadcast_dimensions"][kind.axis], kind)
 
 
 @rule("reshape", sizes=("new_sizes", "sharding"), takes_flat=True)
-def reshape(op: Operation) -> Kind:
+def reshape(op: BatchOperation) -> Kind:
     """The axis of the result in which examples lie apart by as many elements as before."""
     kind = op.kinds[0]
     if op.params.get("dimensions") is not None:
@@ -33,13 +33,13 @@ def reshape(op: Operation) -> Kind:
 
 
 @rule("transpose")
-def transpose(op: Operation) -> Kind:
+def transpose(op: BatchOperation) -> Kind:
     """Axes change places."""
     return op.each(list(op.params["permutation"]).index(op.kinds[0].axis), op.kinds[0])
 
 
 @rule("squeeze")
-def squeeze(op: Operation) -> Kind:
+def squeeze(op: BatchOperation) -> Kind:
     """Axes of one index go."""
     kind, gone = op.kinds[0], op.params["dimensions"]
     if kind.axis in gone:
@@ -48,7 +48,7 @@ def squeeze(op: Operation) -> Kind:
 
 
 @rule("concatenate")
-def concatenate(op: Operation) -> Kind:
+def concatenate(op: BatchOperation) -> Kind:
     """Along another axis examples stay; along theirs whole blocks of all of them follow."""
     axis, growth = op.params["dimension"], result_growth(op)
     if growth is None:
@@ -67,7 +67,7 @@ def concatenate(op: Operation) -> Kind:
 
 
 @rule("stack")
-def stack(op: Operation) -> Kind:
+def stack(op: BatchOperation) -> Kind:
     """A new axis."""
     growth, common = result_growth(op), op.common_batch_axis
     if growth is None:
@@ -79,7 +79,7 @@ def stack(op: Operation) -> Kind:
 
 
 @rule("unstack")
-def unstack(op: Operation) -> Found:
+def unstack(op: BatchOperation) -> Found:
     """Each index of another axis than that of the examples."""
     kind, axis = op.kinds[0], op.params["axis"]
     if axis == kind.axis:
@@ -88,7 +88,7 @@ def unstack(op: Operation) -> Found:
 
 
 @rule("slice", sizes=None)
-def slice_of(op: Operation) -> Kind:
+def slice_of(op: BatchOperation) -> Kind:
     """Of the axis of the examples all, or whole blocks of all examples."""
     kind = op.kinds[0]
     given = [step.equation.params for step in op.steps]
@@ -109,7 +109,7 @@ def slice_of(op: Operation) -> Kind:
 
 
 @rule("split", sizes=None)
-def split(op: Operation) -> Found:
+def split(op: BatchOperation) -> Found:
     """As slices, one after the other."""
     kind, axis = op.kinds[0], op.params["axis"]
     one, two = (step.equation.params["sizes"] for step in op.steps)
@@ -126,7 +126,7 @@ def split(op: Operation) -> Found:
     return found
 
 
-def _part(op: Operation, at: int, start: tuple[int, int], stop: tuple[int, int]) -> Kind:
+def _part(op: BatchOperation, at: int, start: tuple[int, int], stop: tuple[int, int]) -> Kind:
     """Of a result with the indices between two places, given for both traces: they must be whole
     blocks of all examples."""
     kind = op.kinds[0]
@@ -147,7 +147,7 @@ def _part(op: Operation, at: int, start: tuple[int, int], stop: tuple[int, int])
 
 
 @rule("pad")
-def pad(op: Operation) -> Kind:
+def pad(op: BatchOperation) -> Kind:
     """Along other axes than that of the examples."""
     kind = op.sole_batched_operand
     if kind is None or any(op.params["padding_config"][kind.axis]):
@@ -159,7 +159,7 @@ def pad(op: Operation) -> Kind:
 
 
 @rule("tile")
-def tile(op: Operation) -> Kind:
+def tile(op: BatchOperation) -> Kind:
     """All examples again and again."""
     kind = op.kinds[0]
     rank, reps = len(op.shapes[0][0]), tuple(op.params["reps"])

@@ -10,14 +10,14 @@ from jaxmem.levers.batch.independence.kinds import (
     same_growth,
 )
 from jaxmem.levers.batch.independence.layout import common_batch_axis
-from jaxmem.levers.batch.independence.operation import Operation
+from jaxmem.levers.batch.independence.operation import BatchOperation
 from jaxmem.levers.batch.independence.registry import rule
 
 _ADDING = ("scatter-add", "scatter_add")
 
 
 @rule("dynamic_slice", sizes=("slice_sizes",), growing=False)
-def dynamic_slice(op: Operation) -> Kind:
+def dynamic_slice(op: BatchOperation) -> Kind:
     """Of the axis of the examples it must take all."""
     kind = op.sole_batched_operand
     if kind is None or op.results[0][0][kind.axis] != op.shapes[0][0][kind.axis]:
@@ -26,7 +26,7 @@ def dynamic_slice(op: Operation) -> Kind:
 
 
 @rule("dynamic_update_slice")
-def dynamic_update_slice(op: Operation) -> Kind:
+def dynamic_update_slice(op: BatchOperation) -> Kind:
     """Of the axis of the examples it must replace all."""
     if not all(isinstance(kind, BatchInvariant) for kind in op.kinds[2:]):
         return op.mixes_examples
@@ -43,7 +43,7 @@ def dynamic_update_slice(op: Operation) -> Kind:
     *("scatter_max", "scatter_min", "scatter_mul"),
     sizes=("update_jaxpr",),
 )
-def scatter(op: Operation) -> Kind:
+def scatter(op: BatchOperation) -> Kind:
     """Examples in the operand, the indices, the updates, or several of them."""
     (operand, indices, updates), numbers = op.kinds, op.params["dimension_numbers"]
     rows = [axis for axis in range(len(op.shapes[2][0])) if axis not in numbers.update_window_dims]
@@ -79,7 +79,7 @@ def scatter(op: Operation) -> Kind:
     return _into_each(op, common)
 
 
-def _into_own_row(op: Operation, row: int, common: PerExample) -> Kind | None:
+def _into_own_row(op: BatchOperation, row: int, common: PerExample) -> Kind | None:
     """Each example is written into its own part: a batched scatter, by this axis of the indices;
     None: it is not batched by that."""
     operand, numbers = op.kinds[0], op.params["dimension_numbers"]
@@ -91,14 +91,14 @@ def _into_own_row(op: Operation, row: int, common: PerExample) -> Kind | None:
     return None
 
 
-def _summed(op: Operation, row: int) -> Kind:
+def _summed(op: BatchOperation, row: int) -> Kind:
     """Each example is added where its indices say, to zeros that all have in common: their sum."""
     _, indices, updates = op.kinds
     own = isinstance(indices, PerExample) and indices.axis == row
     return BatchReduction(updates.growth) if own and _adds_to_zeros(op) else op.mixes_examples
 
 
-def _counted(op: Operation) -> Kind | None:
+def _counted(op: BatchOperation) -> Kind | None:
     """For each example one number is added where its indices say, to zeros: how many there are of
     each, as `jnp.bincount` has it; None: it is something else."""
     _, indices, updates = op.kinds
@@ -110,14 +110,14 @@ def _counted(op: Operation) -> Kind | None:
     return BatchReduction(1.0) if one == other and _adds_to_zeros(op) else None
 
 
-def _adds_to_zeros(op: Operation) -> bool:
+def _adds_to_zeros(op: BatchOperation) -> bool:
     """Whether it adds to zeros, whose shape is that of no batch."""
     (operand, *_), (of_slice, of_batch) = op.kinds, op.results[0]
     zeros = isinstance(operand, BatchInvariant) and operand.is_zero
     return op.name in _ADDING and zeros and of_slice == of_batch
 
 
-def _into_each(op: Operation, common: PerExample) -> Kind:
+def _into_each(op: BatchOperation, common: PerExample) -> Kind:
     """The same indices for all examples, whose axis is written whole."""
     (operand, _, updates), numbers = op.kinds, op.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
