@@ -227,7 +227,7 @@ def test_what_was_compiled_is_drawn_as_compiled(path, fitted, compiled_plan):
 def test_a_step_as_it_is_that_was_compiled_is_drawn_so_beside_others(path):
     """And what takes ten times the time leaves room for what takes little more."""
     fitting = jaxmem.fit(*workload(), target="rtx-3090", compilations=1).fitting
-    assert fitting.chosen == fitting.as_it_is
+    assert fitting.chosen == fitting.plain
     times = {"seconds": 11 * fitting.chosen.seconds, "projected": 20 * 2**20}
     slow = dataclasses.replace(fitting.chosen, compiled=None, report=None, **times)
     dataclasses.replace(fitting, considered=(*fitting.considered, slow)).to_html(path)

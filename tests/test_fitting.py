@@ -144,7 +144,7 @@ def test_operations_that_hold_no_scores_are_searched_where_they_are_allowed():
     ) in text
     taken = re.search(r"takes ([\d.]+) MiB instead of ([\d.]+) MiB \(projected, nothing", text)
     without, whole = float(taken[1]), float(taken[2])
-    assert whole == pytest.approx(plain.as_it_is.projected / MIB, abs=0.01)
+    assert whole == pytest.approx(plain.plain.projected / MIB, abs=0.01)
     assert re.search(r"the step would take [\d.]+ ms instead of [\d.]+ ", text)
     assert "kernels" not in text  # in float32
     step = jaxmem.fit(*given, **options, allow="operations", budget="300MiB")
@@ -370,7 +370,7 @@ def test_the_answer_on_a_mesh_says_what_is_set(capsys):
     """No step is as it is there: there is a stage at least."""
     mesh = jax.sharding.AbstractMesh((4,), ("data",))
     fitting = fit("1GiB", mesh=mesh, compilations=2).fitting
-    assert fitting.chosen == fitting.as_it_is
+    assert fitting.chosen == fitting.plain
     answer = capsys.readouterr().out.splitlines()[0]
     assert answer.endswith(" of 1.00 GiB, ZeRO stage 1, nothing recomputed")
     fit("36MiB", mesh=mesh, keep="placement")

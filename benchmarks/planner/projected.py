@@ -57,7 +57,7 @@ def rows_of(name):
     has_aux = isinstance(jax.eval_shape(loss, *args), tuple)
     allowed = Constraints.parse(None, 0, TARGET, "dp")
     program = TracedFunction(loss, args, {}, 0, has_aux).program
-    boundary, as_it_is = program.boundary_bytes, allowed.as_it_is(program)
+    boundary, plain = program.boundary_bytes, allowed.plain_layout(program)
     for budget in budgets:
         planner = allowed.planner(program)
 
@@ -67,7 +67,7 @@ def rows_of(name):
             layout = planner.cheapest_for(int(goal * GIB) - boundary)
             if layout is None:
                 return None
-            plan = allowed.write(program, layout, as_it_is)
+            plan = allowed.write(program, layout, plain)
             return (
                 layout.peak_location,
                 layout.peak + boundary,

@@ -432,7 +432,7 @@ def plans_of(constant: Constant) -> list[Plans]:
 
 
 @functools.cache
-def _as_it_is(module: str, programs, planner, offload, searched, compilations) -> list[Plans]:
+def _unchanged(module: str, programs, planner, offload, searched, compilations) -> list[Plans]:
     chosen = {"offload": offload, "searched": searched, "compilations": compilations}
     constant = Constant(module, "", programs, planner, **chosen)
     plans_of(constant)  # the first time takes longer
@@ -473,7 +473,7 @@ def worst(constant: Constant, before: list[Plans], after: list[Plans]) -> str:
 def rows_of(key: str):
     constant = next(one for one in constants() if one.key == key)
     kind = FIT if constant.of_fit else "planning.dp"
-    before = _as_it_is(kind, *constant.setting)
+    before = _unchanged(kind, *constant.setting)
     row = {"constant": key, "value": written(constant.value)}
     most = 32 if constant.margin else 64
     for head, factor in (("half", 0.5), ("twice", 2), ("far below", 1 / 64), ("far above", most)):

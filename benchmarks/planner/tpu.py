@@ -44,7 +44,7 @@ def first_plan(loss, args, has_aux, target, budget):
         planner.cheapest_for(constraints.budget_for(program).available)
         or planner.cheapest_near_minimum()
     )
-    plan = constraints.write(program, layout, constraints.as_it_is(program))
+    plan = constraints.write(program, layout, constraints.plain_layout(program))
     device = jaxmem.memory(
         jax.value_and_grad(plan.apply(loss), has_aux=has_aux),
         *args,

@@ -18,7 +18,7 @@ def page_of_fitting(fitting: "Fitting", more: "Iterable[Candidate]" = (), name: 
     seen = {(one.levers, one.projected) for one in fitting.considered}
     others = [one for one in more if (one.levers, one.projected) not in seen]
     points = [_point(one) for one in (*fitting.considered, *others) if one.plan]
-    plain = fitting.as_it_is
+    plain = fitting.plain
     seconds = plain.seconds if plain else min((point.seconds for point in points), default=0.0)
     # The timeline of the step as it is, is that of the first point.
     points.sort(key=lambda point: plain is None or point.plan is not plain.plan)

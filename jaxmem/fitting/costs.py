@@ -17,11 +17,11 @@ from jaxmem.program import Program
 from jaxmem.rematerialization import (
     Constraints,
     Limits,
-    OriginalCheckpoints,
     Plan,
     TracedFunction,
+    WithOwnRegions,
     Written,
-    original_cost,
+    own_regions_cost,
 )
 
 # Kept at a time. Chosen: a program of 2,000 kernels takes a few MB, a planner 50 MB. The search
@@ -38,7 +38,7 @@ class Costs:
         self._lowest: dict[tuple, int] = {}  # bytes of a plan of these levers, at least
         self._program = functools.lru_cache(_PROGRAMS)(self._read)
         self._planner = functools.lru_cache(_PLANNERS)(self._make_planner)
-        self._as_it_is = functools.lru_cache(_PROGRAMS)(self._make_as_it_is)
+        self._plain_layout = functools.lru_cache(_PROGRAMS)(self._make_plain_layout)
 
     def plan(self, levers: Levers, budget: int | None) -> Plan | int:
         """The plan within a budget of the whole step (None: without recomputation), or the lowest
@@ -54,7 +54,7 @@ class Costs:
             constraints = self._constraints(offload, left or 2**62)
             try:
                 planner = self._planner(loss, offload)
-                plain = self._as_it_is(loss)
+                plain = self._plain_layout(loss)
                 self._plans[key] = constraints.plan(self._program(loss), planner, plain)
             except BudgetError as error:
                 self._plans[key] = self._lowest[loss, offload] = error.lowest or 0
@@ -97,13 +97,13 @@ class Costs:
         """The loss with some levers."""
         return self._program(_of_loss(levers))
 
-    def original_cost(self) -> Written | None:
+    def own_regions_cost(self) -> Written | None:
         """What the loss costs with its own regions, everything else as it is: bytes of the whole
         step; None: it has none, or they stay."""
         as_is = self.workload.as_is
         if not self.plain_plan(as_is).own_regions.count:
             return None
-        found = original_cost(self._traced(_of_loss(as_is)), self._constraints(False))
+        found = own_regions_cost(self._traced(_of_loss(as_is)), self._constraints(False))
         return found and dataclasses.replace(found, bytes=self.budget(as_is).total(found.bytes))
 
     def baseline_policies(self) -> Iterator[tuple[str, int, float]]:
@@ -140,21 +140,21 @@ class Costs:
         for time, layout in sorted(found, key=lambda row: row[0]):
             if time < seconds:
                 yield self.candidate_of(
-                    levers, constraints.write(program, layout, self._as_it_is(loss))
+                    levers, constraints.write(program, layout, self._plain_layout(loss))
                 )
         if plain.seconds < seconds and (plain.projected or 0) <= budget:
             yield plain
 
     def _as_written(self, levers: Levers) -> Candidate:
         """The loss with its own regions."""
-        own = OriginalCheckpoints(self._traced(_of_loss(levers)), self._constraints(False))
+        own = WithOwnRegions(self._traced(_of_loss(levers)), self._constraints(False))
         return self.candidate_of(levers, own.projected())
 
     def _make_planner(self, loss: Levers, offload: bool) -> Planner:
         return self._constraints(offload).planner(self._program(loss))
 
-    def _make_as_it_is(self, loss: Levers) -> Layout:
-        return self._constraints(False).as_it_is(self._program(loss))
+    def _make_plain_layout(self, loss: Levers) -> Layout:
+        return self._constraints(False).plain_layout(self._program(loss))
 
     def plain_plan(self, levers: Levers) -> Plan:
         """The plan without recomputation."""

@@ -63,7 +63,7 @@ class LeverSearch:
         while True:
             self.compiled.run(self._rounds(), self._start)
             if self._best is None:
-                _try_as_it_is(self)
+                _try_plain(self)
             best = self._best
             if best is None:
                 raise refused or Verdicts(self).too_small()
@@ -277,7 +277,7 @@ class LeverSearch:
         return outcome(said, compiled=report.device, report=report)
 
 
-def _try_as_it_is(search: LeverSearch) -> None:
+def _try_plain(search: LeverSearch) -> None:
     """Compiles the step as it is, where nothing fits and there is hope."""
     candidate = search.costs.without_recomputation(search.workload.as_is)
     if key_of(candidate) not in search.found:

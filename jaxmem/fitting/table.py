@@ -107,7 +107,7 @@ class Fitting(Printed):
         yield f"times are predicted ({how}) and {known}"
 
     @property
-    def as_it_is(self) -> Candidate | None:
+    def plain(self) -> Candidate | None:
         """The step without any lever; None: it was not considered."""
         plain = [one for one in self.considered if one.plan and not one.plan.recomputes]
         return min(plain, key=lambda one: len(one.levers.used()), default=None)
@@ -130,16 +130,16 @@ class Fitting(Printed):
         chosen, budget = self.chosen, self.budget
         if chosen is None or chosen.compiled is None:
             return f"nothing is chosen for the budget of {format_bytes(budget)}"
-        as_it_is = self.as_it_is
+        plain = self.plain
         more = ""
-        if as_it_is:
-            used = as_it_is.levers.used()  # on several devices there is a stage at least
-            plain = f"{as_it_is.name}, nothing recomputed" if used else "the step as it is"
-            slower = chosen.seconds / max(as_it_is.seconds, 1e-30) - 1
+        if plain:
+            used = plain.levers.used()  # on several devices there is a stage at least
+            beside = f"{plain.name}, nothing recomputed" if used else "the step as it is"
+            slower = chosen.seconds / max(plain.seconds, 1e-30) - 1
             much = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
-            more = f", {plain}"
-            if chosen != as_it_is:
-                more = f", {much} than {plain} {time_error_text(time_error(self.target))}"
+            more = f", {beside}"
+            if chosen != plain:
+                more = f", {much} than {beside} {time_error_text(time_error(self.target))}"
         return short_verdict(chosen.compiled, budget) + more
 
     def _table(self) -> Table:

@@ -38,7 +38,7 @@ class Verdicts:
         costs = self.search.costs
         baseline_policies = tuple(costs.baseline_policies())
         return Fitting(
-            chosen, tuple(rows), *about, report, costs.original_cost(), baseline_policies
+            chosen, tuple(rows), *about, report, costs.own_regions_cost(), baseline_policies
         )
 
     def _refused(self, best: Candidate | None) -> dict[str, str]:

@@ -68,14 +68,14 @@ def mapped_options(
     lowest price to the fewest bytes. As it is, which is ``plain``, it has JAX's derivatives, of
     which ``derivative`` was read."""
     plans = MappedPlans(kernel, planner, max(derivative.bytes - plain.peak, 0))
-    as_it_is = dataclasses.replace(plans.option(plain), loop=None)
+    unchanged = dataclasses.replace(plans.option(plain), loop=None)
     if planner is None:
-        return [as_it_is]
+        return [unchanged]
     least = planner.cheapest_near_minimum()
     between = np.geomspace(max(plain.peak, 1), max(least.peak, 1), _OPTIONS)[1:-1]
     found = [planner.cheapest_for(int(budget)) for budget in between]
     layouts = [least, planner.plain, *planner.per_block_layouts(), *filter(None, found)]
-    front: list[LoopOption] = [as_it_is]
+    front: list[LoopOption] = [unchanged]
     for layout in sorted(layouts, key=lambda layout: (layout.price, layout.peak)):
         if layout.peak + plans.more < front[-1].bytes:
             front.append(plans.option(layout))

@@ -1,9 +1,5 @@
 """From a function and a budget to a planned function."""
 
-from jaxmem.rematerialization.as_written import (
-    OriginalCheckpoints as OriginalCheckpoints,
-    original_cost as original_cost,
-)
 from jaxmem.rematerialization.bounds import Bound as Bound
 from jaxmem.rematerialization.choices import Choice as Choice, Row as Row
 from jaxmem.rematerialization.constraints import Constraints as Constraints
@@ -21,6 +17,10 @@ from jaxmem.rematerialization.named.suggesting import suggest_names as suggest_n
 from jaxmem.rematerialization.named.suggestions import (
     Suggestion as Suggestion,
     Suggestions as Suggestions,
+)
+from jaxmem.rematerialization.own_regions import (
+    WithOwnRegions as WithOwnRegions,
+    own_regions_cost as own_regions_cost,
 )
 from jaxmem.rematerialization.plan import Plan as Plan
 from jaxmem.rematerialization.plan_compiler import is_offloaded as is_offloaded

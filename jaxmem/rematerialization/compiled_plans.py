@@ -89,7 +89,7 @@ class CompiledPlans(PlanCompiler):
         )
         return any(error * self.projected(one) <= allowed for one in others)
 
-    def as_it_is(self) -> Plan | None:
+    def plain_plan(self) -> Plan | None:
         """The function without regions of the plan's; None: it does not fit."""
         allowed = self.constraints.budget.allowed
         assert allowed is not None

@@ -80,7 +80,7 @@ class Constraints:
         self, program: Program, planner: Planner | None = None, plain: Layout | None = None
     ) -> Plan:
         """The plan of a program by projected bytes; its own ``planner``, and ``plain``, as it is
-        (`as_it_is`), may have been made before.
+        (`plain_layout`), may have been made before.
 
         Raises:
             BudgetError: none is projected to fit.
@@ -94,10 +94,10 @@ class Constraints:
         if layout is None:
             least = planner.minimum_peak()
             raise self.too_small(program, least, budget.total(least.peak))
-        return self.write(program, layout, plain or self.as_it_is(program))
+        return self.write(program, layout, plain or self.plain_layout(program))
 
     @uncollected()
-    def as_it_is(self, program: Program) -> Layout:
+    def plain_layout(self, program: Program) -> Layout:
         """A program as JAX differentiates it: a plan has derivatives of its own, without regions
         too."""
         return Variant.plain(self.as_run(program).as_written, self.rates).layout(())

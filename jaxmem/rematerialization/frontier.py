@@ -237,7 +237,7 @@ def pareto(
     for layout in sorted(layouts, key=lambda layout: (layout.peak, layout.price)):
         if not best or layout.price < best[-1].price:
             best.append(layout)
-    total, plain = constraints.budget_for(program).total, constraints.as_it_is(program)
+    total, plain = constraints.budget_for(program).total, constraints.plain_layout(program)
     return Frontier(
         tuple(constraints.write(program, layout, plain) for layout in reversed(best)),
         tuple((name, total(layout.peak), layout.seconds) for name, layout in rivals.items()),

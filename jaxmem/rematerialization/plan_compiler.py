@@ -39,7 +39,7 @@ class PlanCompiler:
             )
         self.traced, self.target, self.constraints = traced, target, constraints
         self.planner = constraints.planner(traced.program)
-        self.plain = constraints.as_it_is(traced.program)
+        self.plain = constraints.plain_layout(traced.program)
         self.plans: dict[Layout, Plan] = {}
 
     @uncollected()

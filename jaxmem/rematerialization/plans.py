@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxmem.ground.checks import check_call, check_count
 from jaxmem.ground.errors import BudgetError
-from jaxmem.rematerialization.as_written import OriginalCheckpoints
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.named.call import remembered
+from jaxmem.rematerialization.own_regions import WithOwnRegions
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.traced import TracedFunction, check_function
 from jaxmem.targets import LocalDevice, Target, resolve
@@ -88,7 +88,7 @@ def plan(
     opens, device = regions == "open", constraints.device
     traced = TracedFunction(fun, args, kwargs, argnums, has_aux, opens, target=device)
     traced.check_loss("jaxmem.plan", scalar=target is not None and compilations > 0)
-    own = OriginalCheckpoints(traced, constraints) if traced.program.inlined_checkpoints else None
+    own = WithOwnRegions(traced, constraints) if traced.program.inlined_checkpoints else None
     if target is None or not compilations:
         found = constraints.plan(traced.program)
     else:
@@ -104,7 +104,7 @@ def _compiled(
     constraints: Constraints,
     device: Target | LocalDevice,
     compilations: int,
-    own: OriginalCheckpoints | None,
+    own: WithOwnRegions | None,
 ) -> Plan:
     """The best plan that fits; the function as it is written, where that fits and its own regions
     recompute less."""

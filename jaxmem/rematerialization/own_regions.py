@@ -16,16 +16,12 @@ from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import LocalDevice, Target
 
 
-def original_cost(traced: TracedFunction, constraints: Constraints) -> Written | None:
+def own_regions_cost(traced: TracedFunction, constraints: Constraints) -> Written | None:
     """The cost of a traced function with its own regions; None: it has none."""
-    return (
-        OriginalCheckpoints(traced, constraints).cost
-        if traced.program.inlined_checkpoints
-        else None
-    )
+    return WithOwnRegions(traced, constraints).cost if traced.program.inlined_checkpoints else None
 
 
-class OriginalCheckpoints:
+class WithOwnRegions:
     """A traced function whose own regions stay."""
 
     def __init__(self, traced: TracedFunction, constraints: Constraints):
@@ -37,7 +33,7 @@ class OriginalCheckpoints:
         """Its bytes, and what its regions run again."""
         rates, program = self.constraints.rates, self.traced.program
         return Written(
-            self.constraints.budget_for(program).total(self.constraints.as_it_is(program).peak),
+            self.constraints.budget_for(program).total(self.constraints.plain_layout(program).peak),
             int(self._recomputed(lambda kernel: kernel.flops)),
             self._recomputed(rates.seconds),
             rates.forward(self.constraints.as_run(self.opened.program)),
@@ -50,25 +46,25 @@ class OriginalCheckpoints:
 
     def plan(self, device: Target | LocalDevice) -> Plan | None:
         """The function as it is, compiled; None: it does not fit."""
-        found = CompiledPlans(self.traced, self._constraints, device).as_it_is()
-        return found and self._with_original_cost(found)
+        found = CompiledPlans(self.traced, self._constraints, device).plain_plan()
+        return found and self._with_own_regions_cost(found)
 
     def projected(self) -> Plan:
         """The function as it is, with projected bytes."""
         constraints, program = self._constraints, self.traced.program
         planner = constraints.planner(program)
-        return self._with_original_cost(
-            constraints.write(program, planner.plain, constraints.as_it_is(program))
+        return self._with_own_regions_cost(
+            constraints.write(program, planner.plain, constraints.plain_layout(program))
         )
 
     @property
     def _constraints(self) -> Constraints:
         return self.constraints.with_own_regions()
 
-    def _with_original_cost(self, plan: Plan) -> Plan:
+    def _with_own_regions_cost(self, plan: Plan) -> Plan:
         """With what the regions cost, which to the planner are operations like others."""
         cost, opened = self.cost, self.opened.program
-        plain = self.constraints.as_it_is(opened)
+        plain = self.constraints.plain_layout(opened)
         total = self.constraints.budget_for(opened).total
         predicted = dataclasses.replace(
             plan.predicted,
