@@ -263,7 +263,7 @@ def constants() -> list[Constant]:
         ),
         *of(SEARCH, "_MIN_SAVING", programs=SEARCHED, searched=True),
         *of(
-            *(SEARCH, "_PROJECTION_SPREAD", "_OVER_BUDGET_STEPS", "_SAFETY_MARGIN"),
+            *(SEARCH, "_LEAST_SPREAD", "_SPREAD_RATIO", "_OVER_BUDGET_STEPS", "_SAFETY_MARGIN"),
             programs=SEARCHED,
             searched=True,
             margin=True,
