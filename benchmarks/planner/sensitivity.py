@@ -223,7 +223,7 @@ def constants() -> list[Constant]:
         *of("planning.dp", "_SLOTS"),
         *of("planning.dp", "_HEADROOM", margin=True),
         *of("planning.dp", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
-        *of("planning.dp", "_EXTRA_MEMORIES", "_FLOOR_MEMORIES"),
+        *of("planning.dp", "_EXTRA_MEMORIES", "_EXTRA_SLOTS", "_GUESSES", "_FLOOR_MEMORIES"),
         *of("planning.dp", "_REUSE_FRACTION", most=0.99),
         *of("planning.dp", "_SHRINK_FACTOR", "_MIN_PROGRESS", "_PEAK_TOLERANCE", margin=True),
         *of(

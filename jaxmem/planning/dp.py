@@ -33,6 +33,12 @@ _HEADROOM = 1.25
 _DEPTH = 16
 # Memories tried above the largest that fits. Chosen.
 _EXTRA_MEMORIES = 6
+# No more are tried above a layout that is over the budget by so many slots. Chosen: layouts of
+# neighbouring memories of the networks that tuned the planner differ from a line by one or two.
+_EXTRA_SLOTS = 3
+# Memories tried where the line through the last layout meets the budget, before halves are. Chosen:
+# it bounds the time where layouts are far from a line; two or three are enough for the others.
+_GUESSES = 5
 # A solution serves budgets down to this share of its memory. Chosen: above, more are solved; below,
 # the slots of one are too coarse.
 _REUSE_FRACTION = 0.7
@@ -266,28 +272,27 @@ class Variant:
         plain = self.layout(())
         if plain.peak <= budget:
             return plain
-        _, solution = self.solution(budget)
+        slot, solution = self.solution(budget)
         # The memories at which the chain's plan changes; the largest whose layout fits, and some
         # above it: layouts do not quite grow with the chain's memory.
         memories = solution.steps()
         low, high = 0, len(memories)
+        wanted, guesses = budget // slot, _GUESSES
         fits: list[Layout] = []
-
-        def has_room(memory: int) -> bool:
-            """Tries a memory; whether a larger one may fit too."""
-            layout = self.proposed(solution, memory)
-            if layout and layout.peak <= budget:
-                fits.append(layout)
-            return layout is None or layout.peak <= budget  # less memory takes deeper trees
-
         while low < high:
-            middle = (low + high) // 2
-            if has_room(memories[middle]):
-                low = middle + 1
-            else:
-                high = middle
+            guess = min(max(bisect.bisect_left(memories, wanted), low), high - 1)
+            at = guess if guesses > 0 else (low + high) // 2
+            layout = self.proposed(solution, memories[at])
+            # Less memory takes deeper trees.
+            over = layout.peak - budget if layout else 0
+            wanted, guesses = memories[at] - math.ceil(over / slot), guesses - 1 if layout else 0
+            low, high = (low, at) if over > 0 else (at + 1, high)
+            fits += [layout] if layout and over <= 0 else []
         for memory in memories[low + 1 : low + 1 + _EXTRA_MEMORIES]:
-            has_room(memory)
+            layout = self.proposed(solution, memory)
+            if layout and layout.peak > budget + _EXTRA_SLOTS * slot:
+                break
+            fits += [layout] if layout and layout.peak <= budget else []
         price = min((layout.price for layout in fits), default=math.inf)
         fits += self.per_block_layouts_for(budget, price)
         return min(fits, key=lambda layout: (layout.price, layout.peak), default=None)

@@ -43,7 +43,7 @@ def liveness(
     have memory of their own, so many bytes each. ``sequential_gradients``: where there is a
     recomputation, or an operand was gathered from other devices, the two gradients of a matmul are
     made so that less is alive."""
-    last: dict[int, int] = {}
+    last = [-1] * len(sizes)  # the events that use them last
     for index, event in enumerate(events):
         for instance in event.makes:
             last[instance] = index
@@ -51,6 +51,8 @@ def liveness(
             last[instance] = index
     if results:
         sizes = _reuse_output_buffers(events, sizes, results, last)
+    for instance in kept:
+        last[instance] = -1  # it never ends
     seen, total = set(live), []
     runs: dict[int, int] = {}  # in which what is recomputed was made
     gathered: set[int] = set()
@@ -66,7 +68,7 @@ def liveness(
             if instance not in seen:
                 seen.add(instance)
                 now += sizes[instance]
-            if last[instance] == index and instance not in kept:
+            if last[instance] == index:
                 last[instance] = -1  # it may be there twice
                 ends.append(instance)
                 freed += sizes[instance]
@@ -127,7 +129,7 @@ def _reuse_output_buffers(
     events: Sequence[Event],
     sizes: list[int],
     results: Mapping[int, int],
-    last: Mapping[int, int],
+    last: Sequence[int],
 ) -> list[int]:
     """Puts values into the memory of results that are yet to come, as XLA does, the largest
     first, one at a time in each: the sizes that are left."""
