@@ -223,7 +223,7 @@ def constants() -> list[Constant]:
         *of("planning.dp", "_SLOTS"),
         *of("planning.dp", "_HEADROOM", margin=True),
         *of("planning.dp", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
-        *of("planning.dp", "_EXTRA_MEMORIES", "_EXTRA_SLOTS", "_GUESSES", "_FLOOR_MEMORIES"),
+        *of("planning.dp", "_EXTRA_MEMORIES", "_GUESSES", "_FLOOR_MEMORIES"),
         *of("planning.dp", "_REUSE_FRACTION", most=0.99),
         *of("planning.dp", "_SHRINK_FACTOR", "_MIN_PROGRESS", "_PEAK_TOLERANCE", margin=True),
         *of(
@@ -263,7 +263,12 @@ def constants() -> list[Constant]:
         ),
         *of(SEARCH, "_MIN_SAVING", programs=SEARCHED, searched=True),
         *of(
-            *(SEARCH, "_LEAST_SPREAD", "_SPREAD_RATIO", "_OVER_BUDGET_STEPS", "_SAFETY_MARGIN"),
+            *(SEARCH, "_LEAST_SPREAD", "_SPREAD_RATIO"),
+            programs=SEARCHED,
+            searched=True,
+        ),
+        *of(
+            *(SEARCH, "_OVER_BUDGET_STEPS", "_SAFETY_MARGIN"),
             programs=SEARCHED,
             searched=True,
             margin=True,

@@ -32,10 +32,7 @@ _HEADROOM = 1.25
 # more than half of it.
 _DEPTH = 16
 # Memories tried above the largest that fits. Chosen.
-_EXTRA_MEMORIES = 6
-# No more are tried above a layout that is over the budget by so many slots. Chosen: layouts of
-# neighbouring memories of the networks that tuned the planner differ from a line by one or two.
-_EXTRA_SLOTS = 3
+_EXTRA_MEMORIES = 3
 # Memories tried where the line through the last layout meets the budget, before halves are. Chosen:
 # it bounds the time where layouts are far from a line; two or three are enough for the others.
 _GUESSES = 5
@@ -290,8 +287,6 @@ class Variant:
             fits += [layout] if layout and over <= 0 else []
         for memory in memories[low + 1 : low + 1 + _EXTRA_MEMORIES]:
             layout = self.proposed(solution, memory)
-            if layout and layout.peak > budget + _EXTRA_SLOTS * slot:
-                break
             fits += [layout] if layout and layout.peak <= budget else []
         price = min((layout.price for layout in fits), default=math.inf)
         fits += self.per_block_layouts_for(budget, price)
