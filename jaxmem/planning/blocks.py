@@ -10,7 +10,7 @@ import numpy as np
 from jaxmem.planning.chain import Chain, ChainRegion
 from jaxmem.planning.regions import Region
 from jaxmem.planning.simulation import simulate_block
-from jaxmem.program import Program
+from jaxmem.program import Program, gradient_size
 
 # Blocks of a chain. Chosen: the time of planning grows with the square. What half and twice change,
 # here and below: benchmarks/planner/sensitivity.py.
@@ -95,6 +95,7 @@ class Blocks:
         recompute, recompute_and_forward = np.zeros((levels, count)), np.zeros((levels, count))
         inside, activations = np.zeros((levels, count)), np.zeros((levels, count))
         forward, checkpoints = (np.zeros((levels, count, count + 1)) for _ in range(2))
+        held = self._held_gradients()
         for level, saved in enumerate(self.levels):
             for block, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
                 need, cross, stay = self._block(start, stop, saved)
@@ -102,9 +103,19 @@ class Blocks:
                 recompute_and_forward[level, block] = self._price(start, stop, need | cross, saved)
                 activations[level, block] = self._bytes(stay)
                 cost = simulate_block(self.program, start, stop, saved, (), self.gradients)
-                inside[level, block] = cost.peak
+                inside[level, block] = cost.peak + held[block]
             forward[level], checkpoints[level] = self._between(saved)
         return Chain(recompute, recompute_and_forward, inside, activations, forward, checkpoints)
+
+    def _held_gradients(self) -> np.ndarray:
+        """By block, bytes of gradients that are there in its backward pass, its own among them,
+        where they are no results."""
+        program, found = self.program, np.zeros(len(self.cuts) - 1)
+        if program.updates:
+            for value in filter(program.active.__getitem__, range(program.input_count)):
+                last = int(np.searchsorted(self.cuts, self.last[value])) - 1
+                found[: last + 1] += gradient_size(program, value)
+        return found
 
     def _bytes(self, values) -> int:
         return sum(self.program.sizes[value] for value in values)

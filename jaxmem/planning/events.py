@@ -29,6 +29,19 @@ class Event:
     copies: bool = False  # whether it is no run of its kernel, but copies what that reads
 
 
+class RecomputedInstances(dict[int, int]):
+    """Instances of values that are made again, on top of those of the pass before: a kernel reads
+    what comes before it, which no later one makes."""
+
+    def __init__(self, before: Mapping[int, int]):
+        super().__init__()
+        self.before = before
+
+    def __missing__(self, value: int) -> int:
+        found = self[value] = self.before[value]
+        return found
+
+
 def liveness(
     kernels: Sequence[Kernel],
     events: Sequence[Event],

@@ -11,16 +11,16 @@ import dataclasses
 from collections.abc import Container, Mapping, Sequence, Set
 
 from jaxmem.planning.derivative_fusion import fused
-from jaxmem.planning.events import Event, liveness
+from jaxmem.planning.events import Event, RecomputedInstances, liveness
 from jaxmem.planning.regions import Region, kernels_and_regions, saved_by
 from jaxmem.program import Program, gradient_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """Peak bytes beyond the program's inputs, outputs and gradients, the number of the kernel that
-    is running there, the kernels that run in forward passes, as often as they do, and those of the
-    values given (saved before, or inputs) that something reads."""
+    """Peak bytes beyond the program's boundary (`Program.boundary_bytes`), the number of the kernel
+    that is running there, the kernels that run in forward passes, as often as they do, and those
+    of the values given (saved before, or inputs) that something reads."""
 
     peak: int
     at: int
@@ -34,12 +34,11 @@ def simulate(program: Program, regions: Sequence[Region]) -> Cost:
 
 
 def live_bytes(program: Program, regions: Sequence[Region]) -> tuple[list[int], int]:
-    """Bytes beyond the program's inputs, outputs and gradients at each event of a program with
-    regions, and the number of the first event of the backward pass."""
+    """Bytes beyond the program's boundary at each event of a program with regions, and the number
+    of the first event of the backward pass."""
     _, simulator = _simulate(program, regions)
-    events = simulator.executed
-    first = next((at for at, event in enumerate(events) if event.backward), len(events))
-    return simulator.live, first
+    backward = [event.backward for event in simulator.executed]
+    return simulator.live, (*backward, True).index(True)
 
 
 def recomputed(program: Program, regions: Sequence[Region]) -> dict[Region, frozenset[int]]:
@@ -64,11 +63,17 @@ def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, "_Step
     results = {made[value]: program.sizes[value] for value in outputs}
     for instance in results:
         simulator.sizes[instance] = 0
+    gradients: dict[int, int] = {}
     for value in range(program.input_count):
         if program.active[value] and value not in cotangents and program.kernels:
             cotangents[value] = [simulator.zeros(value)]
-        results |= dict.fromkeys(cotangents.get(value, ())[-1:], gradient_size(program, value))
-    return simulator.compute_liveness(set(results), (), results), simulator
+        gradients |= dict.fromkeys(cotangents.get(value, ())[-1:], gradient_size(program, value))
+    kept = results.keys() | gradients.keys()
+    if program.updates:  # from when they are made to the end, and nothing else is put there before
+        for instance, size in gradients.items():
+            simulator.sizes[instance] = size
+        return simulator.compute_liveness(kept, (), {}), simulator
+    return simulator.compute_liveness(kept, (), results | gradients), simulator
 
 
 def simulate_block(
@@ -149,19 +154,6 @@ def _with_scans(program: Program) -> Program:
     return program.with_loops(found) if found else program
 
 
-class _RecomputedInstances(dict[int, int]):
-    """Instances of values that are made again, on top of those of the pass before: a kernel reads
-    what comes before it, which no later one makes."""
-
-    def __init__(self, before: Mapping[int, int]):
-        super().__init__()
-        self.before = before
-
-    def __missing__(self, value: int) -> int:
-        found = self[value] = self.before[value]
-        return found
-
-
 class _StepSimulator:
     """The events of a step. A value that is made twice is two instances; without ``gradients``
     those of the program's inputs are counted elsewhere. ``looped``: a loop parts the backward pass
@@ -197,6 +189,7 @@ class _StepSimulator:
         self.copies: dict[tuple[int, int], list[int]] = {}
         self.cotangent_edges = program.cotangent_edges
         self.scans = set(program.scans)
+        self.summed: dict[int, int] = {}  # gradients by the inputs
 
     def instance(self, value: int, free: bool = False) -> int:
         return self.of_bytes(0 if free else self.program.sizes[value])
@@ -204,6 +197,14 @@ class _StepSimulator:
     def of_bytes(self, size: int) -> int:
         self.sizes.append(size)
         return len(self.sizes) - 1
+
+    def cotangent(self, value: int) -> int:
+        """One of a value; the gradients of inputs that an update reads add up in one place."""
+        if value >= self.program.input_count or not self.program.updates:
+            return self.instance(value, value < self.program.input_count and not self.gradients)
+        if value not in self.summed:
+            self.summed[value] = self.instance(value, free=True)
+        return self.summed[value]
 
     def zeros(self, value: int) -> int:
         """The gradient of what nothing depends on, which XLA makes at the end."""
@@ -258,7 +259,7 @@ class _StepSimulator:
                 order = kernels_and_regions(piece.regions, piece.start, piece.stop)
                 start, outer = len(self.events), self.run
                 self.run = self.runs = self.runs + 1
-                inner = self.forward(order, _RecomputedInstances(live), *given)
+                inner = self.forward(order, RecomputedInstances(live), *given)
                 self.passes.append((piece, self.events[start:]))
                 self.backward(inner, cotangents)
                 self.run = outer
@@ -306,7 +307,7 @@ class _StepSimulator:
                 if value in kernel.aliasing.transposed:
                     self.transposed.add(value)
                 in_rows |= in_one
-                fresh.append(self.instance(value, free=value < count and not self.gradients))
+                fresh.append(self.cotangent(value))
                 incoming += self.pending.pop((number, value), ())
                 if value < count:  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())

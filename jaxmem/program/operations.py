@@ -140,7 +140,8 @@ class Program:
     several devices sizes, types and costs are those of one, and ``whole_sizes`` and ``whole_types``
     those of all devices together: kernels are told by them, so that they are the same ones wherever
     the function is traced. ``gradient_sizes`` are the bytes that each input's gradient has in the
-    end, where they are known to be others than the input's.
+    end, where they are known to be others than the input's; with ``updates`` they are no results,
+    but what an optimizer's update in the same program reads.
     ``as_jax_derives``: without derivatives of our own. ``in_loop``: it is the body of a loop, of
     which XLA sees the derivative without it. ``policy_saves`` are the values that the policy of a
     user's own region saves, whose body it is."""
@@ -159,6 +160,7 @@ class Program:
     as_jax_derives: bool = False
     in_loop: bool = False
     policy_saves: frozenset[int] = frozenset()
+    updates: bool = False
 
     @functools.cached_property
     def input_bytes(self) -> int:
@@ -167,10 +169,10 @@ class Program:
 
     @functools.cached_property
     def boundary_bytes(self) -> int:
-        """Bytes of inputs, outputs and gradients: XLA holds them from the first kernel of
-        ``value_and_grad`` to the last."""
+        """Bytes of inputs, outputs and, where they are results, gradients: XLA holds them from the
+        first kernel of ``value_and_grad`` to the last."""
         wanted = (value for value in range(self.input_count) if self.active[value])
-        gradients = sum(gradient_size(self, value) for value in wanted)
+        gradients = 0 if self.updates else sum(gradient_size(self, value) for value in wanted)
         return self.input_bytes + gradients + sum(self.sizes[v] for v in set(self.outputs))
 
     @functools.cached_property

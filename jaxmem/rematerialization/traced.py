@@ -25,8 +25,9 @@ from jaxmem.targets import LocalDevice, Target
 class TracedFunction:
     """A function, its arguments, and the program that it is on one of the devices that they are on;
     the user's own regions are written in place, unless ``open_regions`` is false.
-    ``gradient_bytes`` are those of one device in the end, of each differentiated array, where it
-    is known how gradients are spread; ``target`` is what it is traced for."""
+    ``gradient_bytes`` are those of one device in the end, of each differentiated array, where an
+    update in the same program reads gradients that are spread so; ``target`` is what it is traced
+    for."""
 
     @uncollected()
     def __init__(
@@ -56,6 +57,7 @@ class TracedFunction:
         first = self.flat.input_count - len(call.leaves)
         check_pure(self.flat)
         self._differentiated = frozenset(first + at for at in self.wanted)
+        self._updates = gradient_bytes is not None
         self._gradient_sizes = (
             self._propagated_gradients()
             if gradient_bytes is None
@@ -87,7 +89,9 @@ class TracedFunction:
         """The program of the function, or of what was made of it."""
         with jaxprs.in_place_of_attached(self._target):  # derivatives of the user's own are traced
             program = read_program(flat, self._differentiated, shards=self.shards(flat))
-        return dataclasses.replace(program, gradient_sizes=self._gradient_sizes)
+        return dataclasses.replace(
+            program, gradient_sizes=self._gradient_sizes, updates=self._updates
+        )
 
     def _propagated_gradients(self) -> dict[int, int]:
         """Bytes of each gradient that one device has where nobody says how they are spread; on one
