@@ -1,6 +1,7 @@
 """The house as CONTRIBUTING.md tells of it: small files and classes, a place for each target."""
 
 import ast
+import collections
 import dataclasses
 import doctest
 import importlib
@@ -71,6 +72,16 @@ def test_classes_have_fewer_than_forty_names_for_others():
                 if sum(not one.startswith("_") for one in {*dir(kind), *fields}) >= 40:
                     large.append(kind.__qualname__)
     assert large == []
+
+
+def test_no_two_classes_have_the_same_name():
+    kinds = [
+        kind.__name__
+        for module in modules()
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == module.__name__
+    ]
+    assert [name for name, count in collections.Counter(kinds).items() if count > 1] == []
 
 
 def test_no_module_is_hidden_by_what_has_its_name():

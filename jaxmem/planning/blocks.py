@@ -111,7 +111,7 @@ class Blocks:
         """By block, bytes of gradients that are there in its backward pass, its own among them,
         where they are no results."""
         program, found = self.program, np.zeros(len(self.cuts) - 1)
-        if program.updates:
+        if not program.input_gradients.are_results:
             for value in filter(program.active.__getitem__, range(program.input_count)):
                 last = int(np.searchsorted(self.cuts, self.last[value])) - 1
                 found[: last + 1] += gradient_size(program, value)

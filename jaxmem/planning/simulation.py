@@ -69,7 +69,7 @@ def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, "_Step
             cotangents[value] = [simulator.zeros(value)]
         gradients |= dict.fromkeys(cotangents.get(value, ())[-1:], gradient_size(program, value))
     kept = results.keys() | gradients.keys()
-    if program.updates:  # from when they are made to the end, and nothing else is put there before
+    if not program.input_gradients.are_results:
         for instance, size in gradients.items():
             simulator.sizes[instance] = size
         return simulator.compute_liveness(kept, (), {}), simulator
@@ -200,7 +200,7 @@ class _StepSimulator:
 
     def cotangent(self, value: int) -> int:
         """One of a value; the gradients of inputs that an update reads add up in one place."""
-        if value >= self.program.input_count or not self.program.updates:
+        if value >= self.program.input_count or self.program.input_gradients.are_results:
             return self.instance(value, value < self.program.input_count and not self.gradients)
         if value not in self.summed:
             self.summed[value] = self.instance(value, free=True)

@@ -13,6 +13,7 @@ from jaxmem.program.graph import (
     Read as Read,
     read_graph as read_graph,
 )
+from jaxmem.program.input_gradients import InputGradients as InputGradients
 from jaxmem.program.kernel import Kernel as Kernel
 from jaxmem.program.kernels import NAMED as NAMED, read_kernels as read_kernels
 from jaxmem.program.operations import (

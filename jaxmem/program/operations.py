@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from jaxmem.program.convolutions import NO_COPIES, ConvolutionCopies
 from jaxmem.program.cotangents import CotangentEdge, active_of, cotangent_edges
 from jaxmem.program.float32 import computed_in_float32, in_float32
+from jaxmem.program.input_gradients import InputGradients
 from jaxmem.program.kernel import Kernel
 from jaxmem.program.kernels import read_kernels
 from jaxmem.targets import Rules
 from jaxmem.targets.links import Ring
 
 _PLAIN = Rules()
+_RESULTS = InputGradients()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,9 +141,7 @@ class Program:
     own were written in place. Sizes and kernels are those that a compiler makes by ``rules``. On
     several devices sizes, types and costs are those of one, and ``whole_sizes`` and ``whole_types``
     those of all devices together: kernels are told by them, so that they are the same ones wherever
-    the function is traced. ``gradient_sizes`` are the bytes that each input's gradient has in the
-    end, where they are known to be others than the input's; with ``updates`` they are no results,
-    but what an optimizer's update in the same program reads.
+    the function is traced. ``input_gradients`` says what becomes of the gradients.
     ``as_jax_derives``: without derivatives of our own. ``in_loop``: it is the body of a loop, of
     which XLA sees the derivative without it. ``policy_saves`` are the values that the policy of a
     user's own region saves, whose body it is."""
@@ -156,11 +156,10 @@ class Program:
     rules: Rules = _PLAIN
     whole_sizes: tuple[int, ...] = ()
     whole_types: tuple[str, ...] = ()
-    gradient_sizes: Mapping[int, int] = dataclasses.field(default_factory=dict, hash=False)
+    input_gradients: InputGradients = _RESULTS
     as_jax_derives: bool = False
     in_loop: bool = False
     policy_saves: frozenset[int] = frozenset()
-    updates: bool = False
 
     @functools.cached_property
     def input_bytes(self) -> int:
@@ -171,8 +170,9 @@ class Program:
     def boundary_bytes(self) -> int:
         """Bytes of inputs, outputs and, where they are results, gradients: XLA holds them from the
         first kernel of ``value_and_grad`` to the last."""
-        wanted = (value for value in range(self.input_count) if self.active[value])
-        gradients = 0 if self.updates else sum(gradient_size(self, value) for value in wanted)
+        active, results = self.active, self.input_gradients.are_results
+        wanted = (value for value in range(self.input_count) if results and active[value])
+        gradients = sum(gradient_size(self, value) for value in wanted)
         return self.input_bytes + gradients + sum(self.sizes[v] for v in set(self.outputs))
 
     @functools.cached_property
@@ -366,4 +366,4 @@ class Program:
 
 def gradient_size(program: Program, value: int) -> int:
     """Bytes of the gradient by an input, once it is complete."""
-    return program.gradient_sizes.get(value, program.sizes[value])
+    return program.input_gradients.sizes.get(value, program.sizes[value])

@@ -18,7 +18,7 @@ from jaxmem.ground.checks import name_of, note_call, shapes_of
 from jaxmem.ground.errors import JaxmemError, PlanError
 from jaxmem.ground.garbage import uncollected
 from jaxmem.ground.words import pluralize
-from jaxmem.program import Program, read_program, size_of
+from jaxmem.program import InputGradients, Program, read_program, size_of
 from jaxmem.targets import LocalDevice, Target
 
 
@@ -57,11 +57,10 @@ class TracedFunction:
         first = self.flat.input_count - len(call.leaves)
         check_pure(self.flat)
         self._differentiated = frozenset(first + at for at in self.wanted)
-        self._updates = gradient_bytes is not None
-        self._gradient_sizes = (
-            self._propagated_gradients()
+        self._gradients = (
+            InputGradients(self._propagated_gradients())
             if gradient_bytes is None
-            else self._late_gradients(gradient_bytes)
+            else InputGradients(self._late_gradients(gradient_bytes), are_results=False)
         )
         self.program = self.read(self.flat)
 
@@ -89,9 +88,7 @@ class TracedFunction:
         """The program of the function, or of what was made of it."""
         with jaxprs.in_place_of_attached(self._target):  # derivatives of the user's own are traced
             program = read_program(flat, self._differentiated, shards=self.shards(flat))
-        return dataclasses.replace(
-            program, gradient_sizes=self._gradient_sizes, updates=self._updates
-        )
+        return dataclasses.replace(program, input_gradients=self._gradients)
 
     def _propagated_gradients(self) -> dict[int, int]:
         """Bytes of each gradient that one device has where nobody says how they are spread; on one
