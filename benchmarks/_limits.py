@@ -135,6 +135,28 @@ def _transposed():
     return loss, ({"down": down, "up": up}, shape(64, 128, 128, 3))
 
 
+@program("convolutions of a gelu")
+def _activated():
+    def layer(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        same = {"padding": "SAME", "dimension_numbers": numbers}
+        return x + lax.conv_general_dilated(jax.nn.gelu(x), kernel, (1, 1), **same)
+
+    return layers(layer, shape(3, 3, 64, 64), shape(32, 64, 64, 64))
+
+
+@program("a running sum over layers")
+def _skips():
+    def loss(params, x):
+        total = 0.0
+        for weight, head in params:
+            x = jnp.tanh(x @ weight)
+            total = total + x @ head
+        return jnp.mean(jax.nn.relu(total) ** 2)
+
+    return loss, ([(shape(128, 128), shape(128, 256))] * 12, shape(32_768, 128))
+
+
 @program("attention of many queries over few keys, in bfloat16")
 def _cross_attention():
     return _attention(4096, 77)

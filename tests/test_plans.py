@@ -929,3 +929,14 @@ def test_what_fits_as_it_is_has_no_regions_though_a_plan_for_fewer_bytes_did_not
     plain = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False).device
     plan = jaxmem.plan(loss, *args, budget=int(1.02 * plain), target="h100")
     assert not plan.regions and plan.compiled_bytes <= 1.01 * plain
+
+
+def test_what_returns_text_beside_its_loss_is_refused():
+    def fun(w):
+        return jnp.sum(jnp.tanh(w)), "text"
+
+    said = "returns arrays and numbers, as under jax.jit; the function returned 'text' of type str"
+    with pytest.raises(jaxmem.JaxmemError, match=said):
+        jaxmem.plan(fun, jnp.ones(3), has_aux=True)
+    with pytest.raises(jaxmem.JaxmemError, match=said):
+        jax.grad(jaxmem.remat(fun), has_aux=True)(jnp.ones(3))

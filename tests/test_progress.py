@@ -205,3 +205,18 @@ def test_a_compilation_is_remembered_for_the_next_one(monkeypatch, tmp_path):
     with progress("one step"):
         jaxmem.memory(deep, [array(64, 64)], array(64 + 16, 64), target="h200")
         assert seen(read, "one step .* s, up to about [1-5]?. s more")
+
+
+def test_a_long_compilation_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(compilation, "_LONG", 0.01)
+    monkeypatch.setattr(compilation, "read", lambda path: None)
+    caplog.set_level(logging.INFO, "jaxmem")
+    jaxmem.memory(lambda x: jnp.sin(x) * 0.0123, array(64), target="h200", timeout=500)
+    told = "jaxmem: XLA compiles for h200, longer than 0.01 s; at most 500 s"
+    assert [record.message for record in caplog.records] == [told]
+
+
+def test_a_short_compilation_is_not_told(caplog):
+    caplog.set_level(logging.INFO, "jaxmem")
+    jaxmem.memory(lambda x: jnp.sin(x) * 0.0123, array(64), target="h200")
+    assert not caplog.records

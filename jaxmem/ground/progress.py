@@ -7,6 +7,7 @@ that level or has replaced the handler. Handlers that write elsewhere have the r
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 
 from jaxmem.ground.bar import Bar
@@ -74,6 +75,18 @@ def waiting(said: str) -> Iterator[bool]:
     bar.begin()
     with _in_terminal(bar) as drawn:
         yield drawn
+
+
+@contextlib.contextmanager
+def slow(seconds: float, text: str) -> Iterator[None]:
+    """Tells it where something takes longer than that."""
+    timer = threading.Timer(seconds, tell, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def expect(seconds: float | None) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxmem.ground.errors import JaxmemError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import (
     closed_of,
@@ -162,8 +164,26 @@ def flatten(
 
 def traced_jaxpr(fun: Callable, leaves: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
     """The jaxpr of ``fun(*leaves)``, and the tree of its results."""
-    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*leaves)
+    closed, shape = jax.make_jaxpr(_of_arrays(fun), return_shape=True)(*leaves)
     return closed, jax.tree.structure(shape)
+
+
+def _of_arrays(fun: Callable) -> Callable:
+    """The function, which is told where it returns what is no array: JAX names a function of ours
+    then."""
+
+    def checked(*leaves):
+        result = fun(*leaves)
+        for leaf in jax.tree.leaves(result):
+            known = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
+            if not (known or isinstance(leaf, numbers.Number)):
+                raise JaxmemError(
+                    "What jaxmem traces returns arrays and numbers, as under jax.jit; the function "
+                    f"returned {leaf!r} of type {type(leaf).__name__}."
+                )
+        return result
+
+    return checked
 
 
 def flatten_jaxpr(

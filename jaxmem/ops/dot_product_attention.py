@@ -27,10 +27,11 @@ def attention(
 ) -> jax.Array:
     """``softmax(query @ key.T * scale + bias) @ value`` without the matrix of scores.
 
-    Takes what `jax.nn.dot_product_attention` takes and gives what it gives, on any backend, in
-    memory linear in the length: scores exist a block at a time, in the forward pass and again in
-    the backward pass. One matmul of six is done twice (1.17x the FLOPs), and of causal scores about
-    half are never computed. What is kept is the result and two numbers a query and head.
+    Takes what `jax.nn.dot_product_attention` takes, but for windows, lengths and
+    ``return_residual``, and gives what it gives, on any backend, in memory linear in the length:
+    scores exist a block at a time, in the forward pass and again in the backward pass. One matmul
+    of six is done twice (1.17x the FLOPs), and of causal scores about half are never computed. What
+    is kept is the result and two numbers a query and head.
     The algorithm is that of Rabe and Staats 2021 and Dao et al. 2022, "FlashAttention", as loops of
     plain JAX operations.
 

@@ -10,13 +10,16 @@ from typing import Any
 import jaxlib
 
 from jaxmem.ground.errors import CompileError
-from jaxmem.ground.progress import expect
+from jaxmem.ground.progress import expect, slow
 from jaxmem.ground.version import __version__
 from jaxmem.targets import durations
 from jaxmem.targets.cache import CachedProgram, cache_folder, read, result_path, write
 from jaxmem.targets.workers import Command, ask
 
 Request = dict[str, Any]
+
+# Seconds. Chosen: networks of the benchmarks take up to 20, and who waits longer wonders.
+_LONG = 60.0
 
 
 def compile_in_worker(
@@ -52,10 +55,12 @@ def compile_in_worker(
         return kept
     size, began = len(request["module"]), time.monotonic()
     expect(durations.expected(target, size))
-    reply = ask(command, request, full, timeout, target, hold)
-    while other := again(request, reply):
-        request = other
+    told = f"jaxmem: XLA compiles for {target}, longer than {_LONG:g} s; at most {timeout:g} s"
+    with slow(_LONG, told):
         reply = ask(command, request, full, timeout, target, hold)
+        while other := again(request, reply):
+            request = other
+            reply = ask(command, request, full, timeout, target, hold)
     if "error" in reply:
         raise CompileError(f"XLA could not compile the program for {target}:\n{reply['error']}")
     compiled = CachedProgram(reply["texts"], reply["stats"])
