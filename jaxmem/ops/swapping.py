@@ -68,8 +68,11 @@ def swap(fun: Callable, *, least: int | str = LEAST, implementation: str | None 
 
     def say(found: list[Swap]) -> None:
         name = getattr(fun, "__qualname__", repr(fun))
-        nothing = f"no attention and no cross-entropy of at least {format_bytes(size)} found in"
-        for said in map(str, found) if found else [f"{nothing} {name}"]:
+        nothing = (
+            f"{name} has no attention and no cross-entropy of at least {format_bytes(size)} whose "
+            "scores or logits nothing else reads (an accuracy of them, say)"
+        )
+        for said in map(str, found) if found else [nothing]:
             tell(f"jaxmem.ops.swap: {said}")
 
     return swapped(fun, Wanted(size, kernel=kernel, name=implementation or ""), say)
