@@ -263,7 +263,7 @@ def constants() -> list[Constant]:
         ),
         *of(SEARCH, "_MIN_SAVING", programs=SEARCHED, searched=True),
         *of(
-            *(SEARCH, "_LEAST_SPREAD", "_SPREAD_RATIO"),
+            *(SEARCH, "_LEAST_SPREAD", "_SPREAD_RATIO", "_MOST_SPREAD"),
             programs=SEARCHED,
             searched=True,
         ),

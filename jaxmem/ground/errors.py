@@ -28,5 +28,9 @@ class PlanError(JaxmemError):
     """A plan given to a program it was not made for, or a program that cannot be planned."""
 
 
+class ResultError(JaxmemError, TypeError):
+    """A function returned what is no array: JAX's own error is a `TypeError`."""
+
+
 class JaxmemWarning(UserWarning):
     """Something works, but not as it was meant to."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.errors import ResultError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import (
     closed_of,
@@ -177,9 +177,10 @@ def _of_arrays(fun: Callable) -> Callable:
         for leaf in jax.tree.leaves(result):
             known = hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__")
             if not (known or isinstance(leaf, numbers.Number)):
-                raise JaxmemError(
+                raise ResultError(
                     "What jaxmem traces returns arrays and numbers, as under jax.jit; the function "
-                    f"returned {leaf!r} of type {type(leaf).__name__}."
+                    f"returned {leaf!r} of type {type(leaf).__name__}, which is not a valid JAX "
+                    "type."
                 )
         return result
 

@@ -22,6 +22,8 @@ _MIN_SAVING = 0.01  # of the step's time: the price that one more compilation sh
 # 4 % of 1, or further off, nine in ten others are at most 2.5, 3.5, 5.2 and 16 % lower.
 _LEAST_SPREAD = 0.02
 _SPREAD_RATIO = 1.5
+# No more than that. Chosen: further off, plans nearer to the first are the better guess.
+_MOST_SPREAD = 0.06
 # Times the budget: what may yet fit where nothing below did; ever closer to one another.
 _OVER_BUDGET_STEPS = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
 _SAFETY_MARGIN = 1.003  # between what is expected of a plan and its budget
@@ -205,7 +207,7 @@ class CompiledPlans(PlanCompiler):
     def projection_spread(self, layout: Layout) -> float:
         """Times what fits: the projected bytes of which another plan may yet fit."""
         error = abs(self.search.outcomes[layout].ratio - 1)
-        return 1 + max(_LEAST_SPREAD, _SPREAD_RATIO * error)
+        return 1 + min(max(_LEAST_SPREAD, _SPREAD_RATIO * error), _MOST_SPREAD)
 
     def worst_case_goal(self, goal: float) -> float:
         """Projected bytes that fit if nothing is further off than what was compiled, wherever it

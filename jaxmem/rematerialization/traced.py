@@ -25,9 +25,9 @@ from jaxmem.targets import LocalDevice, Target
 class TracedFunction:
     """A function, its arguments, and the program that it is on one of the devices that they are on;
     the user's own regions are written in place, unless ``open_regions`` is false.
-    ``gradient_bytes`` are those of one device in the end, of each differentiated array, where an
-    update in the same program reads gradients that are spread so; ``target`` is what it is traced
-    for."""
+    ``gradient_bytes`` are those of one device in the end, of each differentiated array, where it
+    is known how gradients are spread; ``gradients_are_results`` as of `InputGradients`; ``target``
+    is what it is traced for."""
 
     @uncollected()
     def __init__(
@@ -39,6 +39,7 @@ class TracedFunction:
         has_aux: bool = False,
         open_regions: bool = True,
         gradient_bytes: Sequence[int] | None = None,
+        gradients_are_results: bool = True,
         target: Target | LocalDevice | None = None,
     ):
         self.has_aux, self._target = has_aux, target
@@ -60,7 +61,7 @@ class TracedFunction:
         self._gradients = (
             InputGradients(self._propagated_gradients())
             if gradient_bytes is None
-            else InputGradients(self._late_gradients(gradient_bytes), are_results=False)
+            else InputGradients(self._late_gradients(gradient_bytes), gradients_are_results)
         )
         self.program = self.read(self.flat)
 
