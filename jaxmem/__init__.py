@@ -24,6 +24,7 @@ from jaxmem.ground.errors import (
     JaxmemWarning as JaxmemWarning,
     OffloadError as OffloadError,
     PlanError as PlanError,
+    ResultError as ResultError,
 )
 from jaxmem.ground.version import __version__ as __version__
 from jaxmem.levers.batch.accumulation import accumulate as accumulate

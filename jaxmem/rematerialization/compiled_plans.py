@@ -177,7 +177,7 @@ class CompiledPlans(PlanCompiler):
                 if layout == planner.plain:
                     return
                 # Another plan may well compile to less of what is projected than this one.
-                goal = max(corrected, fits * self.projection_spread(layout))
+                goal = max(corrected, fits * _spread(search.outcomes[layout].ratio))
             if not fits < goal < fails:
                 goal = (fits + fails) / 2 if fits else fails / ALTERNATIVE
 
@@ -203,11 +203,6 @@ class CompiledPlans(PlanCompiler):
         low, high = sorted([outcome.ratio, 1.0])
         slope = min(max(slope, low), high)
         return outcome.projected + (budget - outcome.compiled) / slope
-
-    def projection_spread(self, layout: Layout) -> float:
-        """Times what fits: the projected bytes of which another plan may yet fit."""
-        error = abs(self.search.outcomes[layout].ratio - 1)
-        return 1 + min(max(_LEAST_SPREAD, _SPREAD_RATIO * error), _MOST_SPREAD)
 
     def worst_case_goal(self, goal: float) -> float:
         """Projected bytes that fit if nothing is further off than what was compiled, wherever it
@@ -289,3 +284,9 @@ class CompiledPlans(PlanCompiler):
                 yield [layout]
                 if self.search.fits(layout):
                     return
+
+
+def _spread(ratio: float) -> float:
+    """Times what fits, the projected bytes of which another plan may yet fit, by the ratio of
+    compiled to projected bytes of what was compiled."""
+    return 1 + min(max(_LEAST_SPREAD, _SPREAD_RATIO * abs(ratio - 1)), _MOST_SPREAD)
