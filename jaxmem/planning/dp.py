@@ -275,7 +275,7 @@ class Variant:
         memories = solution.steps()
         low, high = 0, len(memories)
         wanted, guesses = budget // slot, _GUESSES
-        fits: list[Layout] = []
+        tried: list[Layout | None] = []
         while low < high:
             guess = min(max(bisect.bisect_left(memories, wanted), low), high - 1)
             at = guess if guesses > 0 else (low + high) // 2
@@ -284,10 +284,10 @@ class Variant:
             over = layout.peak - budget if layout else 0
             wanted, guesses = memories[at] - math.ceil(over / slot), guesses - 1 if layout else 0
             low, high = (low, at) if over > 0 else (at + 1, high)
-            fits += [layout] if layout and over <= 0 else []
-        for memory in memories[low + 1 : low + 1 + _EXTRA_MEMORIES]:
-            layout = self.proposed(solution, memory)
-            fits += [layout] if layout and layout.peak <= budget else []
+            tried.append(layout)
+        more = memories[low + 1 : low + 1 + _EXTRA_MEMORIES]
+        tried += [self.proposed(solution, memory) for memory in more]
+        fits = [layout for layout in tried if layout and layout.peak <= budget]
         price = min((layout.price for layout in fits), default=math.inf)
         fits += self.per_block_layouts_for(budget, price)
         return min(fits, key=lambda layout: (layout.price, layout.peak), default=None)
