@@ -48,8 +48,6 @@ class CompiledPlans(PlanCompiler):
         plain = self.planner.plain
         if plain not in self.search.outcomes:
             self.search.try_plain(plain, self.projected(plain), self.start)
-        if not self.search.best:
-            self.try_fewest_bytes()
         if self.search.best:
             return self.plans[self.search.best]
         lowest = self.search.lowest
@@ -78,17 +76,6 @@ class CompiledPlans(PlanCompiler):
         ):
             self.search.run([[plain]], self.start)
         return self.plans[min(known, key=lambda one: known[one].compiled or math.inf)]
-
-    def try_fewest_bytes(self) -> None:
-        """Where nothing fits: compiles what is planned without a budget, if it is expected to take
-        less than all that was. A far too small budget leads to the fewest projected bytes at any
-        price, and XLA may make more of those."""
-        lowest = self.search.lowest
-        if lowest is None or not self.search.remaining:
-            return
-        layout, least = self.planner.minimum_at_one_forward(), self.plans[lowest].compiled_bytes
-        if layout not in self.search.outcomes and self.expected(layout) < (least or 0):
-            self.search.run([[layout]], self.start)
 
     @functools.cached_property
     def per_block(self) -> PerBlockCheckpoints:
@@ -164,6 +151,10 @@ class CompiledPlans(PlanCompiler):
                 and not search.fits(layout)
                 and layout == planner.cheapest_near_minimum()
             ):
+                # The plan without a budget: XLA may make less of it than of the fewest projected.
+                fewest = planner.minimum_at_one_forward()
+                if not search.best and fewest not in search.outcomes:
+                    yield [fewest]
                 if not search.best:
                     yield from self.per_block.last_resort(budget)
                 if not search.best:
