@@ -39,12 +39,12 @@ from jaxmem.levers.host.updating import (
     LayerStack as LayerStack,
     value_and_update as value_and_update,
 )
-from jaxmem.levers.precision.autocasting import autocast as autocast
-from jaxmem.levers.precision.loss_scale import (
+from jaxmem.levers.mixed_precision.autocasting import autocast as autocast
+from jaxmem.levers.mixed_precision.loss_scale import (
     LossScale as LossScale,
     LossScaleState as LossScaleState,
 )
-from jaxmem.levers.precision.policy import Precision as Precision, precision as precision
+from jaxmem.levers.mixed_precision.policy import Precision as Precision, precision as precision
 from jaxmem.levers.sharding import Sharding as Sharding, shard as shard
 from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto
 from jaxmem.rematerialization.loop_budgets import scan as scan, while_loop as while_loop

@@ -9,7 +9,7 @@ import pytest
 from jax.custom_derivatives import SymbolicZero
 
 import jaxmem
-from jaxmem.levers.precision.rules import RULES
+from jaxmem.levers.mixed_precision.rules import RULES
 
 LOW = [("bf16", jnp.bfloat16), ("fp16", jnp.float16)]
 

@@ -68,7 +68,6 @@ def test_a_planner():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), planned, plain)
 
 
-@pytest.mark.slow
 def test_a_lever(capsys):
     given = (loss, optax.adam(1e-3), *SHAPES)
     options = {"target": "h200", "budget": "1GiB", "allow": "half_moments", "compilations": 1}

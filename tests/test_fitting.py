@@ -721,7 +721,7 @@ def test_wrong_input_is_told_before_compiling():
         ),
         ({"keep": ["everything"]}, r"knows no keep='everything'; the names are 'precision', "),
         ({"allow": "precision", "keep": "precision"}, r"to allow 'precision' and to keep it"),
-        ({"target": "local"}, r"plans for a device whose figures it knows, and cpu is none\. Name"),
+        ({"target": "local"}, r"has no figures \(memory, bandwidth, FLOP/s\) of cpu\. Name"),
         ({"target": "h20"}, r"There is no target named 'h20'"),
         ({"keep": None}, r"takes keep=, names as text; got None\."),
         ({"compilations": 0}, r"takes compilations=, an int of 1 or more; got 0\."),

@@ -257,7 +257,10 @@ def test_what_else_is_read_stays(arrays, caplog):
         return by_optax(logits) + 0.0 * (logits.argmax(-1) == LABELS).mean()
 
     said = assert_equal_gradients(accuracy_too, (hidden, weights), caplog, [])
-    assert "accuracy_too has no attention and no cross-entropy of at least 1.00 KiB" in said
+    assert (
+        "accuracy_too has no attention and no cross-entropy with whole labels of at least 1.00 KiB"
+        in said
+    )
     assert "whose scores or logits nothing else reads (an accuracy of them, say)" in said
     # Nor what is small:
     small = lambda h, w: by_optax(h @ w)  # noqa: E731

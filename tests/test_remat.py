@@ -336,6 +336,9 @@ def test_plan_survives_json_and_refuses_another_program():
         jaxmem.remat(mlp, plan=chosen)(params, x[:2])
     with pytest.raises(jaxmem.PlanError, match="not the JSON of a plan"):
         jaxmem.Plan.from_json('{"planner": "sqrt"}')
+    later = chosen.to_json().replace("{", '{"of_a_later_version": 1, ', 1)
+    with pytest.raises(jaxmem.PlanError, match="not the JSON of a plan .*of_a_later_version"):
+        jaxmem.Plan.from_json(later)
 
 
 def test_plan_prints_its_regions():
@@ -426,7 +429,7 @@ def test_bad_arguments():
         jaxmem.remat(3)
     with pytest.raises(jaxmem.BudgetError, match="'11 gigs' does not parse"):
         jaxmem.remat(mlp, budget="11 gigs")
-    with pytest.raises(jaxmem.BudgetError, match="no target was given"):
+    with pytest.raises(jaxmem.BudgetError, match="there is no target"):
         jaxmem.remat(mlp, budget="80%")
 
 
@@ -683,6 +686,6 @@ def test_a_plan_leaves_nothing_to_choose():
 
     plan = jaxmem.plan(loss, jnp.ones(3))
     with pytest.raises(
-        jaxmem.PlanError, match=r"has a plan, and budget=, planner= too, which woul"
+        jaxmem.PlanError, match=r"has plan= already, so budget=, planner= would change nothing"
     ):
         jaxmem.remat(loss, plan=plan, budget="1KiB", planner="sqrt")

@@ -64,8 +64,8 @@ def arguments_of(options) -> tuple[tuple, dict[str, Any]]:
     extra = parts[4] if len(parts) == 5 else {}
     if len(parts) not in (4, 5) or not callable(parts[0]) or not isinstance(extra, dict):
         raise JaxmemError(
-            f"{options.workload} must return {returns}, with a dict of "
-            f"jaxmem.fit's options after it if it likes. It returned {described(made)}."
+            f"{options.workload} must return {returns}, and may return a dict of options for "
+            f"jaxmem.fit after them. It returned {described(made)}."
         )
     unknown = sorted(map(str, extra.keys() - inspect.signature(fit).parameters))
     if unknown:

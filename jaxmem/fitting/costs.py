@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -13,7 +14,7 @@ from jaxmem.fitting.workload import Workload
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import BudgetError
 from jaxmem.planning import Layout, Planner, baseline_policies, per_block_layouts
-from jaxmem.program import Program
+from jaxmem.program import Become, Program, inputs_in_another_order, with_gradients
 from jaxmem.rematerialization import (
     Constraints,
     Limits,
@@ -80,9 +81,6 @@ class Costs:
             args, cut = jax.tree.map(whole, args), cut * workload.devices
         params, batch, *others = args
         batch = jax.tree.map(lambda leaf: slice_of(leaf, cut), batch)
-        # In the loop over slices, and where it scatters them (stage 3), XLA puts off gradients of
-        # weights, and holds cotangents until then (24 of 108 MiB of twelve small layers, 64 of 187
-        # of ten on eight devices). To count gradients from the beginning is nearer there.
         return TracedFunction(
             step.loss,
             (params, batch, *others),
@@ -91,7 +89,7 @@ class Costs:
             open_regions=not self._keeps_regions,
             target=workload.device,
             gradient_bytes=list(map(bytes_of, jax.tree.leaves(workload.gradients(loss)))),
-            gradients_are_results=loss.microbatches > 1 or loss.stage == 3,
+            gradients_become=_become(loss),
         )
 
     def _read(self, loss: Levers) -> Program:
@@ -198,13 +196,42 @@ class Costs:
         state = workload.state(levers)
         return bytes_of(state.opt_state) - workload.host_bytes(levers) + bytes_of(state.params)
 
+    def trained(self, params: Any) -> list[Any]:
+        """The leaves of a tree of parameters that gradients are computed of: the rest is not read
+        by the loss, or by a `jax.lax.stop_gradient` alone, or its gradient not by the update."""
+        return [
+            leaf
+            for leaf, is_trained in zip(jax.tree.leaves(params), self._trained, strict=True)
+            if is_trained
+        ]
+
+    @functools.cached_property
+    def _trained(self) -> list[bool]:
+        program = self._program(_of_loss(self.workload.as_is))
+        found = with_gradients(program)
+        return [value in found for value in sorted(program.differentiated or ())]
+
+    def gradients(self, levers: Levers) -> list[Any]:
+        """Abstract gradients as they lie, those that are computed."""
+        return self.trained(self.workload.on(levers).gradients(levers))
+
+    def relaid_bytes(self, levers: Levers) -> int:
+        """Of parameters and batch in another order, which XLA lays them out in before a loop over
+        slices, for a library."""
+        program = self._constraints(False).as_run(self.program(levers))
+        params = program.differentiated or frozenset()
+        return sum(
+            program.sizes[value] * (1 if value in params else levers.microbatches)
+            for value in inputs_in_another_order(program)
+        )
+
     def overhead(self, levers: Levers) -> float:
         """Seconds of a step outside the loss and its gradient."""
         workload = self.workload.on(levers)
-        params = bytes_of(workload.state(levers).params)
+        params = bytes_of(self.trained(workload.state(levers).params))
         moments = bytes_of(workload.state(levers).opt_state)
         moved = 3 * params + 2 * moments  # parameters and gradients read, parameters written
-        added = sum(lever.seconds(workload, levers) for lever, _ in levers.used())
+        added = sum(lever.seconds(self, levers) for lever, _ in levers.used())
         return moved / workload.device.memory_bandwidth + added
 
     def budget(self, levers: Levers, allowed: int | None = None) -> Budget:
@@ -212,9 +239,18 @@ class Costs:
         levers add are reserved; the loss, its arguments and gradients are planned."""
         workload = self.workload.on(levers)
         reserved = bytes_of(workload.state(levers).opt_state) + sum(
-            lever.reserved_bytes(workload, levers) for lever, _ in levers.used()
+            lever.reserved_bytes(self, levers) for lever, _ in levers.used()
         )
         return Budget(allowed, reserved)
+
+
+def _become(loss: Levers) -> Become:
+    """What becomes of a step's gradients. Where they are scattered (stage 3) XLA puts off those of
+    weights, and holds cotangents until then (64 of 187 MiB of ten layers on eight devices): to
+    count gradients from the beginning is nearer there (benchmarks/scale/stages.py)."""
+    if loss.stage == 3:
+        return "results"
+    return "summands" if loss.microbatches > 1 else "updates"
 
 
 def _of_loss(levers: Levers) -> Levers:

@@ -34,7 +34,8 @@ _OPTIONS = {
     for name, one in inspect.signature(Workload).parameters.items()
     if one.kind is one.KEYWORD_ONLY and name not in {*_KNOWN, "target"}
 }
-_NODE = 8  # devices of a node, where the target's are not known: as of all that are
+# Devices of a node, where the target's are not known. Derived: as of all that are.
+_NODE = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from jaxmem.fitting.meshes import Split
 from jaxmem.fitting.search import LeverSearch
 from jaxmem.fitting.workload import Workload
 from jaxmem.ground.errors import JaxmemWarning
-from jaxmem.levers.precision.loss_scale import LossScale
-from jaxmem.levers.precision.policy import Precision
+from jaxmem.ground.progress import show
+from jaxmem.levers.mixed_precision.loss_scale import LossScale
+from jaxmem.levers.mixed_precision.policy import Precision
 from jaxmem.targets import LocalDevice, Target, resolve
 from jaxmem.training import TrainStep
 
@@ -50,8 +51,8 @@ def fit(
     the compiler says of one corrects the projected bytes of the next. So the first that fits is the
     one, unless a nearer plan takes less recomputation.
 
-    Everything that was considered is printed, with bytes, time and the reason for each refusal;
-    it stays in ``step.fitting``.
+    Everything that was considered is printed, with bytes, time and the reason for each refusal, and
+    stays in ``step.fitting``. ``logging.getLogger("jaxmem").setLevel("WARNING")`` silences that.
 
     Args:
         loss_fn, optimizer: as for `jaxmem.train_step`; the optimizer not offloaded yet, if its
@@ -143,7 +144,7 @@ def fit(
             keep=keep,
         )
         step = LeverSearch(workload).run(compilations)
-    print(step.fitting)
+    show(step.fitting)
     return step
 
 

@@ -17,7 +17,7 @@ from jaxmem.reports.drawn.verdict import short_verdict
 from jaxmem.targets import LocalDevice, Target
 
 _NUMBER = re.compile(r"[\d.]+")
-_NAMED = 3  # steps in a sentence, which has no room for more
+_NAMED = 3  # steps in a sentence. Chosen: it has no room for more.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,12 +134,12 @@ class Fitting(Printed):
         more = ""
         if plain:
             used = plain.levers.used()  # on several devices there is a stage at least
-            beside = f"{plain.name}, nothing recomputed" if used else "the step as it is"
+            baseline = f"{plain.name}, nothing recomputed" if used else "the step as it is"
             slower = chosen.seconds / max(plain.seconds, 1e-30) - 1
             much = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
-            more = f", {beside}"
+            more = f", {baseline}"
             if chosen != plain:
-                more = f", {much} than {beside} {time_error_text(time_error(self.target))}"
+                more = f", {much} than {baseline} {time_error_text(time_error(self.target))}"
         return short_verdict(chosen.compiled, budget) + more
 
     def _table(self) -> Table:

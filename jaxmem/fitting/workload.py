@@ -21,8 +21,8 @@ from jaxmem.ground.bytes import device_budget
 from jaxmem.ground.checks import check_batch, check_callable, check_optimizer
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.words import pluralize
-from jaxmem.levers.precision.loss_scale import LossScale
-from jaxmem.levers.precision.policy import Precision, precision as parse_precision
+from jaxmem.levers.mixed_precision.loss_scale import LossScale
+from jaxmem.levers.mixed_precision.policy import Precision, precision as parse_precision
 from jaxmem.levers.sharding import Sharding
 from jaxmem.rematerialization import Plan, remat
 from jaxmem.targets import LocalDevice, Target, example, family_of, resolve
@@ -72,7 +72,7 @@ class Workload:
         self.allow = _names_in(allow, "allow", allowed())
         self.keep = _names_in(keep, "keep", {**allowed(), **kept()})
         for name in sorted(self.allow & self.keep):
-            raise JaxmemError(f"jaxmem.fit is to allow {name!r} and to keep it: name it once.")
+            raise JaxmemError(f"allow= and keep= both name {name!r}. Remove it from one of them.")
         self.meshes = Meshes(mesh, devices, split, self.params, self.batch)
         self._place(resolve(target))
         self.budget = device_budget(budget, self.target.usable_bytes, self.target.name)
@@ -115,8 +115,8 @@ class Workload:
             )
         if target.known is None:
             raise JaxmemError(
-                f"jaxmem.fit plans for a device whose figures it knows, and {target.description} "
-                f"is none. Name one: {example()} (python -m jaxmem targets lists them)."
+                f"jaxmem.fit has no figures (memory, bandwidth, FLOP/s) of {target.description}. "
+                f"Name a device that it knows: {example()} (python -m jaxmem targets lists them)."
             )
         known = target.known
         self.target = target

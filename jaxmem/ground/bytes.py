@@ -57,8 +57,8 @@ def parse_budget(
         if unit == "%":
             if capacity is None:
                 raise BudgetError(
-                    f"The {what} {budget!r} is a share of a target's memory, and no target was "
-                    "given. Pass target=, or a number of bytes."
+                    f"The {what} {budget!r} is a share of a target's memory, and there is no "
+                    "target. Pass one, or a number of bytes."
                 )
             value = number / 100 * capacity
         else:
@@ -99,8 +99,8 @@ def device_budget(budget: int | str | None, usable: int | None = None, name: str
         )
     if usable and allowed > usable:
         warnings.warn(
-            f"The budget {budget!r} is {format_against(allowed, usable)}, and {name} has "
-            f"{format_bytes(usable)} that a step can use: {format_bytes(usable)} count.",
+            f"The budget {budget!r} is {format_against(allowed, usable)}, and a step can use "
+            f"{format_bytes(usable)} of {name}: that is the budget now.",
             JaxmemWarning,
             stacklevel=3,
         )

@@ -34,6 +34,12 @@ def tell(text: str) -> None:
     logger.info(text)
 
 
+def show(result: object) -> None:
+    """Prints a result on stdout, unless that logger is silenced."""
+    if logger.isEnabledFor(logging.INFO):
+        print(result)
+
+
 _open: list[Bar] = []  # the newest last
 
 

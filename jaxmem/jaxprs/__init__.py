@@ -74,6 +74,7 @@ from jaxmem.jaxprs.nested import (
     picked_axis as picked_axis,
 )
 from jaxmem.jaxprs.operands import (
+    inputs_read as inputs_read,
     is_array as is_array,
     is_extended as is_extended,
     is_opaque as is_opaque,

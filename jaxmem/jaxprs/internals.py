@@ -55,7 +55,10 @@ NAMES = {
         "jax._src.interpreters",
         "compiling for a target, planned functions, loops with a budget, jaxmem.ops",
     ),
-    "partial_eval": ("jax._src.interpreters", "planned functions, loops with a budget"),
+    "partial_eval": (
+        "jax._src.interpreters",
+        "planned functions, loops with a budget, steps that leave parameters as they are",
+    ),
     "primal_left_tangent_right": ("jax._src.ad_checkpoint", "policies under the flag jax_remat3"),
     "primitives": (
         "jax.extend.core",
@@ -96,6 +99,7 @@ MEMBERS = {
         "Saveable",
         "convert_constvars_jaxpr",
         "custom_partial_eval_rules",
+        "dce_jaxpr",
         "dce_rules",
         "partial_eval_jaxpr_custom_rules",
     ),

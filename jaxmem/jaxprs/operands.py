@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.jaxprs import internals
+
 
 def split_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[list[Any], Callable]:
     """The array leaves of a call, and the call as a function of them alone."""
@@ -30,6 +32,13 @@ def restrict_to(at: Sequence[int], fun: Callable, operands: Sequence[Any]) -> Ca
         return fun(*filled)
 
     return restricted
+
+
+def inputs_read(fun: Callable, *args: Any) -> list[bool]:
+    """For each array leaf of a function's arguments, whether its results depend on it."""
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    every = [True] * len(jaxpr.outvars)
+    return list(internals.partial_eval.dce_jaxpr(jaxpr, every)[1])
 
 
 def differentiable(avals: Sequence[Any], constant: Sequence[bool] = ()) -> list[int]:

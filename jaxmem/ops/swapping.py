@@ -61,7 +61,7 @@ def swap(fun: Callable, *, least: int | str = LEAST, implementation: str | None 
     """
     if not callable(fun) or isinstance(fun, type):
         raise JaxmemError(f"jaxmem.ops.swap takes a function of arrays; got {fun!r}.")
-    size = parse_budget(least, None)
+    size = parse_budget(least, what="size least=")
     check_implementation(implementation)
     own = implementation not in (None, "xla")
     kernel = calling(str(implementation)) if own else None
@@ -69,8 +69,8 @@ def swap(fun: Callable, *, least: int | str = LEAST, implementation: str | None 
     def say(found: list[Swap]) -> None:
         name = getattr(fun, "__qualname__", repr(fun))
         nothing = (
-            f"{name} has no attention and no cross-entropy of at least {format_bytes(size)} whose "
-            "scores or logits nothing else reads (an accuracy of them, say)"
+            f"{name} has no attention and no cross-entropy with whole labels of at least "
+            f"{format_bytes(size)} whose scores or logits nothing else reads (an accuracy, say)"
         )
         for said in map(str, found) if found else [nothing]:
             tell(f"jaxmem.ops.swap: {said}")

@@ -95,7 +95,7 @@ class Blocks:
         recompute, recompute_and_forward = np.zeros((levels, count)), np.zeros((levels, count))
         inside, activations = np.zeros((levels, count)), np.zeros((levels, count))
         forward, checkpoints = (np.zeros((levels, count, count + 1)) for _ in range(2))
-        held = self._held_gradients()
+        live = self._live_gradients()
         for level, saved in enumerate(self.levels):
             for block, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
                 need, cross, stay = self._block(start, stop, saved)
@@ -103,18 +103,25 @@ class Blocks:
                 recompute_and_forward[level, block] = self._price(start, stop, need | cross, saved)
                 activations[level, block] = self._bytes(stay)
                 cost = simulate_block(self.program, start, stop, saved, (), self.gradients)
-                inside[level, block] = cost.peak + held[block]
+                inside[level, block] = cost.peak + live[block]
             forward[level], checkpoints[level] = self._between(saved)
         return Chain(recompute, recompute_and_forward, inside, activations, forward, checkpoints)
 
-    def _held_gradients(self) -> np.ndarray:
+    def _live_gradients(self) -> np.ndarray:
         """By block, bytes of gradients that are there in its backward pass, its own among them,
         where they are no results."""
         program, found = self.program, np.zeros(len(self.cuts) - 1)
-        if not program.input_gradients.are_results:
-            for value in filter(program.active.__getitem__, range(program.input_count)):
+        become = program.input_gradients.become
+        trained = {value for value in range(program.input_count) if program.active[value]}
+        if become == "updates":
+            for value in trained:
                 last = int(np.searchsorted(self.cuts, self.last[value])) - 1
                 found[: last + 1] += gradient_size(program, value)
+        if become == "summands":  # each for one kernel
+            for block, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
+                read = {value for kernel in program.kernels[start:stop] for value in kernel.sources}
+                sizes = (gradient_size(program, value) for value in trained & read)
+                found[block] = max(sizes, default=0)
         return found
 
     def _bytes(self, values) -> int:

@@ -67,13 +67,14 @@ def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, "_Step
     for value in range(program.input_count):
         if program.active[value] and value not in cotangents and program.kernels:
             cotangents[value] = [simulator.zeros(value)]
-        gradients |= dict.fromkeys(cotangents.get(value, ())[-1:], gradient_size(program, value))
-    kept = results.keys() | gradients.keys()
-    if not program.input_gradients.are_results:
-        for instance, size in gradients.items():
-            simulator.sizes[instance] = size
-        return simulator.compute_liveness(kept, (), {}), simulator
-    return simulator.compute_liveness(kept, (), results | gradients), simulator
+        gradients |= dict.fromkeys(cotangents.get(value, ()), gradient_size(program, value))
+    become, kept = simulator.become, results | gradients
+    if become == "results":
+        return simulator.compute_liveness({*kept}, (), kept), simulator
+    simulator.sizes = [gradients.get(at, size) for at, size in enumerate(simulator.sizes)]
+    for event in simulator.events if become == "summands" else ():  # which adds it to a sum
+        event.uses += [instance for instance in event.makes if instance in gradients]
+    return simulator.compute_liveness({*(kept if become == "updates" else results)}, ()), simulator
 
 
 def simulate_block(
@@ -155,17 +156,15 @@ def _with_scans(program: Program) -> Program:
 
 
 class _StepSimulator:
-    """The events of a step. A value that is made twice is two instances; without ``gradients``
-    those of the program's inputs are counted elsewhere. ``looped``: a loop parts the backward pass
-    from the forward pass, and has stacked what is ``saved``."""
+    """The events of a step. A value made twice is two instances; without ``gradients`` those of the
+    inputs are counted elsewhere. ``looped``: a loop parts the passes, and stacked the ``saved``."""
 
     def __init__(self, program: Program, gradients: bool, looped: bool, saved: Container[int]):
-        self.program = program
-        self.gradients = gradients
+        self.program, self.kernels = program, program.kernels
+        self.gradients, self.become = gradients, program.input_gradients.become
         # In a loop XLA sums up rows apart from what they normalise where they were saved (attention
         # by hand and planned, 16 heads: 2 arrays of scores at the peak where there are 3).
         self.live_rows = saved if looped else ()
-        self.kernels = program.kernels
         self.events: list[Event] = []
         self.executed: Sequence[Event] = ()  # as XLA runs them
         self.run = self.runs = 0  # the run of a region that events are of, and how many there are
@@ -200,8 +199,9 @@ class _StepSimulator:
 
     def cotangent(self, value: int) -> int:
         """One of a value; the gradients of inputs that an update reads add up in one place."""
-        if value >= self.program.input_count or self.program.input_gradients.are_results:
-            return self.instance(value, value < self.program.input_count and not self.gradients)
+        own = value < self.program.input_count
+        if not own or self.become != "updates":
+            return self.instance(value, own and not self.gradients)
         if value not in self.summed:
             self.summed[value] = self.instance(value, free=True)
         return self.summed[value]
@@ -309,7 +309,7 @@ class _StepSimulator:
                 in_rows |= in_one
                 fresh.append(self.cotangent(value))
                 incoming += self.pending.pop((number, value), ())
-                if value < count:  # a gradient adds up in place
+                if value < count and self.become != "summands":  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).append(fresh[-1])
         inside = kernel.derivative_workspace
@@ -374,8 +374,7 @@ class _StepSimulator:
         """Drops what nothing reads, and adds up what is alive: ``live`` from the beginning,
         ``kept`` to the end. ``results`` have memory of their own, so many bytes each."""
         needed = set(kept)
-        events = []
-        first = 0
+        events, first = [], 0
         for number, event in reversed(list(enumerate(self.events))):
             if event.backward or not needed.isdisjoint(event.makes):
                 needed.update(event.uses)

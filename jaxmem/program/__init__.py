@@ -2,18 +2,20 @@
 
 from jaxmem.program.abstract_values import size_of as size_of, type_of as type_of
 from jaxmem.program.compiler_rules import apply_compiler_rules as apply_compiler_rules
+from jaxmem.program.convolutions import inputs_in_another_order as inputs_in_another_order
 from jaxmem.program.costs import (
     CONTRACTIONS as CONTRACTIONS,
     contraction_flops as contraction_flops,
     precision_of as precision_of,
 )
+from jaxmem.program.cotangents import with_gradients as with_gradients
 from jaxmem.program.graph import (
     Graph as Graph,
     Node as Node,
     Read as Read,
     read_graph as read_graph,
 )
-from jaxmem.program.input_gradients import InputGradients as InputGradients
+from jaxmem.program.input_gradients import Become as Become, InputGradients as InputGradients
 from jaxmem.program.kernel import Kernel as Kernel
 from jaxmem.program.kernels import NAMED as NAMED, read_kernels as read_kernels
 from jaxmem.program.operations import (

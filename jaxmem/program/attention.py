@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Widths of keys and of values by which a score is multiplied: two matmuls, and five in the
+# Widths of keys and of values by which a score is multiplied. Derived: two matmuls, and five in the
 # derivative, which makes the scores again (Dao 2023, FlashAttention-2).
 _FORWARD, _DERIVATIVE = (1, 1), (3, 2)
 

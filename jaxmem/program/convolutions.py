@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jaxmem.program.readers import shape_of
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConvolutionCopies:
@@ -53,15 +55,15 @@ def copies_of(equation: Any, is_reversed: bool) -> ConvolutionCopies:
     padded = _padded(spread, padding) / math.prod(lengths)
     if max(between) > 1:
         # Its gradient is a convolution with the strides that zeros are put in.
-        around = [
+        gradient_padding = [
             ((k - 1) * d - low, (k - 1) * d - high)
             for k, d, (low, high) in zip(windows, apart, padding, strict=True)
         ]
-        even = not _is_uneven(around)
+        even = not _is_uneven(gradient_padding)
         return ConvolutionCopies(
             0.0 if is_reversed else padded,
             1.0 if even else math.prod(spread) / math.prod(lengths),
-            1.0 if even else _padded(results, around) / math.prod(results),
+            1.0 if even else _padded(results, gradient_padding) / math.prod(results),
         )
     exchanged = float(max(apart) > 1)
     return ConvolutionCopies(0.0, exchanged, exchanged, padded if _is_uneven(padding) else 0.0)
@@ -84,7 +86,7 @@ def bytes_of_copies(
     """Bytes of the copies of an operation, forward and backward; ``is_for_one``: whether a value is
     computed element by element, for one operation."""
     copies = operation.contraction.copies
-    if copies == NO_COPIES or not program.rules.pads_convolutions:
+    if copies == NO_COPIES or program.rules.channels_last is None:
         return 0, 0
     operand = program.sizes[operation.inputs[0]]
     result = program.sizes[operation.outputs[0]]
@@ -97,7 +99,40 @@ def bytes_of_copies(
     )
 
 
+def convolved_axes(equation: Any) -> tuple[tuple[int, ...], ...]:
+    """Those of the operand of a convolution and of its kernel: of the examples (results), of the
+    channels, and those that it slides along; of other operations none."""
+    if equation.primitive.name != "conv_general_dilated":
+        return ()
+    numbers = equation.params["dimension_numbers"]
+    return tuple(numbers.lhs_spec), tuple(numbers.rhs_spec)
+
+
+def inputs_in_another_order(program: Any) -> frozenset[int]:
+    """The inputs of a program (`Program`) that a library convolves, in the dtype that they have or
+    are cast to, in another order of axes."""
+    last = program.rules.channels_last
+    if last is None:
+        return frozenset()
+    origin, found = {value: value for value in range(program.input_count)}, set()
+    for operation in program.operations:
+        if operation.name == "convert_element_type" and operation.inputs[0] in origin:
+            origin[operation.outputs[0]] = origin[operation.inputs[0]]
+        for value, axes in zip(operation.inputs, operation.contraction.axes, strict=False):
+            if value in origin and not _in_order(program, value, axes, last):
+                found.add(origin[value])
+    return frozenset(found)
+
+
+def _in_order(program: Any, value: int, axes: tuple[int, ...], last: tuple[str, ...]) -> bool:
+    lengths, (example, channel, *slid) = shape_of(program, value), axes
+    dtype = program.types[value].partition("[")[0]
+    inner = [*slid, channel] if dtype in last else [channel, *slid]
+    order = [axis for axis in (example, *inner) if lengths[axis] > 1]
+    return order == sorted(order)
+
+
 def reads_copy(program: Any, operation: Any, value: int) -> bool:
     """Whether a convolution reads a copy of an operand, which is computed as it is written."""
     copied = operation.contraction.copies.forward > 0 and value == operation.inputs[0]
-    return copied and program.rules.pads_convolutions
+    return copied and program.rules.channels_last is not None

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxmem.program.readers import SLICES, shape_of
@@ -118,12 +118,25 @@ def _moving(program: Any, kernel: Any) -> frozenset[int]:
     sources = frozenset(value for value in kernel.sources if program.active[value])
     if kernel.sent_bytes:
         return sources
-    reached = {value for value in kernel.results if program.active[value]}
-    for number in reversed(kernel.operations):
-        member = program.operations[number]
-        if member.name != "stop_gradient" and not reached.isdisjoint(member.outputs):
-            reached.update(map(member.gathered_operand, member.inputs))
-    return sources & reached
+    members = (program.operations[number] for number in reversed(kernel.operations))
+    return sources & _reached(program, kernel.results, members)
+
+
+def with_gradients(program: Any) -> frozenset[int]:
+    """The inputs of a program (`Program`) that have a gradient: those that it returns something of,
+    and not behind a `jax.lax.stop_gradient` alone."""
+    reached = _reached(program, program.outputs, reversed(program.operations))
+    return frozenset(value for value in range(program.input_count) if value in reached)
+
+
+def _reached(program: Any, results: Iterable[int], backwards: Iterable[Any]) -> set[int]:
+    """What cotangents of results reach through some operations, from the last to the first."""
+    reached = {value for value in results if program.active[value]}
+    for one in backwards:
+        if one.name != "stop_gradient" and not reached.isdisjoint(one.outputs):
+            operands = {*one.inputs, *map(one.gathered_operand, one.inputs)}
+            reached.update(value for value in operands if program.active[value])
+    return reached
 
 
 def _passed(program: Any, moving: Sequence[frozenset[int]]) -> dict[int, frozenset[int]]:

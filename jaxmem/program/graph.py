@@ -9,7 +9,7 @@ from jaxmem.jaxprs.forward_backward import merge_common_subexpressions
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.program.costs import flops, is_of_vectors
 
-_INPUT = -1  # in the place of the node that makes a value
+_INPUT = -1  # in the place of the node that makes a value: none by definition
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

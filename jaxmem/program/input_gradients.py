@@ -2,6 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal
+
+Become = Literal["results", "updates", "summands"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,10 +13,10 @@ class InputGradients:
 
     Attributes:
         sizes: bytes in the end, by input, where they are known to be others than the input's.
-        are_results: whether the program returns them: then they are there from its first kernel
-            on. Otherwise an optimizer's update in the same program reads them, and they are there
-            from when they are made to the end.
+        become: ``"results"`` of the program, which are there from its first kernel on; or what an
+            optimizer's ``"updates"`` in the same program read, there from when they are made to the
+            end; or ``"summands"`` of sums over the slices of a batch, there for one kernel each.
     """
 
     sizes: Mapping[int, int] = dataclasses.field(default_factory=dict, hash=False)
-    are_results: bool = True
+    become: Become = "results"

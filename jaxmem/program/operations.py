@@ -29,6 +29,8 @@ class Contraction:
             are summed.
         slides: the axes of its result that a convolution slides along.
         copies: those that a library reads for a convolution.
+        axes: of the operand of a convolution, and of its kernel: that of the examples (results),
+            that of the channels, and those that it slides along.
         precision: how exactly it multiplies float32 (`precision_of`).
     """
 
@@ -36,6 +38,7 @@ class Contraction:
     vectors: bool = False
     slides: frozenset[int] = frozenset()
     copies: ConvolutionCopies = NO_COPIES
+    axes: tuple[tuple[int, ...], ...] = ()
     precision: str = "default"
 
 
@@ -170,7 +173,7 @@ class Program:
     def boundary_bytes(self) -> int:
         """Bytes of inputs, outputs and, where they are results, gradients: XLA holds them from the
         first kernel of ``value_and_grad`` to the last."""
-        active, results = self.active, self.input_gradients.are_results
+        active, results = self.active, self.input_gradients.become == "results"
         wanted = (value for value in range(self.input_count) if results and active[value])
         gradients = sum(gradient_size(self, value) for value in wanted)
         return self.input_bytes + gradients + sum(self.sizes[v] for v in set(self.outputs))

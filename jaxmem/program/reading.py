@@ -15,7 +15,7 @@ from jaxmem.jaxprs.residuals import SavedResidual, region_residuals, scan_residu
 from jaxmem.jaxprs.shardings import Shardings
 from jaxmem.program.abstract_values import size_of, type_of
 from jaxmem.program.constants import constant_operands, constant_values
-from jaxmem.program.convolutions import NO_COPIES, ConvolutionCopies, copies_of
+from jaxmem.program.convolutions import NO_COPIES, ConvolutionCopies, convolved_axes, copies_of
 from jaxmem.program.costs import (
     calls,
     derivative_reads,
@@ -34,6 +34,7 @@ from jaxmem.program.opaque import ForwardBackwardBytes, forward_backward_bytes, 
 from jaxmem.program.operations import Communication, Contraction, Operation, Program, Source
 from jaxmem.program.ragged import shared_copies
 from jaxmem.program.stacks import relaid_bytes
+from jaxmem.program.transposes import folded_transposes
 
 # What has a program inside that nothing is planned in.
 _OPAQUE = frozenset(
@@ -63,6 +64,7 @@ def read_program(
     whole_sizes, whole_types = list(map(size_of, flat.avals)), list(map(type_of, flat.avals))
     operations = []
     turned = {value for step in flat.steps if step.primitive == "rev" for value in step.outputs}
+    folded = folded_transposes(flat)
     read = {value for step in flat.steps for value in step.uses}
     read |= {value for value in flat.outputs if isinstance(value, int)}
     for step in flat.steps:
@@ -77,7 +79,7 @@ def read_program(
             whole_types.append("residuals[]")
         operations.append(
             Operation(
-                name_of(step.equation),
+                name_of(step.equation) if folded.isdisjoint(step.outputs) else "reshape",
                 tuple(step.uses),
                 outputs,
                 _flops(step, interior.body, shards),
@@ -104,6 +106,7 @@ def read_program(
                     is_of_vectors(step.equation),
                     slides(step.equation),
                     _copies(step, turned),
+                    convolved_axes(step.equation),
                     precision_of(step.equation.params),
                 ),
                 communication=Communication((), shards.summed(step), shards.aligned(step)),

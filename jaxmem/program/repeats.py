@@ -23,7 +23,7 @@ _EXPENSIVE = 4
 # derivative of it). Derived: a kernel that moves three arrays, and one that moves four, compute
 # meanwhile. Here and above, each other array that such a kernel reads gives it as much more time.
 _EXPENSIVE_IN_MEMORY = 7
-# Values that are looked at for what a kernel reads with one: no kernel has more operations
+# Values that are looked at for what a kernel reads with one. Derived: no kernel has more operations
 # (`kernels._CHAIN`).
 _LOOK_AHEAD = 64
 # XLA computes these in bfloat16, where they have no cycles; all others in float32.

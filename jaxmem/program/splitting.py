@@ -12,7 +12,7 @@ from typing import Any
 from jaxmem.program.readers import dtype_of, is_matmul, shape_of
 from jaxmem.targets import Matmul
 
-_ALIGNED = 16  # bytes that a part is a multiple of: XLA pads to that, too
+_ALIGNED = 16  # bytes that a part is a multiple of. Derived: XLA pads to that, too.
 _SUMMED = {"float64": 8, "complex64": 8, "complex128": 16}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmem.program.readers import is_view, readers_of, reads_few_elements, views_of
 
-_PUT_BESIDE = frozenset({"concatenate", "pad"})
+_CONCATENATES = frozenset({"concatenate", "pad"})
 
 
 class Uses:
@@ -24,7 +24,7 @@ class Uses:
         moved = [True] * len(self.program.sizes)
         for operation in self.program.operations:
             for value in operation.inputs:
-                moved[value] &= operation.name in _PUT_BESIDE
+                moved[value] &= operation.name in _CONCATENATES
         for operation in self.program.operations:
             for value in operation.outputs:
                 if moved[value] and operation.reads and value in operation.reads:

@@ -24,9 +24,11 @@ _LEAST_SPREAD = 0.02
 _SPREAD_RATIO = 1.5
 # No more than that. Chosen: further off, plans nearer to the first are the better guess.
 _MOST_SPREAD = 0.06
-# Times the budget: what may yet fit where nothing below did; ever closer to one another.
+# Times the budget: what may yet fit where nothing below did; ever closer to one another. Chosen;
+# half and twice: benchmarks/planner/sensitivity.py.
 _OVER_BUDGET_STEPS = (1.01, 1.02, 1.04, 1.03, 1.015, 1.025, 1.035)
-_SAFETY_MARGIN = 1.003  # between what is expected of a plan and its budget
+# Between what is expected of a plan and its budget. Chosen, like the steps.
+_SAFETY_MARGIN = 1.003
 # A share of the projected bytes. Chosen: projections of the networks that tuned the planner are
 # nearer. At half of it more functions are compiled as they are too; forces of atoms are 29 % off.
 _RECHECK_ERROR = 0.1

@@ -18,7 +18,7 @@ from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.emission import planned_function
 from jaxmem.rematerialization.named.policy import NamedPolicy
 from jaxmem.rematerialization.plan_facts import Compiled, OwnRegions, PlannedFor, Predicted
-from jaxmem.rematerialization.plan_json import read_fields
+from jaxmem.rematerialization.plan_json import read_plan
 from jaxmem.reports.drawn.tables import Part, Printed
 from jaxmem.targets import Rules, Target
 
@@ -251,7 +251,7 @@ class Plan(Printed):
         Raises:
             PlanError: the text is not a plan.
         """
-        return cls(**read_fields(text))
+        return read_plan(cls, text)
 
     def _parts(self) -> Iterable[Part]:
         return plan_text.plan_parts(self)

@@ -1,7 +1,7 @@
 """Reads a plan from its JSON."""
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxmem.ground.errors import PlanError
 from jaxmem.loops import Schedule
@@ -10,9 +10,11 @@ from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.plan_facts import Compiled, OwnRegions, PlannedFor, Predicted
 from jaxmem.rematerialization.timelines import PlanTimeline
 
+T = TypeVar("T")
 
-def read_fields(text: str) -> dict[str, Any]:
-    """The fields of the plan whose JSON it is.
+
+def read_plan(cls: type[T], text: str) -> T:
+    """The plan whose JSON it is.
 
     Raises:
         PlanError: the text is not a plan.
@@ -37,7 +39,7 @@ def read_fields(text: str) -> dict[str, Any]:
             fields["differentiated"] = tuple(fields["differentiated"])
         fields["rows"] = tuple(Row(**row) for row in fields["rows"])
         fields["choices"] = tuple(Choice(**choice) for choice in fields["choices"])
-        return fields
+        return cls(**fields)
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(
             f"This is not the JSON of a plan ({error}); pass text that Plan.to_json() wrote."

@@ -16,12 +16,12 @@ from jaxmem.ground.progress import counting, tell
 # less than what does. Chosen: projections of the networks that tuned the planner are up to a third
 # too high (benchmarks/results/planner.md).
 MAX_OVERPROJECTION = 1.3
-# Compiled bytes over projected ones, at most, before anything was compiled: networks were within
-# 15 % (benchmarks/planner/projected.py), microbatches of a small one 26 % off. What is compiled
-# once and for all leaves that much room.
+# Compiled bytes over projected ones, at most, before anything was compiled. Measured: networks were
+# within 15 % (benchmarks/planner/projected.py), microbatches of a small one 26 % off. What is
+# compiled once and for all leaves that much room.
 FIRST_ERROR = 1.3
 # Expected bytes of a proposal over those of the one that is compiled beside it, for where that does
-# not fit: first projections are off by about as much (benchmarks/planner/projected.py).
+# not fit. Measured: first projections are off by about as much (benchmarks/planner/projected.py).
 ALTERNATIVE = 1.04
 # Times the budget: a program as it is that is expected to take no more, by what came out lowest
 # beside its projection, is compiled before a budget is refused. Chosen: with what is near 1 budgets

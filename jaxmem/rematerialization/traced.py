@@ -18,7 +18,14 @@ from jaxmem.ground.checks import name_of, note_call, shapes_of
 from jaxmem.ground.errors import JaxmemError, PlanError
 from jaxmem.ground.garbage import uncollected
 from jaxmem.ground.words import pluralize
-from jaxmem.program import InputGradients, Program, read_program, size_of
+from jaxmem.program import (
+    Become,
+    InputGradients,
+    Program,
+    read_program,
+    size_of,
+    with_gradients,
+)
 from jaxmem.targets import LocalDevice, Target
 
 
@@ -26,8 +33,8 @@ class TracedFunction:
     """A function, its arguments, and the program that it is on one of the devices that they are on;
     the user's own regions are written in place, unless ``open_regions`` is false.
     ``gradient_bytes`` are those of one device in the end, of each differentiated array, where it
-    is known how gradients are spread; ``gradients_are_results`` as of `InputGradients`; ``target``
-    is what it is traced for."""
+    is known how gradients are spread; ``gradients_become`` as of `InputGradients`; ``target`` is
+    what it is traced for."""
 
     @uncollected()
     def __init__(
@@ -39,7 +46,7 @@ class TracedFunction:
         has_aux: bool = False,
         open_regions: bool = True,
         gradient_bytes: Sequence[int] | None = None,
-        gradients_are_results: bool = True,
+        gradients_become: Become = "results",
         target: Target | LocalDevice | None = None,
     ):
         self.has_aux, self._target = has_aux, target
@@ -58,10 +65,11 @@ class TracedFunction:
         first = self.flat.input_count - len(call.leaves)
         check_pure(self.flat)
         self._differentiated = frozenset(first + at for at in self.wanted)
+        self._returned = gradient_bytes is None
         self._gradients = (
             InputGradients(self._propagated_gradients())
             if gradient_bytes is None
-            else InputGradients(self._late_gradients(gradient_bytes), gradients_are_results)
+            else InputGradients(self._late_gradients(gradient_bytes), gradients_become)
         )
         self.program = self.read(self.flat)
 
@@ -89,7 +97,11 @@ class TracedFunction:
         """The program of the function, or of what was made of it."""
         with jaxprs.in_place_of_attached(self._target):  # derivatives of the user's own are traced
             program = read_program(flat, self._differentiated, shards=self.shards(flat))
-        return dataclasses.replace(program, input_gradients=self._gradients)
+        gradients = self._gradients
+        if not self._returned:  # zeros are parts of the kernels that read them
+            sizes = dict.fromkeys(self._differentiated - with_gradients(program), 0)
+            gradients = dataclasses.replace(gradients, sizes={**gradients.sizes, **sizes})
+        return dataclasses.replace(program, input_gradients=gradients)
 
     def _propagated_gradients(self) -> dict[int, int]:
         """Bytes of each gradient that one device has where nobody says how they are spread; on one

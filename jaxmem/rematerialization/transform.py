@@ -83,8 +83,8 @@ def remat(
     given = ", ".join(f"{name}=" for name, one in chosen.items() if one != usual[name])
     if plan is not None and given:
         raise PlanError(
-            f"jaxmem.remat has a plan, and {given} too, which would change nothing: give that to "
-            "jaxmem.plan, which makes the plan."
+            f"jaxmem.remat has plan= already, so {given} would change nothing. Pass {given} to "
+            "jaxmem.plan, which makes the plan, or leave plan= out."
         )
     decorator: Callable = functools.partial(remat, **chosen, plan=plan)
     if fun is None:

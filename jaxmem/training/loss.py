@@ -6,7 +6,8 @@ from typing import Any
 from jaxmem.frameworks import flax
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.batch.loss import Results, call_loss
-from jaxmem.levers.precision.autocasting import autocast, autocast_inside_regions
+from jaxmem.levers.mixed_precision.autocasting import autocast, autocast_inside_regions
+from jaxmem.training.frozen import FrozenParameters
 from jaxmem.training.settings import Settings
 
 
@@ -17,6 +18,7 @@ class Loss:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.structure: flax.Structure | None = None
+        self._frozen = FrozenParameters(settings)
 
     def functional(self) -> Callable:
         """The user's function, of a state's parameters."""
@@ -35,11 +37,12 @@ class Loss:
     ) -> tuple:
         """What ``remat=`` is given: loss, model state if there is one, and metrics, in the
         precision asked for. A plan of it, at the shapes of one microbatch, is one for the step.
-        Parameters that are spread over devices are gathered where they are read."""
+        Parameters that are spread over devices are gathered where they are read, and those whose
+        gradients the update does not read have none."""
         sharding = self.settings.sharding
         fun = self._in_precision
         fun = sharding.gathered_where_read(fun) if sharding is not None else fun
-        return fun(params, batch, model_state, key)
+        return fun(self._frozen.stopped(params), batch, model_state, key)
 
     def _in_precision(self, params: Any, batch: Any, model_state: Any, key: Any) -> tuple:
         chosen = self.settings.precision

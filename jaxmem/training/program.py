@@ -12,7 +12,7 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.batch.accumulation import cycle_ends, skipped, skips_nonfinite, update_params
 from jaxmem.levers.batch.microbatching import microbatch
 from jaxmem.levers.batch.skipping import update_if
-from jaxmem.levers.precision.loss_scale import nonfinite
+from jaxmem.levers.mixed_precision.loss_scale import nonfinite
 from jaxmem.training.extras import of_value_and_grad, with_extras
 from jaxmem.training.loss import Loss
 from jaxmem.training.placement import kept_in_place

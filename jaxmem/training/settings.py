@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import optax
 
-from jaxmem.levers.precision.loss_scale import LossScale
-from jaxmem.levers.precision.policy import Precision
+from jaxmem.levers.mixed_precision.loss_scale import LossScale
+from jaxmem.levers.mixed_precision.policy import Precision
 from jaxmem.levers.sharding import Sharding
 
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmem.levers.precision.loss_scale import LossScaleState
+from jaxmem.levers.mixed_precision.loss_scale import LossScaleState
 
 
 class TrainState(NamedTuple):

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem import jaxprs
 from jaxmem.ground.checks import check_batch
+from jaxmem.levers.mixed_precision.loss_scale import LossScale
+from jaxmem.levers.mixed_precision.policy import Precision
 from jaxmem.levers.placing import on_automatic_axes
-from jaxmem.levers.precision.loss_scale import LossScale
-from jaxmem.levers.precision.policy import Precision
 from jaxmem.levers.sharding import Sharding
 from jaxmem.reports import MemoryReport, donated_arguments, memory
 from jaxmem.training.checks import check_alive, check_kept, check_state, check_unshared, report_kept

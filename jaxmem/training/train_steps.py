@@ -11,8 +11,8 @@ import optax
 from jaxmem.ground.checks import check_optimizer, shown
 from jaxmem.ground.errors import JaxmemError, JaxmemWarning
 from jaxmem.levers.batch.microbatching import microbatch
-from jaxmem.levers.precision.loss_scale import LossScale
-from jaxmem.levers.precision.policy import Precision, precision as parse_precision
+from jaxmem.levers.mixed_precision.loss_scale import LossScale
+from jaxmem.levers.mixed_precision.policy import Precision, precision as parse_precision
 from jaxmem.levers.sharding import Sharding
 from jaxmem.rematerialization import remat as plan_regions
 from jaxmem.training.checks import NO_MASTER_COPY

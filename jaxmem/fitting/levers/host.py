@@ -22,9 +22,10 @@ class HostLever(Lever):
     def optimizer(self, workload, optimizer, value):
         return offload(optimizer)
 
-    def reserved_bytes(self, workload, levers):
-        return -workload.host_bytes(levers)
+    def reserved_bytes(self, costs, levers):
+        return -costs.workload.on(levers).host_bytes(levers)
 
-    def seconds(self, workload, levers):
+    def seconds(self, costs, levers):
         """It is fetched and sent back, with nothing overlapped."""
+        workload = costs.workload.on(levers)
         return 2 * workload.host_bytes(levers) / workload.device.host_bandwidth

@@ -67,12 +67,12 @@ class Lever:
         """Arguments of `jaxmem.train_step` for a value that is not neutral."""
         return {}
 
-    def reserved_bytes(self, workload: "Workload", levers: "Levers") -> int:
+    def reserved_bytes(self, costs: "Costs", levers: "Levers") -> int:
         """What a value that is not neutral adds, on each device, to what is alive beside the loss
         and its gradient."""
         return 0
 
-    def seconds(self, workload: "Workload", levers: "Levers") -> float:
+    def seconds(self, costs: "Costs", levers: "Levers") -> float:
         """What a value that is not neutral adds to a step outside the loss and its gradient."""
         return 0.0
 

@@ -72,12 +72,13 @@ class MicrobatchesLever(Lever):
     def options(self, workload, value):
         return {"microbatches": value}
 
-    def reserved_bytes(self, workload, levers):
-        """The rest of the batch, and the sum of the gradients."""
-        batch, gradients = bytes_of(workload.batch), workload.gradients(levers)
-        return batch - batch // levers.microbatches + bytes_in_float32(gradients)
+    def reserved_bytes(self, costs, levers):
+        """The rest of the batch, the sum of the gradients, and what is laid out anew."""
+        batch, gradients = bytes_of(costs.workload.on(levers).batch), costs.gradients(levers)
+        rest = batch - batch // levers.microbatches
+        return rest + bytes_in_float32(gradients) + costs.relaid_bytes(levers)
 
-    def seconds(self, workload, levers):
+    def seconds(self, costs, levers):
         """The sum is read and written, and the gradients read, for each slice."""
-        moved = 3 * levers.microbatches * bytes_in_float32(workload.gradients(levers))
-        return moved / workload.device.memory_bandwidth
+        moved = 3 * levers.microbatches * bytes_in_float32(costs.gradients(levers))
+        return moved / costs.workload.device.memory_bandwidth

@@ -21,8 +21,9 @@ class MomentsLever(Lever):
     def optimizer(self, workload, optimizer, value):
         return small_moments(optimizer)
 
-    def seconds(self, workload, levers):
+    def seconds(self, costs, levers):
         """They are expanded to be updated: they move as many bytes as whole ones."""
+        workload = costs.workload.on(levers)
         whole, small = (
             bytes_of(workload.state(levers.replace(moments=value)).opt_state)
             for value in (False, True)

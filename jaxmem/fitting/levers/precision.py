@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxmem.fitting.levers.lever import Lever
-from jaxmem.levers.precision.policy import precision as parse_precision
+from jaxmem.levers.mixed_precision.policy import precision as parse_precision
 
 
 class PrecisionLever(Lever):

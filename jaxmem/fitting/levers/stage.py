@@ -46,13 +46,14 @@ class StageLever(Lever):
         gathered = levers.microbatches * _gathering(costs, levers, least)
         return gathered - _gathering(costs, least, least)
 
-    def seconds(self, workload, levers):
+    def seconds(self, costs, levers):
         """Gradients are summed, those of each slice, and updates gathered. At stage 3 both are in
         the time of the loss and its gradient: parameters are gathered where they are read. What is
         left there are the sums over copies."""
+        workload = costs.workload.on(levers)
         sharding, device = workload.sharding(levers.stage), workload.device
         cut, count = workload.meshes.model(sharding), sharding.count
-        params = bytes_together(workload.state(levers).params) // cut
+        params = bytes_together(costs.trained(workload.state(levers).params)) // cut
         seconds = 0.0
         if levers.stage < 3:
             crossings = levers.microbatches + 1

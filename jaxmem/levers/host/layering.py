@@ -33,7 +33,7 @@ from jaxmem.levers.host.stacks import (
 from jaxmem.levers.host.streaming import stream
 from jaxmem.levers.host.trees import trainable, with_inexact
 from jaxmem.levers.host.updating import DifferentiableStack, LayerStack
-from jaxmem.levers.precision.policy import Precision, precision as parse_precision
+from jaxmem.levers.mixed_precision.policy import Precision, precision as parse_precision
 
 _INPUTS = ("keep", "offload", "recompute")
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.host.stacks import fetch_layer
 from jaxmem.levers.host.trees import inexact_leaves, with_inexact
-from jaxmem.levers.precision.policy import Precision
+from jaxmem.levers.mixed_precision.policy import Precision
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,13 +52,13 @@ class KernelSchedule:
         ends: dict[str, float] = {}
         for name, line in lines.items():
             operation = operation_of(line)
-            sent, within = sent_by(line, lines, self._computations)
+            sent, inside = sent_by(line, lines, self._computations)
             link = _link(line, sent)
             if operation.endswith("-done"):
                 waited = max(ends.get(operands_of(line)[0], now) - now, 0.0)
                 found.append(KernelRun(name, 1, waited))
             elif link:
-                ends[name] = free[link] = max(now, free[link]) + self._communication(sent, within)
+                ends[name] = free[link] = max(now, free[link]) + self._communication(sent, inside)
                 waited = 0.0 if operation.endswith("-start") else ends[name] - now
                 if waited:
                     found.append(KernelRun(name, 1, waited))

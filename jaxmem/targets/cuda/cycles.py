@@ -18,8 +18,9 @@ _PROFILES = {
     (10, 0): "cbrt 180 cos 1002 exp 82 expm1 196 log 165 log1p 200 rsqrt 74 sin 990 sqrt 74 "
     "tanh 137 atan2 373 div 23 erf 161 pow 463",
 }
-_USUAL = 3  # of what XLA has no cycles for, as XLA counts (gpu_hlo_cost_analysis.cc)
-LAUNCH = 1e-6  # seconds that a kernel more takes, as XLA counts (gpu_performance_model_base.h)
+_USUAL = 3  # of what XLA has no cycles for. Derived: as XLA counts (gpu_hlo_cost_analysis.cc).
+# Seconds that a kernel more takes. Derived: as XLA counts (gpu_performance_model_base.h).
+LAUNCH = 1e-6
 _PRODUCTS_AND_SUMS = {(7, 0): 6, (9, 0): 5, (10, 0): 7}  # on average
 # What JAX or XLA writes in other operations, and how many products and sums beside. (Of `erfc` two
 # series are computed, and one is selected: about a hundred keep it for an exact GELU in float32 on

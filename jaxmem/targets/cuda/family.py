@@ -17,7 +17,7 @@ from jaxmem.targets.family import Family
 from jaxmem.targets.rules import Rules
 from jaxmem.targets.workers import start_one
 
-# The least that the plugin of jax 0.12 takes: ``nvidia-cudnn-cu13`` in its metadata.
+# The least that the plugin of jax 0.12 takes. Derived: ``nvidia-cudnn-cu13`` in its metadata.
 _CUDNN = 91200
 
 

@@ -13,9 +13,11 @@ import math
 
 from jaxmem.targets.matmul import Matmul
 
-_TILE = 128  # rows and columns of a result that one core computes at a time
+# Derived from that file. Rows and columns of a result that one core computes at a time, the most
+# parts, and the price of a FLOP, which those below are multiples of.
+_TILE = 128
 _MOST = 2048
-_FLOP = 100.0  # the price of one, of which those below are multiples
+_FLOP = 100.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

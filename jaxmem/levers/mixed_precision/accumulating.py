@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxmem import jaxprs
-from jaxmem.levers.precision.rules import LAYOUT, SEPARATE
+from jaxmem.levers.mixed_precision.rules import LAYOUT, SEPARATE
 
 
 class CarryDependence(enum.IntEnum):

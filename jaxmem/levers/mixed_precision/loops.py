@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jaxmem import jaxprs
-from jaxmem.levers.precision.accumulating import summed_carries
-from jaxmem.levers.precision.dtypes import cast_to, dtype_of, is_floating, strong, wider
+from jaxmem.levers.mixed_precision.accumulating import summed_carries
+from jaxmem.levers.mixed_precision.dtypes import cast_to, dtype_of, is_floating, strong, wider
 
 
 def body_shapes(body: Callable, carry: list[Any], slices: Sequence[Any]) -> list[Any]:

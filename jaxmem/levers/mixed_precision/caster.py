@@ -7,10 +7,16 @@ import jax
 import numpy as np
 
 from jaxmem import jaxprs
-from jaxmem.levers.precision.calls import CALLS
-from jaxmem.levers.precision.dtypes import among, cast_to, dtype_of, is_floating, is_scalar_shape
-from jaxmem.levers.precision.flags import Flags
-from jaxmem.levers.precision.rules import SEPARATE
+from jaxmem.levers.mixed_precision.calls import CALLS
+from jaxmem.levers.mixed_precision.dtypes import (
+    among,
+    cast_to,
+    dtype_of,
+    is_floating,
+    is_scalar_shape,
+)
+from jaxmem.levers.mixed_precision.flags import Flags
+from jaxmem.levers.mixed_precision.rules import SEPARATE
 from jaxmem.program import precision_of
 
 

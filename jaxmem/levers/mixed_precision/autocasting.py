@@ -10,10 +10,10 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.ground.checks import shown
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.levers.precision.caster import Caster
-from jaxmem.levers.precision.dtypes import cast_to, output_dtypes
-from jaxmem.levers.precision.policy import Precision, precision as parse_precision
-from jaxmem.levers.precision.rules import RULES, check_rules
+from jaxmem.levers.mixed_precision.caster import Caster
+from jaxmem.levers.mixed_precision.dtypes import cast_to, output_dtypes
+from jaxmem.levers.mixed_precision.policy import Precision, precision as parse_precision
+from jaxmem.levers.mixed_precision.rules import RULES, check_rules
 
 
 def autocast(
@@ -64,7 +64,7 @@ def autocast(
         precision: a `Precision` or its text; its ``compute`` dtype is that of the matmuls. Results
             that ``fun`` has in float32 come out in its ``output`` dtype. float16 needs a
             `LossScale` to train, bfloat16 does not.
-        rules: changes to `jaxmem.levers.precision.rules.RULES`, as in
+        rules: changes to `jaxmem.levers.mixed_precision.rules.RULES`, as in
             ``{"tanh": "float32", "reduce_sum": "follow"}``.
 
     Raises:

@@ -1,7 +1,7 @@
 """Operations that hold programs of their own, and how each is cast."""
 
-from jaxmem.levers.precision.custom_rules import custom_jvp, custom_vjp
-from jaxmem.levers.precision.loops import checkpoint, cond, scan, while_loop
+from jaxmem.levers.mixed_precision.custom_rules import custom_jvp, custom_vjp
+from jaxmem.levers.mixed_precision.loops import checkpoint, cond, scan, while_loop
 
 CALLS = {
     "scan": scan,

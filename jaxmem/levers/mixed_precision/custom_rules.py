@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmem import jaxprs
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.levers.precision.dtypes import cast_to, dtype_of, is_floating, output_structs
+from jaxmem.levers.mixed_precision.dtypes import cast_to, dtype_of, is_floating, output_structs
 
 
 def _original(step: jaxprs.FlatStep) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import jaxprs
-from jaxmem.levers.precision.dtypes import among, dtype_of, is_floating, is_scalar_shape
-from jaxmem.levers.precision.rules import LAYOUT
+from jaxmem.levers.mixed_precision.dtypes import among, dtype_of, is_floating, is_scalar_shape
+from jaxmem.levers.mixed_precision.rules import LAYOUT
 
 
 class Flags:

@@ -1,0 +1,76 @@
+"""Kernels and images in another order of axes than a library convolves them in: in a loop over
+slices there is a copy of each from the first slice to the last."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxmem
+from jaxmem.fitting import LeverSearch, Workload
+from jaxmem.program import apply_compiler_rules, inputs_in_another_order
+from jaxmem.targets import resolve
+
+LAYERS, CHANNELS, SIDE, IMAGES = 8, 256, 16, 64
+SHAPES = {
+    "HWIO": (3, 3, CHANNELS, CHANNELS),
+    "OHWI": (CHANNELS, 3, 3, CHANNELS),
+    "OIHW": (CHANNELS, CHANNELS, 3, 3),
+    "NHWC": (IMAGES, SIDE, SIDE, CHANNELS),
+    "NCHW": (IMAGES, CHANNELS, SIDE, SIDE),
+}
+FORMS = [("NHWC", "HWIO", "NHWC"), ("NHWC", "OHWI", "NHWC"), ("NCHW", "OIHW", "NCHW")]
+OTHERS = ["b200", "rtx-3090", "l4", "t4", "rtx-2080-ti"]
+GPUS = ["h100", "a100-40gb", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+
+
+def network(form, dtype):
+    def loss(kernels, x):
+        for kernel in kernels:
+            kernel = kernel.astype(x.dtype)
+            x = jax.nn.relu(
+                jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, form)
+            )
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    kernels = [jax.ShapeDtypeStruct(SHAPES[form[1]], jnp.float32)] * LAYERS
+    return loss, kernels, jax.ShapeDtypeStruct(SHAPES[form[0]], dtype)
+
+
+def workload_of(form, dtype, target):
+    loss, kernels, images = network(form, dtype)
+    workload = Workload(loss, optax.sgd(1e-3), kernels, images, target=target)
+    return workload, LeverSearch(workload).costs
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("form", FORMS, ids=" ".join)
+@pytest.mark.parametrize("target", GPUS)
+def test_projected_bytes_are_those_compiled(target, form, dtype):
+    if dtype == jnp.bfloat16 and target in ("t4", "rtx-2080-ti"):
+        pytest.skip("bfloat16 is computed in float32 there, and written as that")
+    workload, costs = workload_of(form, dtype, target)
+    levers = workload.as_is.replace(microbatches=8)
+    plain = costs.without_recomputation(levers)
+    step, state = workload.step(levers, plain.plan), workload.state(levers)
+    report = jaxmem.memory(step, state, workload.batch, target=workload.target, timeline=False)
+    assert report.device == pytest.approx(plain.projected, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "form", "count"),
+    [
+        ("h100", jnp.float32, FORMS[0], LAYERS),
+        ("h100", jnp.float32, FORMS[1], 0),
+        ("h100", jnp.float32, FORMS[2], LAYERS + 1),  # the images too
+        ("a100-40gb", jnp.float32, FORMS[2], 0),
+        ("a100-40gb", jnp.bfloat16, FORMS[0], LAYERS),
+        ("v5e", jnp.float32, FORMS[0], 0),
+    ],
+)
+def test_what_is_in_another_order(target, dtype, form, count):
+    """A kernel that is cast is laid out as it is read."""
+    workload, costs = workload_of(form, dtype, target)
+    rules = resolve(target).rules
+    program = apply_compiler_rules(costs.program(workload.as_is), rules)
+    assert len(inputs_in_another_order(program)) == count
