@@ -54,13 +54,13 @@ class PerBlockCheckpoints:
             if layout.price > price or not self.plans.is_worth_compiling(layout.price):
                 break
             projected = self.plans.projected(layout)
-            least = error * projected - self.plans.chip_bytes
+            least = error * projected
             if (
                 layout not in search.outcomes
-                and least <= MAX_OVERPROJECTION * budget
+                and least <= self.plans.with_chip(MAX_OVERPROJECTION * budget)
                 and not search.has_missed(projected, self.by_price)
             ):
-                (likely if least <= budget else others).append(layout)
+                (likely if least <= self.plans.with_chip(budget) else others).append(layout)
         yield from likely
         yield from sorted(others, key=lambda one: (one == plain, self.plans.projected(one)))
 
@@ -68,7 +68,7 @@ class PerBlockCheckpoints:
         """Whether the most promising row fits if it takes what is projected, or as little of that
         as anything that was compiled."""
         row = next(self.promising(budget), None)
-        error, room = min(self.plans.search.least_ratio, 1.0), budget + self.plans.chip_bytes
+        error, room = min(self.plans.search.least_ratio, 1.0), self.plans.with_chip(budget)
         return row is not None and error * self.plans.projected(row) <= room
 
     @functools.cached_property

@@ -89,7 +89,7 @@ class CompiledPlans(PlanCompiler):
         """Whether something that was not compiled may fit, if it takes as little of what is
         projected as anything that was."""
         error = min(self.search.least_ratio, 1.0)
-        known, allowed = self.search.outcomes, self.search.allowed + self.chip_bytes
+        known, allowed = self.search.outcomes, self.with_chip(self.search.allowed)
         others = (
             one
             for one in (self.planner.minimum_peak(), *self.per_block.by_price)
@@ -116,7 +116,7 @@ class CompiledPlans(PlanCompiler):
         what fitted and what did not."""
         search, planner = self.search, self.planner
         only = search.compilations == 1  # has no other to learn from
-        if not only and budget < self.projected(planner.plain) <= budget + self.chip_bytes:
+        if not only and budget < self.projected(planner.plain) <= self.with_chip(budget):
             # It would fit if the memories of the chip took the rest.
             yield [planner.plain]
             if search.fits(planner.plain):
@@ -246,10 +246,10 @@ class CompiledPlans(PlanCompiler):
         assert left is not None
         return self.planner.cheapest_for(left)
 
-    @property
-    def chip_bytes(self) -> int:
-        """What the memories of the chip hold, of no budget."""
-        return family_of(self.target.known).chip_bytes
+    def with_chip(self, budget: float) -> float:
+        """Projected bytes that may fit a budget: what waits in the memories of the chip is in
+        none."""
+        return budget + family_of(self.target.known).chip_bytes
 
     def projected(self, layout: Layout) -> int:
         """Projected bytes of a layout, in all."""
