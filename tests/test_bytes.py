@@ -58,7 +58,9 @@ def test_the_smaller_of_budget_and_device_counts_and_it_is_said():
     assert device_budget("50%", 4000, "small") == 2000
     assert device_budget("5GiB") == device_budget("5GiB", 0) == 5 * 2**30  # nothing to compare with
     for budget, size in (("24GiB", "24.00 GiB"), ("120%", "2.40 KiB"), (4096, "4.00 KiB")):
-        said = rf"The budget '?{budget}'? is {size}, and a step can use 2.00 KiB of small"
+        said = (
+            rf"The budget '?{budget}'? is {size}, and small has 2.00 KiB that a step can use: that"
+        )
         with pytest.warns(JaxmemWarning, match=said):
             assert device_budget(budget, 2048, "small") == 2048
 
@@ -127,5 +129,5 @@ def test_every_refusal_shows_that_it_is_one():
     shown = [text for text in texts if "80.00 MiB + 120 B" in text]
     others = [text for text in texts if text not in shown]
     assert shown and others and all("120 B more than" in text for text in others), texts
-    with pytest.warns(JaxmemWarning, match=r"is 80.00 MiB \+ 120 B, and a step can use 80"):
+    with pytest.warns(JaxmemWarning, match=r"is 80.00 MiB \+ 120 B, and small has 80.00 MiB that"):
         device_budget(80 * MIB + 120, 80 * MIB, "small")

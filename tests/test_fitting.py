@@ -401,7 +401,7 @@ def test_the_last_compilation_is_no_leap_to_the_fewest_bytes():
     """Of 64 microbatches, each a thirtieth as fast: projections are known by then, if not well."""
     two, six = (fitted(90, count) for count in (2, 6))
     assert two.fitting.chosen.compiled <= 90 * MIB
-    assert two.fitting.chosen.seconds < 1.5 * six.fitting.chosen.seconds
+    assert two.fitting.chosen.seconds < 2 * six.fitting.chosen.seconds
 
 
 @pytest.mark.slow
@@ -598,7 +598,7 @@ def test_more_than_the_gpu_has_is_never_said_to_fit(capsys):
         jaxmem.fitting.Workload, loss_fn, ADAM, {"layers": layers}, {"x": x, "y": x}
     )
     for budget in ("24GiB", "120%", "80GiB"):
-        said = f"The budget '{budget}' is .* GiB, and a step can use 23.19 GiB of rtx-3090"
+        said = f"The budget '{budget}' is .* GiB, and rtx-3090 has 23.19 GiB that a step can use"
         with pytest.warns(jaxmem.JaxmemWarning, match=said):
             assert workload(budget=budget, target="rtx-3090").budget == usable
         with pytest.warns(jaxmem.JaxmemWarning, match=said):

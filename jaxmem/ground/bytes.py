@@ -99,8 +99,8 @@ def device_budget(budget: int | str | None, usable: int | None = None, name: str
         )
     if usable and allowed > usable:
         warnings.warn(
-            f"The budget {budget!r} is {format_against(allowed, usable)}, and a step can use "
-            f"{format_bytes(usable)} of {name}: that is the budget now.",
+            f"The budget {budget!r} is {format_against(allowed, usable)}, and {name} has "
+            f"{format_bytes(usable)} that a step can use: that is the budget now.",
             JaxmemWarning,
             stacklevel=3,
         )

@@ -116,8 +116,9 @@ def inputs_in_another_order(program: Any) -> frozenset[int]:
         return frozenset()
     origin, found = {value: value for value in range(program.input_count)}, set()
     for operation in program.operations:
-        if operation.name == "convert_element_type" and operation.inputs[0] in origin:
-            origin[operation.outputs[0]] = origin[operation.inputs[0]]
+        if operation.name == "convert_element_type":  # of a literal it has no inputs
+            origins = (origin[value] for value in operation.inputs if value in origin)
+            origin |= dict(zip(operation.outputs, origins, strict=False))
         for value, axes in zip(operation.inputs, operation.contraction.axes, strict=False):
             if value in origin and not _in_order(program, value, axes, last):
                 found.add(origin[value])
