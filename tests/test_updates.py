@@ -136,7 +136,7 @@ def test_what_has_no_gradient_takes_none(half, slices):
     check_projected(workload, workload.as_is.replace(microbatches=slices), 0.06)
 
 
-def test_frozen_parameters_and_all_others_train_as_without_a_plan():
+def test_frozen_parameters_and_all_others_train_as_without_jaxmem():
     keys = jax.random.split(jax.random.key(0), LAYERS + 1)
     weights = [jax.random.normal(key, (8, 8)) / 4 for key in keys[1:]]
     x = jax.random.normal(keys[0], (16, 8))
@@ -147,8 +147,11 @@ def test_frozen_parameters_and_all_others_train_as_without_a_plan():
         return optax.apply_updates(weights, updates), state
 
     expected, opt_state = weights, optimizer.init(weights)
-    step = jaxmem.train_step(apart, optimizer, remat=jaxmem.remat, microbatches=2, donate=False)
-    state = step.init(weights)
+    workload = Workload(apart, optimizer, weights, x, target="h100")
+    levers = workload.as_is.replace(microbatches=2)
+    plan = LeverSearch(workload).costs.plain_plan(levers)
+    step = workload.step(levers, plan)
+    state = step.init(jax.tree.map(jnp.copy, weights))
     for _ in range(3):
         expected, opt_state = jax.jit(plain)(expected, opt_state)
         state, _ = step(state, x)
@@ -157,22 +160,57 @@ def test_frozen_parameters_and_all_others_train_as_without_a_plan():
     assert all(bool((a == b).all()) for a, b in zip(state.params[:6], weights[:6], strict=True))
 
 
+def norm_of_given(updates, state, params=None, *, grad, **extra):
+    """An update that asks for the gradients themselves."""
+    return updates, optax.tree.norm(grad)
+
+
+GIVEN = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), norm_of_given)
 READS = {
     "norm": optax.chain(optax.clip_by_global_norm(1.0), half_frozen(optax.sgd(1e-3))),
     "accumulated": jaxmem.accumulate(half_frozen(optax.sgd(1e-3)), 2),
     "finite": optax.apply_if_finite(half_frozen(optax.sgd(1e-3)), 3),
+    "grad=": optax.chain(half_frozen(optax.sgd(1e-3)), GIVEN),
+    "a line search": optax.lbfgs(),
 }
 
 
 @pytest.mark.parametrize("optimizer", READS)
 def test_what_an_update_reads_of_frozen_parameters_stays(optimizer):
     """A norm over all gradients, a sum of them, or whether they are finite."""
-    assert not stopped(READS[optimizer])
-    assert stopped(half_frozen(optax.sgd(1e-3)))
-    assert not stopped(half_frozen(optax.sgd(1e-3)), loss_scale=jaxmem.LossScale())
+    assert not stops(READS[optimizer])
+    assert stops(half_frozen(optax.sgd(1e-3)))
+    assert not stops(half_frozen(optax.sgd(1e-3)), loss_scale=jaxmem.LossScale())
 
 
-def stopped(optimizer, **options) -> bool:
+def stops(optimizer, **options) -> bool:
     weights, x = shapes(False)
-    step = jaxmem.train_step(apart, optimizer, **options)
+    workload = Workload(apart, optimizer, weights, x, target="h100", **options)
+    step = workload.step(workload.as_is)
     return "stop_gradient" in str(jax.make_jaxpr(step.loss)(weights, x))
+
+
+def test_transformations_of_the_users_own_see_all_gradients():
+    """Of a step that `fit` did not make: they may clip by a norm over all of them."""
+    weights, x = [jnp.eye(4) * 0.5] * LAYERS, jnp.ones((8, 4))
+    seen = []
+
+    def looking(loss):
+        averaged = jaxmem.microbatch(loss, 2)
+
+        def value_and_grad(*args, **kwargs):
+            value, gradients = averaged(*args, **kwargs)
+            jax.debug.callback(lambda norm: seen.append(float(norm)), optax.tree.norm(gradients))
+            return value, gradients
+
+        return value_and_grad
+
+    step = jaxmem.train_step(apart, half_frozen(optax.sgd(0.1)), microbatches=looking)
+    step(step.init(jax.tree.map(jnp.copy, weights)), x)
+    jax.effects_barrier()
+    assert seen == pytest.approx([float(optax.tree.norm(jax.grad(apart)(weights, x)))])
+    plan = jaxmem.plan(apart, weights, x)  # of the plain loss: it is the step's too
+    step = jaxmem.train_step(
+        apart, half_frozen(optax.sgd(0.1)), remat=lambda loss: jaxmem.remat(loss, plan=plan)
+    )
+    step(step.init(jax.tree.map(jnp.copy, weights)), x)

@@ -204,14 +204,17 @@ class Workload:
         if plan is not None and not plan.changes:
             transform = None
         planned = family_of(self.device).planned_options(self.budget)
-        step = train_step(
+        plain = train_step(
             loss_fn,
             optimizer,
             remat=transform,
             reduction=self.reduction,
             loss_scale=self.loss_scale,
-            compiler_options=plan.compiler_options if plan else planned,
             **options,
+        )
+        step = TrainStep(
+            dataclasses.replace(plain.settings, freezes=True),
+            plan.compiler_options if plan else planned,
         )
         with self.meshes.placing():
             step.abstract(self.params, model_state=self.model_state, key=self.key)

@@ -42,19 +42,22 @@ class FrozenParameters:
         if self._settings.loss_scale is not None:  # asks of all whether they are finite
             return every
         optimizer = self._settings.optimizer
+
+        def update(gradients, state, params, value):
+            fun = functools.partial(update_params, optimizer, gradients, state, params)
+            return with_extras(fun, {"value": value, "grad": gradients}, state)
+
+        read = [False] * len(every)
         try:
             params = jax.tree.map(_abstract, params)
             state = eval_shape(optimizer.init, params)
-
-            def update(gradients, state, params, value):
-                fun = functools.partial(update_params, optimizer, gradients, state, params)
-                return with_extras(fun, {"value": value}, state)
-
-            loss = jax.ShapeDtypeStruct((), jnp.float32)
-            read = jaxprs.inputs_read(update, params, state, params, loss)
+            for dtype in (jnp.float32, jnp.float64):  # of the loss: an update may ask for it
+                loss = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(dtype))
+                found = jaxprs.inputs_read(update, params, state, params, loss)
+                read = [one or other for one, other in zip(read, found, strict=False)]
         except Exception:  # it asks for more, or fails in words of its own where it is called
             return every
-        return read[: len(every)]
+        return read
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -37,12 +37,13 @@ class Loss:
     ) -> tuple:
         """What ``remat=`` is given: loss, model state if there is one, and metrics, in the
         precision asked for. A plan of it, at the shapes of one microbatch, is one for the step.
-        Parameters that are spread over devices are gathered where they are read, and those whose
-        gradients the update does not read have none."""
+        Parameters that are spread over devices are gathered where they are read."""
         sharding = self.settings.sharding
         fun = self._in_precision
         fun = sharding.gathered_where_read(fun) if sharding is not None else fun
-        return fun(self._frozen.stopped(params), batch, model_state, key)
+        if self.settings.freezes:
+            params = self._frozen.stopped(params)
+        return fun(params, batch, model_state, key)
 
     def _in_precision(self, params: Any, batch: Any, model_state: Any, key: Any) -> tuple:
         chosen = self.settings.precision

@@ -25,6 +25,9 @@ class Settings:
     has_state: bool | None
     donate: bool
     sharding: Sharding | None
+    # Whether parameters whose gradients the update does not read have none: where no transformation
+    # of the user's looks at them.
+    freezes: bool = False
 
     def context(self) -> contextlib.AbstractContextManager:
         """In which the step is traced and run: on the mesh of its sharding."""
