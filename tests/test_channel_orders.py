@@ -12,30 +12,39 @@ from jaxmem.program import apply_compiler_rules, inputs_in_another_order
 from jaxmem.targets import resolve
 
 LAYERS, CHANNELS, SIDE, IMAGES = 8, 256, 16, 64
-SHAPES = {
-    "HWIO": (3, 3, CHANNELS, CHANNELS),
-    "OHWI": (CHANNELS, 3, 3, CHANNELS),
-    "OIHW": (CHANNELS, CHANNELS, 3, 3),
-    "NHWC": (IMAGES, SIDE, SIDE, CHANNELS),
-    "NCHW": (IMAGES, CHANNELS, SIDE, SIDE),
-}
 FORMS = [("NHWC", "HWIO", "NHWC"), ("NHWC", "OHWI", "NHWC"), ("NCHW", "OIHW", "NCHW")]
+OF_OTHER_LENGTHS = [
+    ("NWC", "WIO", "NWC"),
+    ("NCW", "OIW", "NCW"),
+    ("NDHWC", "DHWIO", "NDHWC"),
+    ("NCDHW", "OIDHW", "NCDHW"),
+]
 OTHERS = ["b200", "rtx-3090", "l4", "t4", "rtx-2080-ti"]
 GPUS = ["h100", "a100-40gb", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
+def shape_of(axes: str) -> tuple[int, ...]:
+    """Of images, or of kernels, whose axes are in that order; long ones have several."""
+    is_kernel, along = "O" in axes, len(axes) - 2
+    channels = CHANNELS if along < 3 else CHANNELS // 2
+    side = 3 if is_kernel else {1: SIDE**2, 2: SIDE, 3: SIDE // 2}[along]
+    return tuple({"N": IMAGES, **dict.fromkeys("COI", channels)}.get(axis, side) for axis in axes)
+
+
 def network(form, dtype):
+    along = len(form[0]) - 2
+
     def loss(kernels, x):
         for kernel in kernels:
             kernel = kernel.astype(x.dtype)
             x = jax.nn.relu(
-                jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", None, None, form)
+                jax.lax.conv_general_dilated(x, kernel, (1,) * along, "SAME", None, None, form)
             )
         x = jnp.where(x > 99, 99, x)  # a literal is cast
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    kernels = [jax.ShapeDtypeStruct(SHAPES[form[1]], jnp.float32)] * LAYERS
-    return loss, kernels, jax.ShapeDtypeStruct(SHAPES[form[0]], dtype)
+    kernels = [jax.ShapeDtypeStruct(shape_of(form[1]), jnp.float32)] * LAYERS
+    return loss, kernels, jax.ShapeDtypeStruct(shape_of(form[0]), dtype)
 
 
 def workload_of(form, dtype, target):
@@ -45,7 +54,7 @@ def workload_of(form, dtype, target):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("form", FORMS, ids=" ".join)
+@pytest.mark.parametrize("form", [*FORMS, *OF_OTHER_LENGTHS], ids=" ".join)
 @pytest.mark.parametrize("target", GPUS)
 def test_projected_bytes_are_those_compiled(target, form, dtype):
     if dtype == jnp.bfloat16 and target in ("t4", "rtx-2080-ti"):
@@ -67,6 +76,10 @@ def test_projected_bytes_are_those_compiled(target, form, dtype):
         ("a100-40gb", jnp.float32, FORMS[2], 0),
         ("a100-40gb", jnp.bfloat16, FORMS[0], LAYERS),
         ("v5e", jnp.float32, FORMS[0], 0),
+        ("h100", jnp.float32, ("NWC", "WIO", "NWC"), LAYERS),
+        ("h100", jnp.float32, ("NDHWC", "DHWIO", "NDHWC"), LAYERS + 1),  # channels before lengths
+        ("h100", jnp.bfloat16, ("NCDHW", "OIDHW", "NCDHW"), 0),
+        ("a100-40gb", jnp.bfloat16, ("NCW", "OIW", "NCW"), 0),
     ],
 )
 def test_what_is_in_another_order(target, dtype, form, count):

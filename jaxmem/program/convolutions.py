@@ -13,7 +13,7 @@ the place of the operand where this is computed for the convolution alone, and i
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from jaxmem.program.readers import shape_of
@@ -125,10 +125,10 @@ def inputs_in_another_order(program: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _in_order(program: Any, value: int, axes: tuple[int, ...], last: tuple[str, ...]) -> bool:
+def _in_order(program: Any, value: int, axes: tuple[int, ...], last: Container[Any]) -> bool:
     lengths, (example, channel, *slid) = shape_of(program, value), axes
     dtype = program.types[value].partition("[")[0]
-    inner = [*slid, channel] if dtype in last else [channel, *slid]
+    inner = [*slid, channel] if (dtype, len(slid)) in last else [channel, *slid]
     order = [axis for axis in (example, *inner) if lengths[axis] > 1]
     return order == sorted(order)
 

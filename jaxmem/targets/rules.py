@@ -53,8 +53,8 @@ class Rules:
             time, are products and sums like any other, fused with what is around them.
         copies_groups: whether a matmul of rows in groups is one of copies of them
             (`jaxmem.program.ragged`).
-        channels_last: the dtypes that a library convolves with channels innermost, and others with
-            channels before the axes that the window slides along; it reads copies of what is
+        channels_last: the dtypes, and along how many axes, that a library convolves with channels
+            innermost, and others with channels before those axes; it reads copies of what is
             padded or in another order (`jaxmem.program.convolutions`). None: there is no library.
         takes_of_rows: how many of each row a ``top_k`` takes in a kernel of its own; for more,
             whole rows are sorted. Measured for an H100, float32 and bfloat16, with 16 and 17.
@@ -84,7 +84,9 @@ class Rules:
     merges_reductions: bool = False
     multiplies_vectors: bool = False
     copies_groups: bool = True
-    channels_last: tuple[str, ...] | None = ("bfloat16", "float16", "float32")
+    channels_last: tuple[tuple[str, int], ...] | None = tuple(
+        (dtype, axes) for dtype in ("bfloat16", "float16", "float32") for axes in (1, 2)
+    )
     takes_of_rows: int = 16
     tile: tuple[int, int] | None = None
     picks_poolings: bool = True

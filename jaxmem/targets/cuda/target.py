@@ -140,11 +140,11 @@ class CudaTarget(Target):
     __str__ = Target.__str__
 
 
-def _channels_last(capability: tuple[int, int]) -> tuple[str, ...]:
+def _channels_last(capability: tuple[int, int]) -> tuple[tuple[str, int], ...] | None:
     """Measured for seven GPUs (tests/test_channel_orders.py)."""
     if capability >= (9, 0):
-        return ("bfloat16", "float16", "float32")
-    return ("bfloat16", "float16") if capability >= (8, 0) else ("float16",)
+        return RULES.channels_last
+    return (("bfloat16", 2), ("float16", 2)) if capability >= (8, 0) else (("float16", 2),)
 
 
 def _workspace(capability: tuple[int, int]) -> int:
