@@ -479,3 +479,34 @@ def _linear():
         return x + normalised(out.swapaxes(0, 1).reshape(x.shape)) @ params[3]
 
     return layers(layer, (shape(256, 256),) * 4, shape(8, 2_048, 256))
+
+
+@program("a norm of bfloat16 images by hand")
+def _instance_norm():
+    """In float32, over the image, after a convolution in bfloat16."""
+
+    def layer(x, params):
+        kernel, scale, offset = params
+        y = lax.conv_general_dilated(
+            x, kernel.astype(x.dtype), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ).astype(jnp.float32)
+        y = y - jnp.mean(y, (1, 2), keepdims=True)
+        y = y * lax.rsqrt(jnp.mean(jnp.square(y), (1, 2), keepdims=True) + 1e-5)
+        return jax.nn.relu(y * scale + offset).astype(x.dtype)
+
+    images = shape(16, 64, 64, 128, dtype=jnp.bfloat16)
+    return layers(layer, (shape(3, 3, 128, 128), shape(128), shape(128)), images)
+
+
+@program("strided convolutions of a tanh")
+def _strided_tanh():
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = jnp.tanh(
+                lax.conv_general_dilated(
+                    x, kernel, (2,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+                )
+            )
+        return jnp.mean(x**2)
+
+    return loss, ([shape(5, 128, 128)] * 5, shape(64, 8_192, 128))

@@ -82,20 +82,24 @@ def _padded(lengths: list[int], padding: Any) -> int:
 
 def bytes_of_copies(
     program: Any, operation: Any, is_for_one: Callable[[int], bool]
-) -> tuple[int, int]:
-    """Bytes of the copies of an operation, forward and backward; ``is_for_one``: whether a value is
-    computed element by element, for one operation."""
+) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    """Bytes of the copies of an operation, forward and backward, and the operand and bytes of the
+    one that its derivative reads again; ``is_for_one``: whether a value is computed element by
+    element, for one operation."""
     copies = operation.contraction.copies
     if copies == NO_COPIES or program.rules.channels_last is None:
-        return 0, 0
+        return 0, 0, ()
     operand = program.sizes[operation.inputs[0]]
     result = program.sizes[operation.outputs[0]]
     # The operand's cotangent is made where its copy was.
     copied = max(copies.operand - program.active[operation.inputs[0]], 0) * operand
     uneven = 0.0 if is_for_one(operation.inputs[0]) else copies.uneven * operand
+    kept = uneven if program.active[operation.inputs[1]] else 0.0  # for the kernel's gradient
+    cut = uneven if program.active[operation.inputs[0]] else 0.0  # a cotangent, to what it is of
     return (
-        round(copies.forward * operand + uneven),
-        round(max(copied + copies.result * result, uneven)),
+        round(copies.forward * operand + uneven - kept),
+        round(max(copied + copies.result * result, cut)),
+        ((operation.inputs[0], round(kept)),) if kept else (),
     )
 
 

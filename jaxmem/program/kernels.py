@@ -150,8 +150,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         forward, gradients = bytes_of_parts(program, operation, matmul)
         parts = {source: size for v, size in gradients.items() for source in made(operation, v)}
         padded = padded_copies(program, operation, matmul, functools.partial(made, operation))
-        copies_kept = padded.kept
-        copied, copied_again = bytes_of_copies(program, operation, is_for_one)
+        copied, copied_again, kept = bytes_of_copies(program, operation, is_for_one)
+        copies_kept = padded.kept + kept
         workspace += library + forward + padded.forward + copied
         inside += library + max(gradients.values(), default=0) + padded.backward + copied_again
         rows = norms.sources.get(index, frozenset())
