@@ -261,7 +261,7 @@ def test_what_else_is_read_stays(arrays, caplog):
         "accuracy_too has no attention and no cross-entropy with whole labels of at least 1.00 KiB"
         in said
     )
-    assert "whose scores or logits nothing else reads (an accuracy of them, say)" in said
+    assert "whose scores or logits nothing else reads (an accuracy, say)" in said
     # Nor what is small:
     small = lambda h, w: by_optax(h @ w)  # noqa: E731
     assert_equal_gradients(small, (hidden, weights), caplog, [], least="64MiB")
