@@ -33,6 +33,13 @@ def tanh_layers(params, batch):
     return jnp.mean((x - batch["y"]) ** 2)
 
 
+def tanh_apart(weights, x):
+    """The mean square of what some matrices make of rows, one after the other."""
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
 def mlp():
     step = jaxmem.train_step(tanh_layers, optax.adam(1e-3))
     params = {"layers": [array(256, 256)] * 4}

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from programs import tanh_apart as apart
 
 import jaxmem
 from jaxmem.fitting import LeverSearch, Workload
@@ -11,17 +12,9 @@ from jaxmem.fitting import LeverSearch, Workload
 LAYERS, WIDTH, ROWS = 12, 1024, 8192
 
 
-def apart(weights, x):
-    for w in weights:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
-
-
 def shared(weights, x):
     """Each weight is read twice: its gradient adds up in one place."""
-    for w in [*weights, *weights]:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
+    return apart([*weights, *weights], x)
 
 
 def looped(weights, x):
@@ -55,7 +48,8 @@ def test_projected_steps_are_as_compiled(loss, share):
     step, state = workload.step(levers, plan), workload.state(levers)
     report = jaxmem.memory(step, state, x, target=workload.target, timeline=False)
     projected = costs.candidate_of(levers, plan).projected
-    assert report.device == pytest.approx(projected, rel=0.06)
+    newest = jax.__version_info__ >= (0, 12)  # of a planned scan it makes 5 % less
+    assert report.device == pytest.approx(projected, rel=0.06 if newest else 0.04)
 
 
 def test_a_loss_and_its_gradients_are_results():

@@ -38,6 +38,7 @@ class Costs:
         self._plans: dict[tuple, Plan | int] = {}
         self._lowest: dict[tuple, int] = {}  # bytes of a plan of these levers, at least
         self._program = functools.lru_cache(_PROGRAMS)(self._read)
+        self._relaid = functools.cache(self._relaid_bytes)  # asked for with every budget
         self._planner = functools.lru_cache(_PLANNERS)(self._make_planner)
         self._plain_layout = functools.lru_cache(_PROGRAMS)(self._make_plain_layout)
 
@@ -218,10 +219,13 @@ class Costs:
     def relaid_bytes(self, levers: Levers) -> int:
         """Of parameters and batch in another order, which XLA lays them out in before a loop over
         slices, for a library."""
-        program = self._constraints(False).as_run(self.program(levers))
+        return self._relaid(_of_loss(levers))
+
+    def _relaid_bytes(self, loss: Levers) -> int:
+        program = self._constraints(False).as_run(self._program(loss))
         params = program.differentiated or frozenset()
         return sum(
-            program.sizes[value] * (1 if value in params else levers.microbatches)
+            program.sizes[value] * (1 if value in params else loss.microbatches)
             for value in inputs_in_another_order(program)
         )
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Container
 from typing import Any
 
-from jaxmem.program.readers import shape_of
+from jaxmem.program.readers import dtype_of, shape_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ def inputs_in_another_order(program: Any) -> frozenset[int]:
 
 def _in_order(program: Any, value: int, axes: tuple[int, ...], last: Container[Any]) -> bool:
     lengths, (example, channel, *slid) = shape_of(program, value), axes
-    dtype = program.types[value].partition("[")[0]
-    inner = [*slid, channel] if (dtype, len(slid)) in last else [channel, *slid]
+    is_last = (dtype_of(program, value), len(slid)) in last
+    inner = [*slid, channel] if is_last else [channel, *slid]
     order = [axis for axis in (example, *inner) if lengths[axis] > 1]
     return order == sorted(order)
 

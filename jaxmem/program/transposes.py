@@ -12,6 +12,8 @@ from jaxmem.program.costs import is_batched
 def folded_transposes(flat: FlatJaxpr) -> set[int]:
     """The numbers of the values that are no more than another way to read their operands; cast
     before the matmul too."""
+    if all(step.primitive != "transpose" for step in flat.steps):
+        return set()
     readers: dict[int, list[FlatStep]] = collections.defaultdict(list)
     for step in flat.steps:
         for value in set(step.uses):
