@@ -1,5 +1,5 @@
-"""Kernels and images in another order of axes than a library convolves them in: in a loop over
-slices there is a copy of each from the first slice to the last."""
+"""Kernels and images in another order of axes than a library convolves them in: of images there is
+a copy, and in a loop over slices of each from the first slice to the last."""
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +56,12 @@ def workload_of(form, dtype, target):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("form", [*FORMS, *OF_OTHER_LENGTHS], ids=" ".join)
 @pytest.mark.parametrize("target", GPUS)
-def test_projected_bytes_are_those_compiled(target, form, dtype):
+@pytest.mark.parametrize("slices", [1, 8])
+def test_projected_bytes_are_those_compiled(slices, target, form, dtype):
     if dtype == jnp.bfloat16 and target in ("t4", "rtx-2080-ti"):
         pytest.skip("bfloat16 is computed in float32 there, and written as that")
     workload, costs = workload_of(form, dtype, target)
-    levers = workload.as_is.replace(microbatches=8)
+    levers = workload.as_is.replace(microbatches=slices)
     plain = costs.without_recomputation(levers)
     step, state = workload.step(levers, plain.plan), workload.state(levers)
     report = jaxmem.memory(step, state, workload.batch, target=workload.target, timeline=False)

@@ -176,3 +176,32 @@ def test_a_padded_copy_of_what_is_there_waits_for_the_gradient_of_the_kernel(wid
     plan = jaxmem.plan(loss, *args, target=target, compilations=0)
     report = jaxmem.memory(jax.value_and_grad(loss), *args, target=target, timeline=False)
     assert report.device == pytest.approx(plan.plain_bytes, rel=0.08)
+
+
+def test_a_convolution_along_no_axis_is_planned():
+    """JAX takes it for a matmul."""
+
+    def loss(kernel, x):
+        return jnp.mean(lax.conv_general_dilated(x, kernel, (), ()) ** 2)
+
+    kernel, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    plan = jaxmem.plan(loss, kernel, x)
+    assert jnp.allclose(jax.grad(plan.apply(loss))(kernel, x), jax.grad(loss)(kernel, x))
+
+
+@pytest.mark.parametrize("size", [127, 128])
+def test_a_strided_convolution_of_images_has_one_copy_of_them(size):
+    """Padded or not: of an odd size none was counted, 33 % too low."""
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = lax.conv_general_dilated(
+                x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            x = jax.nn.relu(x)
+        return jnp.mean(x**2)
+
+    args = [shape(3, 3, 32, 64), shape(3, 3, 64, 64)], shape(64, size, size, 32)
+    plan = jaxmem.plan(loss, *args, target="rtx-3090", compilations=0)
+    report = jaxmem.memory(jax.value_and_grad(loss), *args, target="rtx-3090", timeline=False)
+    assert report.device == pytest.approx(plan.plain_bytes, rel=0.06)

@@ -716,6 +716,10 @@ def test_wrong_input_is_told_before_compiling():
         ),
         ({"keep": ["everything"]}, r"knows no keep='everything'; the names are 'precision', "),
         ({"allow": "precision", "keep": "precision"}, r"allow= and keep= both name 'precision'"),
+        (
+            {"allow": "batch"},
+            r"fit searches 'batch' by default: leave it out of allow=, or name it",
+        ),
         ({"target": "local"}, r"has no figures \(memory, bandwidth, FLOP/s\) of cpu\. Name"),
         ({"target": "h20"}, r"There is no target named 'h20'"),
         ({"keep": None}, r"takes keep=, names as text; got None\."),
@@ -927,3 +931,20 @@ def test_a_step_without_regions_has_the_derivatives_that_it_is_projected_with():
     chosen = jaxmem.fit(loss, optax.sgd(1e-3), params, tokens, **options).fitting.chosen
     assert chosen.remat == "none"
     assert chosen.compiled == pytest.approx(chosen.projected, rel=0.05)
+
+
+def test_a_batch_that_cannot_be_cut_is_told():
+    """Something in it has no examples: why there are no microbatches is in the table."""
+
+    def loss(weights, batch):
+        return batch["scale"].sum() * tanh_apart(weights, batch["x"])
+
+    batch = {"x": TANH_ROWS, "scale": jax.ShapeDtypeStruct((), jnp.float32)}
+    workload = jaxmem.fitting.Workload(loss, ADAM, TANH_LAYERS, batch, target="h100")
+    told = workload.refused["microbatches"]
+    assert told.startswith("the batch cannot be cut: batch['scale'] is a scalar: every array")
+    uneven = batch | {"scale": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    workload = jaxmem.fitting.Workload(loss, ADAM, TANH_LAYERS, uneven, target="h100")
+    assert "batch['scale'] has 3" in workload.refused["microbatches"]
+    workload = jaxmem.fitting.Workload(loss, ADAM, TANH_LAYERS, batch, target="h100", keep="batch")
+    assert "microbatches" not in workload.refused

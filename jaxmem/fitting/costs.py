@@ -218,14 +218,14 @@ class Costs:
 
     def relaid_bytes(self, levers: Levers) -> int:
         """Of parameters and batch in another order, which XLA lays them out in before a loop over
-        slices, for a library."""
+        slices, for a library; but for one slice, which the loss has."""
         return self._relaid(_of_loss(levers))
 
     def _relaid_bytes(self, loss: Levers) -> int:
         program = self._constraints(False).as_run(self._program(loss))
         params = program.differentiated or frozenset()
         return sum(
-            program.sizes[value] * (1 if value in params else loss.microbatches)
+            program.sizes[value] * (1 if value in params else loss.microbatches - 1)
             for value in inputs_in_another_order(program)
         )
 

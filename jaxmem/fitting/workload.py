@@ -255,7 +255,12 @@ def _names_in(given: str | Collection[str], argument: str, known: dict[str, str]
     if not isinstance(given, str | Collection):
         raise JaxmemError(f"jaxmem.fit takes {argument}=, names as text; got {given!r}.")
     names = frozenset([given] if isinstance(given, str) else given)
-    unknown = sorted(names - known.keys())
+    unknown = sorted(names - known.keys(), key=str)
+    if unknown and unknown[0] in kept():
+        raise JaxmemError(
+            f"jaxmem.fit searches {unknown[0]!r} by default: leave it out of allow=, or name it in "
+            "keep= if it is to stay as it is."
+        )
     if unknown:
         raise JaxmemError(
             f"jaxmem.fit knows no {argument}={unknown[0]!r}; the names are "

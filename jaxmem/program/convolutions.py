@@ -53,7 +53,7 @@ def copies_of(equation: Any, is_reversed: bool) -> ConvolutionCopies:
         return NO_COPIES
     spread = [1 + (n - 1) * zeros for n, zeros in zip(lengths, between, strict=True)]
     padded = _padded(spread, padding) / math.prod(lengths)
-    if max(between) > 1:
+    if max(between, default=1) > 1:
         # Its gradient is a convolution with the strides that zeros are put in.
         gradient_padding = [
             ((k - 1) * d - low, (k - 1) * d - high)
@@ -65,7 +65,7 @@ def copies_of(equation: Any, is_reversed: bool) -> ConvolutionCopies:
             1.0 if even else math.prod(spread) / math.prod(lengths),
             1.0 if even else _padded(results, gradient_padding) / math.prod(results),
         )
-    exchanged = float(max(apart) > 1)
+    exchanged = float(max(apart, default=1) > 1)
     return ConvolutionCopies(0.0, exchanged, exchanged, padded if _is_uneven(padding) else 0.0)
 
 
@@ -86,20 +86,23 @@ def bytes_of_copies(
     """Bytes of the copies of an operation, forward and backward, and the operand and bytes of the
     one that its derivative reads again; ``is_for_one``: whether a value is computed element by
     element, for one operation."""
-    copies = operation.contraction.copies
-    if copies == NO_COPIES or program.rules.channels_last is None:
+    copies, axes = operation.contraction.copies, operation.contraction.axes
+    last = program.rules.channels_last
+    if last is None or not axes:
         return 0, 0, ()
-    operand = program.sizes[operation.inputs[0]]
-    result = program.sizes[operation.outputs[0]]
+    value = operation.inputs[0]
+    operand, result = program.sizes[value], program.sizes[operation.outputs[0]]
+    is_relaid = value < program.input_count and not _in_order(program, value, axes[0], last)
     # The operand's cotangent is made where its copy was.
-    copied = max(copies.operand - program.active[operation.inputs[0]], 0) * operand
-    uneven = 0.0 if is_for_one(operation.inputs[0]) else copies.uneven * operand
+    copied = max(copies.operand - program.active[value], 0) * operand
+    # A padded copy is in the library's order: it takes the place of one that is relaid.
+    uneven = 0.0 if is_for_one(value) else max(copies.uneven, float(is_relaid)) * operand
     kept = uneven if program.active[operation.inputs[1]] else 0.0  # for the kernel's gradient
-    cut = uneven if program.active[operation.inputs[0]] else 0.0  # a cotangent, to what it is of
+    cut = uneven if program.active[value] else 0.0  # a cotangent, to what it is of
     return (
         round(copies.forward * operand + uneven - kept),
         round(max(copied + copies.result * result, cut)),
-        ((operation.inputs[0], round(kept)),) if kept else (),
+        ((value, round(kept)),) if kept else (),
     )
 
 

@@ -4,7 +4,9 @@ import jax
 
 from jaxmem.fitting.levers.lever import Lever
 from jaxmem.fitting.sizes import bytes_in_float32, bytes_of, slice_counts, whole
+from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.batch.independence import Proof, reduction_of
+from jaxmem.levers.batch.slices import batch_size
 
 
 class MicrobatchesLever(Lever):
@@ -20,8 +22,16 @@ class MicrobatchesLever(Lever):
 
     def values(self, workload):
         fewest = min(workload.data_parallel_sizes)
-        counts = slice_counts(workload.batch, fewest) if workload.may("batch") else [1]
-        return self._provable(workload, counts) if len(counts) > 1 else counts
+        if not workload.may("batch"):
+            return [1]
+        counts = slice_counts(workload.batch, fewest)
+        if len(counts) > 1:
+            return self._provable(workload, counts)
+        try:
+            batch_size(workload.batch)
+        except JaxmemError as error:
+            workload.refused[self.name] = f"the batch cannot be cut: {error}"
+        return counts
 
     def _provable(self, workload, counts: list[int]) -> list[int]:
         """The counts for which the loss of the batch is proved to be the mean (weighted or not), or
