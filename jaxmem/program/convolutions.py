@@ -92,7 +92,9 @@ def bytes_of_copies(
         return 0, 0, ()
     value = operation.inputs[0]
     operand, result = program.sizes[value], program.sizes[operation.outputs[0]]
-    is_relaid = value < program.input_count and not _in_order(program, value, axes[0], last)
+    # (One in float32 is in the library's order already.)
+    is_input = value < program.input_count and not operation.widened
+    is_relaid = is_input and not _in_order(program, value, axes[0], last)
     # The operand's cotangent is made where its copy was.
     copied = max(copies.operand - program.active[value], 0) * operand
     # A padded copy is in the library's order: it takes the place of one that is relaid.
