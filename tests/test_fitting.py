@@ -426,7 +426,7 @@ def test_the_table_tells_bounds_from_projections_and_what_is_expected():
     )
     search = jaxmem.fitting.LeverSearch(workload)
     search.projected()
-    search.compiled.ratios[jaxmem.fitting.Levers()] = 1.037
+    search.compiled.corrections.ratios[jaxmem.fitting.Levers()] = 1.037
     fitting = search.fitting()
     text = " ".join(str(fitting).split())
     bounds = [row for row in fitting.considered if row.plan is None and row.projected is not None]

@@ -10,7 +10,8 @@ import pytest
 
 import jaxmem
 from jaxmem.rematerialization import search
-from jaxmem.rematerialization.search import Outcome, PendingCompilation, Search
+from jaxmem.rematerialization.corrections import Outcome
+from jaxmem.rematerialization.search import PendingCompilation, Search
 
 
 def searched(rounds, compiled, seconds=None, compilations=6, allowed=100):
@@ -50,7 +51,7 @@ def test_what_is_found_does_not_depend_on_which_is_there_first(seed):
     seconds = {name: random.Random(f"{seed} {name}").random() / 20 for name in compiled}
     search, _ = searched(rounds, compiled, seconds, compilations=9)
     assert list(search.outcomes) == ["a", "b", "c", "d", "e"]
-    assert list(search.ratios) == ["a", "b", "c", "d", "e"] and search.best == "b"
+    assert list(search.corrections.ratios) == ["a", "b", "c", "d", "e"] and search.best == "b"
 
 
 def test_what_is_beside_one_that_fits_is_stopped_and_does_not_count():

@@ -35,7 +35,8 @@ ELSEWHERE = {
     "rematerialization.policies._EXPENSIVE",
     "rematerialization.timelines._POINTS",
     *(f"planning.names.{name}" for name in ("MOST", "_GOALS", "_EQUAL")),
-    *(f"rematerialization.named.search.{n}" for n in ("_ABOVE", "_NEAR", "_WORTH")),
+    *(f"rematerialization.corrections.{name}" for name in ("_NEAR", "_BORROWED_STEPS")),
+    *(f"rematerialization.named.search.{n}" for n in ("_ABOVE", "_WORTH")),
     "rematerialization.named.search._MIN_PRICE_GAIN",
     "rematerialization.named.suggesting._SMALL",
 }

@@ -54,7 +54,8 @@ from jaxmem.fitting.verdicts import key_of
 from jaxmem.fitting.workload import Workload
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.constraints import Constraints
-from jaxmem.rematerialization.search import Outcome, PendingCompilation, Search as CompiledSearch
+from jaxmem.rematerialization.corrections import Outcome
+from jaxmem.rematerialization.search import PendingCompilation, Search as CompiledSearch
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.targets import resolve
 
@@ -250,7 +251,7 @@ def constants() -> list[Constant]:
             margin=True,
         ),
         Constant(
-            *("rematerialization.search", "FIRST_ERROR", SEARCHED),
+            *("rematerialization.corrections", "FIRST_ERROR", SEARCHED),
             margin=True,
             searched=True,
             compilations=1,

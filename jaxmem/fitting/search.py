@@ -102,7 +102,7 @@ class LeverSearch:
         """Its buffers could be assigned, and no code can be generated for it."""
         proposal, why = self.compiled.best, f"XLA could not compile it: {_reason(error)}"
         assert proposal is not None
-        self.compiled.reject(proposal)
+        self.compiled.corrections.reject(proposal)
         del self.reports[key_of(best)]
         self.found[key_of(best)] = dataclasses.replace(
             best, compiled=None, report=None, verdict=why
@@ -220,20 +220,17 @@ class LeverSearch:
 
     def ratio(self, levers: Levers) -> float:
         """Compiled bytes over projected ones, as they are expected of some levers."""
-        # What was not compiled borrows the last one, rounded up to 2 %: fewer plans are made so.
-        # The only one to be compiled has no other to learn from.
-        ratios = self.compiled.ratios
+        if self.compiled.compilations == 1 and not self.found:
+            return FIRST_ERROR  # it has no other to learn from
         group = _ratio_group(levers)
-        alike = [ratio for key, ratio in ratios.items() if _ratio_group(key) == group]
-        alone = self.compiled.compilations == 1 and not self.found
-        last = FIRST_ERROR if alone else 1.0
-        last = math.ceil(alike[-1] * 50) / 50 if alike else last
-        return ratios.get(_ratio_key(levers), last)
+        return self.compiled.corrections.ratio(
+            _ratio_key(levers), lambda key: _ratio_group(key) == group
+        )
 
     def _safest(self) -> Candidate | None:
         """For the last compilation, after others failed: the least predicted time that fits though
         projections are further off than the worst that was seen; else the fewest bytes."""
-        ratios = self.compiled.ratios
+        ratios = self.compiled.corrections.ratios
 
         def worst_ratio(levers: Levers) -> float:
             return FIRST_ERROR * max([self.ratio(levers), *ratios.values()])
@@ -311,7 +308,7 @@ def _baseline_policy(search: LeverSearch, best: Candidate | None) -> Candidate |
     if "residuals" in workload.keep:
         return None
     levers = best.levers if best else workload.as_is
-    error = min([1.0, *compiled.ratios.values()])
+    error = min(compiled.corrections.least_ratio, 1.0)
     most = MAX_OVERPROJECTION * workload.budget / error
     for one in search.costs.baseline_candidates(levers, best.seconds if best else math.inf, most):
         missed = compiled.has_missed(one.projected or 0, search.baselines)

@@ -3,6 +3,7 @@
 from jaxmem.rematerialization.bounds import Bound as Bound
 from jaxmem.rematerialization.choices import Choice as Choice, Row as Row
 from jaxmem.rematerialization.constraints import Constraints as Constraints
+from jaxmem.rematerialization.corrections import FIRST_ERROR as FIRST_ERROR, Outcome as Outcome
 from jaxmem.rematerialization.frontier import Frontier as Frontier, pareto as pareto
 from jaxmem.rematerialization.limits import Limits as Limits
 from jaxmem.rematerialization.named.policy import (
@@ -35,9 +36,7 @@ from jaxmem.rematerialization.plan_text import time_error_text as time_error_tex
 from jaxmem.rematerialization.policies import remat_policy as remat_policy
 from jaxmem.rematerialization.search import (
     ALTERNATIVE as ALTERNATIVE,
-    FIRST_ERROR as FIRST_ERROR,
     MAX_OVERPROJECTION as MAX_OVERPROJECTION,
-    Outcome as Outcome,
     PendingCompilation as PendingCompilation,
     Search as Search,
 )

@@ -46,7 +46,7 @@ class PerBlockCheckpoints:
         fits, the function without a region is one of them: XLA may make more of regions than of
         it, so that plans for fewer bytes do not fit and it does."""
         # All that was compiled may have taken less than was projected, or more.
-        search, error = self.plans.search, self.plans.search.least_ratio
+        search, error = self.plans.search, self.plans.search.corrections.least_ratio
         likely: list[Layout] = []
         others: list[Layout] = []
         plain = self.plans.planner.plain
@@ -68,7 +68,8 @@ class PerBlockCheckpoints:
         """Whether the most promising row fits if it takes what is projected, or as little of that
         as anything that was compiled."""
         row = next(self.promising(budget), None)
-        error, room = min(self.plans.search.least_ratio, 1.0), self.plans.with_chip(budget)
+        error = min(self.plans.search.corrections.least_ratio, 1.0)
+        room = self.plans.with_chip(budget)
         return row is not None and error * self.plans.projected(row) <= room
 
     @functools.cached_property

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from jaxmem.ground.garbage import uncollected
 from jaxmem.planning import Layout
 from jaxmem.rematerialization.compiled_per_block import PerBlockCheckpoints
+from jaxmem.rematerialization.corrections import FIRST_ERROR
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_compiler import PlanCompiler
-from jaxmem.rematerialization.search import ALTERNATIVE, FIRST_ERROR, Search
+from jaxmem.rematerialization.search import ALTERNATIVE, Search
 from jaxmem.targets import family_of
 
 # Chosen: what half and twice of these change beside a stand-in for the compiler prints
@@ -57,7 +58,7 @@ class CompiledPlans(PlanCompiler):
         total = self.plans[lowest].compiled_bytes or 0
         compiled = {
             (layout.regions, layout.loops): outcome.compiled or 0
-            for layout, outcome in self.search.compiled.items()
+            for layout, outcome in self.search.corrections.compiled.items()
         }
         hope = self.search.exhausted_note
         if hope and not self.may_still_fit:
@@ -88,7 +89,7 @@ class CompiledPlans(PlanCompiler):
     def may_still_fit(self) -> bool:
         """Whether something that was not compiled may fit, if it takes as little of what is
         projected as anything that was."""
-        error = min(self.search.least_ratio, 1.0)
+        error = min(self.search.corrections.least_ratio, 1.0)
         known, allowed = self.search.outcomes, self.with_chip(self.search.allowed)
         others = (
             one
@@ -163,7 +164,7 @@ class CompiledPlans(PlanCompiler):
                     yield from self.slightly_above(budget)
                 return
             fits, fails = search.bracket(planned_bytes)
-            corrected = self.corrected(layout, budget)
+            corrected = search.corrections.goal(layout, budget)
             if not search.fits(layout):
                 goal = self.next_goal(budget, corrected / _SAFETY_MARGIN, fails)
             else:
@@ -174,42 +175,16 @@ class CompiledPlans(PlanCompiler):
             if not fits < goal < fails:
                 goal = (fits + fails) / 2 if fits else fails / ALTERNATIVE
 
-    def corrected(self, layout: Layout, budget: int) -> float:
-        """Projected bytes of which the budget is expected to be compiled, after a layout was. What
-        a projection leaves out may be a share of the bytes or so many bytes: where another layout
-        was compiled that peaks at the same place, the line through both tells."""
-        outcome, search = self.search.outcomes[layout], self.search
-        along = budget / outcome.ratio
-        if outcome.compiled is None:
-            return along
-        same_location = [
-            (other.projected, other.compiled or 0)
-            for other in search.compiled.values()
-            if other.ratio_key == outcome.ratio_key and other.projected != outcome.projected
-        ]
-        if not same_location:
-            return along
-        projected, compiled = min(
-            same_location, key=lambda other: abs(other[0] - outcome.projected)
-        )
-        slope = (outcome.compiled - compiled) / (outcome.projected - projected)
-        low, high = sorted([outcome.ratio, 1.0])
-        slope = min(max(slope, low), high)
-        return outcome.projected + (budget - outcome.compiled) / slope
-
     def worst_case_goal(self, goal: float) -> float:
-        """Projected bytes that fit if nothing is further off than what was compiled, wherever it
-        peaks, by share or by bytes."""
-        known = self.search.compiled.values()
-        ratio = max((one.ratio for one in known), default=1.0)
-        more = max(((one.compiled or 0) - one.projected for one in known), default=0)
-        return min(goal, self.search.allowed / ratio, self.search.allowed - more)
+        """Projected bytes that fit if nothing is further off than what was compiled, no more than
+        the goal."""
+        return min(goal, self.search.corrections.worst_case_goal(self.search.allowed))
 
     def safe_layout(self, goal: float) -> Layout | None:
         """The layout for bytes that are safe by all that was compiled, if it peaks where another
         one was compiled: for the last compilation, where nothing fits yet."""
         layout = self.layout_for(self.worst_case_goal(goal) / ALTERNATIVE)
-        if layout is None or layout.peak_location not in self.search.ratios:
+        if layout is None or layout.peak_location not in self.search.corrections.ratios:
             return None
         return layout if self.expected(layout) * _SAFETY_MARGIN <= self.search.allowed else None
 
@@ -258,7 +233,7 @@ class CompiledPlans(PlanCompiler):
     def expected(self, layout: Layout) -> float:
         """Projected bytes, corrected where another plan was compiled that peaks at the same place:
         how far a projection is off depends on what is there."""
-        return self.projected(layout) * self.search.ratios.get(layout.peak_location, 1.0)
+        return self.projected(layout) * self.search.corrections.ratio(layout.peak_location)
 
     def next_goal(self, budget: int, low: float, high: float) -> float:
         """Projected bytes to plan for next, where a plan for ``high`` did not fit and ``low`` would

@@ -12,10 +12,11 @@ from jaxmem.ground.errors import CompileError, JaxmemError, OffloadError
 from jaxmem.ground.garbage import uncollected
 from jaxmem.planning import Layout
 from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.corrections import Outcome
 from jaxmem.rematerialization.emission import emit
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_facts import Compiled
-from jaxmem.rematerialization.search import Outcome, PendingCompilation, Search
+from jaxmem.rematerialization.search import PendingCompilation, Search
 from jaxmem.rematerialization.timelines import PlanTimeline
 from jaxmem.rematerialization.traced import TracedFunction
 from jaxmem.reports import Compiling, MemoryReport, begin

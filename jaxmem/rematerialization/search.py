@@ -5,21 +5,18 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Generic
 
 from jaxmem.ground.bar import Bar
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.progress import counting, tell
+from jaxmem.rematerialization.corrections import Corrections, Outcome, Proposal
 
 # Times the budget: rows of regions that are projected to take no more may yet fit, where they cost
 # less than what does. Chosen: projections of the networks that tuned the planner are up to a third
 # too high (benchmarks/results/planner.md).
 MAX_OVERPROJECTION = 1.3
-# Compiled bytes over projected ones, at most, before anything was compiled. Measured: networks were
-# within 15 % (benchmarks/planner/projected.py), microbatches of a small one 26 % off. What is
-# compiled once and for all leaves that much room.
-FIRST_ERROR = 1.3
 # Expected bytes of a proposal over those of the one that is compiled beside it, for where that does
 # not fit. Measured: first projections are off by about as much (benchmarks/planner/projected.py).
 ALTERNATIVE = 1.04
@@ -32,32 +29,6 @@ TRY_PLAIN_LIMIT = 1.5
 # to XLA. Chosen: four of them compiled to 699.3 MiB each, for a budget of 539 (convolutions with a
 # CTC loss). At half and at twice of it they are the same four.
 _ALIKE = 0.005
-
-Proposal = TypeVar("Proposal", bound=Hashable)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a proposal.
-
-    Attributes:
-        message: one line about it.
-        price: the lower, the better, of those that fit.
-        projected, compiled: bytes by jaxmem's arithmetic and by XLA; ``compiled`` is None where
-            there is no program.
-        ratio_key: what proposals have in common whose projections are off alike.
-    """
-
-    message: str
-    price: float
-    projected: int
-    compiled: int | None
-    ratio_key: Hashable
-
-    @property
-    def ratio(self) -> float:
-        """Compiled bytes over projected ones."""
-        return max(self.compiled or 0, 1) / max(self.projected, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,15 +53,16 @@ class Search(Generic[Proposal]):
     many are compiled at a time, nor on which is there first.
 
     Attributes:
-        outcomes: by proposal, in the order of the proposals.
-        ratios: compiled bytes over projected ones, by place; the last one last.
+        allowed: bytes; infinite: any.
+        compilations: how many at most.
+        overshoot: times the ratio of what did not fit: what is proposed next differs from it.
+        corrections: the outcomes so far, and what is expected by them.
     """
 
     def __init__(self, allowed: int | None, compilations: int, overshoot: float = 1.0):
         self.allowed = math.inf if allowed is None else allowed
         self.compilations, self.overshoot = compilations, overshoot
-        self.outcomes: dict[Proposal, Outcome] = {}
-        self.ratios: dict[Any, float] = {}
+        self.corrections: Corrections[Proposal] = Corrections()
 
     def run(
         self, rounds: Iterable[Sequence[Proposal]], start: Callable[[Proposal], PendingCompilation]
@@ -119,7 +91,7 @@ class Search(Generic[Proposal]):
     ) -> None:
         """Where nothing fits: compiles the program as it is, though no more are allowed, if there
         is hope."""
-        expected = projected * self.least_ratio
+        expected = projected * self.corrections.least_ratio
         if not self.best and expected <= TRY_PLAIN_LIMIT * self.allowed:
             asked, self.compilations = self.compilations, len(self.outcomes) + 1
             self.run([[proposal]], start)
@@ -162,34 +134,22 @@ class Search(Generic[Proposal]):
 
     def _record(self, proposal: Proposal, outcome: Outcome, seconds: float) -> None:
         """Keeps an outcome that was there so long after its round began."""
-        self.outcomes[proposal] = outcome
-        if outcome.compiled is not None:
-            self.ratios.pop(outcome.ratio_key, None)  # so that it comes last
-            more = self.overshoot if outcome.compiled > self.allowed else 1.0
-            self.ratios[outcome.ratio_key] = outcome.ratio * more
+        missed = outcome.compiled is not None and outcome.compiled > self.allowed
+        self.corrections.record(proposal, outcome, self.overshoot if missed else 1.0)
         more = round(self.remaining * seconds)
         rest = f"; up to about {more} s more" if more else ""
         number = f"{len(self.outcomes)} of at most {self.compilations}"
         tell(f"jaxmem: compiled {number}{outcome.message}{rest}")
 
-    def reject(self, proposal: Proposal) -> None:
-        """Takes back what was compiled: it is no program after all."""
-        self.outcomes[proposal] = dataclasses.replace(self.outcomes[proposal], compiled=None)
+    @property
+    def outcomes(self) -> dict[Proposal, Outcome]:
+        """What became of the proposals so far, in their order."""
+        return self.corrections.outcomes
 
     @property
     def remaining(self) -> int:
         """How many more may be compiled."""
         return max(self.compilations - len(self.outcomes), 0)
-
-    @property
-    def compiled(self) -> dict[Proposal, Outcome]:
-        """What became of the proposals that XLA compiled."""
-        return {one: found for one, found in self.outcomes.items() if found.compiled is not None}
-
-    @property
-    def least_ratio(self) -> float:
-        """The least of compiled bytes over projected ones; 1: nothing was compiled yet."""
-        return min((outcome.ratio for outcome in self.compiled.values()), default=1.0)
 
     @property
     def exhausted_note(self) -> str:
@@ -210,7 +170,7 @@ class Search(Generic[Proposal]):
             (outcome.compiled or 0) > ALTERNATIVE * self.allowed
             and abs(outcome.projected - projected) <= _ALIKE * projected
             and one in among
-            for one, outcome in self.compiled.items()
+            for one, outcome in self.corrections.compiled.items()
         )
 
     def bracket(self, sizes: Mapping[Proposal, float]) -> tuple[float, float]:
@@ -230,7 +190,7 @@ class Search(Generic[Proposal]):
     @property
     def lowest(self) -> Proposal | None:
         """The one of the fewest compiled bytes."""
-        known = self.compiled
+        known = self.corrections.compiled
         return min(known, key=lambda one: known[one].compiled or 0, default=None)
 
 

@@ -11,10 +11,13 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError, OffloadError
 from jaxmem.jaxprs import internals
 from jaxmem.planning import ARITHMETIC_WEIGHT, NamedChoice
+from jaxmem.rematerialization.corrections import Outcome
 from jaxmem.rematerialization.named.choices import NamedChoices
-from jaxmem.rematerialization.search import Outcome, PendingCompilation
+from jaxmem.rematerialization.search import PendingCompilation
 from jaxmem.reports import Compiling, MemoryReport, begin
 from jaxmem.targets import Target, family_of
+
+RATIO_KEY = "names"  # of all choices: their projections are off alike
 
 
 class NamedCompiler:
@@ -61,7 +64,7 @@ class NamedCompiler:
             return Outcome(said, math.inf, total, total, one)
         seconds = one.seconds - float(self.choices.found.tables.seconds[self._number(one)])
         price = self.price(report) + ARITHMETIC_WEIGHT * seconds
-        return Outcome(said, price, self.choices.projected(one), total, "names")
+        return Outcome(said, price, self.choices.projected(one), total, RATIO_KEY)
 
     def _refused(self, one: NamedChoice | str, why: str) -> Outcome:
         if not isinstance(one, str):

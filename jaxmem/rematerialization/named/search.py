@@ -9,7 +9,7 @@ from jaxmem.planning import NamedChoice
 from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.named.built_ins import BUILT_INS, kept_by
 from jaxmem.rematerialization.named.choices import NamedChoices
-from jaxmem.rematerialization.named.compiler import NamedCompiler
+from jaxmem.rematerialization.named.compiler import RATIO_KEY, NamedCompiler
 from jaxmem.rematerialization.named.policy import BuiltIn, NamedPolicy
 from jaxmem.rematerialization.search import ALTERNATIVE, Search
 from jaxmem.rematerialization.traced import TracedFunction
@@ -19,7 +19,6 @@ from jaxmem.targets import Target
 # all sets of six names over six layers, each compiled, the best is found at six budgets. (Their
 # projections are 1 % too low in a scan and 9 % too high out of one, with deviations of 4 and 7 %.)
 _ABOVE = (1.15, 1.12, 1.1, 1.06)
-_NEAR = 0.2  # of the bytes: projections so near to each other may be off alike. Chosen
 # Of a step's price: what one more compilation should be able to save. Chosen: twice of it misses
 # the best of those sets at one budget, by 2 % of the FLOPs (jax 0.12).
 _WORTH = 0.005
@@ -65,7 +64,7 @@ class NamedSearch:
         if not isinstance(best, NamedChoice):
             compiled = [
                 (outcome.compiled or 0, one)
-                for one, outcome in self.search.compiled.items()
+                for one, outcome in self.search.corrections.compiled.items()
                 if isinstance(one, NamedChoice)
             ]
             if not compiled:
@@ -90,15 +89,12 @@ class NamedSearch:
         )
 
     def _corrected_bytes(self, choice: NamedChoice) -> float:
-        """Projected bytes, corrected by what the nearest choice was compiled to: what names hold is
-        known to the byte, and what is beside it is about the same."""
+        """What names hold is known to the byte, and what is beside it is about the same."""
         projected = self.choices.projected(choice)
-        off = [
-            (abs(outcome.projected - projected), (outcome.compiled or 0) - outcome.projected)
-            for one, outcome in self.search.compiled.items()
-            if isinstance(one, NamedChoice)
-        ]
-        return projected + min(off)[1] if off else projected
+        return self.search.corrections.expected_beside_nearest(projected, RATIO_KEY)
+
+    def _optimistic_bytes(self, choice: NamedChoice) -> float:
+        return self.search.corrections.least_expected(self.choices.projected(choice), RATIO_KEY)
 
     def _rounds(self) -> Iterator[Sequence[NamedChoice | str]]:
         if self.limits.budget.allowed is None:
@@ -143,17 +139,6 @@ class NamedSearch:
                 yield [min(hoped, key=self._optimistic_bytes)]
             else:
                 return
-
-    def _optimistic_bytes(self, choice: NamedChoice) -> float:
-        """Projected bytes, corrected by the choice near it that was compiled to the least: choices
-        of one projection may compile to several sizes."""
-        projected = self.choices.projected(choice)
-        near = [
-            outcome.ratio
-            for one, outcome in self.search.compiled.items()
-            if isinstance(one, NamedChoice) and abs(outcome.projected / projected - 1) <= _NEAR
-        ]
-        return projected * min(near, default=1.0)
 
     def _best_choice(self) -> NamedChoice | None:
         """Of the choices that fit the one of the least projected price."""
