@@ -152,6 +152,9 @@ def test_the_answer_is_that_of_a_full_compilation(name, monkeypatch, tmp_path):
 
 
 def test_other_kinds_of_compilation_are_refused():
+    for timeout in (0, -1, "soon", None, float("nan")):
+        with pytest.raises(jaxmem.JaxmemError, match="takes timeout=, seconds above 0; got "):
+            jaxmem.memory(jnp.sin, jnp.ones(8), target="h100", timeout=timeout)
     with pytest.raises(jaxmem.JaxmemError, match="takes compile='buffers' or 'full'; got 'half'"):
         jaxmem.memory(layers, *SQUARE, target="h200", compile="half")
 

@@ -40,7 +40,7 @@ def test_what_misses_the_budget_is_expected_to_be_further_off():
 
 
 @pytest.mark.parametrize(
-    "second, goal",
+    ("second", "goal"),
     [
         # 10 more bytes than projected, whatever is projected: 100 are left for 90.
         ((200, 210, "a"), 90),

@@ -723,6 +723,7 @@ def test_wrong_input_is_told_before_compiling():
         ({"target": "local"}, r"has no figures \(memory, bandwidth, FLOP/s\) of cpu\. Name"),
         ({"target": "h20"}, r"There is no target named 'h20'"),
         ({"keep": None}, r"takes keep=, names as text; got None\."),
+        ({"keep": b"batch"}, r"takes keep=, names as text; got b'batch'\."),
         ({"compilations": 0}, r"takes compilations=, an int of 1 or more; got 0\."),
         ({"budget": "much"}, r"The budget 'much' does not parse"),
         (

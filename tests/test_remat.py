@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import json
 import re
 
 import chex
@@ -334,11 +335,69 @@ def test_plan_survives_json_and_refuses_another_program():
     assert_same(jax.grad(jaxmem.remat(mlp, plan=again))(params, x), jax.grad(mlp)(params, x))
     with pytest.raises(jaxmem.PlanError, match="belongs to another program: .* Make another"):
         jaxmem.remat(mlp, plan=chosen)(params, x[:2])
-    with pytest.raises(jaxmem.PlanError, match="not the JSON of a plan"):
-        jaxmem.Plan.from_json('{"planner": "sqrt"}')
-    later = chosen.to_json().replace("{", '{"of_a_later_version": 1, ', 1)
-    with pytest.raises(jaxmem.PlanError, match="not the JSON of a plan .*of_a_later_version"):
-        jaxmem.Plan.from_json(later)
+
+
+@pytest.fixture(scope="module")
+def written_plan():
+    plan = jaxmem.plan(mlp, *mlp_arguments(), target="a100-80gb", compilations=0)
+    assert plan.regions and plan.planned_for.rules.parts is not None
+    return plan.to_json()
+
+
+def _with(text, *path, value):
+    fields = json.loads(text)
+    inner = fields
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    return json.dumps(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text[:-1], "Expecting ',' delimiter"),
+        (lambda text: "{}", r"\(it has no 'planner'\)"),
+        (lambda text: "3", r"\(it is not an object but 3\)"),
+        (lambda text: '{"planner": "sqrt"}', "it has no 'fingerprint'"),
+        (
+            lambda text: _with(text, "of_a_later_version", value=1),
+            "it has 'of_a_later_version',",
+        ),
+        (lambda text: _with(text, "budget", value="80%"), "budget is not a whole number but '80%'"),
+        (lambda text: _with(text, "reserved", value=True), "reserved is not a whole number but T"),
+        (lambda text: _with(text, "regions", value={}), "regions is not a list but an object"),
+        (
+            lambda text: _with(text, "regions", 0, "start", value=None),
+            r"regions\[0\].start is not a whole number but null",
+        ),
+        (lambda text: _with(text, "regions", 0, value={"start": 1}), r"regions\[0\] has no 'stop'"),
+        (
+            lambda text: _with(text, "predicted", "timeline", "live", value=[1, "2"]),
+            r"predicted.timeline.live\[1\] is not a whole number but '2'",
+        ),
+        (
+            lambda text: _with(text, "planned_for", "family", value="abacus"),
+            "planned_for.family is not known: 'abacus'",
+        ),
+        (
+            lambda text: _with(text, "planned_for", "rules", "tile", value=[1, 2, 3]),
+            "planned_for.rules.tile has 3 values, not 2",
+        ),
+        (
+            lambda text: _with(text, "planned_for", "rules", "parts", "cores", value="many"),
+            "planned_for.rules.parts.cores is not a whole number but 'many'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_json_of_a_plan_is_told(written_plan, change, said):
+    with pytest.raises(jaxmem.PlanError, match=f"not the JSON of a plan .*{said}.*; pass text"):
+        jaxmem.Plan.from_json(change(written_plan))
+
+
+def test_the_json_of_a_plan_is_text():
+    with pytest.raises(jaxmem.PlanError, match="not the JSON of a plan .* not dict"):
+        jaxmem.Plan.from_json({})
 
 
 def test_plan_prints_its_regions():
@@ -647,6 +706,8 @@ def test_arguments_of_another_call():
     )
     with pytest.raises(jaxmem.BudgetError, match="set by what is reserved"):
         jaxmem.plan(lambda x: x, jnp.ones(3), budget="1B", reserved=2)
+    with pytest.raises(jaxmem.BudgetError, match="all of which is reserved .* reserve less,"):
+        jaxmem.plan(mlp, *mlp_arguments(), budget="1MiB", reserved="2MiB")
     least = jaxmem.plan(mlp, *mlp_arguments(), reserved="1MiB")
     assert least.projected_bytes > least.reserved == 2**20
 

@@ -63,6 +63,9 @@ def test_an_unknown_name_lists_the_known_ones():
     assert text.startswith("There is no target named 'h20'. Did you mean 'h200'? The known ones")
     assert all(name in text for name in NAMES)
     assert "'local' for the attached device" in text
+    # Those of several sizes are named by their size.
+    with pytest.raises(jaxmem.JaxmemError, match="'A100'. Did you mean 'a100-80gb' or 'a100-40gb'"):
+        jaxmem.target("A100")
 
 
 def test_bad_targets():

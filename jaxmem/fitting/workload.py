@@ -252,7 +252,7 @@ def _abstract(leaf: Any) -> Any:
 
 
 def _names_in(given: str | Collection[str], argument: str, known: dict[str, str]) -> frozenset[str]:
-    if not isinstance(given, str | Collection):
+    if isinstance(given, bytes) or not isinstance(given, str | Collection):
         raise JaxmemError(f"jaxmem.fit takes {argument}=, names as text; got {given!r}.")
     names = frozenset([given] if isinstance(given, str) else given)
     unknown = sorted(names - known.keys(), key=str)

@@ -96,6 +96,13 @@ def check_count(name: str, argument: str, value: Any, least: int = 1) -> None:
         raise JaxmemError(f"{name} takes {argument}=, an int of {least} or more; got {value!r}.")
 
 
+def check_seconds(name: str, argument: str, value: Any) -> None:
+    """Raises `JaxmemError` if the argument of ``name`` is no number above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and value > 0):
+        raise JaxmemError(f"{name} takes {argument}=, seconds above 0; got {shown(value)}.")
+
+
 def check_optimizer(optimizer: Any, name: str) -> optax.GradientTransformationExtraArgs:
     """The argument of ``name`` as an optax transformation whose update takes further arguments.
     Those that are in its signature are given to it, whatever its type says (`optax.MultiSteps` is

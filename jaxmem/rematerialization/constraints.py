@@ -169,12 +169,13 @@ class Constraints:
         ``compiled``: the bytes of regions and loops that were; ``hope``: a sentence that says what
         may yet find one."""
         allowed, word = self.budget.allowed or 0, "compiled" if compiled else "projected"
+        less = " reserve less," if self.budget.reserved else ""
         return BudgetError(
             f"No {self.name} plan fits the budget of {self.budget}; the lowest found takes "
             f"{format_against(total, allowed)} ({total} bytes {word}, "
             f"{format_bytes(program.boundary_bytes)} of them arguments and gradients), set by "
             f"{lowest(self.as_run(program), least)}."
-            f"{self._baseline_note(program, compiled or {})}{hope} Raise the budget, shrink the "
-            "batch, or accumulate gradients over microbatches.",
+            f"{self._baseline_note(program, compiled or {})}{hope} Raise the budget,{less} shrink "
+            "the batch, or accumulate gradients over microbatches.",
             total,
         )

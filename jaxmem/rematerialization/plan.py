@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import PlanError
+from jaxmem.ground.plain_data import from_plain
 from jaxmem.planning import Loop, Region, Segment
 from jaxmem.program import Program
 from jaxmem.rematerialization import plan_text
@@ -18,7 +19,6 @@ from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.emission import planned_function
 from jaxmem.rematerialization.named.policy import NamedPolicy
 from jaxmem.rematerialization.plan_facts import Compiled, OwnRegions, PlannedFor, Predicted
-from jaxmem.rematerialization.plan_json import read_plan
 from jaxmem.reports.drawn.tables import Part, Printed
 from jaxmem.targets import Rules, Target
 
@@ -249,9 +249,14 @@ class Plan(Printed):
         """The plan that `to_json` wrote.
 
         Raises:
-            PlanError: the text is not a plan.
+            PlanError: the text is not a plan; says where.
         """
-        return read_plan(cls, text)
+        try:
+            return from_plain(cls, json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise PlanError(
+                f"This is not the JSON of a plan ({error}); pass text that Plan.to_json() wrote."
+            ) from error
 
     def _parts(self) -> Iterable[Part]:
         return plan_text.plan_parts(self)

@@ -1,8 +1,10 @@
 """What a plan says beside its regions: its costs, whom it is for, and what was there before."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+from jaxmem.ground.plain_data import fields_from_plain
 from jaxmem.rematerialization.timelines import UNKNOWN, PlanTimeline
 from jaxmem.targets import FAMILIES, Family, Rules, family_of
 
@@ -93,10 +95,14 @@ class PlannedFor:
         return FAMILIES[self.family] if self.family else family_of(None)
 
     @classmethod
-    def read(cls, row: dict[str, Any]) -> "PlannedFor":
-        """What JSON has of it."""
-        found = cls(row["family"], target=row["target"], time_error=row["time_error"])
-        return dataclasses.replace(found, rules=Rules.read(row["rules"], found.compiler.splitting))
+    def from_plain(cls, row: Mapping[str, Any], name: str) -> "PlannedFor":
+        """What JSON has of it; the family says how rules are read."""
+        fields = fields_from_plain(cls, row, name, {"rules": Rules()})
+        if fields["family"] not in {"", *FAMILIES}:
+            raise ValueError(f"{name}.family is not known: {fields['family']!r}")
+        found = cls(**fields)
+        rules = Rules.read(row["rules"], found.compiler.splitting, f"{name}.rules")
+        return dataclasses.replace(found, rules=rules)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,8 +113,3 @@ class OwnRegions:
     count: int = 0
     kept: bool = False
     written: Written | None = None
-
-    @classmethod
-    def read(cls, row: dict[str, Any]) -> "OwnRegions":
-        """What JSON has of it."""
-        return cls(**row | {"written": row["written"] and Written(**row["written"])})

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 _POINTS = 400  # at most; chosen: a page is no wider
 
@@ -26,11 +25,6 @@ class PlanTimeline:
         step = max(1, -(-len(alive) // _POINTS))
         live = (max(alive[at : at + step]) for at in range(0, len(alive), step))
         return cls(tuple(map(total, live)), first // step)
-
-    @classmethod
-    def read(cls, fields: dict[str, Any] | None) -> "PlanTimeline":
-        """From plain data; None: nothing is known."""
-        return cls(tuple(fields["live"]), fields["backward"]) if fields else UNKNOWN
 
 
 UNKNOWN = PlanTimeline()

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from jaxmem.ground.bytes import format_bytes
+from jaxmem.ground.checks import check_seconds
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.ground.words import pluralize
 from jaxmem.reports.drawn.grouping import grouped, without_numbers
@@ -155,10 +156,11 @@ class Cliff(Printed):
 
         Raises:
             CompileError: XLA refused the program, ran out of time, or died.
-            JaxmemError: ``over`` is no share of a whole.
+            JaxmemError: ``over`` is no share of a whole, or ``timeout`` no time.
         """
         if not 0 <= over < 1:
             raise JaxmemError(f"cliff.compile takes over= from 0 to below 1; got {over!r}.")
+        check_seconds("cliff.compile", "timeout", timeout)
         step = self.step
         room = max(int((1 - over) * step.temporary) - 1, 0)
         family, options = family_of(step.target), step.lowered.options

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxmem import jaxprs
-from jaxmem.ground.checks import check_call
+from jaxmem.ground.checks import check_call, check_seconds
 from jaxmem.ground.errors import JaxmemError, JaxmemWarning
 from jaxmem.reports.compiling import Compiling, compiling
 from jaxmem.reports.cpu import CPU_NOTE, is_cpu
@@ -48,8 +48,8 @@ def memory(
     Raises:
         CompileError: XLA refused the program, ran out of time, or died.
         OffloadError: the compiled program does not keep in host memory what the step asks for.
-        JaxmemError: the target is not known, its compiler is not installed, or the step is
-            partitioned for another number of devices than the target has.
+        JaxmemError: the target is not known, its compiler is not installed, ``timeout`` is no
+            time, or the step is partitioned for another number of devices than the target has.
 
     Warns:
         JaxmemWarning: the step calls into Python, and the target is not there: calls are left
@@ -62,6 +62,7 @@ def memory(
     """
     if compile not in ("buffers", "full"):
         raise JaxmemError(f"jaxmem.memory takes compile='buffers' or 'full'; got {compile!r}.")
+    check_seconds("jaxmem.memory", "timeout", timeout)
     chosen = resolve(target)
     if target is None and is_cpu(chosen):
         warnings.warn(f"No target is named: {CPU_NOTE}", JaxmemWarning, stacklevel=2)

@@ -76,8 +76,10 @@ def target(
     if isinstance(name, str) and name not in known and name.lower() in known:
         name = name.lower()
     if not isinstance(name, str) or name not in known:
-        close = difflib.get_close_matches(str(name), known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        asked = str(name).lower()
+        sizes = [one for one in known if one.startswith(f"{asked}-")]
+        close = sizes or difflib.get_close_matches(asked, known, n=1)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise JaxmemError(
             f"There is no target named {name!r}.{hint} The known ones are "
             f"{', '.join(known)}, and 'local' for the attached device. For another one, "

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from jaxmem.ground.plain_data import fields_from_plain, from_plain
 from jaxmem.targets.matmul import Matmul
 
 
@@ -98,14 +99,17 @@ class Rules:
     cycles: Cycles | None = None
 
     @classmethod
-    def read(cls, row: Mapping[str, Any], splitting: Callable[..., Any] | None) -> "Rules":
-        """What JSON has of them (`dataclasses.asdict`); ``splitting`` makes ``parts`` of theirs."""
-        fields = {name: _with_tuples(value) for name, value in row.items()}
-        if cycles := fields["cycles"]:
-            fields["cycles"] = Cycles(**cycles)
-        if splitting and (parts := fields["parts"]):
-            fields["parts"] = splitting(**parts)
-        return cls(**fields)
+    def read(
+        cls, row: Mapping[str, Any], splitting: Callable[..., Any] | None, name: str = "rules"
+    ) -> "Rules":
+        """What JSON has of them (`dataclasses.asdict`); ``splitting`` is what ``parts`` are.
+
+        Raises:
+            ValueError: it has something else; in words.
+        """
+        parts = row.get("parts")
+        read = splitting and parts and from_plain(splitting, parts, f"{name}.parts")
+        return cls(**fields_from_plain(cls, row, name, {"parts": read}))
 
     def bytes_of(self, shape: Sequence[int], itemsize: int, apart: Collection[int] = ()) -> int:
         """Bytes of an array as it is laid out: with the two dimensions innermost that are padded
@@ -129,10 +133,3 @@ class Rules:
 
 def _padding(length: int, tile: int) -> float:
     return math.ceil(length / tile) * tile / length
-
-
-def _with_tuples(value: Any) -> Any:
-    """What JSON has, with tuples in place of its lists."""
-    if isinstance(value, dict):
-        return {name: _with_tuples(one) for name, one in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
