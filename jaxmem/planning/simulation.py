@@ -131,12 +131,12 @@ def _region_workspace(program: Program, number: int) -> int:
     """Bytes that the derivative of a user's own region takes beside what it reads, keeps and
     returns: of what it makes again, and of cotangents."""
     own = program.body_of(number)
-    if "region" not in own.planner_cache:
+    if "region" not in own.cache:
         body = _with_scans(own)
         cost = simulate_block(body, 0, len(body.kernels), body.policy_saves, gradients=False)
         cotangents = {value for value in body.outputs if body.active[value]}
-        own.planner_cache["region"] = cost.peak - sum(body.sizes[value] for value in cotangents)
-    return max(own.planner_cache["region"] - program.residual_bytes(number), 0)
+        own.cache["region"] = cost.peak - sum(body.sizes[value] for value in cotangents)
+    return max(own.cache["region"] - program.residual_bytes(number), 0)
 
 
 def peak_of_scan(program: Program, kernel: int) -> Cost:

@@ -5,6 +5,7 @@ import math
 import re
 
 from jaxmem.program.operations import Program
+from jaxmem.program.readers import gathers_repeatedly
 from jaxmem.targets import Rules
 
 _TYPE = re.compile(r"[^\[\]<>]+\[([\d, ]*)\]")
@@ -14,10 +15,9 @@ _CHANGES_LAYOUT = frozenset("broadcast_in_dim dot_general gather reshape transpo
 
 def apply_compiler_rules(program: Program, rules: Rules) -> Program:
     """The program with the bytes of values, and the kernels, that a compiler makes of it."""
-    found = program.by_rules.get(rules)
-    if found is None:
-        found = program.by_rules[rules] = _apply_compiler_rules(program, rules)
-    return found
+    if rules not in program.cache:
+        program.cache[rules] = _apply_compiler_rules(program, rules)
+    return program.cache[rules]
 
 
 def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
@@ -32,7 +32,7 @@ def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
     for operation in program.operations:
         if multiplies and operation.contraction.vectors:
             operation = dataclasses.replace(operation, flops=0, fused=True, widened=False)
-        if rules.fuses_gathers and program.gathers_repeatedly(operation):
+        if rules.fuses_gathers and gathers_repeatedly(program, operation):
             operation = dataclasses.replace(operation, fused=True)
         if operation.name == "ragged_dot_general" and not rules.copies_groups:
             operation = dataclasses.replace(operation, derivative_workspace=0, workspace=0)

@@ -18,6 +18,7 @@ from jaxmem.program.readers import (
     SLICES,
     SMALL,
     dtype_of,
+    gathers_repeatedly,
     is_matmul,
     is_view,
     read_by_derivative,
@@ -116,7 +117,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 shifted |= under
             if member.name == "transpose":
                 turned |= under
-            if member.fused and program.gathers_repeatedly(member):
+            if member.fused and gathers_repeatedly(program, member):
                 more = program.sizes[member.outputs[0]] - program.sizes[member.inputs[0]]
                 gathered_again += max(more, 0)
             made_of.update(dict.fromkeys(member.outputs, under))

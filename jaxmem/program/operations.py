@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 from jaxmem.program.convolutions import NO_COPIES, ConvolutionCopies
 from jaxmem.program.cotangents import CotangentEdge, active_of, cotangent_edges
@@ -12,6 +13,7 @@ from jaxmem.program.float32 import computed_in_float32, in_float32
 from jaxmem.program.input_gradients import InputGradients
 from jaxmem.program.kernel import Kernel
 from jaxmem.program.kernels import read_kernels
+from jaxmem.program.readers import gathers_repeatedly
 from jaxmem.targets import Rules
 from jaxmem.targets.links import Ring
 
@@ -257,13 +259,6 @@ class Program:
         """How the derivative of each kernel gives its sources cotangents."""
         return cotangent_edges(self)
 
-    def gathers_repeatedly(self, operation: Operation) -> bool:
-        """Whether it gathers more than there is: elements that it takes several times."""
-        if operation.name != "gather":
-            return False
-        sizes = self.unsharded.sizes
-        return sizes[operation.outputs[0]] > sizes[operation.inputs[0]]
-
     def operation_of(self, kernel: int) -> Operation:
         """The operation that completes a kernel."""
         return self.operations[self.kernels[kernel].operations[-1]]
@@ -328,13 +323,8 @@ class Program:
         return program if program.widens_bfloat16 else self
 
     @functools.cached_property
-    def by_rules(self) -> dict[Rules, "Program"]:
-        """The program as compilers make it, by their rules, where that was asked for."""
-        return {}
-
-    @functools.cached_property
-    def planner_cache(self) -> dict[str, int]:
-        """What planners have found out about it, once."""
+    def cache(self) -> dict[Hashable, Any]:
+        """What others have found out about it, once."""
         return {}
 
     @functools.cached_property
@@ -346,7 +336,7 @@ class Program:
         for operation in self.operations:
             if operation.widened:
                 wide.update(set(operation.outputs) - set(self.outputs))
-            if operation.name == "gather" and not self.gathers_repeatedly(operation):
+            if operation.name == "gather" and not gathers_repeatedly(self, operation):
                 operation = dataclasses.replace(operation, fused=False)
             elif operation.body:
                 operation = dataclasses.replace(operation, body=operation.body.as_written)

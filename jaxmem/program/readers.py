@@ -111,3 +111,11 @@ def shared_cotangents(program: Any, sizes: Sequence[int]) -> set[int]:
     scattered = {one.inputs[0] for one in program.operations if scatters_few_elements(one, sizes)}
     apart = {v for one in program.operations if one.source.merged for v in one.outputs}
     return {value for value in scattered if read[value] > 1} - apart
+
+
+def gathers_repeatedly(program: Any, operation: Any) -> bool:
+    """Whether an operation gathers more than there is: elements that it takes several times."""
+    if operation.name != "gather":
+        return False
+    sizes = program.unsharded.sizes
+    return sizes[operation.outputs[0]] > sizes[operation.inputs[0]]

@@ -157,15 +157,8 @@ class Plan(Printed):
             PlanError: it was made for another program.
         """
         if program.fingerprint != self.fingerprint:
-            self.check(program.fingerprint, inputs())
+            raise PlanError(plan_text.other_program(self, program.fingerprint, inputs()))
         return self
-
-    def check(self, fingerprint: str, inputs: Sequence[tuple[str, str]]) -> None:
-        """Raises `PlanError` if the plan was made for another program; ``inputs`` are the names of
-        what the one at hand takes, with dtype and shape."""
-        if fingerprint == self.fingerprint:
-            return
-        raise PlanError(plan_text.other_program(self, fingerprint, inputs))
 
     def to_html(self, path: str | os.PathLike, *, name: str = "") -> None:
         """Writes one self-contained page: bytes against time of the plan and of the function as

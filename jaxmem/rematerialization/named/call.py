@@ -49,7 +49,7 @@ def policy_of(
     given = fun, args, kwargs, how["argnums"], how["has_aux"]
     traced = TracedFunction(*given, target=known)
     whole = TracedFunction(*given, False, target=known) if plan.own_regions.kept else traced
-    plan.check(whole.program.fingerprint, input_names(whole.program, fun, args, kwargs))
+    plan.layout_for(whole.program, lambda: input_names(whole.program, fun, args, kwargs))
     allowed = Limits(plan.allowance, known, **limits)
     traced.check_loss("Plan.as_policy", scalar=known is not None and allowed.compilations > 0)
     return named_policy(traced, allowed, fixed)
