@@ -19,8 +19,8 @@ OF_OTHER_LENGTHS = [
     ("NDHWC", "DHWIO", "NDHWC"),
     ("NCDHW", "OIDHW", "NCDHW"),
 ]
-OTHERS = ["b200", "rtx-3090", "l4", "t4", "rtx-2080-ti"]
-GPUS = ["h100", "a100-40gb", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+OTHERS = ["b200", "a100-40gb", "rtx-3090", "l4", "t4", "rtx-2080-ti"]
+GPUS = ["h100", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
 def shape_of(axes: str) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ PLACES = [
         {},
         pytest.param({"planner": "sqrt"}, marks=pytest.mark.slow),
         pytest.param({"planner": "dots"}, marks=pytest.mark.slow),
-        {"regions": "keep"},
+        pytest.param({"regions": "keep"}, marks=pytest.mark.slow),
     ],
 )
 def test_numbers_that_are_handed_on(place, outside, options):

@@ -221,7 +221,7 @@ def no_warnings():
         yield
 
 
-@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("empty", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("loss", PROVED)
 def test_slices_give_the_whole_batch(loss, empty, weights):
     batch = data(empty)

@@ -128,9 +128,15 @@ def of_one_number(number):
     return lambda x: jnp.copysign(x, number) + jnp.arctan2(0.0 * x, jnp.where(x > 9, x, number))
 
 
+KEPT_OR_SQRT = [{"planner": "sqrt"}, {"regions": "keep"}]
+
+
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize("place", ["flat", "scan", "calls"])
-@pytest.mark.parametrize("options", [{}, {"planner": "sqrt"}, {"regions": "keep"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in KEPT_OR_SQRT)],
+)
 def test_numbers_that_differ_in_a_bit_or_in_their_type_stay_apart(numbers, place, options):
     first, second = map(of_one_number, numbers)
     if place == "calls":
@@ -296,7 +302,15 @@ def in_a_scan(rule):
     return lambda x: jax.lax.scan(lambda x, _: (rule(x), None), x, length=2)[0]
 
 
-@pytest.mark.parametrize("inside", [lambda rule: rule, jax.checkpoint, in_a_branch, in_a_scan])
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda rule: rule,
+        pytest.param(jax.checkpoint, marks=pytest.mark.slow),
+        pytest.param(in_a_branch, marks=pytest.mark.slow),
+        in_a_scan,
+    ],
+)
 @pytest.mark.parametrize(
     "rule", [clipped, clipped_along, rounded, in_a_byte, solved, transposed, moved_along]
 )

@@ -99,6 +99,15 @@ def closed_of(jaxpr):
     return jaxpr if hasattr(jaxpr, "consts") else internals.ClosedJaxpr(jaxpr, ())
 
 
+def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a scan are constants of its body, and how many are carried."""
+    given = equation.params
+    if "ft_in" in given:  # jax 0.11
+        consts, carry, _ = (len(list(part)) for part in given["ft_in"].unpack())
+        return consts, carry
+    return given["num_consts"], given["num_carry"]
+
+
 def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
     """The jaxprs among an equation's parameters (of scan, cond, checkpoint, custom rules)."""
     found = []

@@ -24,6 +24,7 @@ from jaxmem.jaxprs.equations import (
 from jaxmem.jaxprs.inline_checkpoints import inline_scan
 from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.operands import has_derivative
+from jaxmem.jaxprs.printing import only_prints, stack_prints
 from jaxmem.jaxprs.sources import at_source, names_of, no_names, traceback_of
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class FlatJaxpr:
     that were written in place among the steps, and ``inlined_checkpoints`` is how many there were,
     with those in the bodies of scans. ``scans`` are the scans among the steps that had some in
     their bodies, by number of the step, as they were written. ``merged`` are values that are
-    computed several times as they were written.
+    computed several times as they were written. ``prints`` are steps for people to look at, in
+    their order, where they were set apart: no value depends on them.
     """
 
     steps: tuple[FlatStep, ...]
@@ -85,6 +87,13 @@ class FlatJaxpr:
     inlined_checkpoints: int = 0
     scans: tuple[tuple[int, JaxprEqn], ...] = ()
     merged: frozenset[int] = frozenset()
+    prints: tuple[FlatStep, ...] = ()
+
+    @property
+    def observed(self) -> tuple[int, ...]:
+        """Numbers of the values that somebody sees in the end: its results, and what is printed."""
+        printed = (value for step in self.prints for value in step.uses)
+        return (*(value for value in self.outputs if isinstance(value, int)), *printed)
 
     @property
     def arrays_closed_over(self) -> set[int]:
@@ -155,11 +164,15 @@ def as_array(value: Any) -> Any:
 
 
 def flatten(
-    fun: Callable, leaves: Sequence[Any], open_regions: bool = False, merge: bool = False
+    fun: Callable,
+    leaves: Sequence[Any],
+    open_regions: bool = False,
+    merge: bool = False,
+    sets_prints_apart: bool = False,
 ) -> FlatJaxpr:
     """Traces ``fun(*leaves)`` and inlines its jit-like calls into one flat list; see
     `flatten_jaxpr`."""
-    return flatten_jaxpr(*traced_jaxpr(fun, leaves), open_regions, merge)
+    return flatten_jaxpr(*traced_jaxpr(fun, leaves), open_regions, merge, sets_prints_apart)
 
 
 def traced_jaxpr(fun: Callable, leaves: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
@@ -188,12 +201,18 @@ def _of_arrays(fun: Callable) -> Callable:
 
 
 def flatten_jaxpr(
-    closed, out_tree: Any = None, open_regions: bool = False, merge: bool = False
+    closed,
+    out_tree: Any = None,
+    open_regions: bool = False,
+    merge: bool = False,
+    sets_prints_apart: bool = False,
 ) -> FlatJaxpr:
     """A jaxpr (closed, or open and without constants) as one flat list; with ``open_regions`` the
     user's own regions too, those in the bodies of scans among them; with ``merge`` what it computes
     twice of the same values is there once, as XLA has it. Not what no derivative is taken of, such
-    as masks: layers that each make their own are alike, and would be no more."""
+    as masks: layers that each make their own are alike, and would be no more. With
+    ``sets_prints_apart`` what only prints (`jax.debug.print`, and conditionals and loops of them)
+    is among no steps."""
     closed = closed_of(closed)
     if out_tree is None:
         out_tree = jax.tree.structure(list(closed.out_avals))
@@ -204,6 +223,7 @@ def flatten_jaxpr(
     in_scans = 0
     computed = CommonSubexpressions()
     merged: set[int] = set()
+    prints: list[FlatStep] = []
     moving: set[int] = set()  # numbers of what a derivative may be taken of
 
     def new(variable) -> int:
@@ -235,13 +255,18 @@ def flatten_jaxpr(
                 in_scans += count
                 if count:
                     scans.append((len(steps), written))
+            shown = None
+            if sets_prints_apart:
+                equation, shown = stack_prints(equation)
             inputs = tuple(map(number, equation.invars))
             inner = inlinable(equation)
             opened = open_regions and is_region(equation)
             if opened:
                 inner = closed_of(parameters_of(equation)["jaxpr"])
             names = stack + names_of(equation)
-            if inner is None:
+            if sets_prints_apart and inner is None and only_prints(equation):
+                prints.append(FlatStep(equation, inputs, (), names, callers))
+            elif inner is None:
                 earlier = computed.lookup(equation, inputs) if merge else None
                 if earlier and not moving.isdisjoint(earlier):
                     made = earlier
@@ -252,6 +277,9 @@ def flatten_jaxpr(
                     if merge:
                         count_in(steps[-1], earlier)
                 numbers.update(zip(equation.outvars, made, strict=True))
+                if shown is not None:
+                    stacks = tuple(map(number, shown.invars))
+                    prints.append(FlatStep(shown, stacks, (), names, callers))
             else:
                 variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
                 constants = [new_const(value) for value in inner.consts]
@@ -283,6 +311,7 @@ def flatten_jaxpr(
         len(regions) + in_scans,
         tuple(scans),
         frozenset(merged),
+        tuple(prints),
     )
 
 

@@ -3,6 +3,7 @@ of what is computed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.jaxprs import internals
@@ -20,7 +21,7 @@ def inline_scan(equation: JaxprEqn) -> tuple[JaxprEqn, int]:
     count = _count(body.jaxpr)
     if not count:
         return equation, 0
-    return equation.replace(params={**equation.params, "jaxpr": _inlined(body)}), count
+    return equation.replace(params={**equation.params, "jaxpr": inlined(body, _inlinable)}), count
 
 
 def _count(jaxpr: Any) -> int:
@@ -34,7 +35,8 @@ def _count(jaxpr: Any) -> int:
     return found
 
 
-def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+def inlined(closed: ClosedJaxpr, inner_of: Callable[[JaxprEqn], ClosedJaxpr | None]) -> ClosedJaxpr:
+    """A jaxpr with others written in the place of the equations that ``inner_of`` has one for."""
     equations: list[JaxprEqn] = []
     constants: list[tuple[Var, Any]] = []
 
@@ -47,7 +49,7 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
             source = equation.source_info
             if stack is not None:
                 source = source.replace(name_stack=stack + names_of(equation))
-            inner = _inlinable(equation)
+            inner = inner_of(equation)
             if inner is None:
                 made = list(equation.outvars)
                 if inside:  # it may be called several times

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.equations import inner_jaxprs, operation_of, parameters_of
+from jaxmem.jaxprs.equations import inner_jaxprs, operation_of, parameters_of, scan_parts
 from jaxmem.jaxprs.flat import FlatJaxpr, evaluate, flatten_jaxpr, read
 
 if TYPE_CHECKING:
@@ -62,10 +62,7 @@ def loop_of(equation: JaxprEqn) -> NestedLoop:
     operands."""
     given = equation.params
     if equation.primitive.name == "scan":
-        if "ft_in" in given:  # jax 0.11
-            consts, carry, _ = (len(list(part)) for part in given["ft_in"].unpack())
-        else:
-            consts, carry = given["num_consts"], given["num_carry"]
+        consts, carry = scan_parts(equation)
         options = {name: given[name] for name in ("length", "reverse", "unroll")}
         parts = slice(0, consts), slice(0, 0), slice(consts, consts + carry)
         count = len(equation.invars)

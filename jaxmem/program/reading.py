@@ -66,7 +66,7 @@ def read_program(
     turned = {value for step in flat.steps if step.primitive == "rev" for value in step.outputs}
     folded = folded_transposes(flat)
     read = {value for step in flat.steps for value in step.uses}
-    read |= {value for value in flat.outputs if isinstance(value, int)}
+    read.update(flat.observed)
     for step in flat.steps:
         constant = [not isinstance(one, int) or one in constants for one in step.inputs]
         interior = _interior_of(step, constant, read, shards, separate)
@@ -125,13 +125,12 @@ def read_program(
         gathers = (*operation.communication.gathers, (reshard.value, value, reshard.ring))
         communication = dataclasses.replace(operation.communication, gathers=gathers)
         operations[reshard.step] = dataclasses.replace(operation, communication=communication)
-    outputs = tuple(value for value in flat.outputs if isinstance(value, int))
     several = shards.mesh is not None
     return Program(
         tuple(operations),
         tuple(sizes),
         flat.input_count,
-        outputs,
+        flat.observed,
         tuple(types),
         None if differentiated is None else frozenset(differentiated),
         flat.inlined_checkpoints,

@@ -18,7 +18,7 @@ def folded_transposes(flat: FlatJaxpr) -> set[int]:
     for step in flat.steps:
         for value in set(step.uses):
             readers[value].append(step)
-    outputs = {value for value in flat.outputs if isinstance(value, int)}
+    outputs = set(flat.observed)
     folds: set[int] = set()  # whoever reads them: matmuls, which take them as they are
     for step in reversed(flat.steps):
         reads = readers[step.outputs[0]] if _is_of_matrix(step) else []

@@ -56,8 +56,10 @@ def planned_function(
     @functools.wraps(fun)
     def planned(*args, **kwargs):
         def evaluate(call, leaves):
-            flat = jaxprs.flatten(call, leaves, not keeps_regions, merge=True)
-            check_pure(flat)
+            flat = jaxprs.flatten(
+                call, leaves, not keeps_regions, merge=True, sets_prints_apart=True
+            )
+            check_pure(flat, keeps_regions)
             wanted = None if differentiated is None else frozenset(differentiated)
             program = read_program(flat, wanted)
             layout = layout_for(program, lambda: input_names(program, fun, args, kwargs))
@@ -87,6 +89,7 @@ def emit(
     recomputes = bool(layout.regions or layout.loops)
     emission = _Emission(flat, program, loops, layout.regions, adds_barriers=recomputes)
     emission.run(0, len(program.kernels), layout.regions, values)
+    flat.run(flat.prints, values)
     return jax.tree.unflatten(flat.out_tree, emission.outputs(values))
 
 
@@ -141,7 +144,7 @@ class _Emission:
     @functools.cached_property
     def used_values(self) -> frozenset[int]:
         """The values that an operation reads, or somebody asks for."""
-        return frozenset(self.readers) | (_values(self.flat.outputs) - self.dropped)
+        return frozenset(self.readers) | (frozenset(self.flat.observed) - self.dropped)
 
     def run(self, start: int, stop: int, regions: Sequence[Region], values: dict[int, Any]) -> None:
         """Kernels ``start`` to ``stop - 1``, reading and writing ``values`` by number."""

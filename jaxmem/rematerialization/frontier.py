@@ -203,7 +203,7 @@ def pareto(
         points: how many budgets to plan for; those of the one-liners are planned for too.
 
     Raises:
-        PlanError: the function has side effects, or the planner is not known.
+        PlanError: the function has side effects other than prints, or the planner is not known.
 
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> def loss(w, x):

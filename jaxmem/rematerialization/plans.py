@@ -66,8 +66,8 @@ def plan(
     Raises:
         BudgetError: the budget does not parse, or nothing fits; names the lowest bytes found
             and the operation that sets it.
-        PlanError: the function has side effects, returns nothing that can be differentiated (with a
-            target: no floating-point scalar), or the planner is not known.
+        PlanError: the function has side effects other than prints, returns nothing that can be
+            differentiated (with a target: no floating-point scalar), or the planner is not known.
         OffloadError: XLA keeps residuals on the device that the plan has in host memory.
         JaxmemError: the target has no compiler here.
 

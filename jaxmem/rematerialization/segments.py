@@ -13,7 +13,7 @@ def run_segments(flat: jaxprs.FlatJaxpr, segments: Sequence[Segment], leaves: Se
     """The results of a traced function on ``leaves``, with its segments under `jax.checkpoint`."""
     values: dict[int, Any] = dict(enumerate([*flat.consts, *leaves]))
     last_used = {value: at for at, step in enumerate(flat.steps) for value in step.uses}
-    last_used |= {value: len(flat.steps) for value in flat.outputs if isinstance(value, int)}
+    last_used |= dict.fromkeys(flat.observed, len(flat.steps))
     done = 0
     for segment in segments:
         flat.run(flat.steps[done : segment.start], values)
@@ -31,7 +31,7 @@ def run_segments(flat: jaxprs.FlatJaxpr, segments: Sequence[Segment], leaves: Se
         results = checkpointed(*(values[value] for value in reads))
         values.update(zip(kept, results, strict=True))
         done = segment.stop
-    flat.run(flat.steps[done:], values)
+    flat.run([*flat.steps[done:], *flat.prints], values)
     outputs = [jaxprs.as_array(jaxprs.read(values, output)) for output in flat.outputs]
     return jax.tree.unflatten(flat.out_tree, outputs)
 

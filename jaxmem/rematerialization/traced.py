@@ -59,11 +59,11 @@ class TracedFunction:
             self.leaves, self.value = call.leaves, call.value
             with note_call(name_of(fun), fun, args, kwargs), jaxprs.in_place_of_attached(target):
                 self.closed, self.out_tree = jaxprs.traced_jaxpr(call.fun, call.leaves)
-        self.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree, open_regions, merge=True)
+        self.flat = self._flattened(open_regions)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
         first = self.flat.input_count - len(call.leaves)
-        check_pure(self.flat)
+        check_pure(self.flat, not open_regions)
         self._differentiated = frozenset(first + at for at in self.wanted)
         self._returned = gradient_bytes is None
         self._gradients = (
@@ -76,9 +76,14 @@ class TracedFunction:
     def with_own_regions(self) -> "TracedFunction":
         """The function with the user's own regions as they are."""
         kept = copy.copy(self)
-        kept.flat = jaxprs.flatten_jaxpr(self.closed, self.out_tree, merge=True)
+        kept.flat = self._flattened(open_regions=False)
         kept.program = kept.read(kept.flat)
         return kept
+
+    def _flattened(self, open_regions: bool) -> jaxprs.FlatJaxpr:
+        return jaxprs.flatten_jaxpr(
+            self.closed, self.out_tree, open_regions, merge=True, sets_prints_apart=True
+        )
 
     @functools.cached_property
     def shardings(self) -> list[Any]:
@@ -184,12 +189,13 @@ def _loss_of(results: Any, name: str) -> Any:
     return results[0]
 
 
-def check_pure(flat: jaxprs.FlatJaxpr) -> None:
+def check_pure(flat: jaxprs.FlatJaxpr, keeps_regions: bool = False) -> None:
     """Raises `PlanError` if a function has side effects, or random bits that would differ the
-    second time."""
+    second time. What prints in the user's own regions does so twice where these are kept, as it
+    does without a plan."""
     for step in flat.steps:
         effects = jaxprs.side_effects(step)
-        if effects:
+        if effects and not (keeps_regions and jaxprs.shows(step.equation)):
             bodies = map(jaxprs.find_callback, jaxprs.inner_jaxprs(step.equation))
             inside = "".join(f", in it {found}" for found in bodies if found)
             raise PlanError(

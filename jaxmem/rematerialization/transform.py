@@ -41,7 +41,8 @@ def remat(
     functions that hold `scan` (planned too), `cond` or custom derivatives (these stay whole), and
     in place of regions that ``fun`` has already (``regions="keep"`` leaves them whole). Leaves of
     the arguments that are not arrays are constants, so that there is
-    no ``static_argnums``. What the function changes in nnx modules that it is given is kept, as by
+    no ``static_argnums``. What it prints (`jax.debug.print`, `jax.debug.callback`) is printed once,
+    after its forward pass, and is in memory until then. What the function changes in nnx modules that it is given is kept, as by
     `flax.nnx.remat`.
 
     Args:
@@ -55,7 +56,7 @@ def remat(
         plan: a plan made before, instead of planning at each new shape; none of the others with it.
 
     Raises:
-        PlanError: side effects in the function, a plan that belongs to another program, or a plan
+        PlanError: side effects in the function other than prints, a plan that belongs to another program, or a plan
             with a budget, a planner or any other of these beside it.
         BudgetError: the budget does not parse, or no plan is projected to fit, with gradients of
             all arguments: which are differentiated is not known. `jaxmem.plan` knows it.

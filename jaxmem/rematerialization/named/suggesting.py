@@ -67,7 +67,8 @@ def suggest_names(
         most: how many rows at most, 1 to 16.
 
     Raises:
-        PlanError: the function has side effects, or there is nothing in it that a name would save.
+        PlanError: the function has side effects other than prints, or there is nothing in it that
+            a name would save.
         BudgetError: the budget does not parse.
         JaxmemError: the target is not known.
 
