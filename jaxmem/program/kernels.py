@@ -123,9 +123,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             made_of.update(dict.fromkeys(member.outputs, under))
         if operation.residuals is not None:
             reads.add(operation.residuals)
-        inside = max(operation.derivative_workspace, copies.get(index, 0)) + sum(
-            cut.pop(number, 0) for number in ordered
-        )
+        inside = max(operation.derivative_workspace, copies.get(index, 0))
+        inside += sum(cut.pop(number, 0) for number in ordered)
         scattered = 0
         if scatters_few_elements(operation, whole.sizes) and not stored[operation.inputs[0]]:
             # Its derivative scatters into a cotangent of the operand, which it has to write.
@@ -136,8 +135,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         # Reductions of the same values are one kernel of several results: it reads them once.
         again = set(kernels[-1].sources) if reduces and reduced else set()
         reduced = reduces
-        moved = sum(program.sizes[value] for value in (*(sources - again), *results))
-        moved += gathered_again
+        touched = (*(sources - again), *results)
+        moved = gathered_again + sum(program.sizes[value] for value in touched)
         dtype = dtype_of(program, operation.inputs[0]) if operation.inputs else ""
         workspace = max(operation.workspace, sorted_rows(program, operation))
         # (What is reduced may be a number of the program's.)

@@ -42,8 +42,8 @@ def remat(
     in place of regions that ``fun`` has already (``regions="keep"`` leaves them whole). Leaves of
     the arguments that are not arrays are constants, so that there is
     no ``static_argnums``. What it prints (`jax.debug.print`, `jax.debug.callback`) is printed once,
-    after its forward pass, and is in memory until then. What the function changes in nnx modules that it is given is kept, as by
-    `flax.nnx.remat`.
+    after its forward pass, and is in memory until then. What it changes in nnx modules that it is
+    given is kept, as by `flax.nnx.remat`.
 
     Args:
         fun: any JAX function; a method of a module, where it decorates it in the class; a Flax
@@ -56,8 +56,8 @@ def remat(
         plan: a plan made before, instead of planning at each new shape; none of the others with it.
 
     Raises:
-        PlanError: side effects in the function other than prints, a plan that belongs to another program, or a plan
-            with a budget, a planner or any other of these beside it.
+        PlanError: side effects in the function other than prints, a plan that belongs to another
+            program, or a plan with a budget, a planner or any other of these beside it.
         BudgetError: the budget does not parse, or no plan is projected to fit, with gradients of
             all arguments: which are differentiated is not known. `jaxmem.plan` knows it.
         JaxmemError: ``fun`` is no function, or an instance of a linen module.
