@@ -23,6 +23,8 @@ _LIBRARIES = ("chex", "equinox", "flax", "haiku", "optax")
 
 # Calls that are only a boundary for tracing; what is in them is planned as if written in place.
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+# What is a platform to JAX, and no device's.
+_KERNEL_LANGUAGES = frozenset({"mosaic"})
 # `jax.checkpoint`, under the names that it has had.
 _REGIONS = frozenset({"checkpoint", "remat", "remat2"})
 # With the flag jax_remat3 it is a class of "call_hi_primitive", and so is `checkpoint_name`.
@@ -87,6 +89,16 @@ def inlinable(equation: JaxprEqn):
             return None
     inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
     return inner if hasattr(inner, "consts") else None
+
+
+def default_branch(equation: JaxprEqn):
+    """The jaxpr that a `jax.lax.platform_dependent` runs on all devices, or None: those that have
+    another one are languages of kernels (`jnp.diagonal`)."""
+    platforms = equation.params.get("branches_platforms")
+    if not platforms or platforms[-1] is not None:
+        return None
+    named = {name for branch in platforms[:-1] for name in branch}
+    return equation.params["branches"][-1] if named <= _KERNEL_LANGUAGES else None
 
 
 def parameters_of(equation: JaxprEqn) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from jaxmem.ground.errors import ResultError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import (
     closed_of,
+    default_branch,
     inlinable,
     is_region,
     line_of,
@@ -25,6 +26,7 @@ from jaxmem.jaxprs.inline_checkpoints import inline_scan
 from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.operands import has_derivative
 from jaxmem.jaxprs.printing import only_prints, stack_prints
+from jaxmem.jaxprs.row_gathers import as_row_gathers
 from jaxmem.jaxprs.sources import at_source, names_of, no_names, traceback_of
 
 if TYPE_CHECKING:
@@ -260,6 +262,9 @@ def flatten_jaxpr(
                 equation, shown = stack_prints(equation)
             inputs = tuple(map(number, equation.invars))
             inner = inlinable(equation)
+            default = default_branch(equation)
+            if default is not None:  # its first operand is the branch's number
+                inner, inputs = default, inputs[1:]
             opened = open_regions and is_region(equation)
             if opened:
                 inner = closed_of(parameters_of(equation)["jaxpr"])
@@ -300,7 +305,7 @@ def flatten_jaxpr(
     input_count = len(avals)
     moving.update(have_derivative(range(input_count)))
     outputs = walk(closed.jaxpr, numbers, no_names())
-    return FlatJaxpr(
+    flat = FlatJaxpr(
         tuple(steps),
         tuple(avals),
         tuple(map(_as_jax, closed.consts)),
@@ -313,6 +318,7 @@ def flatten_jaxpr(
         frozenset(merged),
         tuple(prints),
     )
+    return as_row_gathers(flat) if merge else flat
 
 
 def _as_jax(value) -> Any:

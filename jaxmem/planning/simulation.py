@@ -10,6 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Container, Mapping, Sequence, Set
 
+from jaxmem.planning.cotangent_state import CotangentState
 from jaxmem.planning.derivative_fusion import fused
 from jaxmem.planning.events import Event, RecomputedInstances, liveness
 from jaxmem.planning.regions import Region, kernels_and_regions, saved_by
@@ -172,14 +173,8 @@ class _StepSimulator:
         self.passes: list[tuple[Region, list[Event]]] = []
         self.sizes: list[int] = []
         self.live: list[int] = []  # bytes at each event, once it is swept
-        self.shifted: set[int] = set()  # values whose cotangents are not written over them
-        # Bytes by which cotangents that are scattered into are larger than their values.
-        self.scattered: dict[int, int] = {}
-        self.row_reduced: set[int] = set()  # nor those of these, where reductions of rows make them
-        self.written: set[int] = set()  # values of which a kernel has written a cotangent
-        self.transposed: set[int] = set()  # those whose cotangents are written in another order
-        self.broadcast: set[int] = set()  # those whose cotangents are broadcast where they are read
-        self.padded: set[int] = set()  # those that pieces of are padded where they are read
+        # Of values, how their cotangents come about.
+        self.states: dict[int, CotangentState] = collections.defaultdict(CotangentState)
         # What cotangents are made of with those of a reduction, by its kernel and by their values.
         self.pending: dict[tuple[int, int], list[int]] = {}
         # Copies of operands that gradients read, by the run of a region and the operand.
@@ -273,15 +268,19 @@ class _StepSimulator:
             rounded = self.instance(kernel.results[0])
             self.events.append(Event(number, incoming, [rounded], True))
             incoming = [rounded]
-        for value in [v for v in kernel.results if self._written_first(number, v)]:
+        is_scan = number in self.scans
+        for value in kernel.results:
+            if not self.states[value].is_written_first(is_scan, kernel.fused):
+                continue
             whole = self.instance(value)
-            extra = self.scattered.get(value, 0)
+            extra = self.states[value].scattered
             self.events.append(Event(number, incoming, [whole], True, extra, not_in_place=True))
             incoming = [whole]
         count = self.program.input_count
         fresh, joined, in_rows = [], [], False
         for edge in self.cotangent_edges[number]:
-            value = edge.value
+            value, state = edge.value, self.states[edge.value]
+            is_turned = value in kernel.aliasing.transposed
             in_one = any(row not in self.live_rows for row in edge.rows)
             if edge.last is not None and edge.rows and not in_one:
                 # Rows are summed up apart: the cotangent follows the last of the sums.
@@ -293,19 +292,18 @@ class _StepSimulator:
             elif edge.reduces and value >= count and (number, value) not in self.pending:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
-                self.broadcast.add(value)
-                if value in kernel.aliasing.offset_reads:
-                    self.shifted.add(value)
-                if value in kernel.aliasing.row_reduced or (edge.rows and edge.last is not None):
-                    self.row_reduced.add(value)
+                state.broadcast = True
+                state.shifted |= value in kernel.aliasing.offset_reads
+                of_rows = bool(edge.rows and edge.last is not None)
+                state.row_reduced |= of_rows or value in kernel.aliasing.row_reduced
+                if len(self.cotangent_edges[number]) > 1:
+                    state.spread.add(is_turned)
             elif edge.cuts and value >= count and (number, value) not in self.pending:
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
-                self.padded.add(value)
+                state.padded = True
             else:
-                self.written.add(value)
-                self.scattered[value] = max(self.scattered.get(value, 0), kernel.scattered)
-                if value in kernel.aliasing.transposed:
-                    self.transposed.add(value)
+                state.written.add(is_turned)
+                state.scattered = max(state.scattered, kernel.scattered)
                 in_rows |= in_one
                 fresh.append(self.cotangent(value))
                 incoming += self.pending.pop((number, value), ())
@@ -315,8 +313,8 @@ class _StepSimulator:
         inside = kernel.derivative_workspace
         if kernel.flops:
             # Its gradients read a copy of the cotangent, in their own order.
-            turned_results = self.transposed.intersection(kernel.results)
-            inside += sum(self.program.sizes[value] for value in turned_results)
+            turned = (value for value in kernel.results if self.states[value].is_turned)
+            inside += sum(self.program.sizes[value] for value in turned)
         if number in self.program.regions:
             inside += _region_workspace(self.program, number)
         uses = [*reads, *incoming]
@@ -348,15 +346,6 @@ class _StepSimulator:
                 run=self.run,
             )
         )
-
-    def _written_first(self, number: int, value: int) -> bool:
-        """Whether the cotangent of a kernel's result is written before its derivative reads it."""
-        if value in self.shifted or (number in self.scans and value in self.broadcast):
-            return True  # a loop reads slices of it
-        apart = value in self.row_reduced or (
-            value in self.padded and number not in self.scans and not self.kernels[number].fused
-        )
-        return apart and value not in self.written
 
     def read_whole(self) -> set[int]:
         """The instances that XLA does not read by the element, in a kernel that it fuses."""

@@ -1,0 +1,43 @@
+"""How the cotangent of a value comes about, as far as the derivatives of its readers say."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(slots=True)
+class CotangentState:
+    """Which of the kernels that read a value have given it a cotangent, and how.
+
+    Attributes:
+        written: those that write one: in the value's order of axes, in another one (True), or both.
+        spread: those that spread out one of a reduction, where it is read, and sum it up for
+            another gradient besides: in the value's order, in another one (True), or both.
+        broadcast: whether any is spread out where it is read.
+        shifted: whether it is not written over the value, since elements are read at other places.
+        row_reduced: nor if it is made by reductions of rows.
+        padded: whether pieces of it are padded where they are read.
+        scattered: bytes by which one that is scattered into is larger than the value.
+    """
+
+    written: set[bool] = dataclasses.field(default_factory=set)
+    spread: set[bool] = dataclasses.field(default_factory=set)
+    broadcast: bool = False
+    shifted: bool = False
+    row_reduced: bool = False
+    padded: bool = False
+    scattered: int = 0
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether it is there in another order of axes alone."""
+        return self.written == {True}
+
+    def is_written_first(self, is_scan: bool, is_fused: bool) -> bool:
+        """Whether it is in memory before the derivative of the kernel that makes the value reads
+        it, though no kernel has written it."""
+        if self.shifted or (is_scan and self.broadcast):
+            return True  # a loop reads slices of it
+        # By rows and by columns: it is written over neither.
+        apart = (
+            self.row_reduced or len(self.spread) > 1 or (self.padded and not (is_scan or is_fused))
+        )
+        return apart and not self.written

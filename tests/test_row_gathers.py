@@ -1,0 +1,130 @@
+"""Gathers of one element of each row, however they are written: no scatter in the backward pass."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmem
+from jaxmem import jaxprs
+
+ROWS = np.arange(6)
+
+
+def rows_of(x):
+    return jnp.arange(len(x))
+
+
+TAKEN = {
+    "the row's number": lambda x, y: x[rows_of(x), y],
+    "the row's number, of NumPy": lambda x, y: x[np.arange(len(x)), y],
+    "closed over": lambda x, y: x[ROWS, y],
+    "counted from the end": lambda x, y: x[rows_of(x), y - x.shape[1]],
+    "negative numbers of rows": lambda x, y: x[rows_of(x) - len(x), y],
+    "of unsigned bytes": lambda x, y: x[rows_of(x).astype(jnp.uint8), y.astype(jnp.uint8)],
+    "of columns": lambda x, y: x.T[y, rows_of(x)],
+    "rows of matrices": lambda x, y: x.reshape(2, 3, 8)[
+        jnp.arange(2)[:, None], jnp.arange(3)[None], y.reshape(2, 3)
+    ],
+    "columns of matrices": lambda x, y: jnp.moveaxis(x.reshape(2, 3, 8), 2, 1)[
+        jnp.arange(2)[:, None], y.reshape(2, 3), jnp.arange(3)[None]
+    ],
+    "of a meshgrid": lambda x, y: x.reshape(2, 3, 8)[
+        (*jnp.meshgrid(jnp.arange(2), jnp.arange(3), indexing="ij"), y.reshape(2, 3))
+    ],
+    "a diagonal": lambda x, y: jnp.diagonal(x[:, :6] * x[:, 2:]),
+    "in a scan": lambda x, y: jax.lax.scan(
+        lambda total, one: (total + one[rows_of(x), y], None), jnp.zeros(6), jnp.stack([x, x * x])
+    )[0],
+    "one by one": lambda x, y: jax.vmap(lambda row, at: row[at])(x, y),
+}
+OTHERS = {
+    "some rows": lambda x, y: x[jnp.arange(4), y[:4]],
+    "rows from the second on": lambda x, y: x[jnp.arange(5) + 1, y[:5]],
+    "rows in reverse": lambda x, y: x[rows_of(x)[::-1], y],
+    "one row again and again": lambda x, y: x[jnp.zeros(6, int), y],
+    "a row twice": lambda x, y: x[jnp.asarray([0, 1, 2, 3, 4, 4]), y],
+    "rows that are computed": lambda x, y: x[y - 1, y],
+    "rows by columns": lambda x, y: x.reshape(2, 3, 8)[
+        jnp.arange(2)[None], jnp.arange(2)[:, None], y[:4].reshape(2, 2)
+    ],
+    "of a longer matrix": lambda x, y: jnp.concatenate([x, x])[rows_of(x), y],
+    "a diagonal above": lambda x, y: jnp.diagonal(x[:, :6], 1),
+    "all columns of rows": lambda x, y: x[rows_of(x)][:, 1],
+}
+
+
+def data():
+    x = jax.random.normal(jax.random.key(0), (6, 8))
+    return x, jnp.asarray([1, 7, 3, 1, 5, 2])
+
+
+@pytest.mark.parametrize("name", [*TAKEN, *OTHERS])
+def test_values_and_gradients_are_the_same(name):
+    take = TAKEN.get(name) or OTHERS[name]
+
+    def loss(x, y):
+        return jnp.sum(jnp.sin(take(jnp.cos(x), y)) ** 2)
+
+    x, y = data()
+    expected = jax.value_and_grad(loss)(x, y)
+    for planned in (jaxmem.remat(loss), jaxmem.remat(loss, planner="sqrt")):
+        for call in (jax.value_and_grad(planned), jax.jit(jax.value_and_grad(planned))):
+            chex.assert_trees_all_close(call(x, y), expected, rtol=1e-12)
+    tangents = jax.jvp(lambda x: jaxmem.remat(loss)(x, y), (x,), (jnp.sin(x),))
+    chex.assert_trees_all_close(
+        tangents, jax.jvp(lambda x: loss(x, y), (x,), (jnp.sin(x),)), rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("name", ["the row's number", "of columns", "rows of matrices"])
+def test_elements_that_there_are_not_have_no_gradient(name):
+    x, y = data()
+    y = y.at[2].set(11)
+
+    def gradient(fun):
+        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(fun(jnp.cos(x), y)))))(x)
+
+    for mode in ("fill", "clip"):
+        takes = {
+            "the row's number": lambda x, y, mode=mode: x.at[rows_of(x), y].get(mode=mode),
+            "of columns": lambda x, y, mode=mode: x.T.at[y, rows_of(x)].get(mode=mode),
+            "rows of matrices": lambda x, y, mode=mode: (
+                x.reshape(2, 3, 8)
+                .at[jnp.arange(2)[:, None], jnp.arange(3)[None], y.reshape(2, 3)]
+                .get(mode=mode)
+            ),
+        }
+        found, expected = gradient(jaxmem.remat(takes[name])), gradient(takes[name])
+        chex.assert_trees_all_close(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", [*TAKEN, *OTHERS])
+def test_which_gathers_say_so(name):
+    take = TAKEN.get(name) or OTHERS[name]
+    flat = jaxprs.flatten(lambda x, y: take(jnp.cos(x), y), data(), merge=True)
+    if name == "in a scan":
+        (scan,) = (step for step in flat.steps if step.primitive == "scan")
+        flat = jaxprs.loop_of(scan.equation).body
+    gathers = [step.equation for step in flat.steps if step.primitive == "gather"]
+    found = [jaxprs.picked_axis(equation) is not None for equation in gathers]
+    assert found == [name in TAKEN] * len(found) and gathers
+
+
+@pytest.mark.parametrize(
+    "target", ["h100", pytest.param("a100-40gb", marks=pytest.mark.slow), "v5e"]
+)
+def test_a_plan_has_no_scattered_logits(target):
+    """They are an array of 128 MiB."""
+
+    def loss(w, x, labels):
+        logits = x @ w
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[jnp.arange(len(x)), labels])
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 4096), (8192, 256))]
+    args.append(jax.ShapeDtypeStruct((8192,), jnp.int32))
+    plan = jaxmem.plan(loss, *args, target=target, budget="100%", compilations=1)
+    scattered = jaxmem.memory(jax.value_and_grad(loss), *args, target=target, timeline=False)
+    assert plan.compiled_bytes < scattered.device - 100 * 2**20
+    assert plan.compiled_bytes == pytest.approx(plan.projected_bytes, rel=0.03)
