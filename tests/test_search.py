@@ -128,7 +128,13 @@ def test_what_is_dropped_has_no_number(caplog):
 
 
 def test_what_missed_the_budget_has_missed_it_for_all_that_are_projected_alike():
-    found, _ = searched([["a"], ["b"], ["c"], ["d"]], {"a": 120, "b": 90, "c": None, "d": 101})
+    found, _ = searched([["a"], ["b"], ["c"]], {"a": 120, "b": 90, "c": None})
     assert found.has_missed(100, ["a"]) and found.has_missed(100, ["a", "b"])
-    assert not found.has_missed(100, ["b", "c", "d"])  # it fits, is no program, or nearly fits
+    assert not found.has_missed(100, ["b", "c"])  # it fits, or is no program
     assert not found.has_missed(102, ["a"]) and not found.has_missed(98, ["a"])
+    # What nearly fits leaves hope for one more.
+    near, _ = searched([["b"], ["d"]], {"b": 90, "d": 101})
+    assert not near.has_missed(100, ["d"])
+    nearer, _ = searched([["d"], ["e"]], {"d": 101, "e": 101})
+    assert nearer.has_missed(100, ["d", "e"]) and not nearer.has_missed(102, ["d", "e"])
+    assert not nearer.has_missed(100, ["d"])

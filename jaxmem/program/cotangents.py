@@ -11,6 +11,9 @@ from jaxmem.program.readers import SLICES, shape_of
 # Times smaller than what it is made of: the result of a reduction. Chosen
 # (benchmarks/planner/sensitivity.py).
 _REDUCED = 16
+# The same, where the last operation is one. Measured: cotangents of sums over 4 elements are spread
+# out where they are read, over 2 they are written (tests/test_reductions.py).
+_SUMMED = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def _cotangent_edges(
     return tuple(
         CotangentEdge(
             value,
-            kernel.fused and sizes[value] > _REDUCED * written,
+            kernel.fused and sizes[value] > _least(program, kernel) * written,
             tuple(row for array, row in kernel.aliasing.row_normalized if array == value),
             last.get(value),
             value in shared and sizes[value] > written and _cuts(program, kernel, value),
@@ -95,6 +98,12 @@ def _cotangent_edges(
         for value in kernel.sources
         if value in moving[number] and value not in later
     )
+
+
+def _least(program: Any, kernel: Any) -> int:
+    """How many times larger than its results a value is at least that a kernel reduces."""
+    last = program.operations[kernel.operations[-1]].name
+    return _SUMMED if last.startswith("reduce_") or last == "dot_general" else _REDUCED
 
 
 def _cuts(program: Any, kernel: Any, value: int) -> bool:
@@ -175,6 +184,6 @@ def _completed(program: Any, moving: Sequence[frozenset[int]], number: int) -> d
     for one in sorted({program.made[value] - 1 for value in own if program.made[value]}):
         written = sum(program.sizes[value] for value in kernels[one].results)
         for value in moving[one] & own if kernels[one].fused else ():
-            if program.sizes[value] > _REDUCED * written:
+            if program.sizes[value] > _least(program, kernels[one]) * written:
                 found.setdefault(value, one)
     return found

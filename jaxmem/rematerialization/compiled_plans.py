@@ -33,6 +33,10 @@ _SAFETY_MARGIN = 1.003
 # A share of the projected bytes. Chosen: projections of the networks that tuned the planner are
 # nearer. At half of it more functions are compiled as they are too; forces of atoms are 29 % off.
 _RECHECK_ERROR = 0.1
+# Times the projected bytes: room for the error of the only plan that is compiled, where more costs
+# more than one forward pass (an MLP: 4.6). Chosen: two in three networks are within it
+# (benchmarks/planner/projected.py); at half of it more miss, at twice more cost as much.
+_SOME_ROOM = 1.1
 # Derived: bytes of a plan are counted in steps of a 200th (planning.dp._SLOTS). Of two budgets that
 # are nearer to each other the plans hardly differ.
 _MIN_GOAL_RATIO = 1.002
@@ -122,7 +126,7 @@ class CompiledPlans(PlanCompiler):
             yield [planner.plain]
             if search.fits(planner.plain):
                 return
-        goal = budget / FIRST_ERROR if only else float(budget)
+        goal = self.only_goal(budget) if only else float(budget)
         planned_bytes: dict[Layout, float] = {}  # projected bytes that it was planned for
         fits, fails = 0.0, math.inf  # of those, what did, and did not
         while fits * _MIN_GOAL_RATIO < fails:
@@ -174,6 +178,14 @@ class CompiledPlans(PlanCompiler):
                 goal = max(corrected, fits * _spread(search.outcomes[layout].ratio))
             if not fits < goal < fails:
                 goal = (fits + fails) / 2 if fits else fails / ALTERNATIVE
+
+    def only_goal(self, budget: int) -> float:
+        """Projected bytes to plan for where nothing else is compiled: with room for the largest
+        error, unless that takes more than one forward pass, and with one there is some room."""
+        goal, one = budget / FIRST_ERROR, self.planner.minimum_at_one_forward()
+        layout, least = self.layout_for(goal), self.projected(one)
+        is_dear = layout is None or layout.price > one.price
+        return float(least) if is_dear and _SOME_ROOM * least <= budget else goal
 
     def worst_case_goal(self, goal: float) -> float:
         """Projected bytes that fit if nothing is further off than what was compiled, no more than

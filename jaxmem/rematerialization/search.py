@@ -165,13 +165,15 @@ class Search(Generic[Proposal]):
 
     def has_missed(self, projected: int, among: Collection[Proposal]) -> bool:
         """Whether one of some proposals was far from fitting that was projected to take as many
-        bytes."""
-        return any(
-            (outcome.compiled or 0) > ALTERNATIVE * self.allowed
-            and abs(outcome.projected - projected) <= _ALIKE * projected
-            and one in among
+        bytes, or two of them did not fit."""
+        missed = [
+            outcome.compiled or 0
             for one, outcome in self.corrections.compiled.items()
-        )
+            if abs(outcome.projected - projected) <= _ALIKE * projected
+            and one in among
+            and not self.fits(one)
+        ]
+        return len(missed) > 1 or any(size > ALTERNATIVE * self.allowed for size in missed)
 
     def bracket(self, sizes: Mapping[Proposal, float]) -> tuple[float, float]:
         """Of the sizes of proposals that were compiled, the largest that fits (0: none), and the
