@@ -22,11 +22,11 @@ from jaxmem.jaxprs.equations import (
     operation_of,
     parameters_of,
 )
+from jaxmem.jaxprs.gathers import Numbers, plainer_gather
 from jaxmem.jaxprs.inline_checkpoints import inline_scan
 from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.operands import has_derivative
 from jaxmem.jaxprs.printing import only_prints, stack_prints
-from jaxmem.jaxprs.row_gathers import as_row_gathers
 from jaxmem.jaxprs.sources import at_source, names_of, no_names, traceback_of
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class FlatJaxpr:
     with those in the bodies of scans. ``scans`` are the scans among the steps that had some in
     their bodies, by number of the step, as they were written. ``merged`` are values that are
     computed several times as they were written. ``prints`` are steps for people to look at, in
-    their order, where they were set apart: no value depends on them.
+    their order, where they were set apart: no value depends on them. ``has_plainer_gathers``:
+    whether any was written as what it is (`jaxmem.jaxprs.gathers`).
     """
 
     steps: tuple[FlatStep, ...]
@@ -90,6 +91,7 @@ class FlatJaxpr:
     scans: tuple[tuple[int, JaxprEqn], ...] = ()
     merged: frozenset[int] = frozenset()
     prints: tuple[FlatStep, ...] = ()
+    has_plainer_gathers: bool = False
 
     @property
     def observed(self) -> tuple[int, ...]:
@@ -226,6 +228,9 @@ def flatten_jaxpr(
     computed = CommonSubexpressions()
     merged: set[int] = set()
     prints: list[FlatStep] = []
+    makers: dict[int, FlatStep] = {}
+    found_plainer = False
+    known = Numbers(tuple(map(_as_jax, closed.consts)), avals, makers)
     moving: set[int] = set()  # numbers of what a derivative may be taken of
 
     def new(variable) -> int:
@@ -245,7 +250,7 @@ def flatten_jaxpr(
             moving.update(have_derivative(step.outputs))
 
     def walk(jaxpr, numbers: dict, stack, callers=()) -> list[int | Literal]:
-        nonlocal in_scans
+        nonlocal in_scans, found_plainer
 
         def number(atom):
             return atom if isinstance(atom, internals.Literal) else numbers[atom]
@@ -265,6 +270,8 @@ def flatten_jaxpr(
             default = default_branch(equation)
             if default is not None:  # its first operand is the branch's number
                 inner, inputs = default, inputs[1:]
+            elif merge and (plainer := plainer_gather(equation, inputs, known)):
+                inner, inputs, found_plainer = plainer[0], tuple(plainer[1]), True
             opened = open_regions and is_region(equation)
             if opened:
                 inner = closed_of(parameters_of(equation)["jaxpr"])
@@ -279,6 +286,7 @@ def flatten_jaxpr(
                 else:
                     made = tuple(map(new, equation.outvars))
                     steps.append(FlatStep(equation, inputs, made, names, callers))
+                    makers.update(dict.fromkeys(made, steps[-1]))
                     if merge:
                         count_in(steps[-1], earlier)
                 numbers.update(zip(equation.outvars, made, strict=True))
@@ -305,10 +313,10 @@ def flatten_jaxpr(
     input_count = len(avals)
     moving.update(have_derivative(range(input_count)))
     outputs = walk(closed.jaxpr, numbers, no_names())
-    flat = FlatJaxpr(
+    return FlatJaxpr(
         tuple(steps),
         tuple(avals),
-        tuple(map(_as_jax, closed.consts)),
+        known.consts,
         input_count,
         tuple(outputs),
         out_tree,
@@ -317,8 +325,8 @@ def flatten_jaxpr(
         tuple(scans),
         frozenset(merged),
         tuple(prints),
+        found_plainer,
     )
-    return as_row_gathers(flat) if merge else flat
 
 
 def _as_jax(value) -> Any:

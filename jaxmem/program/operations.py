@@ -149,7 +149,8 @@ class Program:
     the function is traced. ``input_gradients`` says what becomes of the gradients.
     ``as_jax_derives``: without derivatives of our own. ``in_loop``: it is the body of a loop, of
     which XLA sees the derivative without it. ``policy_saves`` are the values that the policy of a
-    user's own region saves, whose body it is."""
+    user's own region saves, whose body it is. ``has_plainer_gathers``: whether gathers of it are
+    written as what they are, which XLA is not told of the function as it is."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
@@ -165,6 +166,7 @@ class Program:
     as_jax_derives: bool = False
     in_loop: bool = False
     policy_saves: frozenset[int] = frozenset()
+    has_plainer_gathers: bool = False
 
     @functools.cached_property
     def input_bytes(self) -> int:

@@ -137,6 +137,7 @@ def read_program(
         whole_sizes=tuple(whole_sizes) if several else (),
         whole_types=tuple(whole_types) if several else (),
         in_loop=separate,
+        has_plainer_gathers=flat.has_plainer_gathers,
     )
 
 

@@ -135,6 +135,7 @@ class Constraints:
             inputs=program.unsharded.types[: program.input_count],
             differentiated=None if wanted is None else tuple(sorted(wanted)),
             own_regions=OwnRegions(program.inlined_checkpoints, self.keeps_regions),
+            has_plainer_gathers=program.has_plainer_gathers,
         )
 
     @property

@@ -45,6 +45,7 @@ class Plan(Printed):
         inputs: dtypes and shapes of the arrays that the program takes.
         differentiated: the numbers of those that gradients are taken of; None: of all.
         own_regions: those that the function has already.
+        has_plainer_gathers: whether gathers of the function are written as what they are.
     """
 
     planner: str
@@ -63,6 +64,7 @@ class Plan(Printed):
     inputs: tuple[str, ...] = ()
     differentiated: tuple[int, ...] | None = None
     own_regions: OwnRegions = dataclasses.field(default_factory=OwnRegions)
+    has_plainer_gathers: bool = False
     # What it was made of: the function, its abstract arguments, and how it is differentiated.
     _call: ClassVar[Any] = None
 
@@ -118,7 +120,7 @@ class Plan(Printed):
     def changes(self) -> bool:
         """Whether the planned function is another program than the function: derivatives of
         jaxmem's own, which take other bytes than JAX's, are in it without regions too."""
-        derived = self.projected_bytes != self.plain_bytes
+        derived = self.has_plainer_gathers or self.projected_bytes != self.plain_bytes
         return bool(self.recomputes or self.widens_bfloat16 or self.own_regions.count or derived)
 
     @property
