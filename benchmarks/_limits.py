@@ -328,19 +328,95 @@ def _temperature():
     return loss, ((shape(WIDTH, 32_768), shape()), x, labels)
 
 
-@program("a loss of similarities of two batches")
-def _contrastive():
+def _similarities(of_logits, dtype):
+    """A loss of the similarities of two batches, with a learned temperature."""
+
     def loss(params, left, right):
         first, second, temperature = params
-        left, right = normalised(left @ first), normalised(right @ second)
-        logits, pairs = left @ right.T * jnp.exp(temperature), jnp.arange(len(left))
+        left, right = (
+            normalised(x.astype(dtype) @ weight.astype(dtype))
+            for x, weight in ((left, first), (right, second))
+        )
+        return of_logits(left @ right.T * jnp.exp(temperature).astype(dtype))
+
+    return loss, ((shape(512, 256), shape(512, 256), shape()), shape(8_192, 512), shape(8_192, 512))
+
+
+@program("bfloat16 similarities by rows and columns")
+def _contrastive():
+    def of_logits(logits):
+        pairs = jnp.arange(len(logits))
         one, other = (
-            optax.softmax_cross_entropy_with_integer_labels(each, pairs)
+            optax.softmax_cross_entropy_with_integer_labels(each.astype(jnp.float32), pairs)
             for each in (logits, logits.T)
         )
         return jnp.mean(one + other)
 
-    return loss, ((shape(512, 256), shape(512, 256), shape()), shape(8_192, 512), shape(8_192, 512))
+    return _similarities(of_logits, jnp.bfloat16)
+
+
+@program("a sigmoid of similarities")
+def _sigmoid():
+    def of_logits(logits):
+        return -jnp.mean(jax.nn.log_sigmoid((2 * jnp.eye(len(logits)) - 1) * logits))
+
+    return _similarities(of_logits, jnp.float32)
+
+
+@program("fixed points by a custom rule")
+def _fixed_points():
+    """Deep equilibrium layers: a loop that keeps nothing, and a loop in the backward pass."""
+
+    def step(params, z, x):
+        return jnp.tanh(z @ params[0] + x @ params[1])
+
+    @jax.custom_vjp
+    def solved(params, x):
+        return lax.fori_loop(0, 30, lambda _, z: step(params, z, x), jnp.zeros_like(x))
+
+    def forward(params, x):
+        z = solved(params, x)
+        return z, (params, x, z)
+
+    def backward(kept, cotangent):
+        params, x, z = kept
+        _, pullback = jax.vjp(lambda z: step(params, z, x), z)
+        found = lax.fori_loop(0, 30, lambda _, u: cotangent + pullback(u)[0], cotangent)
+        return jax.vjp(lambda params, x: step(params, z, x), params, x)[1](found)
+
+    solved.defvjp(forward, backward)
+
+    def layer(x, params):
+        return solved(params[:2], jax.nn.relu(x @ params[2]))
+
+    return layers(layer, (shape(512, 512),) * 3, shape(32_768, 512))
+
+
+@program("samples at computed places")
+def _deformable():
+    """Bilinear samples of an image, as in deformable attention."""
+    side, width, points = 64, 128, 4
+
+    def sampled(image, rows, columns):
+        found = 0.0
+        for down in (0, 1):
+            for right in (0, 1):
+                row = jnp.clip(jnp.floor(rows) + down, 0, side - 1).astype(int)
+                column = jnp.clip(jnp.floor(columns) + right, 0, side - 1).astype(int)
+                near = (1 - jnp.abs(rows - row)) * (1 - jnp.abs(columns - column))
+                found += image[row, column] * near[..., None]
+        return found
+
+    def layer(x, params):
+        offsets, weights, values, out = params
+        places = side * jax.nn.sigmoid(x @ offsets).reshape(len(x), -1, points, 2)
+        shares = jax.nn.softmax((x @ weights).reshape(len(x), -1, points), -1)
+        images = (x @ values).reshape(len(x), side, side, width)
+        found = jax.vmap(sampled)(images, places[..., 0], places[..., 1])
+        return x + jnp.einsum("bqkc,bqk->bqc", found, shares) @ out
+
+    params = shape(width, 2 * points), shape(width, points), *[shape(width, width)] * 2
+    return layers(layer, params, shape(4, side * side, width))
 
 
 @program("the label's log_softmax of bfloat16 logits")
