@@ -130,11 +130,11 @@ def lines(capfd, fun):
     [
         {},
         {"budget": "lowest"},
-        {"planner": "sqrt"},
+        pytest.param({"planner": "sqrt"}, marks=pytest.mark.slow),
         pytest.param({"planner": "dots"}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fun", FUNCTIONS)
 def test_each_print_is_once_and_gradients_are_the_same(fun, jitted, options, capfd):
     ws, x = data()
