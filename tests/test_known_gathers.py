@@ -130,6 +130,25 @@ def test_a_plan_has_no_scattered_logits(target):
     assert plan.compiled_bytes == pytest.approx(plan.projected_bytes, rel=0.03)
 
 
+def test_under_transformations():
+    x, y = data()
+
+    def loss(x):
+        return jnp.sum(jnp.sin(x)[rows_of(x), y] ** 3)
+
+    def of_traced_rows(x):
+        rows = rows_of(x)  # the planned function closes over them
+        return jax.grad(jaxmem.remat(lambda x: jnp.sum(jnp.sin(x)[rows, y] ** 3)))(x)
+
+    gradient = jax.grad(loss)(x)
+    chex.assert_trees_all_close(jax.jit(of_traced_rows)(x), gradient, rtol=1e-12)
+    mapped = jax.vmap(jax.grad(jaxmem.remat(loss)))(jnp.stack([x, x]))
+    chex.assert_trees_all_close(mapped, jnp.stack([gradient, gradient]), rtol=1e-12)
+    chex.assert_trees_all_close(
+        jax.hessian(jaxmem.remat(loss))(x), jax.hessian(loss)(x), rtol=1e-12
+    )
+
+
 IMAGES = {
     "twice as large": lambda x: jax.image.resize(x, (2, 8, 12, 3), "nearest"),
     "three times": lambda x: jax.image.resize(x, (2, 12, 18, 3), "nearest"),

@@ -69,12 +69,18 @@ class Numbers(NamedTuple):
 
     def known(self, value: Any) -> np.ndarray | None:
         """What a value is in every call; None: not known."""
+        aval = self.avals[value] if isinstance(value, int) else value.aval
+        if math.prod(aval.shape) > _MOST_NUMBERS:
+            return None
         if not isinstance(value, int) or value < len(self.consts):
             constant = self.consts[value] if isinstance(value, int) else value.val
-            return None if isinstance(constant, jax.core.Tracer) else np.asarray(constant)
+            if isinstance(constant, jax.core.Tracer):
+                return None
+            is_here = getattr(constant, "is_fully_addressable", True)  # on this host
+            return np.asarray(constant) if is_here else None
         step = self.makers.get(value)
         operation = step and _OPERATIONS.get(step.primitive)
-        if not step or not operation or math.prod(self.avals[value].shape) > _MOST_NUMBERS:
+        if not step or not operation:
             return None
         operands = [self.known(one) for one in step.inputs]
         if any(one is None for one in operands):
