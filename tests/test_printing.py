@@ -227,3 +227,15 @@ def test_what_prints_and_computes_in_one_is_refused():
     )
     with pytest.raises(jaxmem.PlanError, match=refused):
         jaxmem.plan(loss, *data())
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_on_a_mesh(kind, capfd):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        ws, x = data()
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        for fun in (unrolled, in_a_scan):
+            found, said = printed(capfd, jax.jit(jax.grad(jaxmem.remat(fun))), ws, x)
+            chex.assert_trees_all_close(found, jax.jit(jax.grad(fun))(ws, x), rtol=1e-12)
+            assert len(said) >= LAYERS

@@ -98,7 +98,8 @@ def plainer_gather(
     if found is None:
         return None
     fun, inputs, avals = found
-    closed = jax.make_jaxpr(fun)(*avals)
+    with equation.ctx.manager:
+        closed = jax.make_jaxpr(fun)(*avals)
     source = equation.source_info.replace(name_stack=no_names())  # the gather's is around it
     steps = [one.replace(source_info=source) for one in closed.jaxpr.eqns]
     return internals.ClosedJaxpr(closed.jaxpr.replace(eqns=steps), closed.consts), inputs
@@ -106,7 +107,7 @@ def plainer_gather(
 
 def _is_spread(aval: Any) -> bool:
     """Whether its type says how it is spread over devices."""
-    return bool(aval.sharding.mesh.axis_names or getattr(aval, "vma", None))
+    return any(aval.sharding.spec) or bool(getattr(aval, "vma", None))
 
 
 _Plainer = tuple[Callable[..., Any], list[Any], list[Any]]

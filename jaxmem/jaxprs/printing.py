@@ -27,15 +27,13 @@ def only_prints(equation: JaxprEqn) -> bool:
 def stack_prints(equation: JaxprEqn) -> tuple[JaxprEqn, JaxprEqn | None]:
     """A scan that stacks what its body prints, and one that prints it; None: nothing is printed.
     One that prints in what is more than that (regions of the user's own, conditionals that have
-    results), or explicitly sharded arrays, is left as it is."""
+    results) is left as it is."""
     if equation.primitive.name != "scan" or not (shows(equation) and equation.outvars):
         return equation, None
     body, prints = _apart(equation.params["jaxpr"])
     if not prints or any(map(shows, body.jaxpr.eqns)):
         return equation, None
     printed = list({one: None for show in prints for one in show.invars if _is_variable(one)})
-    if any(one.aval.sharding.mesh.axis_names for one in printed):
-        return equation, None
     length, reverse, unroll = (equation.params[name] for name in ("length", "reverse", "unroll"))
     consts, carried = scan_parts(equation)
     jaxpr = body.jaxpr.replace(outvars=[*body.jaxpr.outvars, *printed])
@@ -59,26 +57,22 @@ def stack_prints(equation: JaxprEqn) -> tuple[JaxprEqn, JaxprEqn | None]:
 
         jax.lax.scan(turn, None, stacks, length, reverse)
 
-    stacks = [internals.Var(_stacked(one.aval, length)) for one in printed]
-    return (
-        _equation(quiet, equation.invars, [*equation.outvars, *stacks], equation),
-        _equation(show, stacks, [], prints[0]),
-    )
+    scan = _equation(quiet, equation.invars, equation)
+    stacks = scan.outvars[len(equation.outvars) :]
+    scan = scan.replace(outvars=[*equation.outvars, *stacks])
+    return scan, _equation(show, stacks, prints[0])
 
 
-def _equation(
-    fun: Callable, operands: Sequence[Any], results: Sequence[Any], like: JaxprEqn
-) -> JaxprEqn:
-    """The one equation that a function is, of other variables, on the line of another one."""
-    closed = jax.make_jaxpr(fun)(*(one.aval for one in operands))
+def _equation(fun: Callable, operands: Sequence[Any], like: JaxprEqn) -> JaxprEqn:
+    """The one equation that a function is, of other operands, on the line of another one."""
+    with like.ctx.manager:
+        closed = jax.make_jaxpr(fun)(*(one.aval for one in operands))
     (equation,) = closed.jaxpr.eqns
     known = dict(zip(closed.jaxpr.invars, operands, strict=True))
     for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         known[variable] = internals.Literal(value, variable.aval)
     named = [known[atom] if _is_variable(atom) else atom for atom in equation.invars]
-    return equation.replace(
-        invars=named, outvars=list(results), source_info=like.source_info, ctx=like.ctx
-    )
+    return equation.replace(invars=named, source_info=like.source_info, ctx=like.ctx)
 
 
 def _split(values: Sequence[Any], *counts: int) -> list[list[Any]]:
@@ -119,7 +113,3 @@ def _withoutshows(effects: Any) -> Any:
 
 def _is_variable(atom: Any) -> bool:
     return not isinstance(atom, internals.Literal)
-
-
-def _stacked(aval: Any, length: int) -> Any:
-    return aval.update(shape=(length, *aval.shape), sharding=None)
