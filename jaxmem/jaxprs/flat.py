@@ -168,15 +168,11 @@ def as_array(value: Any) -> Any:
 
 
 def flatten(
-    fun: Callable,
-    leaves: Sequence[Any],
-    open_regions: bool = False,
-    merge: bool = False,
-    sets_prints_apart: bool = False,
+    fun: Callable, leaves: Sequence[Any], open_regions: bool = False, merge: bool = False
 ) -> FlatJaxpr:
     """Traces ``fun(*leaves)`` and inlines its jit-like calls into one flat list; see
     `flatten_jaxpr`."""
-    return flatten_jaxpr(*traced_jaxpr(fun, leaves), open_regions, merge, sets_prints_apart)
+    return flatten_jaxpr(*traced_jaxpr(fun, leaves), open_regions, merge)
 
 
 def traced_jaxpr(fun: Callable, leaves: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:

@@ -92,9 +92,7 @@ def _apart(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[JaxprEqn]]:
         equation, shown = stack_prints(equation)
         equations.append(equation)
         prints.extend([shown] if shown else [])
-    effects = _withoutshows(closed.jaxpr.effects)
-    jaxpr = closed.jaxpr.replace(eqns=equations, effects=effects)
-    return internals.ClosedJaxpr(jaxpr, closed.consts), prints
+    return internals.ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts), prints
 
 
 def _call_that_prints(equation: JaxprEqn) -> ClosedJaxpr | None:
@@ -105,10 +103,6 @@ def shows(equation: JaxprEqn) -> bool:
     """Whether an equation shows something, and has no other effects."""
     effects = equation.effects
     return bool(effects) and all(isinstance(effect, _SHOWS) for effect in effects)
-
-
-def _withoutshows(effects: Any) -> Any:
-    return {effect for effect in effects if not isinstance(effect, _SHOWS)}
 
 
 def _is_variable(atom: Any) -> bool:

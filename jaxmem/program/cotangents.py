@@ -11,8 +11,8 @@ from jaxmem.program.readers import SLICES, shape_of
 # Times smaller than what it is made of: the result of a reduction. Chosen
 # (benchmarks/planner/sensitivity.py).
 _REDUCED = 16
-# The same, where the last operation is one. Measured: cotangents of sums over 4 elements are spread
-# out where they are read, over 2 they are written (tests/test_reductions.py).
+# The same, where the last operation is one. Measured: cotangents of sums over 4 elements and more
+# are spread out where they are read (tests/test_reductions.py); of those over 2 some are.
 _SUMMED = 2
 
 

@@ -17,7 +17,7 @@ from jaxmem.program import Kernel, Program, apply_compiler_rules, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
 from jaxmem.rematerialization.segments import run_segments
 from jaxmem.rematerialization.sequencing import sequence_recomputation
-from jaxmem.rematerialization.traced import check_pure, input_names
+from jaxmem.rematerialization.traced import flattened, input_names
 from jaxmem.targets import Rules
 
 _EMISSIONS = itertools.count()
@@ -56,10 +56,7 @@ def planned_function(
     @functools.wraps(fun)
     def planned(*args, **kwargs):
         def evaluate(call, leaves):
-            flat = jaxprs.flatten(
-                call, leaves, not keeps_regions, merge=True, sets_prints_apart=True
-            )
-            check_pure(flat, keeps_regions)
+            flat = flattened(*jaxprs.traced_jaxpr(call, leaves), not keeps_regions)
             wanted = None if differentiated is None else frozenset(differentiated)
             program = read_program(flat, wanted)
             layout = layout_for(program, lambda: input_names(program, fun, args, kwargs))

@@ -59,11 +59,10 @@ class TracedFunction:
             self.leaves, self.value = call.leaves, call.value
             with note_call(name_of(fun), fun, args, kwargs), jaxprs.in_place_of_attached(target):
                 self.closed, self.out_tree = jaxprs.traced_jaxpr(call.fun, call.leaves)
-        self.flat = self._flattened(open_regions)
+        self.flat = flattened(self.closed, self.out_tree, open_regions)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
         first = self.flat.input_count - len(call.leaves)
-        check_pure(self.flat, not open_regions)
         self._differentiated = frozenset(first + at for at in self.wanted)
         self._returned = gradient_bytes is None
         self._gradients = (
@@ -76,14 +75,9 @@ class TracedFunction:
     def with_own_regions(self) -> "TracedFunction":
         """The function with the user's own regions as they are."""
         kept = copy.copy(self)
-        kept.flat = self._flattened(open_regions=False)
+        kept.flat = flattened(self.closed, self.out_tree, open_regions=False)
         kept.program = kept.read(kept.flat)
         return kept
-
-    def _flattened(self, open_regions: bool) -> jaxprs.FlatJaxpr:
-        return jaxprs.flatten_jaxpr(
-            self.closed, self.out_tree, open_regions, merge=True, sets_prints_apart=True
-        )
 
     @functools.cached_property
     def shardings(self) -> list[Any]:
@@ -189,13 +183,18 @@ def _loss_of(results: Any, name: str) -> Any:
     return results[0]
 
 
-def check_pure(flat: jaxprs.FlatJaxpr, keeps_regions: bool = False) -> None:
-    """Raises `PlanError` if a function has side effects, or random bits that would differ the
-    second time. What prints in the user's own regions does so twice where these are kept, as it
-    does without a plan."""
+def flattened(closed: Any, out_tree: Any, open_regions: bool) -> jaxprs.FlatJaxpr:
+    """A traced function as plans are made of it and emitted: what it prints is set apart, and the
+    user's own regions are written in place, or stay.
+
+    Raises:
+        PlanError: it has side effects, or random bits that would differ the second time. (What
+            prints in regions that stay does so twice, as it does without a plan.)
+    """
+    flat = jaxprs.flatten_jaxpr(closed, out_tree, open_regions, merge=True, sets_prints_apart=True)
     for step in flat.steps:
         effects = jaxprs.side_effects(step)
-        if effects and not (keeps_regions and jaxprs.shows(step.equation)):
+        if effects and (open_regions or not jaxprs.shows(step.equation)):
             bodies = map(jaxprs.find_callback, jaxprs.inner_jaxprs(step.equation))
             inside = "".join(f", in it {found}" for found in bodies if found)
             raise PlanError(
@@ -208,6 +207,7 @@ def check_pure(flat: jaxprs.FlatJaxpr, keeps_regions: bool = False) -> None:
                 f"The function draws random bits without a key ({step.primitive} at {step.line}), "
                 "and a region would draw others the second time. Use jax.random with a key."
             )
+    return flat
 
 
 def input_names(
