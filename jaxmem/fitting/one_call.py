@@ -1,7 +1,6 @@
 """One call that makes a step fit."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from jaxmem import jaxprs
 from jaxmem.fitting.meshes import Split
 from jaxmem.fitting.search import LeverSearch
 from jaxmem.fitting.workload import Workload
-from jaxmem.ground.errors import JaxmemWarning
 from jaxmem.ground.progress import show
+from jaxmem.ground.warn import warn
 from jaxmem.levers.mixed_precision.loss_scale import LossScale
 from jaxmem.levers.mixed_precision.policy import Precision
 from jaxmem.targets import LocalDevice, Target, resolve
@@ -160,10 +159,8 @@ def _tell_of_shardings(params: Any) -> None:
     ]
     if cut:
         more = f" and {len(cut) - 1} more" if cut[1:] else ""
-        warnings.warn(
+        warn(
             "jaxmem.fit lays parameters out by itself, by ZeRO's stages, and not as they are "
             f"given: {cut[0]}{more}. For axes of the model's own, such as tensor parallelism, pass "
             "split=.",
-            JaxmemWarning,
-            stacklevel=3,
         )

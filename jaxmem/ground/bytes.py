@@ -3,9 +3,9 @@
 import math
 import numbers
 import re
-import warnings
 
-from jaxmem.ground.errors import BudgetError, JaxmemError, JaxmemWarning
+from jaxmem.ground.errors import BudgetError, JaxmemError
+from jaxmem.ground.warn import warn
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -98,11 +98,9 @@ def device_budget(budget: int | str | None, usable: int | None = None, name: str
             f"with. Write '{allowed}GiB' if you mean GiB, or '{allowed}B'."
         )
     if usable and allowed > usable:
-        warnings.warn(
+        warn(
             f"The budget {budget!r} is {format_against(allowed, usable)}, and {name} has "
             f"{format_bytes(usable)} that a step can use: that is the budget now.",
-            JaxmemWarning,
-            stacklevel=3,
         )
         return usable
     return allowed

@@ -7,13 +7,13 @@ A version of JAX that moves one breaks the feature that needs it, with a `Jaxmem
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-from jaxmem.ground.errors import JaxmemError, JaxmemWarning
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.warn import warn
 
 # Name: the module that has it, and what needs it. A call needs what the calls inside it need.
 NAMES = {
@@ -171,7 +171,7 @@ def optional(name: str) -> Any:
     try:
         return globals()[name] if name in globals() else __getattr__(name)
     except JaxmemError as error:
-        warnings.warn(str(error), JaxmemWarning, stacklevel=3)
+        warn(str(error))
         return None
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,8 @@ import jax
 
 from jaxmem import jaxprs
 from jaxmem.ground.checks import check_call, check_seconds
-from jaxmem.ground.errors import JaxmemError, JaxmemWarning
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.warn import warn
 from jaxmem.reports.compiling import Compiling, compiling
 from jaxmem.reports.cpu import CPU_NOTE, is_cpu
 from jaxmem.reports.report import MemoryReport
@@ -65,14 +65,13 @@ def memory(
     check_seconds("jaxmem.memory", "timeout", timeout)
     chosen = resolve(target)
     if target is None and is_cpu(chosen):
-        warnings.warn(f"No target is named: {CPU_NOTE}", JaxmemWarning, stacklevel=2)
+        warn(f"No target is named: {CPU_NOTE}")
     made = begin(
         step,
         *args,
         target=chosen,
         compiler_options=compiler_options,
         timeline=timeline,
-        stacklevel=3,
         **kwargs,
     )
     return made.report(compile, timeout)
@@ -84,14 +83,13 @@ def begin(
     target: Target | LocalDevice,
     compiler_options: dict[str, Any] | None = None,
     timeline: bool = True,
-    stacklevel: int = 2,
     **kwargs: Any,
 ) -> Compiling:
     """What `memory` compiles, traced and lowered: to compile it beside others, or once more."""
     jitted, args, kwargs = _jitted(step, args, kwargs)
     check_call(jitted, args, kwargs, "jaxmem.memory")
     args, kwargs = jax.tree.map(jaxprs.abstract, (args, kwargs))
-    return compiling(jitted, args, kwargs, target, compiler_options, timeline, stacklevel + 2)
+    return compiling(jitted, args, kwargs, target, compiler_options, timeline)
 
 
 def _jitted(step: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:

@@ -4,15 +4,15 @@ import abc
 import gzip
 import pathlib
 import tempfile
-import warnings
 
 import jax
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import name_of, note_call
-from jaxmem.ground.errors import CompileError, JaxmemError, JaxmemWarning, OffloadError
+from jaxmem.ground.errors import CompileError, JaxmemError, OffloadError
 from jaxmem.ground.garbage import uncollected
+from jaxmem.ground.warn import warn
 from jaxmem.ground.words import pluralize
 from jaxmem.reports.lowered import Lowered
 from jaxmem.reports.report import MemoryReport
@@ -45,19 +45,17 @@ class Compiling(abc.ABC):
 class _Absent(Compiling):
     """For a target that need not be there."""
 
-    def __init__(self, jitted, args, kwargs, target: Target, options, timeline, stacklevel: int):
+    def __init__(self, jitted, args, kwargs, target: Target, options, timeline):
         self.target, self.timeline = target, timeline
         self.family = family = family_of(target)
         family.prepare(target)
         self.traced = _traced(jitted, args, kwargs)
         callback = jaxprs.find_callback(self.traced.jaxpr.jaxpr)
         if callback:
-            warnings.warn(
+            warn(
                 f"The step calls from the device into Python ({callback}). That cannot be compiled "
                 f"for {target.name}, which is not there, so such calls are left out of this "
                 "estimate; what they return is counted.",
-                JaxmemWarning,
-                stacklevel=stacklevel,
             )
         self.lowered = jaxprs.lower_for(self.traced, family.platform)
         self.module, partitions = jaxprs.to_bytecode(self.lowered, locations=timeline)
@@ -146,14 +144,14 @@ class _Attached(Compiling):
 
 
 def compiling(
-    jitted, args, kwargs, target: Target | LocalDevice, options, timeline: bool, stacklevel: int
+    jitted, args, kwargs, target: Target | LocalDevice, options, timeline: bool
 ) -> Compiling:
     """A jitted function, traced and lowered for a target."""
     with uncollected():
         if isinstance(target, LocalDevice):
             return _Attached(jitted, args, kwargs, target, options)
         with jaxprs.in_place_of_attached(target):
-            return _Absent(jitted, args, kwargs, target, options, timeline, stacklevel)
+            return _Absent(jitted, args, kwargs, target, options, timeline)
 
 
 def _check_offload(traced, lowered, hlo: str) -> None:

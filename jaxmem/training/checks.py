@@ -1,6 +1,5 @@
 """States and parameters checked before a step runs, and what is said of them after."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -11,7 +10,8 @@ import optax
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.checks import is_deleted, shown
-from jaxmem.ground.errors import JaxmemError, JaxmemWarning
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.warn import warn
 from jaxmem.optim.parameters import HalfState
 from jaxmem.program import size_of
 from jaxmem.training.state import TrainState
@@ -78,15 +78,13 @@ def warn_of_bfloat16(params: Any, opt_state: Any) -> None:
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, HalfState))
     if not rounded or any(isinstance(node, HalfState) for node in nodes):
         return
-    warnings.warn(
+    warn(
         f"{len(rounded)} of {len(leaves)} parameters are in bfloat16 (params"
         f"{jax.tree_util.keystr(rounded[0])}), and so are their gradients and, with most "
         "optimizers, their moments: updates below a 512th of a parameter are lost. To keep them in "
         "float32 and compute in bfloat16, pass precision='bf16'; to train them in bfloat16 without "
         "that loss, take jaxmem.optim.half_params(optimizer); if it is what you want, pass "
         "precision='params=bfloat16,compute=bfloat16'.",
-        JaxmemWarning,
-        stacklevel=4,
     )
 
 
@@ -145,11 +143,9 @@ def report_kept(leaves: list[tuple[Any, Any]], state: TrainState) -> None:
         named = ", ".join(f"state{jax.tree_util.keystr(path)}" for path, _ in kept[:3])
         one = len(kept) == 1
         arrays, are = ("array", "it is") if one else ("arrays", "they are")
-        warnings.warn(
+        warn(
             f"XLA did not reuse the memory of {len(kept)} donated {arrays} of the state, "
             f"{format_bytes(total)} in all ({named}{' ...' if len(kept) > 3 else ''}): {are} in "
             "memory twice during the step. Results must have the shape, dtype and memory kind of "
             "what they replace.",
-            JaxmemWarning,
-            stacklevel=3,
         )

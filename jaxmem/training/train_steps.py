@@ -1,6 +1,5 @@
 """A step of the levers that are asked for."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,8 @@ import numpy as np
 import optax
 
 from jaxmem.ground.checks import check_optimizer, shown
-from jaxmem.ground.errors import JaxmemError, JaxmemWarning
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.warn import warn
 from jaxmem.levers.batch.microbatching import microbatch
 from jaxmem.levers.mixed_precision.loss_scale import LossScale
 from jaxmem.levers.mixed_precision.policy import Precision, precision as parse_precision
@@ -143,12 +143,10 @@ def train_step(
     if chosen is not None and chosen.params == np.float16:
         raise JaxmemError(NO_MASTER_COPY.format("precision=" + repr(str(chosen)), "params"))
     if chosen is not None and chosen.compute == np.float16 and loss_scale is None:
-        warnings.warn(
+        warn(
             "Computing in float16 without a loss scale: gradients below 6e-8 become 0, and those "
             "below 6e-5 lose digits. Pass loss_scale=jaxmem.LossScale(), or compute in bfloat16, "
             "which has float32's range and needs none.",
-            JaxmemWarning,
-            stacklevel=2,
         )
     settings = Settings(
         loss_fn,

@@ -1,12 +1,12 @@
 """What becomes of the losses and metrics of slices, by what is proved of them."""
 
-import warnings
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.ground.errors import JaxmemError, JaxmemWarning
+from jaxmem.ground.errors import JaxmemError
+from jaxmem.ground.warn import warn
 from jaxmem.levers.batch.independence import Metric, Proof, reduction_of
 from jaxmem.levers.batch.loss import call_loss
 
@@ -37,23 +37,19 @@ def checked(proof: Proof, given: str | None, count: int, silent: bool) -> str:
                 f"given. Leave it out, or make the loss a {given}."
             )
         if proof.state and given is None and not silent:
-            warnings.warn(
+            warn(
                 f"The model state after {count} microbatches may not be that of the whole batch: "
                 f"{proof.state}. (Loss and gradients are those of the whole batch.) If that is as "
                 f"it should be, pass reduction={proof.reduction!r}.",
-                JaxmemWarning,
-                stacklevel=5,
             )
         return proof.reduction
     if given is None and not silent:
-        warnings.warn(
+        warn(
             f"The gradients of {count} microbatches are averaged, and that may not be the gradient "
             f"of the whole batch: the loss is not proved to be a mean or a sum over its examples; "
             f"{proof.why}. If slices are to be averaged all the same (under batch norm, each has "
             "statistics of its own), pass reduction='mean'. For a mean over what a mask leaves, "
             "pass jaxmem.microbatch(..., weight=...).",
-            JaxmemWarning,
-            stacklevel=5,
         )
     return given or "mean"
 
@@ -79,14 +75,12 @@ def of_metrics(
             unproved.append(f"{form} ({metric.why})")
     if unproved and not silent:
         word = "sum" if loss == "sum" else "mean"
-        warnings.warn(
+        warn(
             f"Metrics of {count} microbatches may not be those of the whole batch. Nothing is "
             f"proved of these: {'; '.join(unproved)}. If that is what you want, pass "
             f"reduction={word!r}. If not, let loss_fn return a mean, a sum, or an array with a row "
             "for each example, which is joined in the order of the batch, and take its maximum, "
             "say, after the step.",
-            JaxmemWarning,
-            stacklevel=5,
         )
     return found
 

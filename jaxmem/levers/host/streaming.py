@@ -5,7 +5,6 @@ XLA's scheduler alone would start every transfer at once, since nothing tells it
 
 import contextvars
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import optax
 
 from jaxmem import jaxprs
 from jaxmem.ground.bytes import format_bytes
-from jaxmem.ground.errors import JaxmemWarning
+from jaxmem.ground.warn import warn
 from jaxmem.levers.host.traced_update import TracedUpdate
 from jaxmem.levers.host.transfers import fetch, on_host, store, to_device
 from jaxmem.program.slicing import Slicing, find, pieces, put, take
@@ -85,14 +84,12 @@ def _warn_of_state_taken_whole(update: TracedUpdate, state: Any) -> None:
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in taken)
         if size > CHUNK:
             first = jax.tree_util.keystr(paths[id(taken[0])])
-            warnings.warn(
+            warn(
                 f"jaxmem.offload has all of {format_bytes(size)} of the optimizer's state "
                 f"(state{first} is the first) on the device at once: a {step.primitive} around "
                 "the update takes it. Offload inside: "
                 "jaxmem.accumulate(jaxmem.offload(optimizer), every), which also leaves out "
                 "gradients that are not finite.",
-                JaxmemWarning,
-                stacklevel=4,
             )
             return
 
