@@ -381,6 +381,16 @@ def _with(text, *path, value):
             lambda text: _with(text, "planned_for", "family", value="abacus"),
             "planned_for.family is not known: 'abacus'",
         ),
+        (lambda text: "[" * 100_000, "recursion"),
+        (lambda text: _with(text, "budget", value=10**400), "budget has more than 30 digits"),
+        (
+            lambda text: _with(text, "predicted", "seconds", value=10**400),
+            "predicted.seconds has more than 30 digits",
+        ),
+        (
+            lambda text: _with(text, "planned_for", "rules", value=None),
+            "planned_for.rules is not an object but null",
+        ),
         (
             lambda text: _with(text, "planned_for", "rules", "tile", value=[1, 2, 3]),
             "planned_for.rules.tile has 3 values, not 2",
@@ -394,6 +404,49 @@ def _with(text, *path, value):
 def test_what_is_wrong_with_the_json_of_a_plan_is_told(written_plan, change, said):
     with pytest.raises(jaxmem.PlanError, match=f"not the JSON of a plan .*{said}.*; pass text"):
         jaxmem.Plan.from_json(change(written_plan))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("regions", 0, "start"), -1, "kernels -1 to "),
+        (("regions", 0, "stop"), 10**9, "kernels 0 to 1000000000"),
+        (("regions", 0, "saved"), [0], "value 0"),
+        (("regions", 0, "saved"), [10**9], "value 1000000000"),
+    ],
+)
+def test_plans_that_were_changed_are_refused(written_plan, path, value, said):
+    changed = jaxmem.Plan.from_json(_with(written_plan, *path, value=value))
+    with pytest.raises(jaxmem.PlanError, match=f"The plan has {said}.*, which its program has not"):
+        changed.apply(mlp)(*mlp_arguments())
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("kernel",), 99, "a loop at kernel 99"),
+        (("saved",), [99], "value 99"),
+        (("schedule", "length"), -1, "12 iterations by Schedule"),
+        (("schedule", "length"), 10**20, "12 iterations by Schedule"),
+        (("schedule", "states"), 0, "12 iterations by Schedule"),
+        (("schedule", "block"), 0, "12 iterations by Schedule"),
+        (("schedule", "blocks"), 10**20, "12 iterations by Schedule"),
+        (("regions",), [{"start": 5, "stop": 2, "saved": [], "regions": []}], "kernels 5 to 2"),
+    ],
+)
+def test_loops_of_plans_that_were_changed_are_refused(path, value, said):
+    def loop(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=12)[0])
+
+    args = jnp.eye(8), jnp.ones((1024, 8))
+    with pytest.raises(jaxmem.BudgetError) as caught:
+        jaxmem.plan(loop, *args, budget=1)
+    text = jaxmem.plan(loop, *args, budget=caught.value.lowest).to_json()
+    assert json.loads(text)["loops"][0]["schedule"]
+    jaxmem.Plan.from_json(text).apply(loop)(*args)
+    changed = jaxmem.Plan.from_json(_with(text, "loops", 0, *path, value=value))
+    with pytest.raises(jaxmem.PlanError, match=f"The plan has {said}.*, which its program has not"):
+        changed.apply(loop)(*args)
 
 
 def test_the_json_of_a_plan_is_text():

@@ -44,7 +44,7 @@ def parse_budget(
             f"{budget!r} of type {type(budget).__name__}."
         )
     if not isinstance(budget, str):
-        value = float(budget)
+        value = float(budget) if abs(budget) < 2**1000 else math.inf
     else:
         match = _BUDGET.fullmatch(budget)
         unit = match[2].lower() if match else None

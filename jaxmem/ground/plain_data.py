@@ -17,6 +17,9 @@ _NAMES: Mapping[Any, str] = {
 }
 
 
+_LARGEST = 10**30  # more than any bytes or FLOPs, and a number that can be printed: chosen
+
+
 def from_plain(kind: Any, value: Any, name: str = "it") -> Any:
     """A value of a type: a number, a bool, text, a tuple, a dataclass of such, or None; of `Any`
     it is any. A class that has a method ``from_plain(row, name)`` makes its own.
@@ -78,6 +81,8 @@ def _checked(kind: type, value: Any, name: str) -> Any:
     is_wanted = isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
     if not is_wanted:
         raise ValueError(f"{name} is not {_NAMES[kind]} but {_short(value)}")
+    if wanted not in (bool, str) and isinstance(value, int) and abs(value) > _LARGEST:
+        raise ValueError(f"{name} has more than 30 digits")
     return value
 
 

@@ -107,7 +107,6 @@ from jaxmem.jaxprs.placement import (
     spec_of as spec_of,
     struct_of as struct_of,
 )
-from jaxmem.jaxprs.printing import shows as shows
 from jaxmem.jaxprs.regions import (
     NamePolicy as NamePolicy,
     OperationPolicy as OperationPolicy,

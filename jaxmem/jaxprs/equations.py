@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 from jax.sharding import Sharding
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.sources import traceback_of, user_frames
+from jaxmem.jaxprs.sources import no_names, traceback_of, user_frames
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -109,6 +110,16 @@ def parameters_of(equation: JaxprEqn) -> dict[str, Any]:
 
 def closed_of(jaxpr):
     return jaxpr if hasattr(jaxpr, "consts") else internals.ClosedJaxpr(jaxpr, ())
+
+
+def in_place_of(equation: JaxprEqn, fun: Callable, avals: Sequence[Any]) -> Any:
+    """A function of such arrays as a closed jaxpr that takes the place of an equation: on its line,
+    under the name stack that is around it."""
+    with equation.ctx.manager:
+        closed = jax.make_jaxpr(fun)(*avals)
+    source = equation.source_info.replace(name_stack=no_names())
+    steps = [one.replace(source_info=source) for one in closed.jaxpr.eqns]
+    return internals.ClosedJaxpr(closed.jaxpr.replace(eqns=steps), closed.consts)
 
 
 def scan_parts(equation: JaxprEqn) -> tuple[int, int]:

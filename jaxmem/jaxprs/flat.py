@@ -26,7 +26,7 @@ from jaxmem.jaxprs.gathers import Numbers, plainer_gather
 from jaxmem.jaxprs.inline_checkpoints import inline_scan
 from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.operands import has_derivative
-from jaxmem.jaxprs.printing import only_prints, stack_prints
+from jaxmem.jaxprs.printing import only_prints, prints_apart
 from jaxmem.jaxprs.sources import at_source, names_of, no_names, traceback_of
 
 if TYPE_CHECKING:
@@ -258,9 +258,6 @@ def flatten_jaxpr(
                 in_scans += count
                 if count:
                     scans.append((len(steps), written))
-            shown = None
-            if sets_prints_apart:
-                equation, shown = stack_prints(equation)
             inputs = tuple(map(number, equation.invars))
             inner = inlinable(equation)
             default = default_branch(equation)
@@ -271,6 +268,8 @@ def flatten_jaxpr(
             opened = open_regions and is_region(equation)
             if opened:
                 inner = closed_of(parameters_of(equation)["jaxpr"])
+            elif sets_prints_apart and inner is None:
+                inner = prints_apart(equation)
             names = stack + names_of(equation)
             if sets_prints_apart and inner is None and only_prints(equation):
                 prints.append(FlatStep(equation, inputs, (), names, callers))
@@ -286,9 +285,6 @@ def flatten_jaxpr(
                     if merge:
                         count_in(steps[-1], earlier)
                 numbers.update(zip(equation.outvars, made, strict=True))
-                if shown is not None:
-                    stacks = tuple(map(number, shown.invars))
-                    prints.append(FlatStep(shown, stacks, (), names, callers))
             else:
                 variables = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
                 constants = [new_const(value) for value in inner.consts]

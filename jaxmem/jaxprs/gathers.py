@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.sources import no_names
+from jaxmem.jaxprs.equations import in_place_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -98,11 +97,7 @@ def plainer_gather(
     if found is None:
         return None
     fun, inputs, avals = found
-    with equation.ctx.manager:
-        closed = jax.make_jaxpr(fun)(*avals)
-    source = equation.source_info.replace(name_stack=no_names())  # the gather's is around it
-    steps = [one.replace(source_info=source) for one in closed.jaxpr.eqns]
-    return internals.ClosedJaxpr(closed.jaxpr.replace(eqns=steps), closed.consts), inputs
+    return in_place_of(equation, fun, avals), inputs
 
 
 def _is_spread(aval: Any) -> bool:

@@ -12,11 +12,12 @@ from jaxmem.ground.budget import Budget
 from jaxmem.ground.errors import PlanError
 from jaxmem.ground.plain_data import from_plain
 from jaxmem.planning import Loop, Region, Segment
-from jaxmem.program import Program
+from jaxmem.program import Program, apply_compiler_rules
 from jaxmem.rematerialization import plan_text
 from jaxmem.rematerialization.bounds import Bound, bound_of
 from jaxmem.rematerialization.choices import Choice, Row
 from jaxmem.rematerialization.emission import planned_function
+from jaxmem.rematerialization.layout_check import misfits
 from jaxmem.rematerialization.named.policy import NamedPolicy
 from jaxmem.rematerialization.plan_facts import Compiled, OwnRegions, PlannedFor, Predicted
 from jaxmem.reports.drawn.tables import Part, Printed
@@ -156,10 +157,13 @@ class Plan(Printed):
         the program takes, with dtype and shape.
 
         Raises:
-            PlanError: it was made for another program.
+            PlanError: it was made for another program, or was changed since.
         """
         if program.fingerprint != self.fingerprint:
             raise PlanError(plan_text.other_program(self, program.fingerprint, inputs()))
+        emitted = apply_compiler_rules(program, self.rules)
+        for what in misfits(emitted, self.regions, self.loops, self.segments):
+            raise PlanError(f"The plan has {what}, which its program has not. Make another one.")
         return self
 
     def to_html(self, path: str | os.PathLike, *, name: str = "") -> None:
@@ -248,7 +252,7 @@ class Plan(Printed):
         """
         try:
             return from_plain(cls, json.loads(text))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise PlanError(
                 f"This is not the JSON of a plan ({error}); pass text that Plan.to_json() wrote."
             ) from error

@@ -91,7 +91,7 @@ class Search(Generic[Proposal]):
     ) -> None:
         """Where nothing fits: compiles the program as it is, though no more are allowed, if there
         is hope."""
-        expected = projected * self.corrections.least_ratio
+        expected = projected * min(self.corrections.least_ratio, 1.0)
         if not self.best and expected <= TRY_PLAIN_LIMIT * self.allowed:
             asked, self.compilations = self.compilations, len(self.outcomes) + 1
             self.run([[proposal]], start)

@@ -188,19 +188,20 @@ def flattened(closed: Any, out_tree: Any, open_regions: bool) -> jaxprs.FlatJaxp
     user's own regions are written in place, or stay.
 
     Raises:
-        PlanError: it has side effects, or random bits that would differ the second time. (What
-            prints in regions that stay does so twice, as it does without a plan.)
+        PlanError: it has side effects, or random bits that would differ the second time.
     """
     flat = jaxprs.flatten_jaxpr(closed, out_tree, open_regions, merge=True, sets_prints_apart=True)
     for step in flat.steps:
         effects = jaxprs.side_effects(step)
-        if effects and (open_regions or not jaxprs.shows(step.equation)):
+        if effects:
             bodies = map(jaxprs.find_callback, jaxprs.inner_jaxprs(step.equation))
             inside = "".join(f", in it {found}" for found in bodies if found)
             raise PlanError(
                 f"The function has a side effect, and a region would run it twice: "
                 f"{step.primitive} ({', '.join(effects)}) at {step.line}{inside}. Return the value "
-                "and print or store it outside, or keep this part outside of what is planned."
+                "and print or store it outside, or keep this part outside of what is planned. "
+                "(Prints may stay but in a while_loop, a conditional that has results, a custom "
+                "rule and a shard_map.)"
             )
         if step.primitive == "rng_uniform":
             raise PlanError(

@@ -107,9 +107,10 @@ class Rules:
         Raises:
             ValueError: it has something else; in words.
         """
-        parts = row.get("parts")
-        read = splitting and parts and from_plain(splitting, parts, f"{name}.parts")
-        return cls(**fields_from_plain(cls, row, name, {"parts": read}))
+        fields = fields_from_plain(cls, row, name, {"parts": None})
+        if splitting and row["parts"] is not None:
+            fields["parts"] = from_plain(splitting, row["parts"], f"{name}.parts")
+        return cls(**fields)
 
     def bytes_of(self, shape: Sequence[int], itemsize: int, apart: Collection[int] = ()) -> int:
         """Bytes of an array as it is laid out: with the two dimensions innermost that are padded
