@@ -3,8 +3,10 @@
 import random
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import jaxmem
 from benchmarks.planner import sensitivity
 from jaxmem.rematerialization import Outcome
 from jaxmem.rematerialization.constraints import Constraints
