@@ -411,7 +411,7 @@ def test_what_is_wrong_with_the_json_of_a_plan_is_told(written_plan, change, sai
     [
         (("regions", 0, "start"), -1, "kernels -1 to "),
         (("regions", 0, "stop"), 10**9, "kernels 0 to 1000000000"),
-        (("regions", 0, "saved"), [0], "value 0"),
+        (("regions", 0, "saved"), [-1], "value -1"),
         (("regions", 0, "saved"), [10**9], "value 1000000000"),
     ],
 )

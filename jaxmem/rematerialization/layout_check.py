@@ -1,6 +1,6 @@
 """Whether a layout is one of a program: that of a plan that was read from JSON may not be."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxmem.loops import Schedule
 from jaxmem.planning import Loop, Region, Segment
@@ -21,8 +21,7 @@ def misfits(
             yield f"a loop at kernel {loop.kernel}"
             continue
         body, length = program.body_of(loop.kernel), program.operation_of(loop.kernel).length
-        values = range(len(body.sizes))
-        yield from _others("value", {*loop.saved, *loop.offloaded}, values)
+        yield from _unknown(body, {*loop.saved, *loop.offloaded})
         if loop.schedule and not _suits(loop.schedule, length):
             yield f"{length} iterations by {loop.schedule}"
         if loop.head:
@@ -45,23 +44,16 @@ def _misfits_of_regions(
         if not start <= region.start < region.stop <= stop:
             yield f"kernels {region.start} to {region.stop}"
             return
-        kernels = program.kernels[region.start : region.stop]
-        made = {value for kernel in kernels for value in kernel.results}
-        yield from _others("value", region.saved, made)
+        yield from _unknown(program, region.saved)
         yield from _misfits_of_regions(program, region.regions, region.start, region.stop)
         start = region.stop
 
 
-def _others(what: str, given: Collection[int], known: Collection[int]) -> Iterator[str]:
-    return (f"{what} {one}" for one in given if one not in known)
+def _unknown(program: Program, values: Iterable[int]) -> Iterator[str]:
+    return (f"value {one}" for one in values if not 0 <= one < len(program.sizes))
 
 
 def _suits(schedule: Schedule, length: int) -> bool:
     """Whether a schedule is of so many iterations."""
-    blocks, block = schedule.blocks, schedule.block
-    return (
-        schedule.length == length
-        and 1 <= schedule.states <= blocks
-        and block >= 1
-        and 0 < length - (blocks - 1) * block <= block
-    )
+    parts = (schedule.blocks, schedule.block, schedule.states, schedule.tail)
+    return schedule.length == length and all(1 <= part <= length for part in parts)

@@ -95,7 +95,7 @@ class Search(Generic[Proposal]):
         if not self.best and expected <= TRY_PLAIN_LIMIT * self.allowed:
             asked, self.compilations = self.compilations, len(self.outcomes) + 1
             self.run([[proposal]], start)
-            self.compilations = max(asked, self.compilations)
+            self.compilations = asked
 
     def _round(
         self,
