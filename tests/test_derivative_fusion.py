@@ -152,7 +152,7 @@ def test_what_a_loop_has_stacked_is_read_there():
 )
 def test_most_of_what_waits_in_host_memory_has_to_be_there(found_bytes, offloaded):
     """XLA has one of two values that are equal, and `fit` refused all residuals for it."""
-    plan = types.SimpleNamespace(predicted=types.SimpleNamespace(host_bytes=100))
+    plan = types.SimpleNamespace(predicted=types.SimpleNamespace(host_peak=100))
     assert rematerialization.is_offloaded(plan, found_bytes) is offloaded
 
 

@@ -56,7 +56,7 @@ class Candidate:
             return ""
         if not self.plan.recomputes:
             return "none"  # regions of the loss's own are told above the table
-        again, offloaded = self.plan.predicted.recompute_share, self.plan.predicted.host_bytes
+        again, offloaded = self.plan.predicted.recompute_share, self.plan.predicted.host_peak
         where = f", {format_bytes(offloaded)} on the host" if offloaded else ""
         who = "its own" if self.plan.keeps_own_regions else self.plan.planner
         return f"{who}, +{again:.1%}{where}"

@@ -247,7 +247,7 @@ class Variant:
             + sum(option.moved for option in self.options),
             sum(self.seconds[k] * n for k, n in again.items()) + self.loops_seconds,
             sum(self.prices[k] * n for k, n in again.items()) + self.loops_price,
-            sum(option.host for option in self.options),
+            tuple((option.loop.kernel, option.host) for option in self.options if option.loop),
             functools.cache(functools.partial(live_bytes, self.program, regions)),
         )
 

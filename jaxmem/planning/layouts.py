@@ -34,10 +34,27 @@ class Layout:
     moved: int
     seconds: float
     price: float
-    host: int  # bytes of residuals that wait there
+    host: tuple[tuple[int, int], ...]  # a loop's kernel, and bytes of residuals that wait there
     # Bytes beyond the program's inputs at each event, and the first event of the backward pass.
     live: Callable[[], tuple[list[int], int]] = dataclasses.field(compare=False, repr=False)
     segments: tuple[Segment, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Those of all residuals that are copied to host memory."""
+        return sum(size for _, size in self.host)
+
+    @property
+    def host_peak(self) -> int:
+        """The most bytes that are in host memory at once. Loops inside of a region are run again
+        when what the loops after it had there is read."""
+        sizes = dict(self.host)
+        inside = [sizes.keys() & range(one.start, one.stop) for one in self.regions]
+        outside = sizes.keys() - set().union(*inside)
+        turns = [outside]
+        for region, loops in zip(self.regions, inside, strict=True):
+            turns.append(loops | {at for at in outside if at < region.start})
+        return max(sum(map(sizes.__getitem__, loops)) for loops in turns)
 
 
 class Planner(Protocol):

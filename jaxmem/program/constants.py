@@ -1,11 +1,12 @@
 """Values that no derivative is taken of: what is made of frozen parameters, of a batch or of
-integers, or is behind a `jax.lax.stop_gradient`. JAX keeps nothing for them."""
+integers, or is behind a `jax.lax.stop_gradient` or a rounding. JAX keeps nothing for them."""
 
 from collections.abc import Sequence, Set
 
 from jaxmem.jaxprs.flat import FlatJaxpr
 from jaxmem.jaxprs.nested import NestedLoop
 from jaxmem.jaxprs.operands import has_derivative
+from jaxmem.program.costs import derivative_reads
 
 
 def constant_values(flat: FlatJaxpr, differentiated: Set[int] | None = None) -> set[int]:
@@ -18,7 +19,7 @@ def constant_values(flat: FlatJaxpr, differentiated: Set[int] | None = None) -> 
     wanted = ({*inputs} if differentiated is None else {*differentiated, *tracers}) - closed_over
     found = {at for at in inputs if at not in wanted or not has_derivative(flat.avals[at])}
     for step in flat.steps:
-        if step.primitive == "stop_gradient" or found.issuperset(step.uses):
+        if derivative_reads(step) == "flat" or found.issuperset(step.uses):
             found.update(step.outputs)
         else:
             found.update(at for at in step.outputs if not has_derivative(flat.avals[at]))

@@ -28,15 +28,18 @@ _FUSED = frozenset(
     transpose xor
     """.split()
 )
-# The derivative of these reads none of their operands or results: they are linear, or flat.
+# The derivative of these reads none of their operands or results.
 _LINEAR = frozenset(
     """
-    add add_any bitcast_convert_type broadcast_in_dim ceil complex concatenate conj
-    convert_element_type copy copy_p cumsum device_put expand_dims fft floor imag iota mesh_cast
-    name neg optimization_barrier pad pvary real reduce_sum reduce_window_sum reshape reshard rev
-    round row_major sharding_constraint sign slice split squeeze stop_gradient sub transpose
+    add add_any broadcast_in_dim complex concatenate conj convert_element_type copy copy_p cumsum
+    device_put expand_dims fft imag iota mesh_cast name neg optimization_barrier pad pvary real
+    reduce_sum reduce_window_sum reshape reshard rev row_major sharding_constraint slice split
+    squeeze sub transpose
     """.split()
 )
+# JAX takes no derivative of these (of `sign` but for that of complex numbers): what they make
+# depends on nothing, and what they are made of has no cotangent from them.
+_FLAT = frozenset("bitcast_convert_type ceil floor round sign stop_gradient".split())
 _PRECISIONS = ("default", "high", "highest")
 # The presets of `jax.lax.DotAlgorithmPreset` that say how float32 is multiplied.
 _ALGORITHMS = {
@@ -125,9 +128,12 @@ def derivative_reads(step: FlatStep) -> str:
     """What the operation's derivative reads of the values of a program: ``"nothing"``, its
     ``"result"``, its ``"operands"``; all of them but the first (``"indices"``), that one alone
     (``"predicate"``), the second and, where that has a cotangent, the first (``"divisor"``), or for
-    each that has a cotangent the other (``"other"``). Literals are operands, and no values."""
+    each that has a cotangent the other (``"other"``). ``"flat"``: there is no derivative. Literals
+    are operands, and no values."""
     name = step.primitive
     literal = [not isinstance(operand, int) for operand in step.inputs]
+    if name in _FLAT and (name != "sign" or _is_real(step)):
+        return "flat"
     if name in ("gather", "dynamic_slice"):
         return "nothing" if literal[0] else "indices"
     if name == "dynamic_update_slice":
@@ -139,6 +145,10 @@ def derivative_reads(step: FlatStep) -> str:
     if name in _BILINEAR:
         return "nothing" if any(literal) else "other"
     return "nothing" if name in _LINEAR else "result" if name in _BY_RESULT else "operands"
+
+
+def _is_real(step: FlatStep) -> bool:
+    return not jnp.issubdtype(step.equation.outvars[0].aval.dtype, jnp.complexfloating)
 
 
 def is_batched(equation) -> bool:

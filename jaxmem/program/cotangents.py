@@ -57,7 +57,7 @@ def active_of(program: Any) -> list[bool]:
     for operation in program.operations:
         for value, gathered, _ in operation.communication.gathers:
             active[gathered] = active[value]
-        if operation.name != "stop_gradient" and any(active[v] for v in operation.inputs):
+        if operation.derivative_reads != "flat" and any(active[v] for v in operation.inputs):
             for value in operation.outputs:
                 active[value] = real[value] and value != operation.residuals
     return active
@@ -133,7 +133,7 @@ def _moving(program: Any, kernel: Any) -> frozenset[int]:
 
 def with_gradients(program: Any) -> frozenset[int]:
     """The inputs of a program (`Program`) that have a gradient: those that it returns something of,
-    and not behind a `jax.lax.stop_gradient` alone."""
+    and not behind a `jax.lax.stop_gradient` or a rounding alone."""
     reached = _reached(program, program.outputs, reversed(program.operations))
     return frozenset(value for value in range(program.input_count) if value in reached)
 
@@ -142,7 +142,7 @@ def _reached(program: Any, results: Iterable[int], backwards: Iterable[Any]) -> 
     """What cotangents of results reach through some operations, from the last to the first."""
     reached = {value for value in results if program.active[value]}
     for one in backwards:
-        if one.name != "stop_gradient" and not reached.isdisjoint(one.outputs):
+        if one.derivative_reads != "flat" and not reached.isdisjoint(one.outputs):
             operands = {*one.inputs, *map(one.gathered_operand, one.inputs)}
             reached.update(value for value in operands if program.active[value])
     return reached

@@ -83,7 +83,8 @@ class Source:
 class Operation:
     """One operation: the values it reads and makes (by number), its FLOPs, whether XLA fuses it
     with its neighbours, what its derivative reads (``"nothing"``, its ``"result"``, its
-    ``"operands"``, or some of those: see `derivative_reads`), and where it came from.
+    ``"operands"``, or some of those; ``"flat"``: it has none; see `derivative_reads`), and where it
+    came from.
 
     A `scan` also has ``body``, what it repeats ``length`` times; ``carry`` are the inputs of the
     body that one iteration hands to the next. A user's own `jax.checkpoint` has the ``body`` that

@@ -26,7 +26,7 @@ def readers_of(program: Any) -> Counter[int]:
     reached = set(program.outputs)  # by a cotangent
     for operation in reversed(program.operations):
         readers.update(operation.inputs)
-        if operation.name == "stop_gradient" or reached.isdisjoint(operation.outputs):
+        if operation.derivative_reads == "flat" or reached.isdisjoint(operation.outputs):
             continue
         active = {value for value in operation.inputs if program.active[value]}
         if not active:
@@ -45,7 +45,7 @@ def read_by_derivative(operation: Any, active: list[bool]) -> tuple[int, ...]:
         return tuple(operation.reads)
     inputs = operation.inputs
     how = operation.derivative_reads
-    if how == "nothing":
+    if how in ("nothing", "flat"):
         return ()
     if how == "result":
         return operation.outputs

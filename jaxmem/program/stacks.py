@@ -120,6 +120,6 @@ def _kept(flat: FlatJaxpr) -> set[int]:
         reads = derivative_reads(step)
         if reads == "result":
             found.update(step.outputs)
-        elif reads != "nothing":
+        elif reads not in ("nothing", "flat"):
             found.update(step.uses)
     return found

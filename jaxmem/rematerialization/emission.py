@@ -295,9 +295,11 @@ class _Emission:
                 pieces = (head.count, first), (options["length"] - head.count, one)
                 carry, stacked = split_scan(pieces, constants, carry, slices, options["reverse"])
             else:
+                # XLA refuses a loop that sends several slices to host memory in one turn.
+                unroll = 1 if loop.offloaded else options["unroll"]
                 carry, stacked = jax.lax.scan(
                     functools.partial(one, constants), carry, slices,
-                    options["length"], options["reverse"], options["unroll"],
+                    options["length"], options["reverse"], unroll,
                 )  # fmt: skip
         made = [*step.outputs[: len(carry)], *(stacked_as[at] for at in read)]
         for value, result in zip(made, [*carry, *stacked], strict=True):

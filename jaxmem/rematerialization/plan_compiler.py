@@ -85,7 +85,7 @@ class PlanCompiler:
         pass_bytes: int | None,
     ) -> Outcome:
         """What the compiler says of the plan of a layout."""
-        offloaded = chosen.predicted.host_bytes
+        offloaded = chosen.predicted.host_peak
         if not is_offloaded(chosen, report.host):
             raise OffloadError(
                 f"The plan has {format_bytes(offloaded)} of residuals in host memory, and "
@@ -144,4 +144,4 @@ def is_offloaded(chosen: Plan, host: int) -> bool:
     """Whether what a plan has in host memory is there, by the bytes that XLA has there for it. A
     value that goes from turn to turn may be there once for two that the plan counts, and so may
     those that are equal (angles of queries and of keys)."""
-    return not chosen.predicted.host_bytes or 2 * host >= chosen.predicted.host_bytes
+    return 2 * host >= chosen.predicted.host_peak

@@ -20,7 +20,8 @@ class Predicted:
             ``recompute_moved`` (bytes read and written) are what the plan adds.
         seconds, recompute_seconds: of the plain forward pass and of what the plan adds, at the
             target's rates.
-        host_bytes: of the residuals that wait in host memory, in no other count.
+        host_bytes: of the residuals that are copied to host memory, in no other count;
+            ``host_peak``: the most of them that are there at once.
         timeline, plain_timeline: projected bytes along the step, with and without the regions.
     """
 
@@ -32,6 +33,7 @@ class Predicted:
     seconds: float = 0.0
     recompute_seconds: float = 0.0
     host_bytes: int = 0
+    host_peak: int = 0
     timeline: PlanTimeline = UNKNOWN
     plain_timeline: PlanTimeline = UNKNOWN
 
