@@ -209,6 +209,7 @@ class Half(Lever):
         return jaxmem.autocast(loss_fn, "bf16")
 
 
+@pytest.mark.slow
 def test_a_lever_that_makes_the_loss_faster_is_chosen():
     register(Half())
     wide = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 6

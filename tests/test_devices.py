@@ -31,6 +31,7 @@ def workload():
     return loss_fn, ADAM, *shapes(), {"budget": "60MiB", "target": "h100", "keep": "placement"}
 
 
+@pytest.mark.slow
 def test_the_fewest_devices_that_fit_and_no_fewer():
     """32 MiB of parameters, with gradients and moments 128."""
     needed = jaxmem.devices_needed(*workload()[:4], **workload()[4])
@@ -63,6 +64,7 @@ def test_what_is_no_question_is_told():
         jaxmem.devices_needed(*workload()[:4], bogus=1)
 
 
+@pytest.mark.slow
 def test_what_else_could_be_allowed_can_be():
     """No mesh, which is in the way of nothing; what is kept is told apart."""
     with pytest.raises(jaxmem.BudgetError) as caught:

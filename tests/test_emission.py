@@ -268,6 +268,7 @@ def test_arrays_that_a_custom_rule_closes_over():
             np.testing.assert_allclose(one, other, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_complex_values_are_saved():
     def loss(w, x):
         for _ in range(4):
@@ -471,6 +472,7 @@ def test_arrays_that_a_jitted_function_closes_over(name, call):
             np.testing.assert_allclose(actual, expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_plan_holds_where_arrays_of_numpy_are_closed_over():
     """They were tracers where the function was traced in another trace, and another program."""
     table = np.cos(np.arange(16.0)).reshape(4, 4)

@@ -165,6 +165,7 @@ def test_operations_that_hold_no_scores_are_searched_where_they_are_allowed():
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_proved_of_a_loss_holds_with_operations_in_it(recwarn):
     """A mean over examples; blocks of an attention count examples, and would stand in the way."""
     names = ("query", "key", "value", "out")
@@ -177,6 +178,7 @@ def test_what_is_proved_of_a_loss_holds_with_operations_in_it(recwarn):
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_where_there_are_no_operations_to_replace_the_table_says_so():
     refused = fit("1GiB", allow="operations").fitting.refused
     assert refused["operations"] == (
@@ -799,6 +801,7 @@ def make_loss():
     return loss_fn, (PARAMS, BATCH)
 
 
+@pytest.mark.slow
 def test_command_line_fit(capsys, tmp_path):
     page = tmp_path / "report.html"
     common = ["fit", "--target", "h200", "--budget"]
@@ -895,6 +898,7 @@ def test_a_step_whose_code_cannot_be_generated_is_not_returned(monkeypatch):
     assert refused[0].seconds <= fitting.chosen.seconds and refused[0] != fitting.chosen
 
 
+@pytest.mark.slow
 def test_where_code_for_nothing_can_be_generated_the_compiler_is_heard(monkeypatch):
     """And not that the budget is too small: what fits was found."""
     refuse(monkeypatch, lambda: True)

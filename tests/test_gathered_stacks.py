@@ -21,6 +21,7 @@ def loss_fn(params, x):
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_along_any_axis_without_a_copy_of_their_stack():
     """Of gate and up it is the innermost one: XLA copied 256 MiB of each into another layout."""
     params = {

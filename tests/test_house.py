@@ -250,6 +250,7 @@ with pytest.raises(jaxmem.JaxmemError, match=r"no jax._src.callback, which jaxme
 """
 
 
+@pytest.mark.slow
 def test_a_name_that_moved_stops_only_what_needs_it():
     done = subprocess.run([sys.executable, "-c", WITHOUT_FEW], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import pytest
 
 import jaxmem
 from jaxmem import jaxprs
+from tests.cases import slow_but
 
 ROWS = np.arange(6)
 
@@ -54,13 +55,17 @@ OTHERS = {
     "all columns of rows": lambda x, y: x[rows_of(x)][:, 1],
 }
 
+# The others take a minute together.
+FAST = ["closed over", "in a scan", "one by one", "of a meshgrid", "rows in reverse", "a row twice"]
+FAST += ["by numbers", "one axis", "tiled"]
+
 
 def data():
     x = jax.random.normal(jax.random.key(0), (6, 8))
     return x, jnp.asarray([1, 7, 3, 1, 5, 2])
 
 
-@pytest.mark.parametrize("name", [*TAKEN, *OTHERS])
+@pytest.mark.parametrize("name", slow_but(FAST, [*TAKEN, *OTHERS]))
 def test_values_and_gradients_are_the_same(name):
     take = TAKEN.get(name) or OTHERS[name]
 
@@ -130,6 +135,7 @@ def test_a_plan_has_no_scattered_logits(target):
     assert plan.compiled_bytes == pytest.approx(plan.projected_bytes, rel=0.03)
 
 
+@pytest.mark.slow
 def test_under_transformations():
     x, y = data()
 
@@ -166,7 +172,7 @@ OTHER_IMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", [*IMAGES, *OTHER_IMAGES])
+@pytest.mark.parametrize("name", slow_but(FAST, [*IMAGES, *OTHER_IMAGES]))
 def test_images_that_are_made_larger(name):
     resize = IMAGES.get(name) or OTHER_IMAGES[name]
     x = jax.random.normal(jax.random.key(0), (2, 4, 6, 3))
@@ -188,6 +194,7 @@ def test_lines_are_those_of_the_gather():
     assert all(step.line.startswith("test_known_gathers.py:") for step in flat.steps)
 
 
+@pytest.mark.slow
 def test_decoders_of_images_have_no_scatter():
     """Each level twice as large, as in the decoders of diffusion models."""
 

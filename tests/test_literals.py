@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxmem
+from tests.cases import slow_but
 
 NUMBERS = (0.5, 10, True)
 NO_TANGENT = np.zeros((), jax.dtypes.float0)
@@ -81,7 +82,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("outside", ["", "in a scan"])
+@pytest.mark.parametrize("outside", slow_but([""], ["", "in a scan"]))
 @pytest.mark.parametrize(
     "options",
     [
@@ -118,7 +119,7 @@ def types(results):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.0])
-@pytest.mark.parametrize("planner", ["dp", "sqrt", "dots"])
+@pytest.mark.parametrize("planner", slow_but(["dp"], ["dp", "sqrt", "dots"]))
 def test_results_have_the_types_that_jax_gives_them(share, planner):
     """Weak ones too, with and without `jax.jit`: what is computed of them has the same dtype."""
 
@@ -138,6 +139,7 @@ def test_results_have_the_types_that_jax_gives_them(share, planner):
                 assert types(how(of(planned))(*args)) == types(how(of(loss))(*args))
 
 
+@pytest.mark.slow
 def test_numbers_are_reduced():
     """As a sum over the log-determinants of layers is that have none (flowjax)."""
 

@@ -238,6 +238,7 @@ def test_a_smaller_last_slice(weights):
         chex.assert_trees_all_close(found, jax.value_and_grad(loss)(weights, batch), rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_nothing_at_all_is_what_it_is_for_the_whole_batch(weights):
     batch = {**data(), "mask": jnp.zeros((EXAMPLES, 5))}
     assert jnp.isnan(jaxmem.microbatch(of_mask, 4)(weights, batch)[0])

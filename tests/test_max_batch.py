@@ -180,6 +180,7 @@ def test_any_number_that_fits(monkeypatch, name, of_number, near):
     assert answer.size >= near * best, (answer.size, best)
 
 
+@pytest.mark.slow
 def test_the_states_that_a_loop_keeps(caplog):
     """Compiled; and never more than the number that was to be tried."""
 

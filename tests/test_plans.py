@@ -925,6 +925,7 @@ def test_a_number_is_reduced(reduce):
     chex.assert_trees_all_close(jax.grad(planned)(*args), jax.grad(loss)(*args))
 
 
+@pytest.mark.slow
 def test_what_fits_as_it_is_is_not_refused():
     """Forces of atoms are projected more than twice too high, with a plan and without."""
     loss, args = PROGRAMS["forces of atoms by their edges"]()

@@ -176,7 +176,12 @@ CASES = {
     "integers_and_keys": integer_wrapped,
 }
 OTHERS = ("sqrt", "every_kernel")
-SLOW = {"cnn_batchnorm": OTHERS, "transformer_dropout": ("dp", *OTHERS)}  # planners by case
+SLOW = {  # planners by case
+    "cnn_batchnorm": OTHERS,
+    "transformer_dropout": ("dp", *OTHERS),
+    "cond": OTHERS,
+    "integers_and_keys": OTHERS,
+}
 
 
 def every_kernel(fun, *args):
@@ -251,6 +256,7 @@ def test_gradient_of_gradient():
     assert_same(jax.grad(penalty(jaxmem.remat(mlp)))(params), jax.grad(penalty(mlp))(params))
 
 
+@pytest.mark.slow
 def test_forward_mode_and_hessian():
     params, x = mlp_arguments(5)
     planned = jaxmem.remat(mlp)

@@ -427,6 +427,7 @@ def test_scans_in_scans_are_checkpointed_inside_and_outside():
     assert kept[0] == 7 * size == kept[2] and kept[1] >= 35 * size
 
 
+@pytest.mark.slow
 def test_what_is_written_stays_where_nothing_else_recomputes_less(monkeypatch):
     """XLA makes half of what is projected of the author's own regions."""
     compiling(monkeypatch, lambda plan: 0.5 if plan.own_regions.kept else 1.0)

@@ -391,6 +391,7 @@ def test_what_is_sent_may_be_made_of_what_was_sent():
     assert [kernel.ring.devices for kernel in body.kernels if kernel.summed_bytes] == [2]
 
 
+@pytest.mark.slow
 def test_conditionals_that_hand_an_operand_on():
     """What a conditional's derivative keeps of an operand is that operand."""
     mesh = _mesh({"data": 8})

@@ -110,6 +110,7 @@ def test_every_gpu_compiles(name, dtype):
     assert report.work.convolutions == 2
 
 
+@pytest.mark.slow
 def test_several_targets_after_cpu_work_leave_the_process_as_it_was():
     code = """
         import os, jax, jax.numpy as jnp
@@ -131,6 +132,7 @@ def test_several_targets_after_cpu_work_leave_the_process_as_it_was():
     assert (done.stdout, done.returncode) == ("3.0\n4.0\n", 0), done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_is_said_by_jax_where_the_compiler_is_installed():
     """`import jax; jax.devices()`, with no variable that would silence it, prints no warning."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
@@ -454,6 +456,7 @@ def test_workers_end_with_their_parent_however_it_dies(how, code, wait):
     assert seconds_after(how, code, wait) < 60  # else they do not end by themselves
 
 
+@pytest.mark.slow
 def test_a_fork_compiles_while_its_parent_does():
     """In the fork nobody would give back the slots and the lock that its parent's threads hold."""
     done = run_compiling("""

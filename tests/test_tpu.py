@@ -487,6 +487,7 @@ def test_a_plan_is_of_one_program_whatever_it_is_planned_for():
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_what_waits_in_host_memory_passes_no_barrier_of_a_region():
     """On a slice libtpu takes it for a result of the program, and compiles none."""
 

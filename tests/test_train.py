@@ -1020,6 +1020,7 @@ def test_a_fitted_step_is_cut_into_no_single_examples_where_those_change_the_sta
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_fitted_step_is_not_cut_where_calls_are_counted():
     def loss(params, batch, *, model_state):
         return jnp.sum((batch @ params) ** 2), {"calls": model_state["calls"] + 1}
@@ -1206,6 +1207,7 @@ def test_out_of_memory_names_the_measured_peak(monkeypatch):
     assert "  measured  12.00 MiB at the peak\n" in run_out(step, state, batch)
 
 
+@pytest.mark.slow
 def test_out_of_memory_of_a_step_that_was_fitted():
     params, batch = wide()
     step = jaxmem.fit(

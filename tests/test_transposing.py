@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmem
+from tests.cases import slow_but
 
 MATRICES = jnp.stack([jax.random.normal(jax.random.key(at), (8, 8)) / 3 for at in range(8)])
 X = jax.random.normal(jax.random.key(9), (16, 8))
@@ -62,7 +63,7 @@ def _least(fun):
 
 
 @pytest.mark.parametrize("planned", PLANNED)
-@pytest.mark.parametrize("fun", [chain, loop, loops, saved, rolled])
+@pytest.mark.parametrize("fun", slow_but([loop, saved], [chain, loop, loops, saved, rolled]))
 def test_a_linear_function_is_transposed(fun, planned):
     (expected,) = jax.linear_transpose(fun, X)(jnp.cos(X))
     found = PLANNED[planned](fun)
@@ -81,6 +82,7 @@ def test_a_scan_is_transposed():
     np.testing.assert_allclose(jax.linear_transpose(scanned, X)(X)[0], expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_solver_that_transposes():
     """What `jax.lax.custom_linear_solve` does of a matrix that is not symmetric."""
     strong = jnp.eye(8) * 4 + MATRICES[0]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmem
+from tests.cases import slow_but
 
 
 def network(layers, x):
@@ -62,7 +63,7 @@ def test_projected_bytes_are_those_compiled(loss, share):
 
 
 @LOSSES
-@pytest.mark.parametrize("planner", ["dp", "sqrt"])
+@pytest.mark.parametrize("planner", slow_but(["dp"], ["dp", "sqrt"]))
 def test_derivatives_are_those_of_the_function(loss, planner):
     keys = iter(jax.random.split(jax.random.key(0), 99))
     args = arguments(4, 3, 4, 5, lambda size: jax.random.normal(next(keys), size))
@@ -84,7 +85,7 @@ def test_derivatives_are_those_of_the_function(loss, planner):
 
 @LOSSES
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", slow_but(["float32"], ["float64", "float32"]))
 def test_planned_functions_are_cut_and_cast(loss, dtype):
     """What is known of barriers is known of those in between."""
     keys = iter(jax.random.split(jax.random.key(0), 99))

@@ -300,6 +300,7 @@ def test_what_microbatches_add_up_are_gradients():
     assert found.time.by_source.get(UNKNOWN, 0) < 0.1 * found.time.seconds
 
 
+@pytest.mark.slow
 def test_memory_that_values_share_is_said():
     found = report(mlp)
     timeline = found.timeline

@@ -67,6 +67,7 @@ def test_values_and_derivatives_are_those_of_the_plain_function(case):
         chex.assert_trees_all_equal_dtypes(found, expected)
 
 
+@pytest.mark.slow
 def test_gradients_of_the_mean_over_a_mapped_function():
     loss, (params, x) = convnet()
     planned = planned_for("t4", loss, (params, x)).apply(loss)
