@@ -3,6 +3,7 @@
 A program is taken out, with its row there, once its projections are within 10 %.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -586,3 +587,72 @@ def _strided_tanh():
         return jnp.mean(x**2)
 
     return loss, ([shape(5, 128, 128)] * 5, shape(64, 8_192, 128))
+
+
+def _pooled(pool: Callable):
+    """Convolutions, each with a relu and then a pooling."""
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            x = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+            x = pool(jax.nn.relu(x))
+        return jnp.mean(x**2)
+
+    sizes = (3, 32, 48, 64, 64)
+    kernels = [shape(5, 5, *pair) for pair in itertools.pairwise(sizes)]
+    return loss, (kernels, shape(512, 64, 64, 3))
+
+
+@program("convolutions with a relu and a pooling")
+def _max_pool():
+    window = (1, 2, 2, 1)
+    return _pooled(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID"))
+
+
+@program("convolutions with a relu and a maximum of folded axes")
+def _folded():
+    def pool(x):
+        rows, height, width, channels = x.shape
+        folded = x.reshape(rows, height // 2, 2, width // 2, 2, channels)
+        return jnp.max(folded, (2, 4))
+
+    return _pooled(pool)
+
+
+@program("a recurrent network with dense heads")
+def _heads():
+    rows, steps, inner, width = 2_048, 128, 64, 256
+
+    def loss(params, batch):
+        def cell(h, given):
+            x, begins = given
+            h = jnp.where(begins[:, None], 0.0, h)
+            reset, update = (jax.nn.sigmoid(x @ one + h @ other) for one, other in params["gates"])
+            one, other = params["new"]
+            h = (1 - update) * jnp.tanh(x @ one + reset * (h @ other)) + update * h
+            return h, h
+
+        x = jax.nn.relu(batch["x"] @ params["in"])
+        _, states = lax.scan(cell, batch["h"], (x, batch["begins"]))
+
+        def head(first, second, last):
+            out = jnp.tanh(jnp.tanh(states @ first) @ second) @ last
+            return jnp.mean((out[..., 0] - batch["y"]) ** 2)
+
+        return sum(head(*one) for one in params["heads"])
+
+    square = shape(width, width)
+    params = {
+        "in": shape(inner, width),
+        "gates": [(square, square)] * 2,
+        "new": (square, square),
+        "heads": [(square, square, shape(width, 1))] * 2,
+    }
+    batch = {
+        "x": shape(steps, rows, inner),
+        "begins": shape(steps, rows, dtype="bool"),
+        "h": shape(rows, width),
+        "y": shape(steps, rows),
+    }
+    return loss, (params, batch)

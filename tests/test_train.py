@@ -229,6 +229,21 @@ def test_a_metric_cannot_take_the_place_of_the_loss():
         step(step.init({"w": jnp.ones(2)}), jnp.ones(3))
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_loss_itself_may_be_among_the_metrics(microbatches):
+    """As in many trainers; of the whole batch it is what the step says that it is."""
+
+    def loss_fn(params, batch):
+        loss = jnp.mean((batch @ params) ** 2)
+        return loss, {"loss": loss, "half": loss / 2}
+
+    step = jaxmem.train_step(loss_fn, optax.sgd(0.1), microbatches=microbatches)
+    batch = jnp.arange(12.0).reshape(4, 3)
+    _, metrics = step(step.init(jnp.ones(3)), batch)
+    wanted, _ = loss_fn(jnp.ones(3), batch)
+    chex.assert_trees_all_close(metrics, {"loss": wanted, "half": wanted / 2}, rtol=1e-12)
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_numpy_parameters_and_arrays_used_twice(offload):
     optimizer = jaxmem.offload(optax.adam(0.1)) if offload else optax.adam(0.1)

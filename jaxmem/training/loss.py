@@ -71,6 +71,9 @@ class Loss:
         """What the user's function returns, checked."""
         with self.settings.context():
             results = call_loss(self.functional(), params, batch, model_state, key)
+        if results.metrics.get("loss") is results.loss:  # the step's metrics have it anyway
+            metrics = {name: one for name, one in results.metrics.items() if name != "loss"}
+            results = results._replace(metrics=metrics)
         for name in ("loss", "loss_scale", "skipped"):
             if name in results.metrics:
                 raise JaxmemError(
