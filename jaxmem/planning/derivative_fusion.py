@@ -177,19 +177,19 @@ class _Fusion:
                 elif not any(self._writes_in_place(one, read, each) for read in each.uses):
                     inside += sizes[one]
         makes = [*event.makes, *sorted(own)]
-        transposed = [*event.transposed, *(one for each in moved for one in each.transposed)]
+        lasting = [*event.lasting, *(one for each in moved for one in each.lasting)]
         return dataclasses.replace(
             event,
             uses=sorted(uses),
             makes=makes,
             workspace_bytes=inside,
-            transposed=transposed,
+            lasting=lasting,
         )
 
     def _writes_in_place(self, made: int, read: int, event: Event) -> bool:
         """Whether XLA writes one of two results over what it is made of: what has as many bytes,
         in the same order, and comes from behind no barrier."""
-        alike = self.sizes[made] == self.sizes[read] and read not in event.transposed
+        alike = self.sizes[made] == self.sizes[read] and read not in event.lasting
         return alike and self.makers.get(read) == event.run
 
     @staticmethod

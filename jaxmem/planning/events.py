@@ -24,7 +24,7 @@ class Event:
     workspace_bytes: int = 0  # bytes beside what it uses and makes
     not_in_place: bool = False  # whether it writes over nothing that it uses
     joined: Sequence[int] = ()  # kernels whose derivatives make the rest of its cotangents
-    transposed: Sequence[int] = ()  # what it uses in another order than it writes
+    lasting: Sequence[int] = ()  # what it uses and writes over in no case
     run: int = 0  # of a region, which it is in: barriers part one from another. 0: of none
     copies: bool = False  # whether it is no run of its kernel, but copies what that reads
 
@@ -130,11 +130,9 @@ def _in_place_bytes(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
         return 0
     if len(event.makes) == 1:
         size = sizes[event.makes[0]]
-        return (
-            size if any(sizes[one] == size and one not in event.transposed for one in dies) else 0
-        )
+        return size if any(sizes[one] == size and one not in event.lasting for one in dies) else 0
     made = collections.Counter(sizes[one] for one in event.makes)
-    dying = collections.Counter(sizes[one] for one in dies if one not in event.transposed)
+    dying = collections.Counter(sizes[one] for one in dies if one not in event.lasting)
     return sum(size * min(count, dying[size]) for size, count in made.items())
 
 

@@ -236,8 +236,8 @@ class _StepSimulator:
         if fresh:
             event = Event(number, [made[value] for value in kernel.sources], fresh, False)
             event.workspace_bytes, event.run = kernel.workspace, self.run
-            if kernel.aliasing.transposed:
-                event.transposed = [made[value] for value in kernel.aliasing.transposed]
+            lasting = kernel.aliasing.lasting.intersection(kernel.sources)
+            event.lasting = [made[value] for value in lasting]
             for value, size in kernel.gradients.operand_copies:
                 if (self.run, value) not in self.copied:
                     self.copied[self.run, value] = copy = self.of_bytes(size)
@@ -329,10 +329,10 @@ class _StepSimulator:
             uses += copies
             pairs = zip(kernel.reads, reads, strict=True)
             copies += [instance for value, instance in pairs if value == kernel.residuals]
-        transposed: Sequence[int] = ()
-        if kernel.aliasing.transposed:
-            pairs, order = zip(kernel.reads, reads, strict=True), kernel.aliasing.transposed
-            transposed = [instance for value, instance in pairs if value in order]
+        lasting: Sequence[int] = ()
+        if kernel.aliasing.lasting:
+            pairs = zip(kernel.reads, reads, strict=True)
+            lasting = [instance for value, instance in pairs if value in kernel.aliasing.lasting]
         self.events.append(
             Event(
                 number,
@@ -342,7 +342,7 @@ class _StepSimulator:
                 inside,
                 not_in_place=in_rows,
                 joined=joined,
-                transposed=transposed,
+                lasting=lasting,
                 run=self.run,
             )
         )

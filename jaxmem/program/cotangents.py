@@ -89,7 +89,9 @@ def _cotangent_edges(
     return tuple(
         CotangentEdge(
             value,
-            kernel.fused and sizes[value] > _least(program, kernel) * written,
+            kernel.fused
+            and sizes[value] > _least(program, kernel) * written
+            and value not in kernel.aliasing.returned,  # a library reads the whole of it
             tuple(row for array, row in kernel.aliasing.row_normalized if array == value),
             last.get(value),
             value in shared and sizes[value] > written and _cuts(program, kernel, value),

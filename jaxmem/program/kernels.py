@@ -159,6 +159,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         normalised = norms.sources_of(computed)
         if reduces and program.rules.merges_reductions:
             rows = frozenset(sources)
+        read = sources | reads if operation.fused else ()
+        returned = frozenset(value for value in read if _is_returned(program, maker.get(value)))
         if operation.widened:
             dtype = "float32"
             left, right, wide = (_copy(program, v) for v in (*operation.inputs, *results))
@@ -191,7 +193,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                     operation, sum(program.sizes[value] for value in results)
                 ),
                 ring=operation.communication.summed,
-                aliasing=Aliasing(shifted, turned, rows, normalised),
+                aliasing=Aliasing(shifted, turned, rows, normalised, returned),
                 scattered=scattered,
                 expensive=expensive.issuperset(results),
                 gradients=Gradients(
@@ -205,6 +207,13 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             )
         )
     return tuple(kernels)
+
+
+def _is_returned(program, maker: int | None) -> bool:
+    """Whether a library makes what an operation does."""
+    if maker is None or program.rules.channels_last is None:
+        return False
+    return program.operations[maker].name == "conv_general_dilated"
 
 
 def _cluster(
