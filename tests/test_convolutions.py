@@ -8,6 +8,8 @@ from jax import lax
 import jaxmem
 from jaxmem.program.convolutions import NO_COPIES, ConvolutionCopies, copies_of
 
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
 
 def shape(*sizes, dtype="float32"):
     return jax.ShapeDtypeStruct(sizes, dtype)
@@ -205,3 +207,49 @@ def test_a_strided_convolution_of_images_has_one_copy_of_them(size):
     plan = jaxmem.plan(loss, *args, target="rtx-3090", compilations=0)
     report = jaxmem.memory(jax.value_and_grad(loss), *args, target="rtx-3090", timeline=False)
     assert report.device == pytest.approx(plan.plain_bytes, rel=0.06)
+
+
+def folded(x):
+    rows, height, width, channels = x.shape
+    return x.reshape(rows, height // 2, 2, width // 2, 2, channels)
+
+
+TARGETS = ["h100", pytest.param("a100-40gb", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("function", [jnp.sin, jnp.tanh, jax.nn.silu, jax.nn.softplus])
+def test_nothing_is_written_over_what_a_library_convolves(function, target):
+    """Its derivative reads that last: a cotangent was taken to be in its place."""
+
+    def loss(kernel, x):
+        y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS)
+        return jnp.mean(function(y))
+
+    args = shape(3, 3, 64, 64), shape(64, 64, 64, 64)
+    plan = jaxmem.plan(loss, *args, budget="4GiB", target=target, compilations=1)
+    assert plan.projected_bytes == pytest.approx(plan.compiled_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: x[:, ::2, ::2],
+        lambda x: folded(x).mean((2, 4)),
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
+    ],
+    ids=["slices", "means", "sums of windows"],
+)
+def test_the_cotangent_of_a_convolution_is_spread_out_in_memory(pool, target):
+    """A library reads it, and no kernel that spreads it out: it was projected a quarter of it."""
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS)
+            x = pool(jax.nn.relu(x))
+        return jnp.mean(x**2)
+
+    args = [shape(5, 5, 3, 32), shape(5, 5, 32, 48), shape(5, 5, 48, 64)], shape(64, 64, 64, 3)
+    plan = jaxmem.plan(loss, *args, budget="4GiB", target=target, compilations=1)
+    assert plan.projected_bytes == pytest.approx(plan.compiled_bytes, rel=0.05)
