@@ -236,8 +236,7 @@ class _StepSimulator:
         if fresh:
             event = Event(number, [made[value] for value in kernel.sources], fresh, False)
             event.workspace_bytes, event.run = kernel.workspace, self.run
-            lasting = kernel.aliasing.lasting.intersection(kernel.sources)
-            event.lasting = [made[value] for value in lasting]
+            event.lasting = [made[value] for value in kernel.aliasing.transposed]
             for value, size in kernel.gradients.operand_copies:
                 if (self.run, value) not in self.copied:
                     self.copied[self.run, value] = copy = self.of_bytes(size)

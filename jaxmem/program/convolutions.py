@@ -13,7 +13,7 @@ the place of the operand where this is computed for the convolution alone, and i
 
 import dataclasses
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from jaxmem.program.readers import dtype_of, shape_of
@@ -146,3 +146,11 @@ def reads_copy(program: Any, operation: Any, value: int) -> bool:
     """Whether a convolution reads a copy of an operand, which is computed as it is written."""
     copied = operation.contraction.copies.forward > 0 and value == operation.inputs[0]
     return copied and program.rules.channels_last is not None
+
+
+def convolved(program: Any, values: Iterable[int], maker: Mapping[int, int]) -> frozenset[int]:
+    """Those of some values that a library makes by a convolution."""
+    if program.rules.channels_last is None:
+        return frozenset()
+    made = {value: program.operations[maker[value]].name for value in values if value in maker}
+    return frozenset(value for value, name in made.items() if name == "conv_general_dilated")

@@ -91,7 +91,8 @@ def _cotangent_edges(
             value,
             kernel.fused
             and sizes[value] > _least(program, kernel) * written
-            and value not in kernel.aliasing.returned,  # a library reads the whole of it
+            # A library reads the whole of it. What others have of it is added to it anyway.
+            and (value in shared or value not in kernel.aliasing.returned),
             tuple(row for array, row in kernel.aliasing.row_normalized if array == value),
             last.get(value),
             value in shared and sizes[value] > written and _cuts(program, kernel, value),

@@ -18,8 +18,8 @@ class Aliasing:
         row_normalized: those whose rows it normalises, each with the row that is taken for it: its
             derivative sums up rows of its cotangent in the kernel that writes theirs, over nothing
             that it reads.
-        returned: those that a library returns, the results of convolutions: nothing is written
-            over them. Measured for an H100, an A100 and an RTX 3090 (tests/test_convolutions.py).
+        returned: those that a library returns, the results of convolutions: its derivative writes
+            nothing over them. Measured (tests/test_convolutions.py).
     """
 
     offset_reads: frozenset[int] = frozenset()
@@ -30,7 +30,7 @@ class Aliasing:
 
     @property
     def lasting(self) -> frozenset[int]:
-        """Those that nothing at all is written over."""
+        """Those that its derivative writes nothing over."""
         return self.transposed | self.returned
 
 

@@ -9,7 +9,7 @@ next to none to make again.
 import collections
 import functools
 
-from jaxmem.program.convolutions import bytes_of_copies, reads_copy
+from jaxmem.program.convolutions import bytes_of_copies, convolved, reads_copy
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.kernel import Aliasing, Gradients, Kernel
 from jaxmem.program.operands import is_padded, made_in_matmuls
@@ -159,8 +159,6 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         normalised = norms.sources_of(computed)
         if reduces and program.rules.merges_reductions:
             rows = frozenset(sources)
-        read = sources | reads if operation.fused else ()
-        returned = frozenset(value for value in read if _is_returned(program, maker.get(value)))
         if operation.widened:
             dtype = "float32"
             left, right, wide = (_copy(program, v) for v in (*operation.inputs, *results))
@@ -189,11 +187,11 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 operation.widened,
                 operation.residuals,
                 operation.contraction.precision,
-                summed_bytes=_sent_for_sum(
-                    operation, sum(program.sizes[value] for value in results)
-                ),
+                summed_bytes=_sent_for_sum(operation, sum(map(program.sizes.__getitem__, results))),
                 ring=operation.communication.summed,
-                aliasing=Aliasing(shifted, turned, rows, normalised, returned),
+                aliasing=Aliasing(
+                    shifted, turned, rows, normalised, convolved(program, sources | reads, maker)
+                ),
                 scattered=scattered,
                 expensive=expensive.issuperset(results),
                 gradients=Gradients(
@@ -207,13 +205,6 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             )
         )
     return tuple(kernels)
-
-
-def _is_returned(program, maker: int | None) -> bool:
-    """Whether a library makes what an operation does."""
-    if maker is None or program.rules.channels_last is None:
-        return False
-    return program.operations[maker].name == "conv_general_dilated"
 
 
 def _cluster(

@@ -144,4 +144,4 @@ def is_offloaded(chosen: Plan, host: int) -> bool:
     """Whether what a plan has in host memory is there, by the bytes that XLA has there for it. A
     value that goes from turn to turn may be there once for two that the plan counts, and so may
     those that are equal (angles of queries and of keys)."""
-    return 2 * host >= chosen.predicted.host_peak
+    return not chosen.predicted.host_peak or 2 * host >= chosen.predicted.host_peak
