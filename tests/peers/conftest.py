@@ -13,7 +13,7 @@ from jaxmem.planning import PLANNERS, Layout, Loop, Region
 
 def _layout(regions, loops):
     """A layout of no bytes and no seconds."""
-    return Layout(regions, loops, 0, (0,), {}, 0, 0, 0.0, 0.0, 0, lambda: ([0], 0))
+    return Layout(regions, loops, 0, (0,), {}, 0, 0, 0.0, 0.0, (), lambda: ([0], 0))
 
 
 class Everywhere:
