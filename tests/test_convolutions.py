@@ -20,9 +20,8 @@ def transposed(stride, padding="SAME", **options):
 
 
 def dilated(x, w):
-    numbers = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", rhs_dilation=(2, 2), dimension_numbers=numbers
+        x, w, (1, 1), "SAME", rhs_dilation=(2, 2), dimension_numbers=NUMBERS
     )
 
 
@@ -76,9 +75,7 @@ def test_the_gradient_of_its_kernel_has_those_of_both(name):
 def test_others_have_none():
     def convolution(padding):
         def function(x, w):
-            return lax.conv_general_dilated(
-                x, w, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
+            return lax.conv_general_dilated(x, w, (1, 1), padding, dimension_numbers=NUMBERS)
 
         equation = jax.make_jaxpr(function)(shape(2, 8, 8, 3), shape(3, 3, 3, 4)).jaxpr.eqns[0]
         return copies_of(equation, False)
@@ -134,8 +131,7 @@ def strided(dtype):
 
     def loss(weights, x):
         for kernel in weights:
-            numbers = ("NHWC", "HWIO", "NHWC")
-            x = lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=numbers)
+            x = lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=NUMBERS)
         return jnp.mean(x.astype("float32") ** 2)
 
     return loss, ([shape(3, 3, 32, 32, dtype=dtype)] * 3, shape(16, 256, 256, 32, dtype=dtype))
@@ -197,9 +193,7 @@ def test_a_strided_convolution_of_images_has_one_copy_of_them(size):
 
     def loss(kernels, x):
         for kernel in kernels:
-            x = lax.conv_general_dilated(
-                x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
+            x = lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=NUMBERS)
             x = jax.nn.relu(x)
         return jnp.mean(x**2)
 

@@ -329,9 +329,9 @@ class _StepSimulator:
             pairs = zip(kernel.reads, reads, strict=True)
             copies += [instance for value, instance in pairs if value == kernel.residuals]
         lasting: Sequence[int] = ()
-        if kernel.aliasing.lasting:
+        if lasting_values := kernel.aliasing.lasting:
             pairs = zip(kernel.reads, reads, strict=True)
-            lasting = [instance for value, instance in pairs if value in kernel.aliasing.lasting]
+            lasting = [instance for value, instance in pairs if value in lasting_values]
         self.events.append(
             Event(
                 number,

@@ -152,5 +152,8 @@ def convolved(program: Any, values: Iterable[int], maker: Mapping[int, int]) -> 
     """Those of some values that a library makes by a convolution."""
     if program.rules.channels_last is None:
         return frozenset()
-    made = {value: program.operations[maker[value]].name for value in values if value in maker}
-    return frozenset(value for value, name in made.items() if name == "conv_general_dilated")
+    return frozenset(
+        value
+        for value in values
+        if value in maker and program.operations[maker[value]].name == "conv_general_dilated"
+    )
