@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import json
+import operator
 import re
 
 import chex
@@ -453,6 +454,55 @@ def test_loops_of_plans_that_were_changed_are_refused(path, value, said):
     changed = jaxmem.Plan.from_json(_with(text, "loops", 0, *path, value=value))
     with pytest.raises(jaxmem.PlanError, match=f"The plan has {said}.*, which its program has not"):
         changed.apply(loop)(*args)
+
+
+def rounded_chain(weights, x):
+    for w in weights:
+        y = jnp.tanh(x @ w)
+        x = y + jax.lax.stop_gradient(jnp.round(y * 8) / 8 - y)
+    return jnp.mean(x**2)
+
+
+def loop_of_two(weights, x):
+    def body(x, w):
+        return jnp.tanh(jnp.sin(x @ w) @ w), None
+
+    return jnp.mean(jax.lax.scan(body, x, weights)[0] ** 2)
+
+
+def _numbers(plain, path=()):
+    """The paths of the whole numbers in plain data."""
+    if isinstance(plain, dict | list):
+        for name, one in plain.items() if isinstance(plain, dict) else enumerate(plain):
+            yield from _numbers(one, (*path, name))
+    elif isinstance(plain, int) and not isinstance(plain, bool):
+        yield path
+
+
+@pytest.mark.parametrize("more", [1, pytest.param(2, marks=pytest.mark.slow), 1000])
+@pytest.mark.parametrize(("fun", "count"), [(rounded_chain, 6), (loop_of_two, 13)])
+def test_no_plan_that_was_changed_ends_in_an_error_of_pythons(fun, count, more):
+    """A saved value of the wrong kernel, the first iterations of another loop."""
+    args = jax.ShapeDtypeStruct((count, 8, 8), "float32"), jax.ShapeDtypeStruct((64, 8), "float32")
+    least = jaxmem.plan(fun, *args)
+    room = least.plain_bytes - least.projected_bytes
+    budgets = (int(least.projected_bytes + share / 10 * room) for share in range(1, 10))
+    plans = (jaxmem.plan(fun, *args, budget=budget) for budget in budgets)
+    wanted = (
+        one
+        for one in plans
+        if any(loop.head for loop in one.loops) or any(region.saved for region in one.regions)
+    )
+    text = next(wanted).to_json()
+    parts, refused = json.loads(text), 0
+    for path in _numbers({"regions": parts["regions"], "loops": parts["loops"]}):
+        value = functools.reduce(operator.getitem, path, parts) + more
+        changed = jaxmem.Plan.from_json(_with(text, *path, value=value))
+        try:
+            jax.eval_shape(jax.grad(changed.apply(fun)), *args)
+        except jaxmem.PlanError:
+            refused += 1
+    assert refused
 
 
 def test_the_json_of_a_plan_is_text():

@@ -227,17 +227,25 @@ def test_a_metric_cannot_take_the_place_of_the_loss():
     step = jaxmem.train_step(lambda p, b: (p["w"].sum(), {"loss": b.sum()}), optax.sgd(0.1))
     with pytest.raises(jaxmem.JaxmemError, match='have a "loss" of their own'):
         step(step.init({"w": jnp.ones(2)}), jnp.ones(3))
+    twice = jaxmem.train_step(lambda p, b: (p.sum(), {"loss": 2 * p.sum()}), optax.sgd(0.1))
+    with pytest.raises(jaxmem.JaxmemError, match="the loss itself may be among them"):
+        twice(twice.init(jnp.ones(2)), jnp.ones(3))
 
 
+@pytest.mark.parametrize("remat", [None, "dp"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_loss_itself_may_be_among_the_metrics(microbatches):
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit, jax.checkpoint, jaxmem.remat])
+@pytest.mark.parametrize("told", [lambda loss: loss, jax.lax.stop_gradient])
+def test_the_loss_itself_may_be_among_the_metrics(told, wrap, microbatches, remat):
     """As in many trainers; of the whole batch it is what the step says that it is."""
 
+    @wrap
     def loss_fn(params, batch):
         loss = jnp.mean((batch @ params) ** 2)
-        return loss, {"loss": loss, "half": loss / 2}
+        return loss, {"loss": told(loss), "half": loss / 2}
 
-    step = jaxmem.train_step(loss_fn, optax.sgd(0.1), microbatches=microbatches)
+    options = {"microbatches": microbatches, "remat": remat}
+    step = jaxmem.train_step(loss_fn, optax.sgd(0.1), **options)
     batch = jnp.arange(12.0).reshape(4, 3)
     _, metrics = step(step.init(jnp.ones(3)), batch)
     wanted, _ = loss_fn(jnp.ones(3), batch)

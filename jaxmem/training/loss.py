@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from jaxmem import jaxprs
 from jaxmem.frameworks import flax
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.levers.batch.loss import Results, call_loss
@@ -69,18 +70,38 @@ class Loss:
 
     def call(self, params, batch, model_state, key) -> Results:
         """What the user's function returns, checked."""
+        args = params, batch, model_state, key
         with self.settings.context():
-            results = call_loss(self.functional(), params, batch, model_state, key)
-        if results.metrics.get("loss") is results.loss:  # the step's metrics have it anyway
-            metrics = {name: one for name, one in results.metrics.items() if name != "loss"}
-            results = results._replace(metrics=metrics)
+            results = call_loss(self.functional(), *args)
+            if "loss" in results.metrics and self._is_loss(args):  # the step's metrics have it
+                metrics = {name: one for name, one in results.metrics.items() if name != "loss"}
+                results = results._replace(metrics=metrics)
         for name in ("loss", "loss_scale", "skipped"):
             if name in results.metrics:
                 raise JaxmemError(
                     f'The metrics that loss_fn returned have a "{name}" of their own, which is a '
-                    "name in the metrics of the step. Give it another name."
+                    "name in the metrics of the step. Give it another name (the loss itself may be "
+                    "among them)."
                 )
         return results
+
+    def _is_loss(self, args: tuple) -> bool:
+        """Whether the metric of that name is the value of the loss, whatever returns both: a
+        function under `jax.jit` has two arrays of it."""
+
+        def both(*args):
+            results = call_loss(self.functional(), *args)
+            return results.loss, results.metrics["loss"]
+
+        leaves, call = jaxprs.split_arrays(both, args, {})
+        flat = jaxprs.flatten(call, leaves, open_regions=True, merge=True)
+        stopped = {
+            step.outputs[0]: step.inputs[0]
+            for step in flat.steps
+            if step.primitive == "stop_gradient"
+        }
+        loss, metric = flat.outputs
+        return loss == stopped.get(metric, metric)
 
     def split_module(self, module: Any, model_state: Any) -> tuple[Any, Any]:
         """Parameters and model state of a Flax nnx module, as plain trees."""
