@@ -656,3 +656,40 @@ def _heads():
         "y": shape(steps, rows),
     }
     return loss, (params, batch)
+
+
+def _scanned(scans: int, width: int, unroll: int = 1):
+    """Scans over one stack of weights, one after the other."""
+
+    def loss(weights, x):
+        def layer(x, weight):
+            return jnp.tanh(jnp.sin(x @ weight) @ weight), None
+
+        for _ in range(scans):
+            x, _ = lax.scan(layer, jnp.sin(x), weights, unroll=unroll)
+        return jnp.mean(x**2)
+
+    return loss, (shape(12, width, width), shape(4_096, width))
+
+
+@program("a scan with unroll")
+def _unrolled():
+    return _scanned(1, 256, unroll=5)
+
+
+@program("scans over one stack of weights")
+def _shared():
+    return _scanned(2, 4_096)
+
+
+@program("convolutions of a tanh and a global mean")
+def _global_mean():
+    def loss(kernels, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        for kernel in kernels:
+            x = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+            x = jnp.tanh(x)
+        return jnp.mean(x.mean((1, 2)).astype(jnp.float32) ** 2)
+
+    kernel = shape(3, 3, 64, 64, dtype=jnp.bfloat16)
+    return loss, ([kernel] * 4, shape(32, 64, 64, 64, dtype=jnp.bfloat16))
