@@ -10,9 +10,10 @@ A figure is followed by a comment that says where it is from, and that no page s
 That is ``NAME[COLUMN=VALUE & COLUMN=VALUE].COLUMN`` of what the script NAME found: of the one row
 with these values, from the run with the oldest jax (``NAME@VERSION[...]``: with another). The
 beginning of a COLUMN's name is enough if no other begins so. With ``largest`` or ``least`` before
-NAME it is the largest or least absolute value of several rows. The figure as it stands tells how it
-is written: its decimals, its unit (GiB as MiB, 1.034x as 3.4 %), and whether with a sign. A whole
-table has the columns that are named, some under another head:
+NAME it is the largest or least absolute value of several rows, with ``count`` how many different
+values there are; ``count NAME[COLUMN=VALUE]``, without a column, is how many rows. The figure as it
+stands tells how it is written: its decimals, its unit (GiB as MiB, 1.034x as 3.4 %), and whether
+with a sign. A whole table has the columns that are named, some under another head:
 
     <!--=table offload[host=2.00 GiB]: optimizer; device temp as temporary-->
     <!--/table-->
@@ -38,8 +39,9 @@ MARKED = re.compile(
 )
 CELL = re.compile(rf"(?P<number>{NUMBER}) ?(?P<unit>[A-Za-z]+|%)?")
 SOURCE = re.compile(
-    r"((?P<of>largest|least) )?(?P<name>\w+)(@(?P<jax>[\d.]+))?(\[(?P<where>.*)\])?"
+    r"((?P<of>largest|least|count) )?(?P<name>\w+)(@(?P<jax>[\d.]+))?(\[(?P<where>.*)\])?"
 )
+_NO_MARK = "this is not NAME[COLUMN=VALUE & ...].COLUMN"
 
 
 class MarkError(Exception):
@@ -79,8 +81,14 @@ def _figure(mark: re.Match) -> str:
     """A figure as the text has it, of the value that its source has now."""
     if mark["number"] is None:
         raise MarkError("no figure stands right before its comment")
-    source, _, column = mark["figure"].rpartition("].")
-    rows, of = _rows(f"{source}]")
+    source, found, column = mark["figure"].rpartition("].")
+    rows, of = _rows(f"{source}]" if found else column)
+    if not (found or of == "count"):
+        raise MarkError(_NO_MARK)
+    if of == "count":
+        key = _column(rows, column) if found else None
+        count = len({row[key] for row in rows}) if key else len(rows)
+        return f"{count}{mark[0].removeprefix(mark['number'])}"
     cells = [_cell(row, column, mark["unit"]) for row in rows]
     if of is None and len(cells) != 1:
         raise MarkError(f"{len(cells)} rows are so, not one")
@@ -107,7 +115,7 @@ def _rows(source: str) -> tuple[list[dict], str | None]:
     """The rows that a source names, and whether the largest or least of them is asked for."""
     found = SOURCE.fullmatch(source)
     if not found:
-        raise MarkError("this is not NAME[COLUMN=VALUE & ...].COLUMN")
+        raise MarkError(_NO_MARK)
     runs = _runs(found["name"])
     if found["jax"] and found["jax"] not in runs:
         raise MarkError(f"there is no run with jax {found['jax']}, but with {', '.join(runs)}")

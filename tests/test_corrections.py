@@ -17,7 +17,7 @@ def test_before_anything_is_compiled_projections_are_believed():
     nothing = known()
     assert nothing.ratio("a") == nothing.least_ratio == 1
     assert nothing.worst_case_goal(100) == 100
-    assert nothing.least_expected(70, "a") == nothing.expected_beside_nearest(70, "a") == 70
+    assert nothing.least_expected(70, "a") == nothing.expected_by_nearest(70, "a") == 70
     # Nor does that tell which has no program.
     refused = known((100, None, "a"))
     assert refused.ratio("a") == 1 and not refused.compiled
@@ -71,8 +71,8 @@ def test_the_worst_case_is_of_any_key_by_share_or_by_bytes():
 
 def test_the_nearest_and_the_least_of_what_is_near():
     some = known((100, 130, "a"), (110, 105, "a"), (300, 200, "a"), (104, 10, "b"))
-    assert some.expected_beside_nearest(101, "a") == 131
-    assert some.expected_beside_nearest(280, "a") == 180
+    assert some.expected_by_nearest(101, "a") == 131
+    assert some.expected_by_nearest(280, "a") == 180
     assert some.least_expected(105, "a") == pytest.approx(105 * 105 / 110)
     assert some.least_expected(1000, "a") == 1000
 

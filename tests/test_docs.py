@@ -124,6 +124,8 @@ def test_the_output_in_the_readme_is_what_the_code_prints(
     printed, shown = ([" ".join(words(line)) for line in part] for part in lines)
     assert len(shown) == 6
     assert shown[0] == printed[0]
+    recomputed = re.findall(r"by the .* would cost (\d+\.\d%)", README.read_text())
+    assert recomputed and all(f"+{share}" in blocks(README, "text")[0] for share in recomputed)
     for line in shown:
         assert any(one.startswith(line) for one in printed), line
     if jax.__version_info__ < (0, 11):

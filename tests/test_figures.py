@@ -81,6 +81,9 @@ def results(tmp_path, monkeypatch):
         ("9.99%<!--=largest made[].off-->", "0.26%"),
         ("9.99%<!--=least made[].off-->", "0.10%"),
         ("9,999<!--=made[what=a].count-->", "1,144"),
+        ("9<!--=count made[]--> rows", "2"),
+        ("9<!--=count made[what=b]--> rows", "1"),
+        ("9<!--=count made@0.12.0.1[].what--> rows", "1"),
     ],
 )
 def test_a_figure_is_written_as_the_text_has_it(results, text, filled):
@@ -106,6 +109,7 @@ def test_a_table_has_the_columns_and_rows_that_are_named(results):
         ("1<!--=made@0.9[what=a].bytes-->", "there is no run with jax 0.9, but with 0.10.2, 0.12"),
         ("1 %<!--=made[what=a].bytes-->", "'1.50 GiB' cannot be told in %"),
         ("1<!--=made[what=b].what-->", "'b' is no number"),
+        ("1<!--=made[what=a]-->", "this is not"),
         ("1<!--=made.bytes-->", "this is not NAME[COLUMN=VALUE & ...].COLUMN"),
         ("GiB<!--=made[what=a].bytes-->", "no figure stands right before its comment"),
     ],

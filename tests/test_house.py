@@ -74,6 +74,22 @@ def test_classes_have_fewer_than_forty_names_for_others():
     assert large == []
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "jaxmem/planning/README.md"])
+def test_files_that_developers_are_told_of_exist(page):
+    root = ROOT.parent
+    named = re.findall(r"`([\w./-]+\.py)`", (root / page).read_text())
+    places = (root, ROOT, (root / page).parent)
+    assert not [one for one in named if not any((place / one).exists() for place in places)]
+    assert named
+
+
+def test_levers_that_developers_are_told_of_exist():
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    (row,) = re.findall(r"^\| `levers` \| (.*) \|$", text, re.MULTILINE)
+    parts = {one.stem for one in (ROOT / "levers").iterdir() if one.is_dir() or one.suffix == ".py"}
+    assert set(re.findall(r"`(\w+)`", row)) <= parts
+
+
 def test_no_two_classes_have_the_same_name():
     kinds = [
         kind.__name__

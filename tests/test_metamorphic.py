@@ -202,6 +202,7 @@ def test_plans_have_regions():
 
 
 def test_numpy_evaluates_as_xla_does():
+    compared = 0
     for seed in range(8):
         p = program(seed)
         if p.dtype != "float64":
@@ -218,3 +219,5 @@ def test_numpy_evaluates_as_xla_does():
                 checks.same(p, expected, found, "NumPy", 10)
             except checks.Unusable:
                 continue
+            compared += 1
+    assert compared >= 4

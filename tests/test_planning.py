@@ -290,7 +290,7 @@ def test_the_first_iterations_keep_less_than_the_last_ones(host):
     parted = 0
     for percent in range(95, 5, -6):
         room = plain * percent // 100
-        found = menu[1].cheapest_within(room)
+        found = menu[1].cheapest_for_bytes(room)
         best = min(every_split(bodies, room), default=np.inf)
         if found is None:
             assert best == np.inf

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "fitting.devices._HOPELESS",
     "fitting.sizes._MOST_SLICES",
     "fitting.table._NAMED",
+    "fitting.choice_page._SHOWN",
     *(f"rematerialization.compiled_plans.{name}" for name in ("_RECHECK_ERROR", "_SOME_ROOM")),
     "rematerialization.loop_budgets._STATES",
     *(f"rematerialization.search.{name}" for name in ("TRY_PLAIN_LIMIT", "_ALIKE")),
@@ -64,6 +65,18 @@ WINGS = ("planning", "program", "rematerialization", "fitting")
 def test_every_chosen_constant_is_measured():
     chosen = {name for name, comment in numbers(*WINGS) if "chosen" in comment}
     assert chosen - set(KEYS) == ELSEWHERE
+
+
+def test_every_default_number_says_where_it_comes_from():
+    """Those of what searches and tables may do, in the lines of signatures."""
+    silent, found = [], 0
+    for path in sorted((ROOT / "jaxmem").rglob("*.py")):
+        for line in path.read_text().splitlines():
+            if re.match(r"\s+(compilations|points|most): int( \| None)? = [1-9]", line):
+                found += 1
+                silent += [f"{path.name}: {line}"] if "# chosen" not in line else []
+    assert not silent
+    assert found >= 9
 
 
 def test_every_number_says_where_it_comes_from():

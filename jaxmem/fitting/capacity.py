@@ -17,10 +17,11 @@ from jaxmem.reports import MemoryReport, memory
 from jaxmem.targets import LocalDevice, Target, family_of, resolve
 
 # Times the largest that fits: how far to go on where the arguments do not grow. Chosen: bytes that
-# grow with the square are passed by so much that what is compiled stays small.
+# grow with the square are passed by so much that what is compiled stays small. At half
+# tests/test_max_batch.py finds less of bytes that grow as a root; at twice it passes.
 _MAX_GROWTH = 8
 # Times what larger numbers grow by: where bytes rise by more than that there is a jump. Chosen: of
-# the formulas in tests/test_max_batch.py 1.3 to 3 find as much.
+# the formulas in tests/test_max_batch.py 1.2 to 3 find as much: half and twice of it.
 _JUMP_RATIO = 1.4
 
 
@@ -104,7 +105,7 @@ def largest(
     target: str | Target | LocalDevice | None = None,
     multiple: int = 1,
     most: int | None = None,
-    compilations: int = 7,
+    compilations: int = 7,  # chosen: it bounds the time; most searches end sooner
 ) -> Largest:
     """The largest integer for which a step fits, by compiling: nothing runs.
 
@@ -163,7 +164,7 @@ def max_batch_size(
     budget: int | str | None = None,
     target: str | Target | LocalDevice | None = None,
     multiple: int | None = None,
-    compilations: int = 6,
+    compilations: int = 6,  # chosen: it bounds the time; most searches end sooner
 ) -> Largest:
     """The largest batch whose step fits, by compiling: nothing runs, nothing runs out of memory.
 

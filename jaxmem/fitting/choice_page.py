@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from jaxmem.fitting.search import LeverSearch
     from jaxmem.fitting.table import Candidate, Fitting
 
+# Steps of a page that were not considered. Chosen: half and twice change what is shown alone.
+_SHOWN = 10
+
 
 def page_of_fitting(fitting: "Fitting", more: "Iterable[Candidate]" = (), name: str = "") -> str:
     """HTML of what a fit considered, of the policies of `jax.checkpoint`, and of ``more`` steps
@@ -31,7 +34,7 @@ def page_of_fitting(fitting: "Fitting", more: "Iterable[Candidate]" = (), name: 
 
 
 def frontier_of(
-    search: "LeverSearch", fitting: "Fitting", count: int = 10
+    search: "LeverSearch", fitting: "Fitting", count: int = _SHOWN
 ) -> "Iterator[Candidate]":
     """Plans from no recomputation to the least memory, of the step as it is and with the levers of
     the chosen one; bytes are projected."""

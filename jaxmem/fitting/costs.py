@@ -26,7 +26,8 @@ from jaxmem.rematerialization import (
 )
 
 # Kept at a time. Chosen: a program of 2,000 kernels takes a few MB, a planner 50 MB. The search
-# comes back to the settings that it looked at last.
+# comes back to the settings that it looked at last. Half and twice change no answer, only what is
+# made again.
 _PROGRAMS, _PLANNERS = 16, 3
 
 

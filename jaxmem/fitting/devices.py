@@ -22,6 +22,7 @@ from jaxmem.ground.words import pluralize
 from jaxmem.rematerialization import time_error_text
 from jaxmem.reports.drawn.tables import Part, Printed, Table
 from jaxmem.targets import LocalDevice, Target, resolve
+from jaxmem.targets.links import NODE
 from jaxmem.training import TrainStep
 
 # Times the budget: of a step that is projected to take more, nothing is compiled. Chosen well above
@@ -34,8 +35,6 @@ _OPTIONS = {
     for name, one in inspect.signature(Workload).parameters.items()
     if one.kind is one.KEYWORD_ONLY and name not in {*_KNOWN, "target"}
 }
-# Devices of a node, where the target's are not known. Derived: as of all that are.
-_NODE = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,8 +113,8 @@ def devices_needed(
     batch: Any,
     *,
     target: str | Target | LocalDevice | None = None,
-    most: int = 1024,
-    compilations: int = 3,
+    most: int = 1024,  # chosen: as many as published runs of the table have
+    compilations: int = 3,  # chosen: it bounds the time; most searches end sooner
     **options: Any,
 ) -> DevicesNeeded:
     """The fewest devices of a target that a training step fits on, with the step.
@@ -199,7 +198,7 @@ def _counts(batch: Any, most: int, target: Target | LocalDevice) -> list[int]:
     """Numbers of devices that divide the batch, as they are rented: in a node powers of two, else
     whole nodes."""
     known = target if isinstance(target, Target) else target.known
-    node = known.links.node if known else _NODE
+    node = known.links.node if known else NODE
     inside = [2**power for power in range(node.bit_length()) if 2**power < node]
     sizes = {(*np.shape(leaf), 1)[0] for leaf in jax.tree.leaves(batch)}
     return [

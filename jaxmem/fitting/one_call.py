@@ -37,7 +37,7 @@ def fit(
     split: Split | None = None,
     allow: str | Collection[str] = (),
     keep: str | Collection[str] = (),
-    compilations: int = 6,
+    compilations: int = 6,  # chosen: it bounds the time; most searches end sooner
 ) -> TrainStep:
     """The training step of the least predicted time whose compiled bytes fit a budget.
 

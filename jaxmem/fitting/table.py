@@ -17,7 +17,8 @@ from jaxmem.reports.drawn.verdict import short_verdict
 from jaxmem.targets import LocalDevice, Target
 
 _NUMBER = re.compile(r"[\d.]+")
-_NAMED = 3  # steps in a sentence. Chosen: it has no room for more.
+# Steps in a sentence. Chosen: it has no room for more. Half and twice change words alone.
+_NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -75,8 +75,8 @@ class Numbers(NamedTuple):
             constant = self.consts[value] if isinstance(value, int) else value.val
             if isinstance(constant, jax.core.Tracer):
                 return None
-            is_here = getattr(constant, "is_fully_addressable", True)  # on this host
-            return np.asarray(constant) if is_here else None
+            is_known = getattr(constant, "is_fully_addressable", True)  # on this host
+            return np.asarray(constant) if is_known else None
         step = self.makers.get(value)
         operation = step and _OPERATIONS.get(step.primitive)
         if not step or not operation:

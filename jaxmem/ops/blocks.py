@@ -21,7 +21,8 @@ BLOCK = 2**25
 
 def block_size(total: int, most: int) -> int:
     """The size of the blocks of an axis: a divisor above half of ``most`` where there is one, of
-    whole tiles of 64 if possible; else ``most``, and one block is smaller. At least 1."""
+    whole tiles of 64 (chosen: the least that kernels of matmuls have) if possible; else ``most``,
+    and one block is smaller. At least 1."""
     if total <= most:
         return max(total, 1)
     sizes = range(most, most // 2, -1)

@@ -56,7 +56,7 @@ def attend(
     else:
         sizes = block_size(length, block[0]), block_size(keys, block[1])
         counts = -(-length // sizes[0]), -(-keys // sizes[1])
-    how = _AttentionConfig(modify, query.dtype, is_causal, sizes, counts, keys)
+    config = _AttentionConfig(modify, query.dtype, is_causal, sizes, counts, keys)
     rows, columns = (size * number for size, number in zip(sizes, counts, strict=True))
     hidden = None if hidden_score is None else _masked_keys(value, rows, hidden_score)
     out, _, _ = _attend(
@@ -68,7 +68,7 @@ def attend(
             for other in others
         ),
         hidden,
-        how,
+        config,
     )
     return jnp.moveaxis(out[:, :, :length], 1, 2)
 
@@ -149,24 +149,24 @@ class _AttentionConfig:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
 def _attend(
-    query, key, value, others, hidden: _MaskedKeys | None, how: _AttentionConfig
+    query, key, value, others, hidden: _MaskedKeys | None, config: _AttentionConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The result, and of each query and head the largest score and the sum of exp(score -
     largest)."""
 
     def add(carry, row, column):
         largest, total, out = carry
-        rows, keys, values, *rest = _operands((query, key, value, *others), row, column, how)
-        scores = _scores(rows, keys, rest, row, column, how)
+        rows, keys, values, *rest = _operands((query, key, value, *others), row, column, config)
+        scores = _scores(rows, keys, rest, row, column, config)
         new = jnp.maximum(largest, scores.max(-1))
         shrink = jnp.exp(largest - finite(new))
         shares = jnp.exp(scores - finite(new)[..., None])
-        seen = wide_einsum(_VALUES, shares, values, how.dtype)
+        seen = wide_einsum(_VALUES, shares, values, config.dtype)
         return new, total * shrink + shares.sum(-1), out * shrink[..., None] + seen
 
-    zeros = _zeros(query, key, value, others, how)
+    zeros = _zeros(query, key, value, others, config)
     start = zeros[..., 0] - jnp.inf, zeros[..., 0], zeros
-    largest, total, out = how.loop(add, start)
+    largest, total, out = config.loop(add, start)
     if hidden is not None:
         new = jnp.maximum(largest, hidden.score)
         shrink, share = (jnp.exp(x - finite(new)) for x in (largest, hidden.score))
@@ -175,9 +175,9 @@ def _attend(
     return (out / total[..., None]).astype(query.dtype), finite(largest), total
 
 
-def _attend_jvp(how: _AttentionConfig, primals, tangents):
+def _attend_jvp(config: _AttentionConfig, primals, tangents):
     query, key, value, others, hidden = primals
-    found = out, largest, total = _attend(query, key, value, others, hidden, how)
+    found = out, largest, total = _attend(query, key, value, others, hidden, config)
     # Cotangents add up over blocks.
     wide = accumulation_dtype(query.dtype)
     tangents = [
@@ -188,11 +188,11 @@ def _attend_jvp(how: _AttentionConfig, primals, tangents):
 
     # Linear in the tangents: of all the rest the loop keeps nothing.
     def add(carry, row, column):
-        operands = _operands((query, key, value, *others), row, column, how)
-        along = _operands(tangents, row, column, how)
-        scores, d_scores = _scores_jvp(operands, along, row, column, how)
+        operands = _operands((query, key, value, *others), row, column, config)
+        along = _operands(tangents, row, column, config)
+        scores, d_scores = _scores_jvp(operands, along, row, column, config)
         own_largest, own_total = (
-            jax.lax.dynamic_slice_in_dim(x, row, how.block[0], 2)[..., None]
+            jax.lax.dynamic_slice_in_dim(x, row, config.block[0], 2)[..., None]
             for x in (largest, total)
         )
         shares = jnp.exp(scores - own_largest) / own_total
@@ -200,13 +200,13 @@ def _attend_jvp(how: _AttentionConfig, primals, tangents):
         if d_scores is not None:
             d_shares = shares * d_scores
             d_total += d_shares.sum(-1)
-            d_out += tangent_einsum(_VALUES, d_shares, operands[2], how.dtype)
+            d_out += tangent_einsum(_VALUES, d_shares, operands[2], config.dtype)
         if along[2] is not None:
-            d_out += tangent_einsum(_VALUES, shares, along[2], how.dtype)
+            d_out += tangent_einsum(_VALUES, shares, along[2], config.dtype)
         return d_out, d_total
 
-    zeros = _zeros(query, key, value, others, how)
-    d_out, d_total = how.loop(add, (zeros, zeros[..., 0]))
+    zeros = _zeros(query, key, value, others, config)
+    d_out, d_total = config.loop(add, (zeros, zeros[..., 0]))
     if d_hidden is not None:
         share = jnp.exp(hidden.score - largest) / total
         d_out += d_hidden * share[..., None]
@@ -217,10 +217,10 @@ def _attend_jvp(how: _AttentionConfig, primals, tangents):
 _attend.defjvp(_attend_jvp, symbolic_zeros=True)
 
 
-def _zeros(query, key, value, others, how: _AttentionConfig) -> jax.Array:
+def _zeros(query, key, value, others, config: _AttentionConfig) -> jax.Array:
     """A block of the result."""
     batch, _, groups, heads, _ = query.shape
-    shape = (batch, groups, how.block[0], heads, value.shape[-1])
+    shape = (batch, groups, config.block[0], heads, value.shape[-1])
     zeros = jnp.zeros(shape, accumulation_dtype(query.dtype))
     return jaxprs.match_varying_axes(zeros, query, key, value, *others)
 
@@ -231,13 +231,13 @@ def _piece(array, at, size: int, axis: int):
     return jax.lax.dynamic_slice_in_dim(array, at, size, axis)
 
 
-def _operands(arrays, row, column, how: _AttentionConfig) -> list[Any]:
+def _operands(arrays, row, column, config: _AttentionConfig) -> list[Any]:
     """Blocks of queries, keys, values and others, floats as float32 or wider."""
-    (height, width), (query, *by_key), others = how.block, arrays[:3], arrays[3:]
+    (height, width), (query, *by_key), others = config.block, arrays[:3], arrays[3:]
     pieces = [_piece(query, row, height, 1)]
     pieces += [_piece(array, column, width, 1) for array in by_key]
     pieces += [_piece(_piece(x, row, height, 3), column, width, 4) for x in others]
-    wide = accumulation_dtype(how.dtype)
+    wide = accumulation_dtype(config.dtype)
     # Positions and numbers of segments are compared as they are.
     return [x if x is None else widened(x, wide) for x in pieces]
 
@@ -247,27 +247,27 @@ def widened(array: jax.Array, dtype) -> jax.Array:
     return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
-def _scores(rows, keys, others, row, column, how: _AttentionConfig) -> jax.Array:
-    scores = wide_einsum(_SCORES, rows, keys, how.dtype)
+def _scores(rows, keys, others, row, column, config: _AttentionConfig) -> jax.Array:
+    scores = wide_einsum(_SCORES, rows, keys, config.dtype)
     others = [
         None if other is None else jnp.broadcast_to(jnp.moveaxis(other, 2, 3), scores.shape)
         for other in others
     ]
-    scores = how.modify(scores, others, row, column)
-    if how.keys < how.counts[1] * how.block[1]:
+    scores = config.modify(scores, others, row, column)
+    if config.keys < config.counts[1] * config.block[1]:
         places = column + jax.lax.broadcasted_iota(np.int32, scores.shape, 4)
-        scores = jnp.where(places < how.keys, scores, -jnp.inf)
+        scores = jnp.where(places < config.keys, scores, -jnp.inf)
     return scores
 
 
-def _scores_jvp(operands, tangents, row, column, how: _AttentionConfig):
+def _scores_jvp(operands, tangents, row, column, config: _AttentionConfig):
     """`_scores` along tangents, of which None is zero."""
     given = [at for at, tangent in enumerate(tangents) if tangent is not None and at != 2]
 
     def of_given(*chosen):
         arrays = dict(enumerate(operands)) | dict(zip(given, chosen, strict=True))
         rows, key, _, *others = arrays.values()
-        return _scores(rows, key, others, row, column, how)
+        return _scores(rows, key, others, row, column, config)
 
     if not given:
         return of_given(), None

@@ -105,14 +105,15 @@ def statistics(
     if labels.dtype.itemsize < 4:  # numbers of columns may be larger
         labels = labels.astype(np.int32)
     block = _blocks(hidden, weights, axis, block)
-    how = _LossConfig(hidden.dtype, block, axis, soft_cap, axis_name, with_mean)
-    return _statistics(hidden, weights, bias, labels, how)
+    config = _LossConfig(hidden.dtype, block, axis, soft_cap, axis_name, with_mean)
+    return _statistics(hidden, weights, bias, labels, config)
 
 
 def _blocks(hidden, weights, axis: int, block: tuple[int, int] | None) -> tuple[int, int]:
     """Rows and columns of a block of logits."""
     rows, columns = len(hidden), weights.shape[axis]
     if block is None:
+        # Chosen: a quarter of what the rows take anyway (benchmarks/levers/ops.py).
         logits = max(BLOCK, hidden.size // 4)
         most = max(logits // max(rows, 1), _COLUMNS)
         block = (logits // min(most, columns), most)
@@ -179,8 +180,8 @@ class LogitStatistics(NamedTuple):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
-def _statistics(hidden, weights, bias, labels, how: _LossConfig) -> LogitStatistics:
-    columns = weights.shape[how.axis]
+def _statistics(hidden, weights, bias, labels, config: _LossConfig) -> LogitStatistics:
+    columns = weights.shape[config.axis]
 
     def of_rows(at, size):
         rows = jax.lax.dynamic_slice_in_dim(hidden, at, size)
@@ -188,39 +189,41 @@ def _statistics(hidden, weights, bias, labels, how: _LossConfig) -> LogitStatist
 
         def add(carry, at, size):
             largest, total, chosen, mean = carry
-            logits = _logits(_widened(how, rows, *_parts((weights, bias), at, size, how)), how)
+            logits = _logits(
+                _widened(config, rows, *_parts((weights, bias), at, size, config)), config
+            )
             new = jnp.maximum(largest, logits.max(-1))
             total = total * jnp.exp(largest - finite(new))
             total += jnp.exp(logits - finite(new)[:, None]).sum(-1)
-            right = _is_label(row_labels, at, size, columns, how)
+            right = _is_label(row_labels, at, size, columns, config)
             chosen += jnp.where(right, logits, 0).sum(-1)
-            if how.with_mean:
+            if config.with_mean:
                 mean += logits.sum(-1)
             return new, total, chosen, mean
 
         zeros = _zeros(size, hidden, weights, bias, labels)
-        return fold(add, (zeros - jnp.inf, zeros, zeros, zeros), columns, how.block[1])
+        return fold(add, (zeros - jnp.inf, zeros, zeros, zeros), columns, config.block[1])
 
-    largest, total, chosen, mean = map_blocks(of_rows, labels.size, how.block[0])
-    if how.axis_name is not None:
-        local, largest = largest, jax.lax.pmax(largest, how.axis_name)
+    largest, total, chosen, mean = map_blocks(of_rows, labels.size, config.block[0])
+    if config.axis_name is not None:
+        local, largest = largest, jax.lax.pmax(largest, config.axis_name)
         total *= jnp.exp(local - finite(largest))
-        total, chosen, mean = jax.lax.psum((total, chosen, mean), how.axis_name)
-    columns = _all_columns(columns, how)
+        total, chosen, mean = jax.lax.psum((total, chosen, mean), config.axis_name)
+    columns = _all_columns(columns, config)
     known = (labels >= 0) & (labels < columns)
     return LogitStatistics(
         finite(largest), total, jnp.where(known, chosen, jnp.nan), mean / columns
     )
 
 
-def _statistics_jvp(how: _LossConfig, primals, tangents):
+def _statistics_jvp(config: _LossConfig, primals, tangents):
     hidden, weights, bias, labels = primals
     *tangents, _ = tangents
-    found = _statistics(hidden, weights, bias, labels, how)
-    columns, wide = weights.shape[how.axis], accumulation_dtype(hidden.dtype)
+    found = _statistics(hidden, weights, bias, labels, config)
+    columns, wide = weights.shape[config.axis], accumulation_dtype(hidden.dtype)
     # Cotangents of hidden and bias add up over blocks, those of weights where there are several
     # blocks of rows.
-    summed = [wide, wide if how.block[0] < labels.size else weights.dtype, wide]
+    summed = [wide, wide if config.block[0] < labels.size else weights.dtype, wide]
     d_hidden, *d_parameters = (
         None if tangent is None or jaxprs.is_zero(tangent) else tangent.astype(dtype)
         for tangent, dtype in zip(tangents, summed, strict=True)
@@ -236,24 +239,24 @@ def _statistics_jvp(how: _LossConfig, primals, tangents):
             d_rows = None
             if d_hidden is not None:
                 d_rows = jax.lax.dynamic_slice_in_dim(d_hidden, at, size)
-            operands = _widened(how, rows, *_parts((weights, bias), column, width, how))
-            along = _widened(how, d_rows, *_parts(d_parameters, column, width, how))
-            logits, along = _logits_jvp(operands, along, how)
+            operands = _widened(config, rows, *_parts((weights, bias), column, width, config))
+            along = _widened(config, d_rows, *_parts(d_parameters, column, width, config))
+            logits, along = _logits_jvp(operands, along, config)
             d_total, d_chosen, d_mean = carry
             d_total += (jnp.exp(logits - largest[:, None]) * along).sum(-1)
-            right = _is_label(row_labels, column, width, columns, how)
+            right = _is_label(row_labels, column, width, columns, config)
             d_chosen += jnp.where(right, along, 0).sum(-1)
-            if how.with_mean:
+            if config.with_mean:
                 d_mean += along.sum(-1)
             return d_total, d_chosen, d_mean
 
         zeros = _zeros(size, hidden, weights, bias, labels)
-        return fold(add, (zeros, zeros, zeros), columns, how.block[1])
+        return fold(add, (zeros, zeros, zeros), columns, config.block[1])
 
-    d_total, d_chosen, d_mean = map_blocks(of_rows, labels.size, how.block[0])
-    if how.axis_name is not None:
-        d_total, d_chosen, d_mean = jax.lax.psum((d_total, d_chosen, d_mean), how.axis_name)
-    columns = _all_columns(columns, how)
+    d_total, d_chosen, d_mean = map_blocks(of_rows, labels.size, config.block[0])
+    if config.axis_name is not None:
+        d_total, d_chosen, d_mean = jax.lax.psum((d_total, d_chosen, d_mean), config.axis_name)
+    columns = _all_columns(columns, config)
     d_found = LogitStatistics(jnp.zeros_like(found.largest), d_total, d_chosen, d_mean / columns)
     return found, d_found
 
@@ -268,48 +271,48 @@ def _zeros(size: int, hidden, *others) -> jax.Array:
     )
 
 
-def _parts(parameters, at, size: int, how: _LossConfig) -> list[Any]:
+def _parts(parameters, at, size: int, config: _LossConfig) -> list[Any]:
     """Columns of weights and bias."""
     return [
         None if array is None else jax.lax.dynamic_slice_in_dim(array, at, size, axis)
-        for array, axis in zip(parameters, (how.axis, 0), strict=True)
+        for array, axis in zip(parameters, (config.axis, 0), strict=True)
     ]
 
 
-def _widened(how: _LossConfig, *arrays: Any) -> list[Any]:
-    wide = accumulation_dtype(how.dtype)
+def _widened(config: _LossConfig, *arrays: Any) -> list[Any]:
+    wide = accumulation_dtype(config.dtype)
     return [x if x is None else x.astype(wide) for x in arrays]
 
 
-def _logits(operands: Iterable[Any], how: _LossConfig) -> jax.Array:
+def _logits(operands: Iterable[Any], config: _LossConfig) -> jax.Array:
     rows, weights, bias = operands
-    spec = "rw,wc->rc" if how.axis else "rw,cw->rc"
-    logits = wide_einsum(spec, rows, weights, how.dtype)
+    spec = "rw,wc->rc" if config.axis else "rw,cw->rc"
+    logits = wide_einsum(spec, rows, weights, config.dtype)
     if bias is not None:
         logits += bias.astype(logits.dtype)[None]
-    if how.soft_cap is not None:
-        logits = how.soft_cap * jnp.tanh(logits / how.soft_cap)
+    if config.soft_cap is not None:
+        logits = config.soft_cap * jnp.tanh(logits / config.soft_cap)
     return logits
 
 
-def _logits_jvp(primals, tangents, how: _LossConfig):
+def _logits_jvp(primals, tangents, config: _LossConfig):
     """`_logits` along tangents, of which None is zero."""
     given = [index for index, tangent in enumerate(tangents) if tangent is not None]
 
     def of_given(*arrays):
         operands = dict(enumerate(primals)) | dict(zip(given, arrays, strict=True))
-        return _logits(operands.values(), how)
+        return _logits(operands.values(), config)
 
     return jax.jvp(of_given, [primals[i] for i in given], [tangents[i] for i in given])
 
 
-def _is_label(labels, at, size: int, columns: int, how: _LossConfig) -> jax.Array:
+def _is_label(labels, at, size: int, columns: int, config: _LossConfig) -> jax.Array:
     """Where in a block of columns the label of each row is."""
-    if how.axis_name is not None:
-        at = at + jax.lax.axis_index(how.axis_name) * columns
+    if config.axis_name is not None:
+        at = at + jax.lax.axis_index(config.axis_name) * columns
     numbers = jnp.asarray(at, labels.dtype) + jnp.arange(size, dtype=labels.dtype)
     return labels[:, None] == numbers[None]
 
 
-def _all_columns(columns: int, how: _LossConfig) -> int:
-    return columns if how.axis_name is None else columns * jax.lax.axis_size(how.axis_name)
+def _all_columns(columns: int, config: _LossConfig) -> int:
+    return columns if config.axis_name is None else columns * jax.lax.axis_size(config.axis_name)

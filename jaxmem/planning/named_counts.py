@@ -8,7 +8,7 @@ from jaxmem.planning.named_places import RegionProgram
 from jaxmem.planning.rates import Rates, of_each
 
 # Sets at a time, so that what is counted of them fits a processor's cache. Chosen: it changes no
-# plan, only the time.
+# plan, only the time; so do half and twice.
 _CHUNK = 2**16
 
 

@@ -12,7 +12,7 @@ from jaxmem.planning.rates import ARITHMETIC_WEIGHT
 from jaxmem.planning.regions import LeadingIterations, Loop
 
 # The bytes of schedules in a menu are so many times apart. Chosen: a plan asks for the schedule of
-# the bytes that are left to it anyway (`LoopOption.cheapest_within`).
+# the bytes that are left to it anyway (`LoopOption.cheapest_for_bytes`).
 _SCHEDULE_RATIO = 1.2
 # Ways to run several scans. Chosen: a plan fills what one of them leaves anyway, and each is
 # planned like a program without scans.
@@ -42,7 +42,7 @@ class LoopOption:
         """Bytes on the device in its derivative."""
         return self.residuals + self.inside
 
-    def cheapest_within(self, room: int) -> "LoopOption | None":
+    def cheapest_for_bytes(self, room: int) -> "LoopOption | None":
         """The body and the schedule, or the two bodies, for the lowest price that take at most so
         many bytes."""
         found = [body.scheduled(room) for body in self.bodies if not body.host]

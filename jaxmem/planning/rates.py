@@ -62,9 +62,9 @@ class Rates:
         return read + sent + sums_seconds(device, kernel.summed_bytes, ring.devices, ring.stride)
 
 
-def sums_seconds(device: Target, sent: float, among: int, apart: int) -> float:
+def sums_seconds(device: Target, sent: float, device_count: int, stride: int) -> float:
     """What the sums of matmuls among devices take of a forward pass."""
-    return _SUMS * device.sending_seconds(sent, among, apart)
+    return _SUMS * device.sending_seconds(sent, device_count, stride)
 
 
 def of_each(program: Program, rate: Callable[[Kernel], float]) -> list[float]:

@@ -43,11 +43,11 @@ def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
     found = dataclasses.replace(program, operations=tuple(operations), rules=rules)
     if rules.tile is None and not none:
         return found
-    apart = _never_minor_axes(program)
+    never_minor = _never_minor_axes(program)
 
     def sizes(types, bare) -> tuple[int, ...]:
         return tuple(
-            0 if value in none else _bytes(kind, size, apart[value], rules)
+            0 if value in none else _bytes(kind, size, never_minor[value], rules)
             for value, (kind, size) in enumerate(zip(types, bare, strict=True))
         )
 
@@ -67,22 +67,24 @@ def _has_vectors(program: Program) -> bool:
     )
 
 
-def _bytes(kind: str, size: int, apart: frozenset[int], rules: Rules) -> int:
+def _bytes(kind: str, size: int, never_minor: frozenset[int], rules: Rules) -> int:
     match = _TYPE.fullmatch(kind)
     if match is None or not size:
         return size  # residuals, of several arrays
     shape = [int(length) for length in match[1].split(",") if length.strip()]
-    return rules.bytes_of(shape, size // math.prod(shape), apart)
+    return rules.bytes_of(shape, size // math.prod(shape), never_minor)
 
 
 def _never_minor_axes(program: Program) -> list[frozenset[int]]:
     """For each value its axes that are never innermost: those that a convolution slides along,
     of its result, and of what is made of that without moving axes."""
-    apart: list[frozenset[int]] = [frozenset()] * len(program.sizes)
+    never_minor: list[frozenset[int]] = [frozenset()] * len(program.sizes)
     for operation in program.operations:
         found = operation.contraction.slides
         if not found and operation.name not in _CHANGES_LAYOUT:
-            found = max((apart[value] for value in operation.inputs), key=len, default=frozenset())
+            found = max(
+                (never_minor[value] for value in operation.inputs), key=len, default=frozenset()
+            )
         for value in operation.outputs:
-            apart[value] = found
-    return apart
+            never_minor[value] = found
+    return never_minor

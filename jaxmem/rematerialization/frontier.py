@@ -191,7 +191,7 @@ def pareto(
     reserved: int | str = 0,
     argnums: int | Sequence[int] = 0,
     regions: str = "open",
-    points: int = 12,
+    points: int = 12,  # chosen: a curve; each is one more plan
     **kwargs: Any,
 ) -> Frontier:
     """The plans of ``fun`` between no recomputation and the least memory.

@@ -19,7 +19,7 @@ class Limits:
     budget: Budget
     target: Target | None
     offload: bool = False
-    compilations: int = 8
+    compilations: int = 8  # chosen: it bounds the time; most searches end sooner
     options: Mapping[str, Any] | None = None
 
     @classmethod

@@ -103,7 +103,9 @@ def _chosen(program: Program, rates: Rates, budget: int | None, name: str) -> Lo
             (option for option in options if option.seconds <= forward),
             key=lambda option: (option.bytes, option.price),
         )
-    options += filter(None, (option.cheapest_within(budget) for option in options if option.bodies))
+    options += filter(
+        None, (option.cheapest_for_bytes(budget) for option in options if option.bodies)
+    )
     fitting = [option for option in options if option.bytes <= budget]
     if not fitting:
         lowest = min(option.bytes for option in options)

@@ -203,7 +203,7 @@ class Plan(Printed):
         target: str | Target | None = None,
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
-        compilations: int = 8,
+        compilations: int = 8,  # chosen: it bounds the time; most searches end sooner
         compiler_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> NamedPolicy:

@@ -26,7 +26,7 @@ def plan(
     has_aux: bool = False,
     offload: bool = False,
     regions: str = "open",
-    compilations: int = 5,
+    compilations: int = 5,  # chosen: it bounds the time; most searches end sooner
     **kwargs: Any,
 ) -> Plan:
     """What ``fun`` should save and recompute in its backward pass.

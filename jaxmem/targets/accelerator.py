@@ -129,10 +129,10 @@ class Target:
         """The rate of float32 at the precisions that may round it."""
         return self.peaks.float32
 
-    def sending_seconds(self, sent: float, among: int, apart: int = 1) -> float:
-        """How long a device takes to be sent so many bytes by others, in a group of ``among``
-        whose numbers are ``apart``."""
-        return sent / (self.shares.link * self.links.bandwidth_in_group(among, apart))
+    def sending_seconds(self, sent: float, device_count: int, stride: int = 1) -> float:
+        """How long a device takes to be sent so many bytes by others, in a group of
+        ``device_count``, every ``stride``-th one."""
+        return sent / (self.shares.link * self.links.bandwidth_in_group(device_count, stride))
 
     def share_of(self, rows: int, columns: int, depth: int, batch: int = 1) -> float:
         """The share of the device that a matmul of that size has work for: ``batch`` products of

@@ -11,6 +11,10 @@ class Ring:
     stride: int = 1
 
 
+# Devices of a node. Derived: of all targets that have links, and of servers that are rented.
+NODE = 8
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links:
     """Bytes per second that a device sends: to others of its node, of which there are so many, and
@@ -18,7 +22,7 @@ class Links:
 
     inside: float
     network: float
-    node: int = 8
+    node: int = NODE
 
     def bandwidth_in_group(self, count: int, stride: int = 1) -> float:
         """What each of so many devices sends to the next in a ring of every ``stride``-th one:

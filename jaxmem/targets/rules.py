@@ -112,15 +112,20 @@ class Rules:
             fields["parts"] = from_plain(splitting, row["parts"], f"{name}.parts")
         return cls(**fields)
 
-    def bytes_of(self, shape: Sequence[int], itemsize: int, apart: Collection[int] = ()) -> int:
+    def bytes_of(
+        self, shape: Sequence[int], itemsize: int, never_minor: Collection[int] = ()
+    ) -> int:
         """Bytes of an array as it is laid out: with the two dimensions innermost that are padded
-        least, none of ``apart`` among them. Rows are padded to no more than the next power of two.
+        least, none of ``never_minor`` among them. Rows are padded to no more than the next power of
+        two.
         """
         size = math.prod(shape) * itemsize
         if self.tile is None or not size:
             return size
         rows, columns = self.tile
-        inner = [length for axis, length in enumerate(shape) if axis not in apart and length > 1]
+        inner = [
+            length for axis, length in enumerate(shape) if axis not in never_minor and length > 1
+        ]
         wide = [_padding(length, columns) for length in inner]
         tall = [_padding(length, min(rows, 1 << (length - 1).bit_length())) for length in inner]
         pairs = [

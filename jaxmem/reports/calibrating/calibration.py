@@ -162,7 +162,8 @@ def calibrate(*, seconds: float = 60, keep: bool = True) -> Calibration:
     host = device.host_bandwidth(CHUNK, seconds / 20)
     left = max(seconds - (time.perf_counter() - began), seconds / 2)
     memory = local.usable_bytes or 2**32
-    # What takes less than this of a device's memory is over before the next call.
+    # What takes less than this of a device's memory is over before the next call; with operands and
+    # copies the largest has to fit. Chosen.
     least = 0 if local.platform == "cpu" else memory // 8192
     measured = list(samples(device, ladders(), left, range(least, memory // 16)))
     made = calibration(device.target, stated, launch, host, measured, calibration_name(local))

@@ -126,6 +126,7 @@ def samples(
         for ladder, rungs in climbing:
             if not first and time.perf_counter() >= end:
                 break
+            # A sixth and a tenth of what a ladder has: chosen, so that several rungs are measured.
             sample = _next(device, ladder, rungs, each / 6, sizes)
             if sample is None:
                 continue

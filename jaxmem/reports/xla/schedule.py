@@ -70,7 +70,7 @@ def count_collectives(hlo: str) -> Collectives:
     none = np.zeros((len(COLLECTIVES), 3), int)  # of each kind: number, bytes, number overlapped
     computations = computations_of(hlo)
     # XLA names each instruction of a program differently, so a line with its operands is of one.
-    beside = {
+    overlapping = {
         sent_by(line, lines, computations)[0]
         for lines in computations.values()
         for line, overlapped in _started(lines)
@@ -82,7 +82,7 @@ def count_collectives(hlo: str) -> Collectives:
         if not kind:
             return none
         one = np.arange(len(COLLECTIVES))[:, None] == COLLECTIVES.index(kind)
-        return one * np.array([1, collective_bytes(line, lines), line in beside])
+        return one * np.array([1, collective_bytes(line, lines), line in overlapping])
 
     found = sum_over_execution(
         hlo, own, none, lambda sums: max(sums, key=lambda one: one[:, 1].sum())

@@ -15,7 +15,7 @@ _IN_WORKER = pathlib.Path(__file__).with_name("in_worker.py")
 _NO_TILES = "Couldn't find output tile sizes"
 _REFUSED = re.compile(_NO_TILES + r" .*?= \w+\[([\d,]+)\]\S* dot\(")
 # Chosen: transformers of odd lengths need one or two. Each is one more compilation, as far as to
-# where kernels are cut into tiles.
+# where kernels are cut into tiles. At half and at twice tests/test_matmuls_apart.py passes.
 _MOST_APART = 6
 _TRITON = "xla_gpu_enable_triton_gemm"
 
