@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -128,3 +129,56 @@ def test_other_arrays_hide_what_is_computed():
     projected = jaxmem.plan(loss, *args, target="h100", compilations=0).plain_bytes
     compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False).device
     assert abs(compiled / projected - 1) < 0.05
+
+
+def closing(w, x):
+    """A loss with a rule that reads ``x``, which it is not given."""
+
+    @jax.custom_vjp
+    def solve(w):
+        return jnp.tanh(w)
+
+    solve.defvjp(lambda w: (solve(w), w), lambda w, g: (g * (1 - jnp.tanh(w) ** 2) * x,))
+    return jnp.sum(solve(w) ** 2)
+
+
+CLOSED = (jnp.arange(6.0) / 6, jnp.arange(6.0))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: jaxmem.plan(closing, *CLOSED),
+        lambda: jaxmem.plan(closing, *CLOSED, target="h100"),
+        lambda: jaxmem.pareto(closing, *CLOSED),
+        lambda: jax.grad(jaxmem.remat(closing))(*CLOSED),
+        lambda: jax.jit(jax.grad(jaxmem.remat(closing)))(*CLOSED),
+        lambda: jax.grad(jaxmem.remat(lambda w, x: closing(jnp.sin(w), jnp.sin(x))))(*CLOSED),
+    ],
+)
+def test_a_rule_that_reads_what_it_is_not_given_is_told(call):
+    with pytest.raises(
+        jaxmem.PlanError, match=r"rule of solve at .*test_custom_rules\.py:\d+ reads an array of"
+    ):
+        call()
+
+
+@pytest.mark.parametrize("outer", ["no", "jit", "grad"])
+def test_a_rule_may_read_what_an_outer_function_traces(outer):
+    """It is the same array wherever the planned function runs."""
+
+    def gradient(w, x, planned):
+        def inner(w):
+            return closing(w, x)
+
+        return jax.grad(jaxmem.remat(inner) if planned else inner)(w)
+
+    def differentiated(w, x, planned):
+        return jax.grad(lambda x: jnp.sum(gradient(w, x, planned)))(x)
+
+    function = differentiated if outer == "grad" else gradient
+    if outer == "jit":
+        function = jax.jit(function, static_argnums=2)
+    expected = function(*CLOSED, False)
+    np.testing.assert_allclose(function(*CLOSED, True), expected, rtol=1e-6)
+    assert np.abs(expected).sum() > 0

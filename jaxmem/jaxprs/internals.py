@@ -131,6 +131,7 @@ ATTRIBUTES = {
     "lowered._lowering._compiler_options_kvs": "the options that a step was jitted with",
     "traced.lower(_private_parameters=)": "compiling steps that call into Python",
     "tracer._trace.frame.tracing_eqns": "the order in which gradients are made",
+    "tracer._trace.frame.constid_to_tracer": "rules that read what they are not given",
     "shape._memory_space": "arguments in host memory",
 }
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Set
 from typing import Any
 
+from jaxmem.ground.errors import PlanError
 from jaxmem.jaxprs.equations import inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep, flatten_jaxpr
 from jaxmem.jaxprs.forward_backward import trace_forward_backward
@@ -249,6 +250,8 @@ def _of_opaque(
     refuses, in words of its own, which who differentiates the function is told."""
     try:
         joint = trace_forward_backward(step, real, separate)
+    except PlanError:
+        raise
     except Exception:
         return None
     results = {value for value in joint.results if isinstance(value, int)}
