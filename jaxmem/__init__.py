@@ -4,7 +4,7 @@ Takes a training step and a byte budget, and gives back a step that fits, proved
 numbers for the accelerator you name, whether or not it is in the machine.
 """
 
-import importlib
+import importlib as _importlib
 
 from jaxmem import optim as optim
 from jaxmem.fitting import (
@@ -80,4 +80,4 @@ def __getattr__(name: str):
     """`jaxmem.ops`, imported when it is first asked for."""
     if name != "ops":
         raise AttributeError(f"module 'jaxmem' has no attribute {name!r}")
-    return importlib.import_module("jaxmem.ops")
+    return _importlib.import_module("jaxmem.ops")

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 import types
 
 import pytest
@@ -72,6 +73,29 @@ def test_classes_have_fewer_than_forty_names_for_others():
                 if sum(not one.startswith("_") for one in {*dir(kind), *fields}) >= 40:
                     large.append(kind.__qualname__)
     assert large == []
+
+
+def test_what_is_imported_for_annotations_is_of_the_same_wing():
+    """Or of one below: where import-linter does not look, nothing points up either."""
+    contracts = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(one["layers"] for one in contracts["contracts"] if "layers" in one)
+    height = {
+        wing.strip(): at for at, line in enumerate(reversed(layers)) for wing in line.split(":")
+    }
+    found = 0
+    for name, tree in trees():
+        guarded = (
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+            for inner in ast.walk(node)
+            if isinstance(inner, ast.ImportFrom) and (inner.module or "").startswith("jaxmem.")
+        )
+        for one in guarded:
+            found += 1
+            wing, other = name.parts[0].removesuffix(".py"), one.module.split(".")[1]
+            assert wing == other or height[other] < height[wing], f"{name}: {one.module}"
+    assert found > 5
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "jaxmem/planning/README.md"])

@@ -86,3 +86,24 @@ def test_a_tpu_lays_out_as_it_likes():
         for name in ("h100", "v5e")
     )
     assert on_gpu > on_tpu + SCORES // 2
+
+
+@pytest.mark.parametrize("activation", [jax.nn.softplus, jax.nn.silu, jnp.logaddexp])
+def test_what_no_derivative_reads_is_not_counted(activation):
+    """JAX stacks the factor of a tangent that is zero as well (`softplus`); XLA drops the stack."""
+
+    def loss(w, x):
+        def step(y, dx):
+            y = y @ w
+            y = activation(y, 0.0) if activation is jnp.logaddexp else activation(y)
+            return y + dx, None
+
+        return jnp.mean(jax.lax.scan(step, jnp.zeros((512, 128)), x)[0] ** 2)
+
+    args = (
+        jax.ShapeDtypeStruct((128, 128), jnp.float32),
+        jax.ShapeDtypeStruct((100, 512, 128), jnp.float32),
+    )
+    projected = jaxmem.plan(loss, *args).plain_bytes
+    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False)
+    assert compiled.device == pytest.approx(projected, rel=0.02)

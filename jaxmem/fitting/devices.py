@@ -121,9 +121,9 @@ def devices_needed(
 
     For one device, then for more, `jaxmem.fit` is asked, which chooses the shape of their mesh:
     with the batch spread over all of them and, by ZeRO's stages, parameters, gradients and
-    optimizer state too. Tried are 1, 2, 4 and the
-    multiples of 8 that divide the batch. Where jaxmem's own arithmetic says that even the smallest
-    step is far too large, nothing is compiled.
+    optimizer state too. Tried are the numbers that divide the batch: powers of two inside of a
+    node of the target, and then whole nodes. Where jaxmem's own arithmetic says that even the
+    smallest step is far too large, nothing is compiled.
 
     Args:
         loss_fn, optimizer, params, batch: as for `jaxmem.fit`; the batch is that of all devices.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import BARRIERS
@@ -22,7 +24,7 @@ from jaxmem.jaxprs.equations import (
 from jaxmem.jaxprs.flat import FlatStep, evaluate
 from jaxmem.jaxprs.mapped import automatic_axes
 from jaxmem.jaxprs.nested import loop_of
-from jaxmem.jaxprs.operands import differentiable, restrict_to
+from jaxmem.jaxprs.operands import differentiable, inputs_read, restrict_to
 from jaxmem.jaxprs.placement import HOST, memory_space
 from jaxmem.jaxprs.sources import names_of, traceback_of
 
@@ -48,7 +50,7 @@ def scan_residuals(
     kept: list[SavedResidual] = []
     results: list[SavedResidual] = []
     for one in saved_residuals(
-        internals.jaxpr_as_fun(closed), avals, differentiable(avals, constant)
+        internals.jaxpr_as_fun(closed), avals, differentiable(avals, constant), read=True
     ):
         if memory_space(one.aval) is HOST:
             continue
@@ -64,7 +66,10 @@ def region_residuals(step: FlatStep, constant: Sequence[bool]) -> list[SavedResi
     ``constant``, as its policy says, beside operands and results."""
     avals = [variable.aval for variable in step.equation.invars]
     kept = saved_residuals(
-        lambda *operands: evaluate(step, operands), avals, differentiable(avals, constant)
+        lambda *operands: evaluate(step, operands),
+        avals,
+        differentiable(avals, constant),
+        read=True,
     )
     return [
         one
@@ -108,10 +113,14 @@ class SavedResidual:
 
 
 def saved_residuals(
-    fun: Callable, leaves: Sequence[Any], differentiated: Sequence[int] | None = None
+    fun: Callable,
+    leaves: Sequence[Any],
+    differentiated: Sequence[int] | None = None,
+    read: bool = False,
 ) -> list[SavedResidual]:
     """What the forward pass of ``fun(*leaves)`` keeps for its backward pass, each value once, by
-    all arguments or those that stand at some places."""
+    all arguments or those that stand at some places; with ``read`` only what that reads. JAX keeps
+    factors of tangents that are zero too (one of the two of a `softplus`), which XLA drops."""
     at = range(len(leaves)) if differentiated is None else differentiated
 
     def forward(*xs):
@@ -123,8 +132,10 @@ def saved_residuals(
     count = jax.tree.structure(shapes[1]).num_leaves
     made = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     found: dict[Any, SavedResidual] = {}
-    results = jaxpr.outvars[: len(jaxpr.outvars) - count]
-    for variable in jaxpr.outvars[len(results) :]:
+    results, saved = jaxpr.outvars[: len(jaxpr.outvars) - count], jaxpr.outvars[-count:]
+    if read and count:
+        saved = itertools.compress(saved, _reads(*shapes))
+    for variable in saved if count else ():
         variable = original(made, variable)
         if isinstance(variable, internals.Literal):
             continue
@@ -135,6 +146,25 @@ def saved_residuals(
         piece = _piece(equation, variable)
         found[variable] = SavedResidual(variable.aval, number, equation, sources, result, piece)
     return list(found.values())
+
+
+def _reads(results: Any, back: Any) -> Sequence[bool]:
+    """Which of the values that a vjp keeps its backward pass reads; all of them, where a rule of
+    the user's own refuses."""
+    leaves, tree = jax.tree.flatten(results)
+    floating = differentiable(leaves)
+
+    def backward(back, cotangents):
+        found = [np.zeros(one.shape, jax.dtypes.float0) for one in leaves]
+        for at, one in zip(floating, cotangents, strict=True):
+            found[at] = one
+        return back(jax.tree.unflatten(tree, found))
+
+    count = jax.tree.structure(back).num_leaves
+    try:
+        return inputs_read(backward, back, [leaves[at] for at in floating])[:count]
+    except Exception:
+        return [True] * count
 
 
 def _piece(equation: JaxprEqn | None, variable: Any) -> float | None:
