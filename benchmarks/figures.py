@@ -86,9 +86,8 @@ def _figure(mark: re.Match) -> str:
     if not (found or of == "count"):
         raise MarkError(_NO_MARK)
     if of == "count":
-        key = _column(rows, column) if found else None
-        count = len({row[key] for row in rows}) if key else len(rows)
-        return f"{count}{mark[0].removeprefix(mark['number'])}"
+        counted = {row[_column(rows, column)] for row in rows} if found else rows
+        return f"{len(counted)}{mark[0].removeprefix(mark['number'])}"
     cells = [_cell(row, column, mark["unit"]) for row in rows]
     if of is None and len(cells) != 1:
         raise MarkError(f"{len(cells)} rows are so, not one")

@@ -132,10 +132,9 @@ def saved_residuals(
     count = jax.tree.structure(shapes[1]).num_leaves
     made = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     found: dict[Any, SavedResidual] = {}
-    results, saved = jaxpr.outvars[: len(jaxpr.outvars) - count], jaxpr.outvars[-count:]
-    if read and count:
-        saved = itertools.compress(saved, _reads(*shapes))
-    for variable in saved if count else ():
+    results = jaxpr.outvars[: len(jaxpr.outvars) - count]
+    saved = jaxpr.outvars[len(results) :]
+    for variable in itertools.compress(saved, _reads(*shapes)) if read else saved:
         variable = original(made, variable)
         if isinstance(variable, internals.Literal):
             continue
