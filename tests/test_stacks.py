@@ -88,6 +88,25 @@ def test_a_tpu_lays_out_as_it_likes():
     assert on_gpu > on_tpu + SCORES // 2
 
 
+@pytest.mark.parametrize("result", [jax.nn.logsumexp, jnp.argmax, lambda y, axis: jnp.sin(y)])
+def test_of_results_that_nobody_reads_nothing_is_stacked(result):
+    """Nor what their derivative would read."""
+
+    def loss(w, x):
+        def step(y, dx):
+            return dx + y + jax.nn.softmax(y @ w), result(y, axis=-1)
+
+        return jnp.mean(jax.lax.scan(step, jnp.zeros((512, 128)), x)[0] ** 2)
+
+    args = (
+        jax.ShapeDtypeStruct((128, 128), jnp.float32),
+        jax.ShapeDtypeStruct((64, 512, 128), jnp.float32),
+    )
+    projected = jaxmem.plan(loss, *args).plain_bytes
+    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False)
+    assert compiled.device == pytest.approx(projected, rel=0.02)
+
+
 @pytest.mark.parametrize("activation", [jax.nn.softplus, jax.nn.silu, jnp.logaddexp])
 def test_what_no_derivative_reads_is_not_counted(activation):
     """JAX stacks the factor of a tangent that is zero as well (`softplus`); XLA drops the stack."""

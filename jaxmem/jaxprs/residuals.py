@@ -46,18 +46,22 @@ def scan_residuals(
     avals = closed.in_avals  # themselves: inside `jax.shard_map` they vary over axes of the mesh
     loop = loop_of(equation)
     carry, constants = (range(len(avals))[part] for part in (loop.carry, loop.body_consts))
-    stacked = {at for at, one in enumerate(wanted) if one and at >= len(carry)}
+    body, count = internals.jaxpr_as_fun(closed), len(carry)
+    read = [at for at, one in enumerate(wanted) if one or at < count]
+
+    def read_results(*operands):  # of a result that nobody reads no derivative is taken
+        results = body(*operands)
+        return [results[at] for at in read]
+
     kept: list[SavedResidual] = []
     results: list[SavedResidual] = []
-    for one in saved_residuals(
-        internals.jaxpr_as_fun(closed), avals, differentiable(avals, constant), read=True
-    ):
+    for one in saved_residuals(read_results, avals, differentiable(avals, constant), read=True):
         if memory_space(one.aval) is HOST:
             continue
         if one.argument in carry:
             kept.append(one)
         elif one.equation and one.made_of - {*constants}:
-            (results if one.result in stacked else kept).append(one)
+            (results if one.result >= count else kept).append(one)
     return kept, results
 
 
