@@ -131,36 +131,100 @@ def test_other_arrays_hide_what_is_computed():
     assert abs(compiled / projected - 1) < 0.05
 
 
+def scaled_rule(c):
+    """A `tanh` with a rule that reads ``c``, which it is not given."""
+    fun = jax.custom_vjp(jnp.tanh)
+    fun.defvjp(lambda w: (fun(w), w), lambda w, g: (g * (1 - jnp.tanh(w) ** 2) * c,))
+    return fun
+
+
+def scaled_value(c):
+    """The same of a function that reads it itself."""
+    fun = jax.custom_vjp(lambda w: jnp.tanh(w) * c)
+    fun.defvjp(lambda w: (fun(w), w), lambda w, g: (g * (1 - jnp.tanh(w) ** 2),))
+    return fun
+
+
+def scaled_tangent(c):
+    fun = jax.custom_jvp(lambda w: jnp.tanh(w))
+    fun.defjvp(lambda primals, tangents: (fun(*primals), tangents[0] * c))
+    return fun
+
+
+def scaled_gradient(c):
+    return jax.custom_gradient(lambda w: (jnp.tanh(w), lambda g: (g * c,)))
+
+
 def closing(w, x):
-    """A loss with a rule that reads ``x``, which it is not given."""
-
-    @jax.custom_vjp
-    def solve(w):
-        return jnp.tanh(w)
-
-    solve.defvjp(lambda w: (solve(w), w), lambda w, g: (g * (1 - jnp.tanh(w) ** 2) * x,))
-    return jnp.sum(solve(w) ** 2)
+    return jnp.sum(scaled_rule(x)(w) ** 2)
 
 
-CLOSED = (jnp.arange(6.0) / 6, jnp.arange(6.0))
+CLOSED = (jnp.linspace(0.1, 1, 6), jnp.linspace(1, 2, 6))
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: jaxmem.plan(closing, *CLOSED),
-        lambda: jaxmem.plan(closing, *CLOSED, target="h100"),
-        lambda: jaxmem.pareto(closing, *CLOSED),
-        lambda: jax.grad(jaxmem.remat(closing))(*CLOSED),
-        lambda: jax.jit(jax.grad(jaxmem.remat(closing)))(*CLOSED),
-        lambda: jax.grad(jaxmem.remat(lambda w, x: closing(jnp.sin(w), jnp.sin(x))))(*CLOSED),
+        lambda fun: jaxmem.plan(fun, *CLOSED),
+        lambda fun: jaxmem.plan(fun, *CLOSED, target="h100"),
+        lambda fun: jaxmem.pareto(fun, *CLOSED),
+        lambda fun: jax.grad(jaxmem.remat(fun))(*CLOSED),
+        lambda fun: jax.jit(jax.grad(jaxmem.remat(fun)))(*CLOSED),
     ],
 )
-def test_a_rule_that_reads_what_it_is_not_given_is_told(call):
-    with pytest.raises(
-        jaxmem.PlanError, match=r"rule of solve at .*test_custom_rules\.py:\d+ reads an array of"
-    ):
-        call()
+@pytest.mark.parametrize(
+    "fun",
+    [
+        closing,
+        lambda w, x: closing(jnp.sin(w), jnp.sin(x)),
+        lambda w, x: jnp.sum(scaled_value(x)(w)),
+        lambda w, x: jnp.mean(scaled_tangent(x)(w * x)),
+        lambda w, x: jnp.sum(scaled_gradient(x)(w)),
+        lambda w, x: jnp.sum(jax.jit(lambda w: scaled_value(x)(w))(w)),
+        lambda w, x: jnp.sum(jax.checkpoint(lambda w: scaled_value(x)(w))(w)),
+        lambda w, x: jnp.sum(jax.vmap(lambda w: scaled_value(x)(w))(jnp.stack([w, w]))),
+        lambda w, x: jnp.sum(
+            jax.lax.scan(lambda c, _: (scaled_value(x)(c), None), w, None, length=3)[0]
+        ),
+        lambda w, x: jnp.sum(
+            jax.lax.cond(x[0] > 0, lambda w: scaled_rule(x)(w), lambda w: w, w * x)
+        ),
+    ],
+)
+def test_a_rule_that_reads_what_it_is_not_given_is_told(fun, call):
+    with pytest.raises(jaxmem.PlanError, match=r"rule at .*test_custom_rules\.py:\d+ \(.*reads an"):
+        call(fun)
+
+
+CONSTANT = jnp.arange(1.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: jnp.sum(w * x) + jax.lax.stop_gradient(jnp.sum(scaled_rule(x)(w))),
+        lambda w, x: jnp.sum(w * (scaled_rule(x)(w) > 0.3)),
+        lambda w, x: w[jnp.argmax(scaled_rule(x)(w))] ** 2,
+        lambda w, x: (scaled_rule(x)(w), jnp.sum(jnp.sin(w) * x))[1],
+        lambda w, x: jnp.sum(jax.grad(lambda a: jnp.sum(scaled_rule(x)(a)))(w * x) ** 2),
+        lambda w, x: jnp.sum(w * scaled_rule(x)(x)),
+        lambda w, x: jnp.sum(scaled_rule(CONSTANT)(w * x)),
+        lambda w, x: jnp.sum(
+            jax.lax.cond(x[0] > 0, lambda w: scaled_rule(CONSTANT)(w), lambda w: w, w * x)
+        ),
+        lambda w, x: jnp.sum(
+            jax.lax.cond(x[0] > 0, lambda w: scaled_tangent(CONSTANT)(w), lambda w: w, w * x)
+        ),
+    ],
+)
+def test_a_rule_that_no_derivative_needs_or_of_constants_is_right(fun):
+    """What `jax.checkpoint` differentiates."""
+    expected = jax.grad(jax.checkpoint(fun))(*CLOSED)
+    planned = jaxmem.plan(fun, *CLOSED).apply(fun)
+    for found in (planned, jaxmem.remat(fun)):
+        np.testing.assert_allclose(jax.grad(found)(*CLOSED), expected, rtol=1e-5)
+    assert jaxmem.plan(fun, *CLOSED, target="h100").compiled_bytes
+    assert jaxmem.pareto(fun, *CLOSED).plans
 
 
 @pytest.mark.parametrize("outer", ["no", "jit", "grad"])

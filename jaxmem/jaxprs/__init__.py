@@ -46,6 +46,10 @@ from jaxmem.jaxprs.forward_backward import (
     trace_forward_backward as trace_forward_backward,
 )
 from jaxmem.jaxprs.layouts import row_major as row_major
+from jaxmem.jaxprs.leaks import (
+    check_rules as check_rules,
+    taken_derivatives as taken_derivatives,
+)
 from jaxmem.jaxprs.lowering import (
     argument_names as argument_names,
     compiler_options as compiler_options,

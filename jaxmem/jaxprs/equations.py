@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.sources import no_names, traceback_of, user_frames
 
 if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 # Code that is never the user's own.
 _OWN_FOLDER = os.path.join(str(pathlib.Path(__file__).parents[1]), "")
@@ -133,12 +133,19 @@ def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
 
 def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
     """The jaxprs among an equation's parameters (of scan, cond, checkpoint, custom rules)."""
-    found = []
+    return [getattr(one, "jaxpr", one) for one in _inner(equation)]
+
+
+def closed_inner_jaxprs(equation: JaxprEqn) -> list[ClosedJaxpr]:
+    """The same with their constants: a branch has some, where a rule in it reads an array."""
+    return [closed_of(one) for one in _inner(equation)]
+
+
+def _inner(equation: JaxprEqn) -> Iterator[Any]:
     for value in parameters_of(equation).values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
-                found.append(getattr(item, "jaxpr", item))
-    return found
+                yield item
 
 
 def primitive_names() -> set[str]:

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jaxmem.ground.errors import PlanError
-from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.equations import custom_function
 from jaxmem.jaxprs.expansion import expanded
 from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep, evaluate, flatten_jaxpr
 from jaxmem.jaxprs.mapped import localized
@@ -49,11 +46,7 @@ def trace_forward_backward(
 ) -> ForwardBackward:
     """A step with its derivative by the operands that stand at some places; ``separate``: XLA
     sees one without the other, as it does where both are in loops, and merges nothing of the two. A
-    rule of the user's own may raise anything.
-
-    Raises:
-        PlanError: the rule reads a traced value that it is not given.
-    """
+    rule of the user's own may raise anything."""
     operands = [variable.aval for variable in step.equation.invars]
     results = [variable.aval for variable in step.equation.outvars]
     real = differentiable(results)
@@ -69,13 +62,6 @@ def trace_forward_backward(
         return found, back(list(jax.lax.optimization_barrier(tuple(cotangents))))
 
     traced = jax.make_jaxpr(whole)(operands, [results[at] for at in real])
-    if any(isinstance(one, jax.core.Tracer) and _has_ended(one) for one in traced.consts):
-        raise PlanError(
-            f"The derivative rule of {custom_function(step.equation)} reads an array of the "
-            "function around it, which it is not given. Where a plan runs the function again that "
-            "array is another one (jax.checkpoint and jax.jit refuse such rules too). Pass the "
-            "array to the rule's function as an argument, or use jax.closure_convert."
-        )
     flat = localized(expanded(flatten_jaxpr(traced)))
     first = flat.input_count - len(real)
     cotangents = tuple(range(first, flat.input_count))
@@ -94,14 +80,6 @@ def trace_forward_backward(
         flat.outputs[: len(results)],
         cotangents,
     )
-
-
-def _has_ended(tracer: jax.core.Tracer) -> bool:
-    """Whether the function that it is of is traced no longer: JAX has put an empty dict in the
-    place of what it knew of its constants. (What an outer function traces may be read.)"""
-    frame = getattr(getattr(tracer, "_trace", None), "frame", None)
-    known = frame and internals.attribute(tracer, "tracer._trace.frame.constid_to_tracer")
-    return type(known) is dict and not known
 
 
 def merge_common_subexpressions(

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Set
 from typing import Any
 
-from jaxmem.ground.errors import PlanError
-from jaxmem.jaxprs.equations import inner_jaxprs, is_region
+from jaxmem.jaxprs.equations import closed_inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep, flatten_jaxpr
 from jaxmem.jaxprs.forward_backward import trace_forward_backward
 from jaxmem.jaxprs.mapped import inside_of, is_local
@@ -250,8 +249,6 @@ def _of_opaque(
     refuses, in words of its own, which who differentiates the function is told."""
     try:
         joint = trace_forward_backward(step, real, separate)
-    except PlanError:
-        raise
     except Exception:
         return None
     results = {value for value in joint.results if isinstance(value, int)}
@@ -297,7 +294,7 @@ def _workspace(step: FlatStep, shards: Shardings) -> int:
         handed = step.inputs[loop.body_consts], step.inputs[loop.carry]
         return _turn(loop, shards.inside(loop.body, [*handed[0], *handed[1]]))
     most = 0
-    for jaxpr in inner_jaxprs(step.equation):
+    for jaxpr in closed_inner_jaxprs(step.equation):
         flat = flatten_jaxpr(jaxpr)
         count = flat.input_count - len(flat.consts)
         if step.primitive == "shard_map":

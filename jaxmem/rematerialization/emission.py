@@ -56,7 +56,9 @@ def planned_function(
     @functools.wraps(fun)
     def planned(*args, **kwargs):
         def evaluate(call, leaves):
-            flat = flattened(*jaxprs.traced_jaxpr(call, leaves), not keeps_regions)
+            closed, tree = jaxprs.traced_jaxpr(call, leaves)
+            jaxprs.check_rules(closed, jaxprs.taken_derivatives(leaves))
+            flat = flattened(closed, tree, not keeps_regions)
             wanted = None if differentiated is None else frozenset(differentiated)
             program = read_program(flat, wanted)
             layout = layout_for(program, lambda: input_names(program, fun, args, kwargs))

@@ -62,6 +62,8 @@ class TracedFunction:
         self.flat = flattened(self.closed, self.out_tree, open_regions)
         # Leaves of differentiated arguments, as numbers of inputs: constants come first.
         self.wanted = [at for at, owner in enumerate(call.owners) if owner in wanted]
+        with jaxprs.in_place_of_attached(target):
+            jaxprs.check_rules(self.closed, self.wanted)
         first = self.flat.input_count - len(call.leaves)
         self._differentiated = frozenset(first + at for at in self.wanted)
         self._returned = gradient_bytes is None
