@@ -31,7 +31,7 @@ gc.set_threshold(20_000, 10, 10)
 
 
 CALIBRATIONS = pathlib.Path(os.environ["JAXMEM_CALIBRATIONS"])
-_tests = itertools.count()
+_tests, _ended = itertools.count(), itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +41,23 @@ def calibrations(monkeypatch):
     monkeypatch.setenv("JAXMEM_CALIBRATIONS", str(folder))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+# Of the 65,530 mappings of memory that Linux lets a process have (vm.max_map_count). Each program
+# that is compiled for the CPU takes some: a worker that has run a thousand tests crashed in the
+# compiler. Chosen: at half, programs are compiled again for nothing; a test takes 2,000 at most.
+MOST_MAPPINGS = 30_000
+_MAPPINGS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True)
+def mappings():
+    """Forgets the compiled programs of earlier tests before there are too many."""
+    yield
+    if next(_ended) % 10 == 9 and _MAPPINGS.exists():
+        if _MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+            jax.clear_caches()
+            gc.collect()
 
 
 @pytest.fixture
