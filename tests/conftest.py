@@ -54,10 +54,10 @@ _MAPPINGS = pathlib.Path("/proc/self/maps")
 def mappings():
     """Forgets the compiled programs of earlier tests before there are too many."""
     yield
-    if next(_ended) % 10 == 9 and _MAPPINGS.exists():
-        if _MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
-            jax.clear_caches()
-            gc.collect()
+    looks = next(_ended) % 10 == 9 and _MAPPINGS.exists()
+    if looks and _MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

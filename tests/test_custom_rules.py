@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxmem
-from jaxmem.jaxprs.flat import flatten
+from jaxmem.jaxprs.flattening import flatten
 from jaxmem.program.custom_rules import reading_of
 
 ROWS, CLASSES, WIDTH = 4096, 4096, 512

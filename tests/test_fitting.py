@@ -938,6 +938,22 @@ def test_a_step_without_regions_has_the_derivatives_that_it_is_projected_with():
     assert chosen.compiled == pytest.approx(chosen.projected, rel=0.05)
 
 
+def test_a_scan_over_numbers_of_the_program_is_no_crash():
+    """An array of NumPy that a jitted function closes over is written in the program as it is."""
+    table = np.arange(8.0, dtype=np.float32)
+
+    @jax.jit
+    def polynomial(x):
+        return jax.lax.scan(lambda y, k: (jnp.tanh(y * k + x), None), x, table)[0]
+
+    def loss(p, x):
+        return jnp.mean(polynomial(x @ p) ** 2)
+
+    args = jnp.ones((4, 4), jnp.float32), jnp.ones((16, 4), jnp.float32)
+    step = jaxmem.fit(loss, optax.sgd(1e-3), *args, budget="1MiB", target="h100")
+    assert step.fitting.chosen.remat == "none"
+
+
 def test_a_batch_that_cannot_be_cut_is_told():
     """Something in it has no examples: why there are no microbatches is in the table."""
 

@@ -480,6 +480,45 @@ def test_no_more_is_kept_than_is_planned_of_several_regions(depth):
     assert several > 10
 
 
+@settings(max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@given(st.data())
+def test_no_more_is_kept_than_is_planned_of_loops(data):
+    """Of every iteration its carry and what is saved of it, in whatever parts the loop is run and
+    whatever loops and regions are inside of it."""
+    instructions = data.draw(st.lists(INSTRUCTION, min_size=2, max_size=6))
+    length = data.draw(st.integers(2, 7))
+
+    def body(carry, x):
+        pool = [carry, x, carry * x]
+        for name, left, right in instructions:
+            pool.append(OPERATIONS[name](pool[left % len(pool)], pool[right % len(pool)]))
+        return jnp.tanh(pool[-1]), None
+
+    def fun(first, xs):
+        return jnp.sum(jax.lax.scan(body, first, xs)[0])
+
+    a, b, _ = arguments()
+    args = a, jnp.stack([b] * length)
+    program = read_program(
+        jaxprs.flatten(fun, [jaxprs.abstract(x) for x in args], True, merge=True)
+    )
+    loops = draw_loops(data.draw, program, 2)
+    assume(loops)
+    (loop,) = loops
+    head = loop.head
+    assume(not loop.whole and not (head and head.loop.whole))
+    plan = Plan("random", program.fingerprint, (), loops, Predicted(0, 0, program.flops, 0))
+    kept = jaxmem.residuals(plan.apply(fun), *args)
+
+    operation = program.operations[program.kernels[loop.kernel].operations[-1]]
+
+    def saved(part):
+        return sum(operation.body.sizes[value] for value in part.saved)
+
+    parts = [head.loop] * head.count + [loop] * (length - head.count) if head else [loop] * length
+    assert kept.total <= sum(a.nbytes + saved(part) for part in parts)
+
+
 def test_what_a_nested_region_returns_as_it_is_counts_once():
     """A saved value comes out of a region twice: as a result, and for the backward pass."""
     fun = build([("sin", -1, 0), ("sin", -1, 0), ("statistics", -1, 0)])

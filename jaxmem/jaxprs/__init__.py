@@ -33,12 +33,14 @@ from jaxmem.jaxprs.flat import (
     as_array as as_array,
     context as context,
     evaluate as evaluate,
-    flatten as flatten,
-    flatten_jaxpr as flatten_jaxpr,
     inside as inside,
-    output_avals as output_avals,
     read as read,
     side_effects as side_effects,
+)
+from jaxmem.jaxprs.flattening import (
+    flatten as flatten,
+    flatten_jaxpr as flatten_jaxpr,
+    output_avals as output_avals,
     traced_jaxpr as traced_jaxpr,
 )
 from jaxmem.jaxprs.forward_backward import (

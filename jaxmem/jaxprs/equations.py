@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Sharding
 
 from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.operands import has_derivative
 from jaxmem.jaxprs.sources import no_names, traceback_of, user_frames
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def is_region(equation: JaxprEqn) -> bool:
 def inlinable(equation: JaxprEqn):
     """The jaxpr of a call that can be written in place, or None."""
     parameters = equation.params
+    if equation.primitive.name == "call_hi_primitive":
+        return _written_out(equation)
     if equation.primitive.name not in _INLINED:
         return None
     for placed in ("in_shardings", "out_shardings"):
@@ -90,6 +93,20 @@ def inlinable(equation: JaxprEqn):
             return None
     inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
     return inner if hasattr(inner, "consts") else None
+
+
+def _written_out(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """What an operation of jax 0.12 that is a class (`jnp.searchsorted`, `jnp.nonzero`) is made of,
+    where no derivative is taken of its results: else the class may have one of its own."""
+    high = equation.params["_prim"]
+    results = [variable.aval for variable in equation.outvars]
+    if type(high).__name__ in _HIGH or equation.effects or any(map(has_derivative, results)):
+        return None
+
+    def expanded(*operands):
+        return jax.tree.leaves(high.expand(*jax.tree.unflatten(high.in_tree, operands)))
+
+    return in_place_of(equation, expanded, [operand.aval for operand in equation.invars])
 
 
 def default_branch(equation: JaxprEqn):

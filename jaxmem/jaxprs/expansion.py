@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.flat import FlatJaxpr, evaluate, flatten_jaxpr, read
+from jaxmem.jaxprs.flat import FlatJaxpr, evaluate, read
+from jaxmem.jaxprs.flattening import flatten_jaxpr
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn

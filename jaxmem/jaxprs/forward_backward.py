@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxmem.jaxprs.expansion import expanded
-from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep, evaluate, flatten_jaxpr
+from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep, evaluate
+from jaxmem.jaxprs.flattening import flatten_jaxpr
 from jaxmem.jaxprs.mapped import localized
 from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.nested import branches_of, without_results

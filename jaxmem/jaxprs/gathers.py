@@ -17,11 +17,10 @@ import jax
 import numpy as np
 
 from jaxmem.jaxprs.equations import in_place_of
+from jaxmem.jaxprs.flat import FlatStep
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
-
-    from jaxmem.jaxprs.flat import FlatStep
 
 # Numbers that are computed to see what they are. Chosen: those of the rows of any batch of
 # sequences are fewer, and larger arrays cost time and memory of the host.

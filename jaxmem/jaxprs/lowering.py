@@ -14,7 +14,8 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import barrier
 from jaxmem.jaxprs.equations import find_callback, is_callback
-from jaxmem.jaxprs.flat import FlatStep, flatten_jaxpr
+from jaxmem.jaxprs.flat import FlatStep
+from jaxmem.jaxprs.flattening import flatten_jaxpr
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.placement import HOST, memory_space
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxmem.jaxprs.equations import operation_of
-from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep, flatten_jaxpr
+from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
+from jaxmem.jaxprs.flattening import flatten_jaxpr
 
 if TYPE_CHECKING:
     from jax.extend.core import Literal

@@ -15,7 +15,8 @@ from jaxmem.jaxprs.equations import (
     operation_of,
     parameters_of,
 )
-from jaxmem.jaxprs.flat import FlatJaxpr, flatten_jaxpr
+from jaxmem.jaxprs.flat import FlatJaxpr
+from jaxmem.jaxprs.flattening import flatten_jaxpr
 from jaxmem.jaxprs.nested import loop_of
 
 if TYPE_CHECKING:

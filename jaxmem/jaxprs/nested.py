@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import inner_jaxprs, operation_of, parameters_of, scan_parts
-from jaxmem.jaxprs.flat import FlatJaxpr, evaluate, flatten_jaxpr, read
+from jaxmem.jaxprs.flat import FlatJaxpr, evaluate, read
+from jaxmem.jaxprs.flattening import flatten_jaxpr
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn

@@ -18,12 +18,12 @@ from jaxmem.program.derivatives import DERIVATIVES
 _FUSED = frozenset(
     """
     abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type
-    broadcast_in_dim cbrt ceil clamp concatenate convert_element_type copy copy_p cos cosh pad
-    device_put digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
-    integer_pow iota is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg
-    mesh_cast nextafter not one_minus_square optimization_barrier or population_count pow pvary real
-    reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum rem reshape reshard rev round
-    row_major rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+    broadcast_in_dim cbrt ceil clamp complex concatenate conj convert_element_type copy copy_p cos
+    cosh pad device_put digamma div eq eq_to erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt
+    imag integer_pow iota is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul
+    name ne neg mesh_cast nextafter not one_minus_square optimization_barrier or population_count
+    pow pvary real reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum rem reshape
+    reshard rev round row_major rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh
     transpose xor
     """.split()

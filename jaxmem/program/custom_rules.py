@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.custom_jvp import called_by, traced_rule
-from jaxmem.jaxprs.flat import FlatStep, flatten_jaxpr
+from jaxmem.jaxprs.flat import FlatStep
+from jaxmem.jaxprs.flattening import flatten_jaxpr
 from jaxmem.jaxprs.operands import differentiable
 from jaxmem.program.costs import is_fused
 

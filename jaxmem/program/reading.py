@@ -5,7 +5,8 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from jaxmem.jaxprs.equations import closed_inner_jaxprs, is_region
-from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep, flatten_jaxpr
+from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
+from jaxmem.jaxprs.flattening import flatten_jaxpr
 from jaxmem.jaxprs.forward_backward import trace_forward_backward
 from jaxmem.jaxprs.mapped import inside_of, is_local
 from jaxmem.jaxprs.nested import NestedLoop, called_jaxpr, loop_of, mapped_body

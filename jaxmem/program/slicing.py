@@ -18,11 +18,11 @@ from jaxmem import jaxprs
 ELEMENTWISE = frozenset(
     """
     abs acos add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz
-    convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
-    one_minus_square or population_count pow real reduce_precision rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh sqrt
-    square stop_gradient sub tan tanh xor
+    convert_element_type copy copy_p cos cosh div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge
+    gt integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg
+    nextafter not one_minus_square or population_count pow real reduce_precision rem round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh
+    sqrt square stop_gradient sub tan tanh xor
     """.split()
 )
 REDUCTIONS = frozenset(

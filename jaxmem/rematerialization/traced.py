@@ -126,6 +126,7 @@ class TracedFunction:
             for step in self.flat.steps
             if step.primitive == "scan"
             for value in step.inputs[jaxprs.loop_of(step.equation).carry.stop :]
+            if isinstance(value, int)
         }
         pieces = self.shards(self.flat)
         return {

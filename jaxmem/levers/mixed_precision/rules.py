@@ -12,13 +12,11 @@ COMPUTE = "conv_general_dilated dot_general ragged_dot_general"
 
 _FOLLOW = """
     abs add add_any and argmax argmin asinh atan broadcast_in_dim cbrt ceil clamp concatenate copy
-    copy_p cos cummax cummin div dynamic_slice dynamic_update_slice eq erf erfc expand_dims floor
-    gather ge gt is_finite le logistic lt max min mul name ne neg one_minus_square
-    optimization_barrier pad
-    reduce_max reduce_min rem reshape rev round scatter select_and_scatter
-    select_and_scatter_add select_n sharding_constraint sign sin slice split squeeze
-    stop_gradient sub tanh top_k transpose
-    reduce_window_max reduce_window_min convert_element_type
+    copy_p cos cummax cummin div dynamic_slice dynamic_update_slice eq eq_to erf erfc expand_dims
+    floor gather ge gt is_finite le le_to logistic lt lt_to max min mul name ne neg one_minus_square
+    optimization_barrier pad reduce_max reduce_min rem reshape rev round scatter select_and_scatter
+    select_and_scatter_add select_n sharding_constraint sign sin slice split squeeze stop_gradient
+    sub tanh top_k transpose reduce_window_max reduce_window_min convert_element_type
 """
 
 

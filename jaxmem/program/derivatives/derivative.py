@@ -1,15 +1,12 @@
 """What a cheaper derivative of one kind of operation says of itself."""
 
 import abc
-from typing import TYPE_CHECKING
 
 import jax
 
 from jaxmem import jaxprs
+from jaxmem.program.kernel import Kernel
 from jaxmem.targets import Rules
-
-if TYPE_CHECKING:
-    from jaxmem.program.kernels import Kernel
 
 
 class Derivative(abc.ABC):
@@ -26,7 +23,7 @@ class Derivative(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def matches(self, step: jaxprs.FlatStep, kernel: "Kernel") -> bool:
+    def matches(self, step: jaxprs.FlatStep, kernel: Kernel) -> bool:
         """Whether the last operation of a kernel is emitted with this derivative."""
 
     @abc.abstractmethod
