@@ -95,3 +95,48 @@ def test_products_of_complex_numbers_are_fused():
     plain = jaxmem.plan(loss, *args, target="h100", compilations=0).plain_bytes
     compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False)
     assert compiled.device == pytest.approx(plain, rel=0.1)
+
+
+SHAPES = {
+    "stack": lambda x: jnp.stack([x, 2 * x], -1),
+    "unstack": lambda x: sum(jnp.unstack(x, axis=-1)),
+    "tile": lambda x: jnp.tile(x, (1, 3)),
+    "tile in front": lambda x: jnp.tile(x[:, None], (1, 2, 2)),
+    "polyval": lambda x: jnp.polyval(jnp.array([0.5, 0.1, 2.0], x.dtype), x),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_several_operations_to_xla_is_planned_as_these(name):
+    def loss(w, x):
+        made = jnp.sin(SHAPES[name](jnp.tanh(x @ w)))
+        return jnp.mean(jnp.sum(made, range(1, made.ndim)))
+
+    args = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8), jnp.linspace(-2.0, 2.0, 32).reshape(4, 8)
+    expected = jax.value_and_grad(loss)(*args)
+    chex.assert_trees_all_close(jaxmem.microbatch(loss, 2)(*args), expected, rtol=1e-12)
+    for planner in ("dp", "dots"):
+        planned = jaxmem.plan(loss, *args, planner=planner).apply(loss)
+        chex.assert_trees_all_close(jax.value_and_grad(planned)(*args), expected, rtol=1e-12)
+        chex.assert_trees_all_close(jax.jit(jax.grad(planned))(*args), expected[1], rtol=1e-11)
+
+
+@pytest.mark.parametrize("target", ["h100", "t4"])
+def test_rotated_pairs_are_no_kernels_of_their_own(target):
+    """Rotary embeddings of interleaved pairs are stacked: XLA does so in the kernel that reads them
+    or multiplies."""
+
+    def loss(ws, x):
+        turn = jnp.cos(jnp.arange(1024.0, dtype=jnp.float32))[None, :, None]
+        for w, v in ws:
+            y = x @ w
+            a, b = y[..., ::2], y[..., 1::2]
+            y = jnp.stack([a * turn - b * (1 - turn), a * (1 - turn) + b * turn], -1)
+            x = x + y.reshape(x.shape) @ v
+        return jnp.mean(x**2)
+
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    args = [(array((64, 64)), array((64, 64)))] * 6, array((64, 1024, 64))
+    plain = jaxmem.plan(loss, *args, target=target, compilations=0).plain_bytes
+    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target=target, timeline=False)
+    assert compiled.device == pytest.approx(plain, rel=0.1)

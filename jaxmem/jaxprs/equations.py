@@ -33,6 +33,27 @@ _REGIONS = frozenset({"checkpoint", "remat", "remat2"})
 _HIGH = {"RematTraced": "checkpoint", "CheckpointName": "name"}
 
 
+def _stack(*operands, axis: int) -> list[Any]:
+    return [jax.lax.concatenate([jax.lax.expand_dims(one, [axis]) for one in operands], axis)]
+
+
+def _unstack(operand, *, axis: int) -> list[Any]:
+    count = operand.shape[axis]
+    return [jax.lax.index_in_dim(operand, at, axis, keepdims=False) for at in range(count)]
+
+
+def _tile(operand, *, reps: Sequence[int]) -> list[Any]:
+    axes = range(1, 2 * operand.ndim, 2)
+    lengths = [n for pair in zip(reps, operand.shape, strict=True) for n in pair]
+    repeated = jax.lax.broadcast_in_dim(operand, lengths, axes)
+    shape = [count * n for count, n in zip(reps, operand.shape, strict=True)]
+    return [jax.lax.reshape(repeated, shape)]
+
+
+# Operations that are several simpler ones to XLA, as JAX lowers them.
+_MADE_OF: dict[str, Callable] = {"stack": _stack, "tile": _tile, "unstack": _unstack}
+
+
 def line_of(equation: JaxprEqn) -> str:
     """``file.py:line (function)`` of the innermost frame of the user's own code."""
     return _line(traceback_of(equation))
@@ -85,7 +106,10 @@ def inlinable(equation: JaxprEqn):
     """The jaxpr of a call that can be written in place, or None."""
     parameters = equation.params
     if equation.primitive.name == "call_hi_primitive":
-        return _written_out(equation)
+        return _class_written_out(equation)
+    if equation.primitive.name in _MADE_OF:
+        made_of = functools.partial(_MADE_OF[equation.primitive.name], **parameters)
+        return in_place_of(equation, made_of, [operand.aval for operand in equation.invars])
     if equation.primitive.name not in _INLINED:
         return None
     for placed in ("in_shardings", "out_shardings"):
@@ -95,7 +119,7 @@ def inlinable(equation: JaxprEqn):
     return inner if hasattr(inner, "consts") else None
 
 
-def _written_out(equation: JaxprEqn) -> ClosedJaxpr | None:
+def _class_written_out(equation: JaxprEqn) -> ClosedJaxpr | None:
     """What an operation of jax 0.12 that is a class (`jnp.searchsorted`, `jnp.nonzero`) is made of,
     where no derivative is taken of its results: else the class may have one of its own."""
     high = equation.params["_prim"]

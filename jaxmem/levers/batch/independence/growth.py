@@ -21,7 +21,7 @@ LINEAR = frozenset(
     add_any broadcast_in_dim concatenate convert_element_type copy cumsum dynamic_slice gather
     imag mul name neg optimization_barrier pad real reduce_precision reduce_sum reshape rev
     select_n sharding_constraint slice split squeeze sub add stop_gradient transpose div
-    dot_general stack unstack
+    dot_general
     """.split()
 )
 # Of operands that grow with the batch their results grow by a known factor.

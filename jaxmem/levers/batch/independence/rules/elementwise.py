@@ -12,7 +12,7 @@ from jaxmem.program.slicing import ELEMENTWISE
 @rule(
     *ELEMENTWISE,
     *("acosh", "bessel_i0e", "bessel_i1e", "complex", "conj", "digamma", "igamma", "igamma_grad_a"),
-    *("igammac", "imag", "log2", "mulhi", "name", "polygamma", "random_fold_in"),
+    *("igammac", "imag", "log2", "mulhi", "name", "polygamma", "polynomial", "random_fold_in"),
     *("random_gamma_grad", "regularized_incomplete_beta", "zeta"),
 )
 def elementwise(op: BatchOperation) -> Kind:

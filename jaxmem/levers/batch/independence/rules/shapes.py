@@ -66,27 +66,6 @@ def concatenate(op: BatchOperation) -> Kind:
     return op.each(axis, dataclasses.replace(own[0], outer=outer, growth=growth))
 
 
-@rule("stack")
-def stack(op: BatchOperation) -> Kind:
-    """A new axis."""
-    growth, common = result_growth(op), op.common_batch_axis
-    if growth is None:
-        return op.depends_on_batch_size
-    if common is None or op.has_other_array:
-        return op.mixes_examples
-    axis = common.axis + (op.params["axis"] <= common.axis)
-    return op.each(axis, dataclasses.replace(common, growth=growth))
-
-
-@rule("unstack")
-def unstack(op: BatchOperation) -> Found:
-    """Each index of another axis than that of the examples."""
-    kind, axis = op.kinds[0], op.params["axis"]
-    if axis == kind.axis:
-        return op.mixes_examples
-    return [op.each(kind.axis - (axis < kind.axis), kind, at) for at in range(len(op.results))]
-
-
 @rule("slice", sizes=None)
 def slice_of(op: BatchOperation) -> Kind:
     """Of the axis of the examples all, or whole blocks of all examples."""
@@ -156,13 +135,3 @@ def pad(op: BatchOperation) -> Kind:
     if not same_growth(kind.growth, 1) and not zero:
         return op.depends_on_batch_size
     return op.each(kind.axis, kind)
-
-
-@rule("tile")
-def tile(op: BatchOperation) -> Kind:
-    """All examples again and again."""
-    kind = op.kinds[0]
-    rank, reps = len(op.shapes[0][0]), tuple(op.params["reps"])
-    if len(reps) != rank:
-        return op.unknown_primitive
-    return op.each(kind.axis, dataclasses.replace(kind, outer=kind.outer * reps[kind.axis]))
