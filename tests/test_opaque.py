@@ -453,3 +453,65 @@ def test_what_writes_into_an_array_keeps_no_more_than_where():
         if reads is None:
             reads = {"places": operation.inputs[2:]}[operation.derivative_reads]
         assert {program.types[value].partition("[")[0] for value in reads} <= {"int32"}
+
+
+def hidden(weights, x):
+    return jax.nn.relu(x @ weights[0]) @ weights[1]
+
+
+@jax.custom_vjp
+def made_again(weights, x):
+    """A layer that keeps its input alone, by hand."""
+    return hidden(weights, x)
+
+
+made_again.defvjp(
+    lambda weights, x: (hidden(weights, x), (weights, x)),
+    lambda kept, cotangent: jax.vjp(hidden, *kept)[1](cotangent),
+)
+
+
+@jax.custom_vjp
+def reversible(weights, pair):
+    """A layer of RevNet: its inputs are computed of its outputs."""
+    first = pair[0] + jnp.tanh(pair[1] @ weights[2])
+    return first, pair[1] + hidden(weights, first)
+
+
+def reversed_of(kept, cotangents):
+    weights, (first, second) = kept
+    made, pull = jax.vjp(hidden, weights, first)
+    of_weights, of_first = pull(cotangents[1])
+    of_first = of_first + cotangents[0]
+    tanh = lambda weights, x: jnp.tanh(x @ weights[2])  # noqa: E731
+    of_tanh, of_second = jax.vjp(tanh, weights, second - made)[1](of_first)
+    gradients = jax.tree.map(jnp.add, of_weights, of_tanh)
+    return gradients, (of_first, cotangents[1] + of_second)
+
+
+reversible.defvjp(
+    lambda weights, pair: (lambda made: (made, (weights, made)))(reversible(weights, pair)),
+    reversed_of,
+)
+
+
+@pytest.mark.parametrize("target", ["h100", "t4"])
+@pytest.mark.parametrize("rule", [made_again, reversible])
+def test_what_a_rule_computes_again_is_merged_with_what_ran_forward(rule, target):
+    """XLA sees that both are the same, and keeps it: by hand nothing is made again. Before Ampere
+    a relu between matmuls is kept beside what it is of."""
+
+    def loss(layers, x):
+        pair = x, x
+        for weights in layers:
+            if rule is reversible:
+                pair = rule(weights, pair)
+            else:
+                pair = (pair[0] + rule(weights, pair[0]), x)
+        return jnp.mean((pair[0] + pair[1]) ** 2)
+
+    layer = tuple(shaped((256, 1024), (1024, 256), (256, 256)))
+    args = [layer] * 6, *shaped((16384, 256))
+    plain = jaxmem.plan(loss, *args, target=target, compilations=0).plain_bytes
+    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target=target, timeline=False)
+    assert plain == pytest.approx(compiled.device, rel=0.1)

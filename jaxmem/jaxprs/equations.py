@@ -25,6 +25,9 @@ _LIBRARIES = ("chex", "equinox", "flax", "haiku", "optax")
 
 # Calls that are only a boundary for tracing; what is in them is planned as if written in place.
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+# Functions with a `jax.custom_vjp`, and how JAX has called the parameter of what is called.
+_CUSTOM_VJPS = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
+_CALLED = ("call_jaxpr", "fun_jaxpr")
 # What is a platform to JAX, and no device's.
 _KERNEL_LANGUAGES = frozenset({"mosaic"})
 # `jax.checkpoint`, under the names that it has had.
@@ -117,6 +120,14 @@ def inlinable(equation: JaxprEqn):
             return None
     inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
     return inner if hasattr(inner, "consts") else None
+
+
+def called_by_rule(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """The jaxpr of what has a `jax.custom_vjp`; None: it has none."""
+    if equation.primitive.name not in _CUSTOM_VJPS:
+        return None
+    parameters = equation.params
+    return closed_of(next(parameters[key] for key in _CALLED if key in parameters))
 
 
 def _class_written_out(equation: JaxprEqn) -> ClosedJaxpr | None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxmem.ground.errors import ResultError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import (
+    called_by_rule,
     closed_of,
     default_branch,
     inlinable,
@@ -69,13 +70,16 @@ def flatten_jaxpr(
     open_regions: bool = False,
     merge: bool = False,
     sets_prints_apart: bool = False,
+    differentiated: bool = True,
 ) -> FlatJaxpr:
     """A jaxpr (closed, or open and without constants) as one flat list; with ``open_regions`` the
     user's own regions too, those in the bodies of scans among them; with ``merge`` what it computes
     twice of the same values is there once, as XLA has it. Not what no derivative is taken of, such
     as masks: layers that each make their own are alike, and would be no more. With
     ``sets_prints_apart`` what only prints (`jax.debug.print`, and conditionals and loops of them)
-    is among no steps."""
+    is among no steps. What is not ``differentiated`` needs no `jax.custom_vjp`: the function
+    is written in place, as XLA has it. (That of a `jax.custom_jvp` is one operation where it is
+    elementwise, in a derivative as elsewhere.)"""
     closed = closed_of(closed)
     if out_tree is None:
         out_tree = jax.tree.structure(list(closed.out_avals))
@@ -122,7 +126,7 @@ def flatten_jaxpr(
                 if count:
                     scans.append((len(steps), written))
             inputs = tuple(map(number, equation.invars))
-            inner = inlinable(equation)
+            inner = inlinable(equation) or (None if differentiated else called_by_rule(equation))
             default = default_branch(equation)
             if default is not None:  # its first operand is the branch's number
                 inner, inputs = default, inputs[1:]

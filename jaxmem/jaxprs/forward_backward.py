@@ -63,7 +63,7 @@ def trace_forward_backward(
         return found, back(list(jax.lax.optimization_barrier(tuple(cotangents))))
 
     traced = jax.make_jaxpr(whole)(operands, [results[at] for at in real])
-    flat = localized(expanded(flatten_jaxpr(traced)))
+    flat = localized(expanded(flatten_jaxpr(traced, differentiated=False)))
     first = flat.input_count - len(real)
     cotangents = tuple(range(first, flat.input_count))
     boundary, barrier = next(

@@ -30,7 +30,9 @@ class CommonSubexpressions:
         if not _is_pure(equation):
             return None
         for earlier, outputs in self._alike.get(self._key(equation, inputs), ()):
-            if earlier.ctx is equation.ctx and _parameters(earlier) == _parameters(equation):
+            if earlier.ctx is equation.ctx and self._parameters(earlier) == self._parameters(
+                equation
+            ):
                 once = not self._differentiated or has_linear_derivative(equation)
                 return outputs if once else None
         return None
@@ -46,6 +48,15 @@ class CommonSubexpressions:
         """Takes values that stay for earlier ones, in what reads them."""
         self._same.update(zip(values, earlier, strict=True))
 
+    def _parameters(self, equation: JaxprEqn) -> Any:
+        """What is compared of two equations. Without a derivative only what it computes counts of a
+        `jax.custom_jvp`: JAX traces it anew where a rule calls it."""
+        called = equation.params.get("call_jaxpr")
+        is_rule = equation.primitive.name == "custom_jvp_call"
+        if is_rule and not self._differentiated and not getattr(called, "consts", ()):
+            return str(called)
+        return {name: _same(value) for name, value in equation.params.items()}
+
     def _key(self, equation: JaxprEqn, inputs: Sequence[int | Literal]) -> Hashable:
         """What two equations that compute the same have in common, parameters apart: few share it,
         and parameters take long to compare."""
@@ -59,10 +70,6 @@ def _is_pure(equation: JaxprEqn) -> bool:
     """Whether it does no more than compute. What has passed a barrier is not the same: XLA takes it
     for another value."""
     return not equation.effects and equation.primitive.name != "optimization_barrier"
-
-
-def _parameters(equation: JaxprEqn) -> dict[str, Hashable]:
-    return {name: _same(value) for name, value in equation.params.items()}
 
 
 def _same(value: Any) -> Hashable:

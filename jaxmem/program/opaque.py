@@ -29,6 +29,37 @@ class ForwardBackwardBytes:
     reads: frozenset[int]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class JointProgram:
+    """An operation and its derivative as one program.
+
+    Attributes:
+        program: a `Program` of which ``boundary`` operations run forward and the others backward.
+            Its inputs are operands and ``cotangents``; its outputs are ``results`` and gradients,
+            of which ``gradients`` are counted elsewhere.
+        values: its operands and results, each with the value of the program around that it is.
+    """
+
+    program: Any
+    boundary: int
+    cotangents: frozenset[int]
+    results: frozenset[int]
+    gradients: frozenset[int]
+    values: tuple[tuple[int, int], ...]
+
+    def bytes_of(self, program: Any) -> ForwardBackwardBytes:
+        """Its bytes, of the program as a compiler runs it."""
+        found = forward_backward_bytes(
+            program, self.boundary, self.cotangents, self.results, self.gradients
+        )
+        reads = frozenset(outside for inside, outside in self.values if inside in found.reads)
+        return dataclasses.replace(found, reads=reads)
+
+    def kept_of_all(self, program: Any) -> int:
+        """What the derivative reads that is neither operand nor result, of all devices."""
+        return self.bytes_of(program.unsharded).kept
+
+
 def forward_backward_bytes(
     program: Any, boundary: int, cotangents: Set[int], results: Set[int], gradients: Set[int]
 ) -> ForwardBackwardBytes:

@@ -13,6 +13,7 @@ from jaxmem.program.float32 import computed_in_float32, in_float32
 from jaxmem.program.input_gradients import InputGradients
 from jaxmem.program.kernel import Kernel
 from jaxmem.program.kernels import read_kernels
+from jaxmem.program.opaque import JointProgram
 from jaxmem.program.readers import gathers_repeatedly
 from jaxmem.targets import Rules
 from jaxmem.targets.links import Ring
@@ -95,7 +96,8 @@ class Operation:
     returns, ``relaid`` those of its largest stack that is laid out anew between the passes.
     ``reads`` are those of them that its derivative reads, where that is known exactly.
     ``derivative_workspace`` are bytes that the derivative takes beside all of that, ``workspace``
-    those that the operation takes. A ``widened`` one is computed in float32, from copies of what it
+    those that the operation takes. Of what is opaque all these are by ``joint``: itself and its
+    derivative. A ``widened`` one is computed in float32, from copies of what it
     reads.
     """
 
@@ -118,6 +120,7 @@ class Operation:
     relaid: int = 0
     contraction: Contraction = Contraction()
     communication: Communication = Communication()
+    joint: JointProgram | None = None
 
     @property
     def path(self) -> str:

@@ -31,7 +31,7 @@ from jaxmem.program.costs import (
 )
 from jaxmem.program.custom_rules import by_rule, read_by_rule
 from jaxmem.program.kept_bytes import bytes_alike
-from jaxmem.program.opaque import ForwardBackwardBytes, forward_backward_bytes, peak
+from jaxmem.program.opaque import JointProgram, peak
 from jaxmem.program.operations import Communication, Contraction, Operation, Program, Source
 from jaxmem.program.ragged import shared_copies
 from jaxmem.program.stacks import relaid_bytes
@@ -102,6 +102,7 @@ def read_program(
                 interior.reads,
                 results=interior.results,
                 relaid=interior.relaid,
+                joint=interior.joint,
                 contraction=Contraction(
                     is_batched(step.equation),
                     is_of_vectors(step.equation),
@@ -160,6 +161,7 @@ class _Interior:
     reads: frozenset[int] | None = None
     results: int = 0
     relaid: int = 0
+    joint: JointProgram | None = None
 
 
 def _interior_of(
@@ -271,21 +273,21 @@ def _of_opaque(
     # What is gathered of an operand is counted where the operation reads it.
     program = _forward(joint.flat, dataclasses.replace(inside, reshards=()))
 
-    def taken(program: Program) -> ForwardBackwardBytes:
-        return forward_backward_bytes(
-            program, joint.boundary, set(joint.cotangents), results, set(gradients.values())
-        )
-
-    found = taken(program)
-    values = zip((*joint.operands, *joint.results), (*step.inputs, *step.outputs), strict=True)
-    reads = {
-        one
-        for inner, one in values
-        if isinstance(inner, int) and isinstance(one, int) and inner in found.reads
-    }
-    whole = taken(program.unsharded).kept if program.whole_sizes else found.kept
+    pairs = zip((*joint.operands, *joint.results), (*step.inputs, *step.outputs), strict=True)
+    whole_program = JointProgram(
+        program,
+        joint.boundary,
+        frozenset(joint.cotangents),
+        frozenset(results),
+        frozenset(gradients.values()),
+        tuple((one, two) for one, two in pairs if isinstance(one, int) and isinstance(two, int)),
+    )
+    found = whole_program.bytes_of(program)
+    whole = whole_program.kept_of_all(program) if program.whole_sizes else found.kept
     kept = found.kept or None  # a value of no bytes would have to be made again too
-    return _Interior(None, kept, whole, found.backward, found.forward, frozenset(reads))
+    return _Interior(
+        None, kept, whole, found.backward, found.forward, found.reads, joint=whole_program
+    )
 
 
 def _workspace(step: FlatStep, shards: Shardings) -> int:
