@@ -12,16 +12,14 @@ import jax.numpy as jnp
 from jaxmem.ground.errors import ResultError
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.equations import (
-    called_by_rule,
     closed_of,
-    default_branch,
-    inlinable,
     is_region,
     parameters_of,
 )
 from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
 from jaxmem.jaxprs.gathers import Numbers, plainer_gather
 from jaxmem.jaxprs.inline_checkpoints import inline_scan
+from jaxmem.jaxprs.inlining import called_by_rule, default_branch, inlinable
 from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.operands import has_derivative
 from jaxmem.jaxprs.printing import only_prints, prints_apart

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.equations import closed_of, inlinable, inner_jaxprs, is_region, parameters_of
+from jaxmem.jaxprs.equations import closed_of, inner_jaxprs, is_region, parameters_of
+from jaxmem.jaxprs.inlining import inlinable
 from jaxmem.jaxprs.sources import names_of
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.equations import closed_of, in_place_of, inlinable, is_region, scan_parts
+from jaxmem.jaxprs.equations import closed_of, in_place_of, is_region, scan_parts
 from jaxmem.jaxprs.inline_checkpoints import inlined
+from jaxmem.jaxprs.inlining import inlinable
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn

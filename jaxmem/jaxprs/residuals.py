@@ -15,13 +15,13 @@ import numpy as np
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.barriers import BARRIERS
 from jaxmem.jaxprs.equations import (
-    inlinable,
     inner_jaxprs,
     is_region,
     operation_of,
     parameters_of,
 )
 from jaxmem.jaxprs.flat import FlatStep, evaluate
+from jaxmem.jaxprs.inlining import inlinable
 from jaxmem.jaxprs.mapped import automatic_axes
 from jaxmem.jaxprs.nested import loop_of
 from jaxmem.jaxprs.operands import differentiable, inputs_read, restrict_to
