@@ -21,8 +21,8 @@ CONTEXT_BYTES = 512 * 2**20
 
 # The tile of a result that one core computes at a time, as most of cuBLAS's kernels for large
 # matmuls have it, and the shortest sum that is split among cores. Chosen: plans do not depend on
-# them. With half of both, reports' times of perceptrons of 256 to 4,096 units stay within 1 %; with
-# twice, matmuls of fewer tiles than cores take up to 2.9 times as long: libraries have smaller ones.
+# them. With half of both, reports' times of perceptrons of 256 to 4,096 units stay within 1 %. With
+# twice, matmuls of few tiles take up to 2.9 times as long: libraries have smaller tiles for these.
 _TILE, _SPLIT = 128, 256
 
 # What cuBLAS multiplies on all GPUs, and on those before Ampere, for which XLA has no kernels.
