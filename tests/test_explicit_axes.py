@@ -180,6 +180,28 @@ def test_plans_have_the_gradients_of_the_function(mesh, name, share):
     check_equal(jax.jit(jax.value_and_grad(plan.apply(loss)))(params, x), expected)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: jnp.tile(x, (1, 3)),
+        lambda x: jnp.tile(x[:, None], (1, 2, 2)),
+        lambda x: jnp.tile(x, (1, 0)),
+        lambda x: jnp.stack([x, jnp.sin(x)], 1),
+        lambda x: sum(jnp.unstack(x, axis=1)),
+    ],
+    ids=["tile", "tile two axes", "tile to nothing", "stack", "unstack"],
+)
+def test_what_is_several_operations_to_xla(mesh, change):
+    def loss(x):
+        return jnp.sum(jnp.sin(change(jnp.tanh(x))))
+
+    x = rows(mesh)
+    expected = jax.jit(jax.value_and_grad(loss))(x)
+    found = jax.jit(jax.value_and_grad(jaxmem.plan(loss, x).apply(loss)))(x)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
+
+
 def test_loops_in_time_have_the_gradients_of_the_scan(mesh):
     def loss(scan, params, x):
         return jnp.mean(scan(sine, x, params)[0] ** 2)

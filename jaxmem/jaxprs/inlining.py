@@ -34,6 +34,13 @@ def _unstack(operand, *, axis: int) -> list[Any]:
 
 
 def _tile(operand, *, reps: Sequence[int]) -> list[Any]:
+    if any(jax.typeof(operand).sharding.spec):  # axes of a mesh go on through no reshape
+        for axis, count in enumerate(reps):
+            if count == 0:
+                operand = jax.lax.slice_in_dim(operand, 0, 0, axis=axis)
+            elif count > 1:
+                operand = jax.lax.concatenate([operand] * count, axis)
+        return [operand]
     axes = range(1, 2 * operand.ndim, 2)
     lengths = [n for pair in zip(reps, operand.shape, strict=True) for n in pair]
     repeated = jax.lax.broadcast_in_dim(operand, lengths, axes)
