@@ -46,7 +46,8 @@ def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
                 residuals[operation.residuals] = 0, 0
         elif operation.joint:
             operation, kept = _opaque(operation, operation.joint, rules)
-            if operation.residuals is not None:
+            shared = operation.residuals is None or not program.sizes[operation.residuals]
+            if not shared:  # with those of an earlier one (`jaxmem.program.ragged`)
                 residuals[operation.residuals] = kept
         body = operation.body and apply_compiler_rules(operation.body, rules)
         operations.append(dataclasses.replace(operation, body=body))
