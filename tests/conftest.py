@@ -31,7 +31,7 @@ gc.set_threshold(20_000, 10, 10)
 
 
 CALIBRATIONS = pathlib.Path(os.environ["JAXMEM_CALIBRATIONS"])
-_tests, _ended = itertools.count(), itertools.count()
+_tests = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -45,16 +45,17 @@ def calibrations(monkeypatch):
 
 # Of the 65,530 mappings of memory that Linux lets a process have (vm.max_map_count). Each program
 # that is compiled for the CPU takes some: a worker that has run a thousand tests crashed in the
-# compiler. Chosen: at half, programs are compiled again for nothing; a test takes 2,000 at most.
+# compiler. Chosen: at half, programs are compiled again for nothing; a test was seen to take 6,100.
 MOST_MAPPINGS = 30_000
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 
 
 @pytest.fixture(autouse=True)
-def mappings():
-    """Forgets the compiled programs of earlier tests before there are too many."""
+def mappings(calibrations):
+    """Forgets the compiled programs of earlier tests before there are too many; it looks after
+    every tenth test."""
     yield
-    looks = next(_ended) % 10 == 9 and _MAPPINGS.exists()
+    looks = int(calibrations.name) % 10 == 9 and _MAPPINGS.exists()
     if looks and _MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()

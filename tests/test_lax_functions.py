@@ -1,4 +1,4 @@
-"""Every function of `jax.lax` that treats rows alike is known to keep examples apart."""
+"""What `jax.lax` has: how it is planned, and that what treats rows alike keeps examples apart."""
 
 import functools
 import warnings

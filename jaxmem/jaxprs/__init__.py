@@ -12,6 +12,7 @@ from jaxmem.jaxprs.barriers import (
     order_cotangent_after as order_cotangent_after,
 )
 from jaxmem.jaxprs.equations import (
+    CUSTOM_RULES as CUSTOM_RULES,
     closed_of as closed_of,
     custom_function as custom_function,
     expression_of as expression_of,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxmem.jaxprs.equations import called_by_rule
 from jaxmem.jaxprs.operands import restrict_to
 from jaxmem.jaxprs.sources import at_source, no_names, traceback_of
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 def called_by(equation: JaxprEqn) -> Any:
     """The program of a `jax.custom_jvp` equation: what is known of its rule is kept by this."""
-    called = equation.params["call_jaxpr"]
-    return getattr(called, "jaxpr", called)
+    called = called_by_rule(equation)
+    return called and called.jaxpr
 
 
 def traced_rule(equation: JaxprEqn, real: Sequence[int]) -> ClosedJaxpr | None:

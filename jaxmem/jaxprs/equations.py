@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # Code that is never the user's own.
 _OWN_FOLDER = os.path.join(str(pathlib.Path(__file__).parents[1]), "")
 _LIBRARIES = ("chex", "equinox", "flax", "haiku", "optax")
+# Functions with derivatives of the user's own, under the names that they have had.
+CUSTOM_VJPS = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
+CUSTOM_RULES = CUSTOM_VJPS | {"custom_jvp_call"}
 # `jax.checkpoint`, under the names that it has had.
 _REGIONS = frozenset({"checkpoint", "remat", "remat2"})
 # With the flag jax_remat3 it is a class of "call_hi_primitive", and so is `checkpoint_name`.
@@ -152,12 +155,18 @@ def find_callback(jaxpr) -> str | None:
 
 def custom_function(equation: JaxprEqn) -> str:
     """``name at file:line`` of the function that a custom_jvp or custom_vjp equation calls."""
-    for name in ("call_jaxpr", "fun_jaxpr"):
-        if name in equation.params:
-            inner = equation.params[name]
-            jaxpr = getattr(inner, "jaxpr", inner)
-            return str(internals.attribute(jaxpr, "jaxpr.debug_info.func_src_info"))
-    return ""
+    called = called_by_rule(equation)
+    return (
+        str(internals.attribute(called.jaxpr, "jaxpr.debug_info.func_src_info")) if called else ""
+    )
+
+
+def called_by_rule(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """The jaxpr of a function with derivatives of the user's own; None: it is no such call."""
+    if equation.primitive.name not in CUSTOM_RULES:
+        return None
+    given = equation.params
+    return closed_of(given["call_jaxpr"] if "call_jaxpr" in given else given["fun_jaxpr"])
 
 
 def is_zero(tangent: Any) -> bool:

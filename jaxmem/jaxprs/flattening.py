@@ -19,7 +19,7 @@ from jaxmem.jaxprs.equations import (
 from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
 from jaxmem.jaxprs.gathers import Numbers, plainer_gather
 from jaxmem.jaxprs.inline_checkpoints import inline_scan
-from jaxmem.jaxprs.inlining import called_by_rule, default_branch, inlinable
+from jaxmem.jaxprs.inlining import default_branch, inlinable
 from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.operands import has_derivative
 from jaxmem.jaxprs.printing import only_prints, prints_apart
@@ -75,9 +75,8 @@ def flatten_jaxpr(
     twice of the same values is there once, as XLA has it. Not what no derivative is taken of, such
     as masks: layers that each make their own are alike, and would be no more. With
     ``sets_prints_apart`` what only prints (`jax.debug.print`, and conditionals and loops of them)
-    is among no steps. What is not ``differentiated`` needs no `jax.custom_vjp`: the function
-    is written in place, as XLA has it. (That of a `jax.custom_jvp` is one operation where it is
-    elementwise, in a derivative as elsewhere.)"""
+    is among no steps. ``differentiated``: whether a derivative is to be taken of it; see
+    `inlinable`."""
     closed = closed_of(closed)
     if out_tree is None:
         out_tree = jax.tree.structure(list(closed.out_avals))
@@ -124,7 +123,7 @@ def flatten_jaxpr(
                 if count:
                     scans.append((len(steps), written))
             inputs = tuple(map(number, equation.invars))
-            inner = inlinable(equation) or (None if differentiated else called_by_rule(equation))
+            inner = inlinable(equation, differentiated)
             default = default_branch(equation)
             if default is not None:  # its first operand is the branch's number
                 inner, inputs = default, inputs[1:]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Sharding
 
-from jaxmem.jaxprs.equations import closed_of, in_place_of, operation_of
+from jaxmem.jaxprs.equations import CUSTOM_VJPS, called_by_rule, in_place_of, operation_of
 from jaxmem.jaxprs.operands import has_derivative
 
 if TYPE_CHECKING:
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 # Calls that are only a boundary for tracing; what is in them is planned as if written in place.
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
-# Functions with a `jax.custom_vjp`, and how JAX has called the parameter of what is called.
-_CUSTOM_VJPS = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
-_CALLED = ("call_jaxpr", "fun_jaxpr")
 # What is a platform to JAX, and no device's.
 _KERNEL_LANGUAGES = frozenset({"mosaic"})
 
@@ -52,9 +49,13 @@ def _tile(operand, *, reps: Sequence[int]) -> list[Any]:
 _MADE_OF: dict[str, Callable] = {"stack": _stack, "tile": _tile, "unstack": _unstack}
 
 
-def inlinable(equation: JaxprEqn):
-    """The jaxpr of a call that can be written in place, or None."""
+def inlinable(equation: JaxprEqn, differentiated: bool = True):
+    """The jaxpr of a call that can be written in place, or None. What is not ``differentiated``
+    needs no `jax.custom_vjp`: XLA has the function in place. (That of a `jax.custom_jvp` is one
+    operation where it is elementwise, in a derivative as elsewhere.)"""
     parameters = equation.params
+    if equation.primitive.name in CUSTOM_VJPS:
+        return None if differentiated else called_by_rule(equation)
     if equation.primitive.name == "call_hi_primitive":
         return _class_written_out(equation)
     if equation.primitive.name in _MADE_OF:
@@ -67,14 +68,6 @@ def inlinable(equation: JaxprEqn):
             return None
     inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
     return inner if hasattr(inner, "consts") else None
-
-
-def called_by_rule(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The jaxpr of what has a `jax.custom_vjp`; None: it has none."""
-    if equation.primitive.name not in _CUSTOM_VJPS:
-        return None
-    parameters = equation.params
-    return closed_of(next(parameters[key] for key in _CALLED if key in parameters))
 
 
 def _class_written_out(equation: JaxprEqn) -> ClosedJaxpr | None:

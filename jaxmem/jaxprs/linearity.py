@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.custom_jvp import called_by, traced_rule
-from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
+from jaxmem.jaxprs.equations import CUSTOM_VJPS, inner_jaxprs, operation_of
 from jaxmem.jaxprs.operands import differentiable
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ def _is_transposed_by_jax(primitive) -> bool:
 
 
 # Further operations whose derivative is the user's own function, or rounds the cotangent.
-_NOT_LINEAR = {
-    "call_hi_primitive", "custom_vjp_call", "custom_vjp_call_jaxpr", "reduce_precision",
-}  # fmt: skip
+_NOT_LINEAR = CUSTOM_VJPS | {"call_hi_primitive", "reduce_precision"}
 
 
 def has_linear_derivative(equation: JaxprEqn) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxmem.jaxprs.equations import operation_of
+from jaxmem.jaxprs.equations import called_by_rule, operation_of
 from jaxmem.jaxprs.linearity import has_linear_derivative
 from jaxmem.jaxprs.operands import is_opaque
 
@@ -30,9 +30,8 @@ class CommonSubexpressions:
         if not _is_pure(equation):
             return None
         for earlier, outputs in self._alike.get(self._key(equation, inputs), ()):
-            if earlier.ctx is equation.ctx and self._parameters(earlier) == self._parameters(
-                equation
-            ):
+            alike = self._parameters(earlier) == self._parameters(equation)
+            if alike and earlier.ctx is equation.ctx:
                 once = not self._differentiated or has_linear_derivative(equation)
                 return outputs if once else None
         return None
@@ -51,9 +50,8 @@ class CommonSubexpressions:
     def _parameters(self, equation: JaxprEqn) -> Any:
         """What is compared of two equations. Without a derivative only what it computes counts of a
         `jax.custom_jvp`: JAX traces it anew where a rule calls it."""
-        called = equation.params.get("call_jaxpr")
-        is_rule = equation.primitive.name == "custom_jvp_call"
-        if is_rule and not self._differentiated and not getattr(called, "consts", ()):
+        called = None if self._differentiated else called_by_rule(equation)
+        if called and not called.consts:
             return str(called)
         return {name: _same(value) for name, value in equation.params.items()}
 

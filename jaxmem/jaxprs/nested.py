@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.equations import inner_jaxprs, operation_of, parameters_of, scan_parts
+from jaxmem.jaxprs.equations import (
+    called_by_rule,
+    inner_jaxprs,
+    parameters_of,
+    scan_parts,
+)
 from jaxmem.jaxprs.flat import FlatJaxpr, evaluate, read
 from jaxmem.jaxprs.flattening import flatten_jaxpr
 
@@ -109,11 +114,7 @@ def mapped_body(equation: JaxprEqn) -> FlatJaxpr:
 
 def called_jaxpr(equation: JaxprEqn) -> FlatJaxpr:
     """What a checkpoint, custom_jvp or custom_vjp equation computes."""
-    parameters = parameters_of(equation)
-    for name in ("call_jaxpr", "fun_jaxpr", "jaxpr"):
-        if name in parameters:
-            return flatten_jaxpr(parameters[name])
-    raise NotImplementedError(operation_of(equation))
+    return flatten_jaxpr(called_by_rule(equation) or parameters_of(equation)["jaxpr"])
 
 
 def picked_axis(equation: JaxprEqn) -> int | None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxmem.jaxprs.equations import is_region
+from jaxmem.jaxprs.equations import CUSTOM_RULES, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
 from jaxmem.jaxprs.nested import branches_of, called_jaxpr, loop_of
 
 if TYPE_CHECKING:
     from jax.extend.core import Literal
-
-_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 def resolve_passthrough(flat: FlatJaxpr) -> list[int | Literal]:
@@ -55,7 +53,7 @@ def _operands(step: FlatStep) -> list[int | Literal | None]:
         for place, same in enumerate(zip(*branches, strict=True)):
             if same[0] is not None and len(set(same)) == 1:
                 found[place] = 1 + same[0]
-    elif is_region(step.equation) or step.primitive in _RULES:
+    elif is_region(step.equation) or step.primitive in CUSTOM_RULES:
         found = _inputs(called_jaxpr(step.equation))
     return [None if at is None else step.inputs[at] for at in found]
 

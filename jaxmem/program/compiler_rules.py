@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 
-from jaxmem.program.opaque import JointProgram
+from jaxmem.program.opaque import ForwardBackwardBytes, JointProgram
 from jaxmem.program.operations import Operation, Program
 from jaxmem.program.readers import gathers_repeatedly
 from jaxmem.targets import Rules
@@ -45,10 +45,10 @@ def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
             if operation.residuals is not None:
                 residuals[operation.residuals] = 0, 0
         elif operation.joint:
-            operation, kept = _opaque(operation, operation.joint, rules)
-            shared = operation.residuals is None or not program.sizes[operation.residuals]
-            if not shared:  # with those of an earlier one (`jaxmem.program.ragged`)
-                residuals[operation.residuals] = kept
+            operation, taken = _opaque(operation, operation.joint, rules)
+            # Residuals that are an earlier one's too are counted there (`jaxmem.program.ragged`).
+            if operation.residuals is not None and program.sizes[operation.residuals]:
+                residuals[operation.residuals] = taken.kept, taken.kept_of_all
         body = operation.body and apply_compiler_rules(operation.body, rules)
         operations.append(dataclasses.replace(operation, body=body))
     found = dataclasses.replace(program, operations=tuple(operations), rules=rules)
@@ -73,19 +73,19 @@ def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
 
 def _opaque(
     operation: Operation, joint: JointProgram, rules: Rules
-) -> tuple[Operation, tuple[int, int]]:
-    """What is opaque as it is compiled with its derivative, and the bytes of its residuals: of one
-    device, and of all."""
-    program = apply_compiler_rules(joint.program, dataclasses.replace(rules, cycles=_ANY_CYCLES))
-    found = joint.bytes_of(program)
+) -> tuple[Operation, ForwardBackwardBytes]:
+    """What is opaque as it is compiled with its derivative."""
+    rules = dataclasses.replace(rules, cycles=_ANY_CYCLES)
+    joint = dataclasses.replace(joint, program=apply_compiler_rules(joint.program, rules))
+    found = joint.bytes
     operation = dataclasses.replace(
         operation,
         derivative_workspace=found.backward,
         workspace=found.forward,
         reads=found.reads,
-        joint=dataclasses.replace(joint, program=program),
+        joint=joint,
     )
-    return operation, (found.kept, joint.kept_of_all(program) if program.whole_sizes else 0)
+    return operation, found
 
 
 def _has_vectors(program: Program) -> bool:

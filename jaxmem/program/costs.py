@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxmem.jaxprs.equations import inner_jaxprs, operation_of
+from jaxmem.jaxprs.equations import called_by_rule, inner_jaxprs, operation_of
 from jaxmem.jaxprs.expansion import EXPANDED, expansion
 from jaxmem.jaxprs.flat import FlatStep
 from jaxmem.jaxprs.linearity import has_linear_rule
@@ -22,10 +22,10 @@ _FUSED = frozenset(
     cosh pad device_put digamma div eq eq_to erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt
     imag integer_pow iota is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul
     name ne neg mesh_cast nextafter not one_minus_square optimization_barrier or population_count
-    pow pvary real reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum rem reshape
-    reshard rev round row_major rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh
-    transpose xor
+    polynomial pow pvary real reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum rem
+    reshape reshard rev round row_major rsqrt select_n sharding_constraint shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square squeeze
+    stop_gradient sub tan tanh transpose xor
     """.split()
 )
 # The derivative of these reads none of their operands or results.
@@ -59,7 +59,6 @@ CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 _BILINEAR = frozenset({"mul", *CONTRACTIONS})
 # The derivative of these reads their result alone.
 _BY_RESULT = frozenset("cbrt erf_inv exp exp2 expm1 logistic rsqrt sqrt tan tanh".split())
-_DIFFERENTIATED_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def is_fused(equation) -> bool:
@@ -242,7 +241,5 @@ def flops(equation) -> int:
 
 def _forward(equation) -> list:
     """The jaxprs of an equation that a plain evaluation runs."""
-    if operation_of(equation) in _DIFFERENTIATED_CALLS:
-        inner = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
-        return [getattr(inner, "jaxpr", inner)]
-    return inner_jaxprs(equation)
+    called = called_by_rule(equation)
+    return [called.jaxpr] if called else inner_jaxprs(equation)

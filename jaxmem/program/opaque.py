@@ -19,11 +19,13 @@ class ForwardBackwardBytes:
 
     Attributes:
         kept: what the derivative reads of it that is neither operand nor result.
+        kept_of_all: the same on all devices together.
         forward, backward: the most that each takes beside that.
-        reads: the operands and results that the derivative reads, as values of the program.
+        reads: the operands and results that the derivative reads, as values of the program around.
     """
 
     kept: int
+    kept_of_all: int
     forward: int
     backward: int
     reads: frozenset[int]
@@ -47,44 +49,41 @@ class JointProgram:
     gradients: frozenset[int]
     values: tuple[tuple[int, int], ...]
 
-    def bytes_of(self, program: Any) -> ForwardBackwardBytes:
-        """Its bytes, of the program as a compiler runs it."""
-        found = forward_backward_bytes(
-            program, self.boundary, self.cotangents, self.results, self.gradients
+    @property
+    def bytes(self) -> ForwardBackwardBytes:
+        """What it takes and keeps, by the rules of its program."""
+        program, cotangents, results = self.program, self.cotangents, self.results
+        first, second = self._passes(program)
+        inputs, outputs = set(range(program.input_count)), set(program.outputs)
+        own = inputs - cotangents | results
+        kept, whole = _kept(program, first, second), program.unsharded
+        forward = peak(program, first, inputs, last=kept | results)
+        backward = peak(program, second, own, kept | cotangents, outputs - results)
+        read = {value for kernel in second for value in kernel.sources} & own
+        return ForwardBackwardBytes(
+            _size(program, kept),
+            _size(whole, _kept(whole, *self._passes(whole))),
+            max(forward - _size(program, kept | results - inputs), 0),
+            max(backward - _size(program, kept | cotangents | self.gradients - own), 0),
+            frozenset(outside for inside, outside in self.values if inside in read),
         )
-        reads = frozenset(outside for inside, outside in self.values if inside in found.reads)
-        return dataclasses.replace(found, reads=reads)
 
-    def kept_of_all(self, program: Any) -> int:
-        """What the derivative reads that is neither operand nor result, of all devices."""
-        return self.bytes_of(program.unsharded).kept
+    def _passes(self, program: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The kernels that run forward, and those that run backward."""
+        kernels = program.kernels
+        count = sum(kernel.operations[-1] < self.boundary for kernel in kernels)
+        return kernels[:count], kernels[count:]
 
 
-def forward_backward_bytes(
-    program: Any, boundary: int, cotangents: Set[int], results: Set[int], gradients: Set[int]
-) -> ForwardBackwardBytes:
-    """The bytes of a program (`Program`) of which ``boundary`` operations run forward and the
-    others backward. Its inputs are operands and ``cotangents``; its outputs are ``results`` and
-    gradients, of which ``gradients`` are counted elsewhere."""
-    first = [kernel for kernel in program.kernels if kernel.operations[-1] < boundary]
-    second = program.kernels[len(first) :]
-    inputs, outputs = set(range(program.input_count)), set(program.outputs)
+def _kept(program: Any, first: Sequence[Any], second: Sequence[Any]) -> set[int]:
+    """What the first kernels make and the second ones read, but for results."""
     read = {value for kernel in second for value in kernel.sources}
     made = {value for kernel in first for value in kernel.results}
-    kept = read & made - outputs
+    return read & made - set(program.outputs)
 
-    def size(values: Set[int]) -> int:
-        return sum(program.sizes[value] for value in values)
 
-    operands = inputs - cotangents
-    forward = peak(program, first, inputs, last=kept | results)
-    backward = peak(program, second, operands | results, kept | cotangents, outputs - results)
-    return ForwardBackwardBytes(
-        size(kept),
-        max(forward - size(kept | results - inputs), 0),
-        max(backward - size(kept | cotangents | gradients - operands - results), 0),
-        frozenset(read & (operands | results)),
-    )
+def _size(program: Any, values: Set[int]) -> int:
+    return sum(program.sizes[value] for value in values)
 
 
 def peak(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Set
 from typing import Any
 
-from jaxmem.jaxprs.equations import closed_inner_jaxprs, is_region
+from jaxmem.jaxprs.equations import CUSTOM_RULES, closed_inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
 from jaxmem.jaxprs.flattening import flatten_jaxpr
 from jaxmem.jaxprs.forward_backward import trace_forward_backward
@@ -38,12 +38,7 @@ from jaxmem.program.stacks import relaid_bytes
 from jaxmem.program.transposes import folded_transposes
 
 # What has a program inside that nothing is planned in.
-_OPAQUE = frozenset(
-    """
-    cond custom_jvp_call custom_linear_solve custom_vjp_call custom_vjp_call_jaxpr
-    ragged_dot_general shard_map while
-    """.split()
-)
+_OPAQUE = CUSTOM_RULES | set("cond custom_linear_solve ragged_dot_general shard_map while".split())
 
 
 def read_program(
@@ -274,7 +269,7 @@ def _of_opaque(
     program = _forward(joint.flat, dataclasses.replace(inside, reshards=()))
 
     pairs = zip((*joint.operands, *joint.results), (*step.inputs, *step.outputs), strict=True)
-    whole_program = JointProgram(
+    both = JointProgram(
         program,
         joint.boundary,
         frozenset(joint.cotangents),
@@ -282,12 +277,10 @@ def _of_opaque(
         frozenset(gradients.values()),
         tuple((one, two) for one, two in pairs if isinstance(one, int) and isinstance(two, int)),
     )
-    found = whole_program.bytes_of(program)
-    whole = whole_program.kept_of_all(program) if program.whole_sizes else found.kept
+    found = both.bytes
     kept = found.kept or None  # a value of no bytes would have to be made again too
-    return _Interior(
-        None, kept, whole, found.backward, found.forward, found.reads, joint=whole_program
-    )
+    taken = found.kept_of_all, found.backward, found.forward, found.reads
+    return _Interior(None, kept, *taken, joint=both)
 
 
 def _workspace(step: FlatStep, shards: Shardings) -> int:

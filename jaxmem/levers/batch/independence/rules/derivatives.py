@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jaxmem.levers.batch.independence.walk import Walk
 
 
-@inside("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+@inside(*jaxprs.CUSTOM_RULES)
 def custom(walk: "Walk", operation: BatchOperation) -> list[Kind]:
     """Of a function with a derivative rule."""
     if _trusted(operation):

@@ -13,7 +13,7 @@ from jaxmem.program.slicing import ELEMENTWISE
     *ELEMENTWISE,
     *("acosh", "bessel_i0e", "bessel_i1e", "complex", "conj", "digamma", "igamma", "igamma_grad_a"),
     *("igammac", "imag", "log2", "mulhi", "name", "polygamma", "polynomial", "random_fold_in"),
-    *("random_gamma_grad", "regularized_incomplete_beta", "zeta"),
+    *("regularized_incomplete_beta", "zeta"),
 )
 def elementwise(op: BatchOperation) -> Kind:
     """Examples stay in their places, if they have the same ones in all operands."""
