@@ -344,3 +344,24 @@ def test_a_plan_is_one_of_its_program_once_names_have_been_emitted():
     jaxprs.named(x, "another")
     np.testing.assert_allclose(jax.grad(plan.apply(loss))(w, x), jax.grad(loss)(w, x), rtol=1e-12)
     assert jaxmem.plan(loss, w, x).fingerprint == plan.fingerprint
+
+
+@pytest.mark.parametrize("parts", [jnp.unstack, list], ids=["unstack", "by index"])
+def test_looking_for_what_is_alike_takes_no_longer_for_many_parts_of_one_array(parts, monkeypatch):
+    """All slices of an array read the same: parameters are looked at once, and not by pairs."""
+    looks = []
+    compare = jaxprs.merging._same
+
+    def counted(value):
+        looks[-1] += 1
+        return compare(value)
+
+    monkeypatch.setattr(jaxprs.merging, "_same", counted)
+    for count in (50, 200):
+        looks.append(0)
+        jaxprs.flatten(
+            lambda x: jnp.stack([jnp.sin(one) for one in parts(jnp.tanh(x))]),
+            [jnp.ones((count, 3))],
+            merge=True,
+        )
+    assert looks[1] < 5 * looks[0]

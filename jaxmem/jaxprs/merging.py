@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,46 +24,60 @@ class CommonSubexpressions:
 
     def __init__(self, differentiated: bool = True) -> None:
         self._differentiated = differentiated
-        self._alike: dict[Hashable, list[tuple[JaxprEqn, tuple[int, ...]]]] = {}
+        self._alike: dict[Hashable, _Alike] = collections.defaultdict(_Alike)
         self._same: dict[int, int] = {}
 
     def lookup(self, equation: JaxprEqn, inputs: Sequence[int | Literal]) -> tuple[int, ...] | None:
         """The results of an earlier equation that computes the same; None: there is none."""
-        if not _is_pure(equation):
+        key = self._key(equation, inputs)
+        if not _is_pure(equation) or key not in self._alike:
             return None
-        for earlier, outputs in self._alike.get(self._key(equation, inputs), ()):
-            alike = self._parameters(earlier) == self._parameters(equation)
-            if alike and earlier.ctx is equation.ctx:
-                once = not self._differentiated or has_linear_derivative(equation)
-                return outputs if once else None
-        return None
+        alike = self._alike[key]
+        for earlier, outputs in alike.waiting:
+            alike.known.setdefault(self._parameters(earlier), outputs)
+        alike.waiting.clear()
+        found = alike.known.get(self._parameters(equation))
+        if found and self._differentiated and not has_linear_derivative(equation):
+            return None
+        return found
 
     def insert(
         self, equation: JaxprEqn, inputs: Sequence[int | Literal], outputs: tuple[int, ...]
     ) -> None:
         """Counts an equation in that computes what none has, with its results."""
         if _is_pure(equation):
-            self._alike.setdefault(self._key(equation, inputs), []).append((equation, outputs))
+            self._alike[self._key(equation, inputs)].waiting.append((equation, outputs))
 
     def alias(self, values: Sequence[int], earlier: Sequence[int]) -> None:
         """Takes values that stay for earlier ones, in what reads them."""
         self._same.update(zip(values, earlier, strict=True))
 
-    def _parameters(self, equation: JaxprEqn) -> Any:
-        """What is compared of two equations. Without a derivative only what it computes counts of a
-        `jax.custom_jvp`: JAX traces it anew where a rule calls it."""
+    def _parameters(self, equation: JaxprEqn) -> Hashable:
+        """What is the same of two equations with a `_key` that compute the same. Without a
+        derivative only what it computes counts of a `jax.custom_jvp`: JAX traces it anew where a
+        rule calls it."""
         called = None if self._differentiated else called_by_rule(equation)
+        context = id(equation.ctx)  # there as long as the program is
         if called and not called.consts:
-            return str(called)
-        return {name: _same(value) for name, value in equation.params.items()}
+            return context, str(called)
+        return context, frozenset((name, _same(one)) for name, one in equation.params.items())
 
     def _key(self, equation: JaxprEqn, inputs: Sequence[int | Literal]) -> Hashable:
-        """What two equations that compute the same have in common, parameters apart: few share it,
-        and parameters take long to compare."""
+        """What two equations that compute the same have in common, parameters apart: most share it
+        with none, and parameters take long to look at."""
         numbers = (
             self._same.get(x, x) if isinstance(x, int) else (x.aval, _same(x.val)) for x in inputs
         )
         return operation_of(equation), tuple(numbers)
+
+
+@dataclasses.dataclass
+class _Alike:
+    """Equations of one key: those whose parameters nobody has asked for yet, and the results of the
+    others by their parameters. (Slices of one array are as many as somebody likes.)"""
+
+    waiting: list[tuple[JaxprEqn, tuple[int, ...]]] = dataclasses.field(default_factory=list)
+    known: dict[Hashable, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def _is_pure(equation: JaxprEqn) -> bool:
