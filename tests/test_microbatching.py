@@ -608,6 +608,15 @@ def test_a_loss_that_takes_no_slice_is_told(given):
         sliced(jnp.ones((8, 3)), batch)
 
 
+def test_what_such_a_loss_says_ends_no_sentence_twice():
+    def loss(w, x):
+        return jnp.mean(x * w * jnp.arange(8.0)[:, None])
+
+    with pytest.raises(jaxmem.JaxmemError, match="incompatible shapes") as told:
+        jaxmem.microbatch(loss, 2)(jnp.ones(()), jnp.ones((8, 3)))
+    assert ".." not in str(told.value)
+
+
 def test_fit_leaves_such_a_batch_whole():
     batch = {
         "x": jax.ShapeDtypeStruct((32, 1024), jnp.float32),

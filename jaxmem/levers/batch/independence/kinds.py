@@ -124,5 +124,5 @@ def same_growth(one: float, two: float) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, short enough for a reason."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """What an error says, short enough for a reason within a sentence."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
