@@ -438,6 +438,32 @@ def test_what_a_tpu_keeps_is_projected():
     assert 0.85 < plan.compiled_bytes / plan.projected_bytes < 1.15
 
 
+REPEATS = {
+    "tile": lambda x: x * jnp.tile(x[:, :256], (1, 4)),
+    "rows": lambda x: x * jnp.repeat(x[:2048], 4, axis=0),
+    "shared heads": lambda x: (
+        x.reshape(8192, 8, 128) * jnp.repeat(x[:, :256].reshape(8192, 2, 128), 4, axis=1)
+    ).reshape(8192, 1024),
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", REPEATS)
+def test_what_is_repeated_is_in_memory(name):
+    """A broadcast alone is not; in another shape it is."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = REPEATS[name](jnp.tanh(x @ w))
+        return jnp.mean(x**2)
+
+    array = jax.ShapeDtypeStruct
+    args = [array((1024, 1024), jnp.float32)] * 6, array((8192, 1024), jnp.float32)
+    plain = jaxmem.plan(loss, *args, target="v5e", compilations=0).plain_bytes
+    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="v5e", timeline=False)
+    assert plain == pytest.approx(compiled.device, rel=0.1)
+
+
 @needs_libtpu
 def test_what_a_plan_keeps_is_of_the_line_that_made_it():
     """JAX rounds what regions keep, in operations of no line; on a TPU they have kernels."""

@@ -17,6 +17,7 @@ from jaxmem.program.ragged import copies_of_groups, groups_of
 from jaxmem.program.readers import (
     SLICES,
     SMALL,
+    concatenations,
     dtype_of,
     gathers_repeatedly,
     is_matmul,
@@ -328,11 +329,10 @@ def _stored(program) -> tuple[list[bool], frozenset[int]]:
                 or (in_place and operation.name != "sort" and value != operation.inputs[0])
                 or (rules.fuses_operands and operation.name in CONTRACTIONS)
             )
-        if operation.name == NAMED or (
-            rules.writes_concatenations and operation.name in ("concatenate", "pad")
-        ):
+        if operation.name == NAMED:
             wanted[operation.outputs[0]] = True
-    for value in program.outputs:
+    written = concatenations(program) if rules.writes_concatenations else ()
+    for value in (*program.outputs, *written):
         wanted[value] = True
     # A view is where what it shows is.
     for shown, view in views_of(program):

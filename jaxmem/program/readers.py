@@ -90,6 +90,19 @@ def views_of(program: Any) -> Iterator[tuple[int, int]]:
             yield operation.inputs[0], operation.outputs[0]
 
 
+def concatenations(program: Any) -> Iterator[int]:
+    """What is put together of several arrays, or of one again and again (`jnp.repeat`, `jnp.tile`:
+    a broadcast in another shape), or padded."""
+    repeated: set[int] = set()
+    for operation in program.operations:
+        inputs, outputs, sizes = operation.inputs, operation.outputs, program.sizes
+        if operation.name == "broadcast_in_dim" and inputs:
+            repeated.update(one for one in outputs if sizes[inputs[0]] * SMALL >= sizes[one])
+        again = operation.name == "reshape" and not repeated.isdisjoint(inputs)
+        if again or operation.name in ("concatenate", "pad"):
+            yield from outputs
+
+
 def reads_few_elements(operation: Any, sizes: Sequence[int]) -> bool:
     """Whether it takes few elements of its operand, which alone are computed for it."""
     if operation.name != "gather":

@@ -40,7 +40,8 @@ class Rules:
             has stacked is read there, and of the two gradients of a matmul that one is made first
             which leaves less. Measured for MLPs and attention on an H100 and an A100, where it is
             so, and on a T4 and a v5e, where it is not.
-        writes_concatenations: whether these, and what is padded, are in memory all the same.
+        writes_concatenations: whether these, what is padded, and what is repeated along an axis,
+            are in memory all the same.
         writes_gathered: whether what a gather takes elements of is in memory while it does, as
             logits in float32 are of which a loss takes those of the labels.
         fuses_gathers: whether what is gathered many times over, such as the rows of nodes at the
