@@ -1,8 +1,9 @@
 """The results of the benchmarks: a JSON file for each group, with what each of its scripts found.
 
-``{NAME: {"title": ..., "runs": {VERSION: {"command", "date", "versions", "rows", "note"}}}}``: by
+``{NAME: {"title": ..., "runs": {VERSION: {"command", "dates", "versions", "rows", "note"}}}}``: by
 the name of the script and the version of jax, the oldest first. Rows are text and numbers by the
-names of their columns. Beside each file is the same as Markdown.
+names of their columns. Scripts that take long are run in parts: each part has its own date, and of
+a script without parts "dates" has one, under "". Beside each file is the same as Markdown.
 """
 
 import datetime
@@ -22,22 +23,35 @@ PACKAGES = ("jaxmem", "jax", "flax", "optax")
 
 def record(title: str, rows: list[dict], note: str = "") -> None:
     """Keeps the rows of the running script, in place of those that it had with this jax."""
-    if any(head.startswith("predicted") for head in rows[0]):
-        note = f"{note.strip()}\n\n{UNCHECKED}".strip()
-    module = pathlib.Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("")
-    run = {
-        "command": f"python -m {'.'.join(module.parts)}",
-        "date": datetime.date.today().isoformat(),
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in PACKAGES},
-        "rows": rows,
-        "note": note.strip(),
-    }
-    runs = _runs() | {version("jax"): run}
-    group, name = _group_and_name()
-    results = {"title": title, "runs": {jax: runs[jax] for jax in sorted(runs, key=_numbers)}}
-    write(group, results_of(group) | {name: results})
-    print(table(rows))
+    _keep(title, rows, note, {"": _today()})
+
+
+def record_parts(
+    title: str,
+    column: str,
+    names: list[str],
+    rows_of: Callable[[str], Iterable[dict]],
+    note: str | Callable[[list[dict]], str],
+) -> None:
+    """Records the parts that the command line names, or all, one after the other: each part's rows
+    have its name in this column, and the others' stay as they are, with their dates. The note may
+    be a function of all rows. A part without rows is left as it is."""
+    wanted = sys.argv[1:] or names
+    if unknown := [name for name in wanted if name not in names]:
+        sys.exit(f"{unknown[0]!r} is not a {column}; there are {', '.join(names)}")
+    for name in wanted:
+        new = list(rows_of(name))
+        if not new:
+            continue
+        run = _runs().get(version("jax"), {"rows": [], "dates": {}})
+        rows = [row for row in run["rows"] if row[column] in names and row[column] != name] + new
+        dates = {part: run["dates"].get(part) for part in names} | {name: _today()}
+        _keep(
+            title,
+            sorted(rows, key=lambda row: names.index(row[column])),
+            note(rows) if callable(note) else note,
+            {part: date for part, date in dates.items() if date},
+        )
 
 
 def results_of(group: str) -> dict[str, dict]:
@@ -58,24 +72,6 @@ def write(group: str, results: dict[str, dict]) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{group}.json").write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / f"{group}.md").write_text(page(group, results))
-
-
-def record_parts(
-    title: str, column: str, names: list[str], rows_of: Callable[[str], Iterable[dict]], note: str
-) -> None:
-    """Records the parts that the command line names, or all, one after the other: each part's rows
-    have its name in this column, and the others' stay as they are."""
-    for name in sys.argv[1:] or names:
-        record(title, merge(column, names, list(rows_of(name))), note)
-
-
-def merge(column: str, order: list[str], rows: list[dict]) -> list[dict]:
-    """Rows beside those of earlier runs: they replace those of the same ``column``, and all are in
-    this order of it. For scripts whose parts take long."""
-    new = {row[column] for row in rows}
-    old = _runs().get(version("jax"), {"rows": []})["rows"]
-    kept = [row for row in old if row[column] in set(order) - new]
-    return sorted([*kept, *rows], key=lambda row: order.index(row[column]))
 
 
 def page(group: str, results: dict[str, dict]) -> str:
@@ -119,7 +115,41 @@ def table(rows: list[dict]) -> str:
 def source(run: dict) -> str:
     """What made a run, when, and with which packages."""
     versions = ", ".join(f"{package} {number}" for package, number in run["versions"].items())
-    return f"`{run['command']}`, {run['date']}, {versions}"
+    return f"`{run['command']}`, {_when(run['dates'])}, {versions}"
+
+
+def _when(dates: dict[str, str]) -> str:
+    """The date of most parts, and those of the others with their names."""
+    parts: dict[str, list[str]] = {}
+    for part, date in sorted(dates.items(), key=lambda one: one[1], reverse=True):
+        parts.setdefault(date, []).append(part)
+    most = max(parts, key=lambda date: len(parts[date]))
+    others = [f"{date}: {', '.join(names)}" for date, names in parts.items() if date != most]
+    return most + (f" ({'; '.join(others)})" if others else "")
+
+
+def _keep(title: str, rows: list[dict], note: str, dates: dict[str, str]) -> None:
+    """Writes the run of the running script with this jax."""
+    if any(head.startswith("predicted") for head in rows[0]):
+        note = f"{note.strip()}\n\n{UNCHECKED}".strip()
+    module = pathlib.Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("")
+    run = {
+        "command": f"python -m {'.'.join(module.parts)}",
+        "dates": dates,
+        "versions": {"python": platform.python_version()}
+        | {package: version(package) for package in PACKAGES},
+        "rows": rows,
+        "note": note.strip(),
+    }
+    runs = _runs() | {version("jax"): run}
+    group, name = _group_and_name()
+    results = {"title": title, "runs": {jax: runs[jax] for jax in sorted(runs, key=_numbers)}}
+    write(group, results_of(group) | {name: results})
+    print(table(rows))
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
 
 
 def _group_and_name() -> tuple[str, str]:

@@ -24,11 +24,12 @@ import jax.numpy as jnp
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # for who runs this file
 import jaxmem
 from benchmarks._gpu import attached, seconds
-from benchmarks._record import merge, record
+from benchmarks._record import record_parts
 from benchmarks.planner.frontiers import NETWORKS, compiled, example, planned
 
 GIB = 2**30
 SHARES = (1.0, 0.6, 0.4, 0.0)
+WHOLE = "ResNet50, whole step"
 ATTENTION = {"plain": None, "jaxmem.ops": "xla", "cuDNN": "cudnn"}
 LARGEST = {"plain": {}, "nn.remat on every block": {"every_block": True}, "dp": {"remat": "dp"}}
 
@@ -99,7 +100,7 @@ def largest(name: str) -> dict:
     taken = seconds(run)
     peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
     return {
-        "network": "ResNet50, whole step",
+        "network": WHOLE,
         "plan": f"{name}, batch {found.size}: {found.size / taken:.0f} images/s",
         "compiled": found.report.device,
         "peak": peak,
@@ -155,6 +156,28 @@ def row(found: dict) -> dict:
     }
 
 
+def rows_of(network):
+    """Each row is measured in a process of its own."""
+    if network == WHOLE:
+        found = [apart(name) for name in LARGEST]
+    elif network == "attention":
+        found = [apart(network, name) for name in ATTENTION]
+    else:
+        found = [apart(network, str(share)) for share in SHARES]
+    return [row(one) for one in found]
+
+
+def note(rows):
+    about = __doc__.split("\n\n")[2]
+    errors = [abs(float(one["error"].rstrip("%"))) for one in rows if one["error"]]
+    if not errors:
+        return about
+    return (
+        f"{about}\n\nMedian error of the predicted times: {statistics.median(errors):.0f} %; "
+        "`time_error` of this GPU in jaxmem/targets/cuda/targets.csv is that over 100."
+    )
+
+
 def main():
     if not attached():
         print("No GPU is attached: step times, peaks and images per second were not measured.")
@@ -167,23 +190,8 @@ def main():
             found = measured(network, float(share[0])) if share else largest(network)
         print(json.dumps(found))
         return
-    whole = "ResNet50, whole step"
-    for network in sys.argv[1:] or [*NETWORKS, whole, "attention"]:
-        if network == whole:
-            found = [apart(name) for name in LARGEST]
-        elif network == "attention":
-            found = [apart(network, name) for name in ATTENTION]
-        else:
-            found = [apart(network, str(share)) for share in SHARES]
-        rows = merge("network", [*NETWORKS, whole, "attention"], [row(one) for one in found])
-        errors = [abs(float(one["error"].rstrip("%"))) for one in rows if one["error"]]
-        note = __doc__.split("\n\n")[2]
-        if errors:
-            note += (
-                f"\n\nMedian error of the predicted times: {statistics.median(errors):.0f} %; "
-                "`time_error` of this GPU in jaxmem/targets/cuda/targets.csv is that over 100."
-            )
-        record("Plans on an attached GPU", rows, note)
+    parts = [*NETWORKS, WHOLE, "attention"]
+    record_parts("Plans on an attached GPU", "network", parts, rows_of, note)
 
 
 if __name__ == "__main__":

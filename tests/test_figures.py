@@ -179,11 +179,34 @@ def test_a_run_replaces_that_of_its_version_and_leaves_the_others(tmp_path, monk
     ) in text and "* [Made](#made)" in text
     assert text.count("| one | 1 |") == 1 and text.count("A note.") == 1
 
-    _record.record_parts("Made", "what", ["zero", "one"], lambda name: [{"what": name, "s": 3}], "")
-    runs = _record.results_of("levers")["made"]["runs"]
-    assert runs["0.10.2"]["rows"] == [{"what": "one", "s": 3}]
-    monkeypatch.setattr(sys, "argv", [str(script), "zero"])
-    _record.record_parts("Made", "what", ["zero", "one"], lambda name: [{"what": name, "s": 4}], "")
-    runs = _record.results_of("levers")["made"]["runs"]
-    assert runs["0.10.2"]["rows"] == [{"what": "zero", "s": 4}, {"what": "one", "s": 3}]
-    assert runs["0.12.0.1"]["rows"] == [{"what": "one", "seconds": "1"}]
+
+def test_a_part_has_the_date_of_its_own_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(_record, "RESULTS", tmp_path)
+    script = str(_record.ROOT / "benchmarks" / "levers" / "made.py")
+
+    def run(date, *parts, jax="0.10.2", result=3):
+        monkeypatch.setattr(sys, "argv", [script, *parts])
+        monkeypatch.setattr(_record, "version", {"jax": jax}.get)
+        monkeypatch.setattr(_record, "_today", lambda: date)
+        _record.record_parts(
+            "Made",
+            "what",
+            ["zero", "one", "none"],
+            lambda name: [] if name == "none" else [{"what": name, "s": result}],
+            lambda rows: f"{len(rows)} rows.",
+        )
+        return _record.results_of("levers")["made"]["runs"]["0.10.2"]
+
+    first = {"what": "one", "s": 3}
+    found = run("2026-01-01", "one", "none")
+    assert (found["rows"], found["dates"]) == ([first], {"one": "2026-01-01"})
+    run("2026-01-02", jax="0.12.0.1")
+    found = run("2026-01-03", "zero", result=4)
+    assert found["rows"] == [{"what": "zero", "s": 4}, first]
+    assert found["dates"] == {"zero": "2026-01-03", "one": "2026-01-01"}
+    assert found["note"] == "2 rows."
+    text = (tmp_path / "levers.md").read_text()
+    assert "made`, 2026-01-03 (2026-01-01: one), " in text and "made`, 2026-01-02, " in text
+    with pytest.raises(SystemExit, match="'two' is not a what; there are zero, one, none"):
+        run("2026-01-04", "zero", "two")
+    assert run("2026-01-04", "none") == found

@@ -7,14 +7,12 @@ between them; dp has the bytes asked for as its budget. FLOPs are those of matmu
 relative to plain JAX.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 
 import jaxmem
 from benchmarks._models import GIB, DenseNet, EfficientNet, classifier, example
-from benchmarks._record import merge, record
+from benchmarks._record import record_parts
 
 OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}  # as in Plan.compiler_options
 
@@ -36,32 +34,32 @@ CASES = {  # and the share of the plain bytes that is asked for
 }
 
 
+def rows_of(name):
+    make, share = CASES[name]
+    loss, args = make()
+
+    def compiled(loss):
+        step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        return jaxmem.memory(step, *args, target="h200", compiler_options=OPTIONS, timeline=False)
+
+    plain = compiled(loss)
+    budget = int(share * plain.device)
+    plan = jaxmem.plan(loss, *args, budget=budget, target="h200", has_aux=True, compilations=3)
+    once = jaxmem.plan(loss, *args, planner="dots", target="h200", has_aux=True)
+    yield {
+        "network": name,
+        "plain": f"{plain.device / GIB:.2f} GiB",
+        "asked": f"{budget / GIB:.2f} GiB",
+        "dp": f"{plan.compiled_bytes / GIB:.2f} GiB",
+        "dp: FLOPs": f"{plan.compiled.flops / plain.work.flops:.3f}x",
+        "dots": f"{once.compiled_bytes / GIB:.2f} GiB",
+        "dots: FLOPs": f"{once.compiled.flops / plain.work.flops:.3f}x",
+    }
+
+
 def main():
-    for name in sys.argv[1:] or CASES:
-        make, share = CASES[name]
-        loss, args = make()
-
-        def compiled(loss, args=args):
-            step = jax.jit(jax.value_and_grad(loss, has_aux=True))
-            return jaxmem.memory(
-                step, *args, target="h200", compiler_options=OPTIONS, timeline=False
-            )
-
-        plain = compiled(loss)
-        budget = int(share * plain.device)
-        plan = jaxmem.plan(loss, *args, budget=budget, target="h200", has_aux=True, compilations=3)
-        once = jaxmem.plan(loss, *args, planner="dots", target="h200", has_aux=True)
-        row = {
-            "network": name,
-            "plain": f"{plain.device / GIB:.2f} GiB",
-            "asked": f"{budget / GIB:.2f} GiB",
-            "dp": f"{plan.compiled_bytes / GIB:.2f} GiB",
-            "dp: FLOPs": f"{plan.compiled.flops / plain.work.flops:.3f}x",
-            "dots": f"{once.compiled_bytes / GIB:.2f} GiB",
-            "dots: FLOPs": f"{once.compiled.flops / plain.work.flops:.3f}x",
-        }
-        rows = merge("network", list(CASES), [row])
-        record("Norm, activation and convolution in whole networks", rows, __doc__.split("\n\n")[1])
+    title = "Norm, activation and convolution in whole networks"
+    record_parts(title, "network", list(CASES), rows_of, __doc__.split("\n\n")[1])
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ seeds of the difference from float32, "range over seeds" that difference's.
 ``python -m benchmarks.levers.training digits`` runs one of them, and keeps the other's rows.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +23,7 @@ from flax import nnx
 
 import jaxmem
 from benchmarks._models import example
-from benchmarks._record import merge, record
+from benchmarks._record import record_parts
 
 SEEDS = {"characters": 3, "digits": 12}
 VARIANTS = {
@@ -125,13 +123,13 @@ def compare(task, steps: int) -> list[dict]:
 
 def main():
     jax.config.update("jax_platforms", "cpu")
-    for name in sys.argv[1:] or TASKS:
-        rows = compare(*TASKS[name])
-        record(
-            "Training in low precision: mean training loss of the last tenth of the steps",
-            merge("model", list(TASKS), rows),
-            "Computed on a CPU, where XLA emulates bfloat16 and float16 with the same rounding.",
-        )
+    record_parts(
+        "Training in low precision: mean training loss of the last tenth of the steps",
+        "model",
+        list(TASKS),
+        lambda name: compare(*TASKS[name]),
+        "Computed on a CPU, where XLA emulates bfloat16 and float16 with the same rounding.",
+    )
 
 
 TASKS = {"characters": (characters, 400), "digits": (digits, 300)}

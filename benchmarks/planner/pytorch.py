@@ -12,14 +12,13 @@ is compiled for an H200. FLOPs are those of matmuls and convolutions, each besid
 plain step's. A budget is PyTorch's share of the saved bytes, or jaxmem's share of the plain peak.
 """
 
-import sys
 from importlib.metadata import version
 
 import jax
 
 import jaxmem
 from benchmarks._gpu import attached
-from benchmarks._record import merge, record
+from benchmarks._record import record_parts
 from benchmarks.gpu import apart
 from benchmarks.planner.frontiers import NETWORKS, SHARES, compiled, planned
 
@@ -91,13 +90,14 @@ PARTS = {
 }
 
 
+def rows_of(part):
+    make, network = PARTS[part]
+    return make(network)
+
+
 def main():
-    for part in sys.argv[1:] or PARTS:
-        make, network = PARTS[part]
-        rows = list(make(network))
-        if rows:
-            title = "PyTorch's activation_memory_budget and jaxmem"
-            record(title, merge("part", list(PARTS), rows), __doc__.split("\n\n")[2])
+    title = "PyTorch's activation_memory_budget and jaxmem"
+    record_parts(title, "part", list(PARTS), rows_of, __doc__.split("\n\n")[2])
 
 
 if __name__ == "__main__":

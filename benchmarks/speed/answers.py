@@ -24,7 +24,7 @@ import optax
 
 import jaxmem
 from benchmarks._models import example, resnet50
-from benchmarks._record import merge, record
+from benchmarks._record import record_parts
 from benchmarks.planner.planner_gpt import workload as gpt2_medium
 from jaxmem import jaxprs
 from jaxmem.targets import workers
@@ -170,8 +170,7 @@ def main():
         f"{__doc__.split(chr(10) * 2)[1]}\n\nFor an H200, on {workers.cores()} cores; `plan` and "
         "`fit` within half of the plain bytes, with five and six compilations allowed."
     )
-    for kind in sys.argv[1:] or KINDS:
-        record("Answers beside a compilation", merge("call", KINDS, list(rows(kind))), note)
+    record_parts("Answers beside a compilation", "call", KINDS, rows, note)
 
 
 if __name__ == "__main__":
