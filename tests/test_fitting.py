@@ -543,8 +543,11 @@ class RefusedCompilation(Compiling):
     def __init__(self, made, refuses):
         self.made, self.refuses = made, refuses
 
-    def start(self, hold=False):
-        self.made.start(hold)
+    def start(self, compile="buffers", hold=False):
+        self.made.start(compile, hold)
+
+    def stop(self):
+        self.made.stop()
 
     def report(self, compile="buffers", timeout=3600):
         if compile == "full" and self.refuses():

@@ -68,15 +68,21 @@ class LeverSearch:
             if best is None:
                 raise refused or Verdicts(self).too_small()
             step, compiling = self._lowered(best)
+            verifies = family_of(self.workload.device).verifies_codegen
             try:
-                if family_of(self.workload.device).verifies_codegen:
+                if verifies:
+                    compiling.start("full")
+                # Beside it: what is not searched is traced to say what it would bring.
+                step.fitting = self.fitting(best)
+                if verifies:
                     compiling.report("full")
             except CompileError as error:
                 refused = error
                 self._reject(best, error)
             else:
-                step.fitting = self.fitting(best)
                 return step
+            finally:
+                compiling.stop()
 
     def _lowered(self, candidate: Candidate) -> tuple[TrainStep, Compiling]:
         """The step of a candidate, and the same traced and lowered."""

@@ -22,7 +22,11 @@ from jaxmem.jaxprs.operands import differentiable, restrict_to
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-_OF_JAX = os.path.join(os.path.dirname(jax.__file__), "")
+# Where functions and rules are that read nothing but what they are given: JAX's, and jaxmem.ops.
+_KNOWN = (
+    os.path.join(os.path.dirname(jax.__file__), ""),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "ops", ""),
+)
 
 
 def check_rules(closed: ClosedJaxpr, differentiated: Sequence[int]) -> None:
@@ -94,18 +98,18 @@ def _message(where: str) -> str:
 
 
 def _custom_rules(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations with rules that are not JAX's own, inner ones too."""
+    """The equations with rules that may be the user's own, inner ones too."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name.startswith("custom_") and not _is_of_jax(equation):
+        if equation.primitive.name.startswith("custom_") and not _is_known(equation):
             yield equation
         yield from itertools.chain.from_iterable(map(_custom_rules, inner_jaxprs(equation)))
 
 
-def _is_of_jax(equation: JaxprEqn) -> bool:
-    """Whether JAX defines both a function and its `jax.custom_jvp` (`jax.nn.relu`)."""
+def _is_known(equation: JaxprEqn) -> bool:
+    """Whether a function and its `jax.custom_jvp` are both JAX's (`jax.nn.relu`) or jaxmem's."""
     rule = getattr(equation.params.get("jvp_jaxpr_fun"), "debug_info", None)
     sources = (custom_function(equation), getattr(rule, "func_src_info", ""))
-    return all(f" at {_OF_JAX}" in str(one) for one in sources)
+    return all(any(f" at {folder}" in str(one) for folder in _KNOWN) for one in sources)
 
 
 def _frame(tracer: jax.core.Tracer) -> Any:

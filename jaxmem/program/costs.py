@@ -5,7 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxmem.jaxprs.equations import called_by_rule, inner_jaxprs, operation_of
+from jaxmem.jaxprs.custom_vjp import is_linear, results_of, traced_rules
+from jaxmem.jaxprs.equations import CUSTOM_VJPS, called_by_rule, inner_jaxprs, operation_of
 from jaxmem.jaxprs.expansion import EXPANDED, expansion
 from jaxmem.jaxprs.flat import FlatStep
 from jaxmem.jaxprs.linearity import has_linear_rule
@@ -72,13 +73,22 @@ def is_fused(equation) -> bool:
     bits of that dtype, as they do where XLA fuses.)
     """
     name = operation_of(equation)
-    if name == "custom_jvp_call" and not has_linear_rule(equation):
-        return False
+    if name in CUSTOM_VJPS:
+        return _is_fused_by_rules(equation)
     if name in ("custom_jvp_call", "jit", "pjit"):
-        return all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
+        inside = all(is_fused(inner) for jaxpr in _forward(equation) for inner in jaxpr.eqns)
+        return inside and (name != "custom_jvp_call" or has_linear_rule(equation))
     if name in _FUSED or is_product(equation) or _counts_bits(equation):
         return True
     return _own_cost(equation) == 0
+
+
+def _is_fused_by_rules(equation) -> bool:
+    """Whether all that a `jax.custom_vjp` runs is fused, forward and backward."""
+    rules = traced_rules(equation)
+    if rules is None or not all(is_fused(step.equation) for step in rules.flat.steps):
+        return False
+    return is_linear(rules)
 
 
 def _counts_bits(equation) -> bool:
@@ -97,9 +107,13 @@ def _own_cost(equation) -> int | None:
 
 def calls(equation) -> tuple[str, ...]:
     """The primitives inside of a call that is fused."""
-    if operation_of(equation) not in ("custom_jvp_call", "jit", "pjit"):
-        return ()
-    inner = [one for jaxpr in _forward(equation) for one in jaxpr.eqns]
+    if operation_of(equation) in CUSTOM_VJPS:
+        rules = traced_rules(equation)
+        inner = results_of(rules) if rules else []
+    elif operation_of(equation) in ("custom_jvp_call", "jit", "pjit"):
+        inner = [one for jaxpr in _forward(equation) for one in jaxpr.eqns]
+    else:
+        inner = []
     return tuple(name for one in inner for name in (operation_of(one), *calls(one)))
 
 

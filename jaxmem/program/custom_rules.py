@@ -1,19 +1,19 @@
-"""What the derivative of a fused `jax.custom_jvp` reads, by its rule."""
+"""What the derivative of a fused `jax.custom_jvp` or `jax.custom_vjp` reads, by its rule."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Set
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.custom_jvp import called_by, traced_rule
-from jaxmem.jaxprs.flat import FlatStep
+from jaxmem.jaxprs.custom_vjp import traced_rules
+from jaxmem.jaxprs.equations import CUSTOM_RULES, CUSTOM_VJPS, operation_of
+from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
 from jaxmem.jaxprs.flattening import flatten_jaxpr
 from jaxmem.jaxprs.operands import differentiable
+from jaxmem.jaxprs.zeros import zeros_of
 from jaxmem.program.costs import is_fused
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ _readings: weakref.WeakKeyDictionary[Any, _Readings] = weakref.WeakKeyDictionary
 
 
 def read_by_rule(step: FlatStep) -> frozenset[int] | None:
-    """The values that the derivative of a fused `jax.custom_jvp` reads; None: its name tells."""
-    if step.primitive != "custom_jvp_call":
+    """The values that the derivative of a fused operation with a rule of its own reads; None: its
+    name tells."""
+    if step.primitive not in CUSTOM_RULES:
         return None
     reading = by_rule(step)
     operands = [step.inputs[at] for at in reading.operands]
@@ -51,15 +52,21 @@ def read_by_rule(step: FlatStep) -> frozenset[int] | None:
 
 
 def by_rule(step: FlatStep) -> Reading:
-    """What the derivative of a fused `jax.custom_jvp` reads by its rule."""
-    has_rule = step.primitive == "custom_jvp_call" and is_fused(step.equation)
+    """What the derivative of a fused operation reads by a rule of its own."""
+    has_rule = step.primitive in CUSTOM_RULES and is_fused(step.equation)
     return reading_of(step.equation) if has_rule else Reading()
 
 
 def reading_of(equation: JaxprEqn) -> Reading:
-    """What the derivative of a `jax.custom_jvp` by its operands, but for literals, reads of its
-    operands and results, and what it computes of them. (JAX keeps what is computed. XLA computes it
-    again where it is read.)"""
+    """What the derivative by a rule, taken by the operands, but for literals, reads of operands and
+    results, and what it computes of them. (JAX keeps what is computed. XLA computes it again where
+    it is read.)"""
+    if operation_of(equation) in CUSTOM_VJPS:
+        rules = traced_rules(equation)
+        assert rules is not None
+        results = {value: at for at, value in enumerate(rules.results)}
+        operands = {value: at for at, value in enumerate(rules.operands)}
+        return _reading_of(rules.flat, operands, results, set(rules.cotangents))
     real = differentiable(
         [variable.aval for variable in equation.invars],
         [isinstance(operand, internals.Literal) for operand in equation.invars],
@@ -68,24 +75,30 @@ def reading_of(equation: JaxprEqn) -> Reading:
     if tuple(real) not in readings:
         rule = traced_rule(equation, real)
         every = Reading(frozenset(range(len(equation.invars))))
-        readings[tuple(real)] = _reading_of(rule, equation) if rule else every
+        readings[tuple(real)] = _reading_of_tangents(rule, equation) if rule else every
     return readings[tuple(real)]
 
 
-def _reading_of(rule: ClosedJaxpr, equation: JaxprEqn) -> Reading:
+def _reading_of_tangents(rule: ClosedJaxpr, equation: JaxprEqn) -> Reading:
     flat = flatten_jaxpr(rule, merge=True)
     first, count = len(flat.consts), len(equation.outvars)
     operands = {first + at: at for at in range(len(equation.invars))}
     results = {value: at for at, value in enumerate(flat.outputs[:count])}
-    moved = set(range(first + len(operands), flat.input_count))  # what has a tangent in it
-    zeros: set[int] = set()  # the tangents of what has none, and what they are multiplied with
+    tangents = set(range(first + len(operands), flat.input_count))
+    return _reading_of(flat, operands, results, tangents)
+
+
+def _reading_of(
+    flat: FlatJaxpr, operands: dict[int, int], results: dict[Any, int], moved: set[int]
+) -> Reading:
+    """What is read of operands and results, by number the places of which, to make something of the
+    tangents or cotangents ``moved``."""
+    zeros = zeros_of(flat)  # the tangents of what has none, and what they are multiplied with
     pending: list[int] = []
     for step in flat.steps:
         if not moved.isdisjoint(step.uses):
             moved.update(step.outputs)
             pending.extend(value for value in step.uses if value not in moved | zeros)
-        elif _is_zero(step, zeros):
-            zeros.update(step.outputs)
     makers, seen, own = flat.makers(), set(), flat.made_of(results)
     computed: dict[int, str] = {}
     while pending:
@@ -101,10 +114,3 @@ def _reading_of(rule: ClosedJaxpr, equation: JaxprEqn) -> Reading:
         frozenset(results[value] for value in seen & results.keys()),
         tuple(computed.values()),
     )
-
-
-def _is_zero(step: FlatStep, zeros: Set[int]) -> bool:
-    """Whether a step makes zeros, given those that there are."""
-    if step.primitive not in ("broadcast_in_dim", "mul"):
-        return False
-    return any(one in zeros if isinstance(one, int) else not np.any(one.val) for one in step.inputs)

@@ -170,11 +170,11 @@ def _interior_of(
         return _of_scan(step, constant, [value in read for value in step.outputs], shards)
     if is_region(step.equation):
         called = called_jaxpr(step.equation)
-        inside = shards.inside(called, step.inputs)
-        body = read_program(called, _differentiated(called, constant), inside)
-        body = dataclasses.replace(body, policy_saves=frozenset(_saved(step, called)))
+        wanted = frozenset() if all(constant) else _differentiated(called, constant)
+        body = read_program(called, wanted, shards.inside(called, step.inputs))
         # Where nothing is differentiated any more it runs here, forward and backward pass.
-        workspace = _workspace(step, shards) if all(constant) else 0
+        workspace = _taken(_with_fused_gathers(body)) if all(constant) else 0
+        body = dataclasses.replace(body, policy_saves=frozenset(_saved(step, called)))
         kept = _kept_of_region(step, constant)
         saved = bytes_alike(kept, body)
         whole = sum(size_of(one.aval) for one in kept)
@@ -225,7 +225,7 @@ def _of_scan(
     inside = shards.for_iteration(step, loop.body)
     if all(constant):
         body = read_program(loop.body, frozenset(), inside)
-        return _Interior(body, 0, 0, 0, _turn(loop, inside))
+        return _Interior(body, 0, 0, 0, _turn(loop, body))
     constant = constant_operands(loop, constant)
     body = read_program(loop.body, _differentiated(loop.body, constant), inside, separate=True)
     kept, results = scan_residuals(step.equation, constant, wanted)
@@ -288,7 +288,8 @@ def _workspace(step: FlatStep, shards: Shardings) -> int:
     if step.primitive == "while":
         loop = loop_of(step.equation)
         handed = step.inputs[loop.body_consts], step.inputs[loop.carry]
-        return _turn(loop, shards.inside(loop.body, [*handed[0], *handed[1]]))
+        inside = shards.inside(loop.body, [*handed[0], *handed[1]])
+        return _turn(loop, read_program(loop.body, frozenset(), inside))
     most = 0
     for jaxpr in closed_inner_jaxprs(step.equation):
         flat = flatten_jaxpr(jaxpr)
@@ -298,17 +299,22 @@ def _workspace(step: FlatStep, shards: Shardings) -> int:
         else:
             operands = step.inputs[len(step.inputs) - count :]
             program = _forward(flat, shards.inside(flat, operands))
-        inputs = set(range(program.input_count))
-        results = set(program.outputs) - inputs
-        taken = peak(program, program.kernels, inputs, last=results)
-        most = max(most, taken - sum(program.sizes[value] for value in results))
+        most = max(most, _taken(program))
     return most
 
 
-def _turn(loop: NestedLoop, shards: Shardings) -> int:
+def _taken(program: Program) -> int:
+    """The most bytes that a program takes beside its operands and results."""
+    inputs = set(range(program.input_count))
+    results = set(program.outputs) - inputs
+    taken = peak(program, program.kernels, inputs, last=results)
+    return taken - sum(program.sizes[value] for value in results)
+
+
+def _turn(loop: NestedLoop, body: Program) -> int:
     """The most bytes that a turn of a loop takes beside what it is handed, which it may write over:
     what it hands on has the same memory in the end."""
-    program = _forward(loop.body, shards)
+    program = _with_fused_gathers(body)
     count = loop.carry.stop - loop.carry.start
     first = program.input_count - loop.operands + loop.body_consts.stop - loop.body_consts.start
     handed = set(range(first, first + count))
@@ -319,8 +325,14 @@ def _turn(loop: NestedLoop, shards: Shardings) -> int:
 
 
 def _forward(flat: FlatJaxpr, shards: Shardings) -> Program:
-    """A program that nothing is differentiated in: XLA fuses its gathers."""
-    program = read_program(flat, frozenset(), shards)
+    """A program that nothing is differentiated in."""
+    return _with_fused_gathers(read_program(flat, frozenset(), shards))
+
+
+def _with_fused_gathers(program: Program) -> Program:
+    """XLA fuses the gathers of what nothing is differentiated in."""
+    if all(one.fused for one in program.operations if one.name == "gather"):
+        return program
     operations = tuple(
         dataclasses.replace(one, fused=one.fused or one.name == "gather")
         for one in program.operations

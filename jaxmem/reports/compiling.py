@@ -26,9 +26,11 @@ from jaxmem.targets import CachedProgram, Job, LocalDevice, Target, family_of
 class Compiling(abc.ABC):
     """A step that is traced and lowered, to be compiled once or more."""
 
-    def start(self, hold: bool = False) -> None:  # noqa: B027 (the attached device's does nothing)
-        """Begins to compile it until its buffers are assigned, beside whatever else goes on; the
-        next `report` waits for it. With ``hold`` a full compilation goes on from there."""
+    def start(  # noqa: B027 (the attached device's does nothing)
+        self, compile: str = "buffers", hold: bool = False
+    ) -> None:
+        """Begins what `report` does, beside whatever else goes on; the next such `report` waits for
+        it. With ``hold`` a full compilation goes on from where its buffers are assigned."""
 
     def stop(self) -> None:  # noqa: B027
         """Nobody waits for what was started."""
@@ -68,10 +70,12 @@ class _Absent(Compiling):
         self.options = jaxprs.compiler_options(self.lowered) | (options or {})
         self.arguments = _arguments(jitted, self.traced, self.lowered, args, kwargs)
         self.job: Job[CachedProgram] | None = None
+        self.started = ""  # what it compiles
         self.dump: dict[str, bytes] = {}
 
-    def start(self, hold: bool = False) -> None:
-        self.job = Job(lambda: self._compile(hold=hold))
+    def start(self, compile: str = "buffers", hold: bool = False) -> None:
+        self.started, full = compile, compile == "full"
+        self.job = Job(lambda: self._compile(full=full, hold=hold))
 
     def stop(self) -> None:
         if self.job is not None:
@@ -79,7 +83,7 @@ class _Absent(Compiling):
             self.job = None
 
     def report(self, compile: str = "buffers", timeout: float = 3600) -> MemoryReport:
-        if self.job is not None and compile == "buffers":
+        if self.job is not None and compile == self.started:
             try:
                 compiled = self.job.result()
             finally:

@@ -1,0 +1,95 @@
+"""The rules of a `jax.custom_vjp`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jaxmem.jaxprs.equations import called_by_rule
+from jaxmem.jaxprs.flat import FlatStep
+from jaxmem.jaxprs.forward_backward import ForwardBackward, trace_forward_backward
+from jaxmem.jaxprs.operands import differentiable
+from jaxmem.jaxprs.sources import no_names
+from jaxmem.jaxprs.zeros import all_among, zeros_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
+
+# What is known of an equation's rules is kept by the program of its function, which it has alone.
+_traced: weakref.WeakKeyDictionary[Any, ForwardBackward | None] = weakref.WeakKeyDictionary()
+
+# Of one operand: what they make of a sum is the sum of what they make of its parts.
+_LINEAR = frozenset(
+    """
+    broadcast_in_dim conj copy copy_p cumsum expand_dims imag name neg real
+    reduce_sum reshape rev slice squeeze transpose
+    """.split()
+)
+# Of several, where each has a cotangent in it or is zero.
+_SUMS = frozenset("add add_any concatenate pad sub".split())
+
+
+def traced_rules(equation: JaxprEqn) -> ForwardBackward | None:
+    """What a `jax.custom_vjp` equation computes by its rules, forward and then backward, where all
+    of its operands have a derivative that may; None: they cannot be traced, or ask which cotangents
+    are there (``symbolic_zeros``)."""
+    called = called_by_rule(equation)
+    assert called is not None
+    key = called.jaxpr
+    if key not in _traced:
+        real = differentiable([variable.aval for variable in equation.invars])
+        found = None
+        if real and not equation.params.get("symbolic_zeros"):
+            try:
+                found = trace_forward_backward(FlatStep(equation, (), (), no_names()), real)
+            except Exception:  # a rule may refuse, in its own words, what is not differentiated
+                found = None
+        _traced[key] = found
+    return _traced[key]
+
+
+def is_linear(rules: ForwardBackward) -> bool:
+    """Whether what runs backward makes of a sum of cotangents the sum of what it makes of each, as
+    far as its operations tell."""
+    moved, zeros = set(rules.cotangents), zeros_of(rules.flat)
+    for step in rules.flat.steps:
+        if moved.isdisjoint(step.uses):
+            continue
+        if not _is_linear(step, moved, zeros):
+            return False
+        moved.update(step.outputs)
+    gradients = rules.flat.outputs[len(rules.results) :]
+    return all_among(gradients, moved | zeros)  # what is the same for each cotangent adds up
+
+
+def results_of(rules: ForwardBackward) -> list[JaxprEqn]:
+    """The equations that make the results: those of the forward pass but for what is kept for the
+    backward pass alone, which XLA makes where that reads it."""
+    made = rules.flat.made_of(rules.results)
+    forward = rules.flat.steps[: rules.boundary]
+    return [step.equation for step in forward if not made.isdisjoint(step.outputs)]
+
+
+def _is_linear(step: FlatStep, moved: Set[int], zeros: Set[int]) -> bool:
+    name, inputs = step.primitive, step.inputs
+    has_cotangent = [one in moved if isinstance(one, int) else False for one in inputs]
+    if name == "convert_element_type":
+        return _is_wide(step.equation.outvars[0].aval.dtype)
+    if name == "mul":
+        return sum(has_cotangent) == 1
+    if name == "div":
+        return not has_cotangent[1]
+    if name == "select_n":
+        return not has_cotangent[0] and all_among(inputs[1:], moved | zeros)
+    if name in _SUMS:
+        return all_among(inputs, moved | zeros)
+    return name in _LINEAR
+
+
+def _is_wide(dtype: Any) -> bool:
+    """Whether the sum of what is rounded to a dtype differs from the rounded sum in the last bits
+    alone."""
+    return jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits > 8
