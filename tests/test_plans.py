@@ -533,7 +533,7 @@ def test_residuals_of_a_scan_wait_in_host_memory(monkeypatch):
     def loss(weights, x):
         return jnp.sum(exact(weights, x) ** 2)
 
-    # Exact float32 is work enough for copies of all residuals to run beside: nothing is run again.
+    # Exact float32 is work enough for copies of most residuals to run beside: nothing is run again.
     weights, x = (jax.ShapeDtypeStruct(s, "float32") for s in [(16, 4096, 4096), (4096, 4096)])
     carries = 16 * x.size * 4
     usual = jaxmem.plan(loss, weights, x, target="h200")
@@ -542,12 +542,14 @@ def test_residuals_of_a_scan_wait_in_host_memory(monkeypatch):
     waits = plan.predicted.host_bytes
     assert 2 * carries < waits <= 3 * carries and plan.compiled_bytes <= budget
     assert plan.predicted.recompute_flops == 0
-    said = jaxmem.format_bytes(waits)
-    assert f"{said} to the host" in str(plan) and f"in host memory {said}" in str(plan)
+    assert f"in host memory {jaxmem.format_bytes(waits)}" in str(plan)
     assert jaxmem.Plan.from_json(plan.to_json()) == plan
     report = jaxmem.memory(jax.jit(jax.grad(plan.apply(loss))), weights, x, target="h200")
     assert report.host == waits
-    assert (report.transfers.count, report.transfers.overlapped) == (6, 5)
+    assert report.transfers.overlapped >= report.transfers.count - 1
+    # What its own model says of copies that nothing hides is what XLA's schedule has.
+    exposed = report.time.by_limit["(copies and collectives)"]
+    assert plan.predicted.recompute_seconds == pytest.approx(exposed, rel=0.3)
 
     monkeypatch.setattr(jaxmem.MemoryReport, "host", 0)
     with pytest.raises(jaxmem.OffloadError, match="has .* of residuals in host memory, and"):

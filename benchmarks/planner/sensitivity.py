@@ -232,7 +232,6 @@ def constants() -> list[Constant]:
         ),
         *of("planning.loops", "_BODIES", programs=(SCAN, STEPS)),
         *of("planning.loops", "_MENU_RATIO", programs=(SCAN, STEPS), margin=True),
-        *of("planning.loops", "OVERLAP", programs=(SCAN,), offload=True),
         *of("planning.options", "_SCHEDULE_RATIO", programs=(STEPS,), margin=True),
         *of("planning.options", "_COMBINATIONS", programs=(STEPS,)),
         *of("loops.schedules", "_TRIED", programs=(STEPS,)),

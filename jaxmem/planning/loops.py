@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
+from jaxmem.planning.copies import exposed_seconds
 from jaxmem.planning.options import Body, LoopOption, combine_menus, lower_hull
 from jaxmem.planning.per_block import policies
 from jaxmem.planning.rates import ARITHMETIC_WEIGHT, Rates, of_each
@@ -27,9 +28,6 @@ _LEVELS = 24
 _SETS = 64
 _KERNELS = 14  # the dearest ones of a body, whose subsets are tried
 _OPTIONS = 200
-# Of the time of a body, here and in `names`: how much of it copies to and from the host may run
-# beside. Chosen: the benchmark of offloading, which would measure it, has not run on a device yet.
-OVERLAP = 0.5
 _BODIES = 16  # ways to run a body that have schedules
 # Ways to run the scans of a body are at least so many times apart in bytes. Chosen: the schedules
 # of the loop around them fill what is left.
@@ -57,7 +55,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     if rates.host:
         for one in bodies:
             for values in {one.carried, (*one.carried, *_hostable(one, first.body))} - {()}:
-                hosted.append(_offloaded(one, values, first.body, rates))
+                hosted.append(_offloaded(one, values, first, rates))
     if others:  # where the inner ones take the fewest bytes, what is beside them counts
         bodies += others[-1].save_levels()
     bodies += [one.save_all() for one in iterations]
@@ -236,15 +234,16 @@ def _undominated(bodies: list[Body]) -> list[Body]:
     return found
 
 
-def _offloaded(one: Body, values: tuple[int, ...], body: Program, rates: Rates) -> Body:
+def _offloaded(
+    one: Body, values: tuple[int, ...], iteration: "_Iteration", rates: Rates
+) -> Body:
     """A way to run an iteration with some of its residuals in host memory: one iteration's of them
     are on the device, and the next ones' on their way."""
+    body, kept = iteration.body, {*one.carried, *one.loop.saved}
     moved = sum(body.sizes[value] for value in values)
-    link = moved / rates.host
     flops, bytes_moved, seconds, price = one.recompute_cost
-    forward = one.forward_cost[2]
-    compute = (forward, 2 * forward + seconds)
-    exposed = sum(max(link - OVERLAP * time, 0.0) for time in compute)
+    regions = one.loop.regions
+    exposed = exposed_seconds(body, iteration.seconds, kept, regions, values, rates.host)
     saved = tuple(value for value in one.loop.saved if value not in values)
     return dataclasses.replace(
         one,

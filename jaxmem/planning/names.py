@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from jaxmem.planning.loops import OVERLAP
 from jaxmem.planning.named_counts import cost_tables, marginal_savings
 from jaxmem.planning.named_places import RegionProgram, projected_peak
 from jaxmem.planning.per_block import Spans, block_partitions
@@ -26,6 +25,9 @@ _Name = TypeVar("_Name")
 # Names whose sets are all counted: a million sets, some seconds. Chosen; one more takes twice the
 # time, and half as many names leave most choices of a model to groups of names.
 MOST = 20
+# Of the time of a pass: how much of it copies to and from the host run beside. Chosen: names say
+# nothing of when a value is made and read (`planning.copies` does, of plans).
+_OVERLAP = 0.5
 # Budgets at which a front with host memory is known. Chosen: at half and at twice
 # tests/test_names.py passes.
 _GOALS = 64
@@ -205,7 +207,7 @@ class Names:
             return np.zeros_like(np.asarray(seconds, float))
         link = np.asarray(host) / self.rates.host
         compute = (self._forward, 2 * self._forward + seconds)
-        return sum((np.maximum(link - OVERLAP * time, 0.0) for time in compute), np.zeros(()))
+        return sum((np.maximum(link - _OVERLAP * time, 0.0) for time in compute), np.zeros(()))
 
     @functools.cached_property
     def _forward(self) -> float:

@@ -137,7 +137,7 @@ class Plan(Printed):
 
     def options_for(self, limit: int | None) -> dict[str, Any]:
         """`compiler_options` for a program that may take so many bytes of a device."""
-        copies = any(loop.schedule and loop.schedule.host for loop in self.loops)
+        copies = self.predicted.host_peak > 0
         return self.planned_for.compiler.planned_options(limit, self.widens_bfloat16, copies)
 
     @property
