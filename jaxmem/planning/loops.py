@@ -234,9 +234,7 @@ def _undominated(bodies: list[Body]) -> list[Body]:
     return found
 
 
-def _offloaded(
-    one: Body, values: tuple[int, ...], iteration: "_Iteration", rates: Rates
-) -> Body:
+def _offloaded(one: Body, values: tuple[int, ...], iteration: "_Iteration", rates: Rates) -> Body:
     """A way to run an iteration with some of its residuals in host memory: one iteration's of them
     are on the device, and the next ones' on their way."""
     body, kept = iteration.body, {*one.carried, *one.loop.saved}
