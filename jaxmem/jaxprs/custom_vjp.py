@@ -53,12 +53,16 @@ def traced_rules(equation: JaxprEqn) -> ForwardBackward | None:
 
 def is_linear(rules: ForwardBackward) -> bool:
     """Whether what runs backward makes of a sum of cotangents the sum of what it makes of each, as
-    far as its operations tell."""
+    far as its operations tell. What is rounded to a shorter dtype may only be a gradient: the rest
+    that it leaves (compensated sums) is no sum of rests."""
     moved, zeros = set(rules.cotangents), zeros_of(rules.flat)
+    read = {value for step in rules.flat.steps for value in step.uses}
     for step in rules.flat.steps:
         if moved.isdisjoint(step.uses):
             continue
         if not _is_linear(step, moved, zeros):
+            return False
+        if not read.isdisjoint(step.outputs) and _rounds(step):
             return False
         moved.update(step.outputs)
     gradients = rules.flat.outputs[len(rules.results) :]
@@ -93,3 +97,12 @@ def _is_wide(dtype: Any) -> bool:
     """Whether the sum of what is rounded to a dtype differs from the rounded sum in the last bits
     alone."""
     return jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits > 8
+
+
+def _rounds(step: FlatStep) -> bool:
+    """Whether it casts to a dtype of less precision or of smaller numbers."""
+    if step.primitive != "convert_element_type":
+        return False
+    (before,), (after,) = step.equation.invars, step.equation.outvars
+    old, new = jnp.finfo(before.aval.dtype), jnp.finfo(after.aval.dtype)
+    return new.nmant < old.nmant or new.maxexp < old.maxexp

@@ -84,11 +84,13 @@ def is_fused(equation) -> bool:
 
 
 def _is_fused_by_rules(equation) -> bool:
-    """Whether all that a `jax.custom_vjp` runs is fused, forward and backward."""
+    """Whether all that a `jax.custom_vjp` runs is fused, forward and backward; and all that it
+    calls, whose rules are those of second derivatives."""
     rules = traced_rules(equation)
-    if rules is None or not all(is_fused(step.equation) for step in rules.flat.steps):
+    if rules is None:
         return False
-    return is_linear(rules)
+    run = [*(step.equation for step in rules.flat.steps), *rules.rules]
+    return all(map(is_fused, run)) and is_linear(rules)
 
 
 def _counts_bits(equation) -> bool:
