@@ -100,7 +100,7 @@ def several_readers(middle):
         return jnp.sum(jnp.tanh(x) * skip)
 
     random = np.random.default_rng(0)
-    params = [tuple(0.5 * random.normal(size=(2, 8, 8))) for _ in range(4)]
+    params = [tuple(0.5 * random.normal(size=(2, 8, 8))) for _ in range(2)]
     return loss, (params, random.normal(size=(16, 8)))
 
 
@@ -119,13 +119,22 @@ def error_of_plans(middle):
     return max(errors), copies
 
 
-@pytest.mark.parametrize("name", [*LINEAR, *NOT_LINEAR])
+QUICK = ("by the operand", "a sum of parts", "clipped", "a constant")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in (*LINEAR, *NOT_LINEAR)
+    ],
+)
 def test_what_several_read_has_the_gradient_that_jax_has(name):
     """A fused operation is in each of its readers, with a part of the cotangent."""
     with jax.enable_x64(True):
         error, copies = error_of_plans(scaled_by((LINEAR | NOT_LINEAR)[name]))
     assert error < 1e-10
-    assert all((count > 9) == (name in LINEAR) for count in copies)
+    assert all((count > 5) == (name in LINEAR) for count in copies)
 
 
 def test_a_rule_taken_for_linear_would_be_found(monkeypatch):
@@ -133,7 +142,7 @@ def test_a_rule_taken_for_linear_would_be_found(monkeypatch):
     monkeypatch.setattr(jaxmem.program.costs, "is_linear", lambda rules: True)
     with jax.enable_x64(True):
         error, copies = error_of_plans(scaled_by(NOT_LINEAR["clipped"]))
-    assert error > 0.01 and min(copies) > 9
+    assert error > 0.01 and min(copies) > 5
 
 
 def test_a_gradient_may_be_rounded_to_its_dtype():
