@@ -565,19 +565,22 @@ def test_stacks_in_host_memory_begin_there(mebibytes):
 
     args = [jax.ShapeDtypeStruct(s, "float32") for s in [(16, 1024, 1024), (4096, 1024)]]
     budget = int(FIRST_ERROR * mebibytes * 2**20)  # the only plan leaves that much room
-    plan = jaxmem.plan(loss, *args, budget=budget, target="h200", offload=True, compilations=1)
-    head, waits = plan.loops[0].head, 16 * 4096 * 1024 * 4
-    assert head and plan.predicted.host_bytes == waits
-    for count in (head.count, 16 - head.count):  # each row has its own iterations' part
-        said = f"({jaxmem.format_bytes(waits * count // 16)} to the host)"
-        assert said in " ".join(str(plan).split())
-    assert 0.9 < plan.compiled_bytes / plan.projected_bytes < 1.03
+    plan = jaxmem.plan(loss, *args, budget=budget, target="t4", offload=True, compilations=1)
+    each, head = 4096 * 1024 * 4, plan.loops[0].head
+    assert head and head.loop.offloaded
+    parts = ((head.count, head.loop), (16 - head.count, plan.loops[0]))
+    waits = [count * each * len(loop.offloaded) for count, loop in parts]
+    assert plan.predicted.host_bytes == sum(waits)
+    for size in filter(None, waits):  # each row has its own iterations' part
+        assert f"({jaxmem.format_bytes(size)} to the host)" in " ".join(str(plan).split())
+    assert 0.9 < plan.compiled_bytes / plan.projected_bytes < 1.05
 
 
 @pytest.mark.parametrize("unroll", [1, 16])
 def test_loops_in_regions_take_turns_in_host_memory(unroll):
     """XLA refuses several slices of an unrolled loop there; and plans counted the residuals of all
-    loops, which are there one after the other, and were refused for it."""
+    loops, also of those in regions in regions, which are there one after the other, and were
+    refused for it."""
 
     def block(w, x):
         def body(h, given):
@@ -596,7 +599,7 @@ def test_loops_in_regions_take_turns_in_host_memory(unroll):
     x = jax.ShapeDtypeStruct((512, 8, 512), "float32")
     args = [dict.fromkeys(("in", "gate", "out"), w)] * 4, x
     common = {"target": "h100", "offload": True, "compilations": 1}
-    plan = jaxmem.plan(loss, *args, budget="180MiB", **common)
+    plan = jaxmem.plan(loss, *args, budget="115MiB", **common)
     stack, predicted = x.size * 4, plan.predicted
     assert all(loop.offloaded for loop in plan.loops)
     assert predicted.host_bytes == 4 * stack > predicted.host_peak

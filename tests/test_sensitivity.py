@@ -35,7 +35,7 @@ ELSEWHERE = {
     *(f"rematerialization.search.{name}" for name in ("TRY_PLAIN_LIMIT", "_ALIKE")),
     "rematerialization.policies._EXPENSIVE",
     "rematerialization.timelines._POINTS",
-    *(f"planning.names.{name}" for name in ("MOST", "_GOALS", "_EQUAL")),
+    *(f"planning.names.{name}" for name in ("MOST", "_GOALS", "_EQUAL", "_OVERLAP")),
     *(f"rematerialization.corrections.{name}" for name in ("_NEAR", "_BORROWED_STEPS")),
     *(f"rematerialization.named.search.{n}" for n in ("_ABOVE", "_WORTH")),
     "rematerialization.named.search._MIN_PRICE_GAIN",

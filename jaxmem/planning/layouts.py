@@ -1,7 +1,7 @@
 """What planners propose, and what is asked of a planner."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from jaxmem.planning.regions import Loop, Region
@@ -48,13 +48,18 @@ class Layout:
     def host_peak(self) -> int:
         """The most bytes that are in host memory at once. Loops inside of a region are run again
         when what the loops after it had there is read."""
-        sizes = dict(self.host)
-        inside = [sizes.keys() & range(one.start, one.stop) for one in self.regions]
-        outside = sizes.keys() - set().union(*inside)
-        turns = [outside]
-        for region, loops in zip(self.regions, inside, strict=True):
-            turns.append(loops | {at for at in outside if at < region.start})
-        return max(sum(map(sizes.__getitem__, loops)) for loops in turns)
+        return _most_at_once(self.regions, dict(self.host))
+
+
+def _most_at_once(regions: Sequence[Region], sizes: Mapping[int, int]) -> int:
+    """Of the residuals of loops, by kernel, with regions round some of them."""
+    inside = [sizes.keys() & range(one.start, one.stop) for one in regions]
+    outside = sizes.keys() - set().union(*inside)
+    turns = [sum(sizes[at] for at in outside)]
+    for region, loops in zip(regions, inside, strict=True):
+        before = sum(sizes[at] for at in outside if at < region.start)
+        turns.append(before + _most_at_once(region.regions, {at: sizes[at] for at in loops}))
+    return max(turns)
 
 
 class Planner(Protocol):

@@ -26,7 +26,8 @@ _Name = TypeVar("_Name")
 # time, and half as many names leave most choices of a model to groups of names.
 MOST = 20
 # Of the time of a pass: how much of it copies to and from the host run beside. Chosen: names say
-# nothing of when a value is made and read (`planning.copies` does, of plans).
+# nothing of when a value is made and read (`planning.copies` does, of plans). Half changes no
+# choice in tests/test_names.py, twice changes one.
 _OVERLAP = 0.5
 # Budgets at which a front with host memory is known. Chosen: at half and at twice
 # tests/test_names.py passes.
