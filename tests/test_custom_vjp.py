@@ -181,6 +181,30 @@ def test_a_rule_that_calls_another_one_is_fused_if_that_is(inner, fused):
         chex.assert_trees_all_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(("name", "fused"), [("by the operand", True), ("clipped", False)])
+def test_a_rule_may_call_its_own_function(name, fused):
+    """Most do, to have its result; or two call one another."""
+    rule = (LINEAR | NOT_LINEAR)[name]
+    own = jax.custom_vjp(jnp.sin)
+    own.defvjp(lambda x: (own(x), x), lambda x, g: (rule(x, g),))
+    assert is_fused(equation_of(own, jnp.ones((4, 8)))) == fused
+
+    sine, cosine = jax.custom_vjp(jnp.sin), jax.custom_vjp(jnp.cos)
+    sine.defvjp(lambda x: (sine(x), x), lambda x, g: (rule(x, g) + cosine(x) * g,))
+    cosine.defvjp(lambda x: (cosine(x), x), lambda x, g: (-sine(x) * g,))
+    began = len(custom_vjp._traced)
+    equation = equation_of(sine, jnp.ones((4, 8)))
+    assert is_fused(equation) == fused
+    assert len(custom_vjp._traced) - began < 12
+
+
+def test_a_rule_that_calls_itself_for_ever_is_not_fused():
+    """On ever smaller arrays: JAX traces the rule of none that it does not differentiate."""
+    own = jax.custom_vjp(jnp.sin)
+    own.defvjp(lambda x: (jnp.pad(own(x[1:]), (1, 0)), x), lambda x, g: (g,))
+    assert not is_fused(equation_of(own, jnp.ones(64)))
+
+
 def test_a_rule_that_asks_which_cotangents_are_there_is_not_fused():
     rule = with_rule(
         jnp.sin, lambda x: (jnp.sin(x.value), x.value), lambda x, g: (g,), symbolic_zeros=True

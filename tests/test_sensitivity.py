@@ -21,6 +21,7 @@ ELSEWHERE = {
     "planning.bound._SOLVED_CUTS",
     "planning.named_counts._CHUNK",
     "planning.segments._SMALL_HEAD",
+    "program.costs._NESTED",
     "program.opaque._MAX_REORDERED",
     "program.derivatives.pooling._WINDOW",
     "fitting.capacity._MAX_GROWTH",

@@ -69,6 +69,18 @@ def is_linear(rules: ForwardBackward) -> bool:
     return all_among(gradients, moved | zeros)  # what is the same for each cotangent adds up
 
 
+def form_of(rules: ForwardBackward) -> tuple:
+    """What rules have in common of which the same is to be said: their operations, and of what
+    types. (Functions that they call print their addresses.)"""
+
+    def literal(one: Any) -> Any:
+        return one if isinstance(one, int) else (str(one.aval), str(one.val))
+
+    flat = rules.flat
+    steps = ((one.primitive, tuple(map(literal, one.inputs)), one.outputs) for one in flat.steps)
+    return tuple(steps), tuple(map(str, flat.avals)), tuple(map(literal, flat.outputs))
+
+
 def results_of(rules: ForwardBackward) -> list[JaxprEqn]:
     """The equations that make the results: those of the forward pass but for what is kept for the
     backward pass alone, which XLA makes where that reads it."""

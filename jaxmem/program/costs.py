@@ -1,11 +1,14 @@
 """What one operation costs: FLOPs of its matmuls and convolutions, and whether XLA fuses it."""
 
 import math
+import weakref
+from collections.abc import Set
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.jaxprs.custom_vjp import is_linear, results_of, traced_rules
+from jaxmem.jaxprs.custom_vjp import form_of, is_linear, results_of, traced_rules
 from jaxmem.jaxprs.equations import CUSTOM_VJPS, called_by_rule, inner_jaxprs, operation_of
 from jaxmem.jaxprs.expansion import EXPANDED, expansion
 from jaxmem.jaxprs.flat import FlatStep
@@ -62,6 +65,13 @@ _BILINEAR = frozenset({"mul", *CONTRACTIONS})
 _BY_RESULT = frozenset("cbrt erf_inv exp exp2 expm1 logistic rsqrt sqrt tan tanh".split())
 
 
+# Rules that call one another, each other than the one before: a rule may do so for ever, on other
+# shapes. Chosen: nobody writes as many by hand.
+_NESTED = 8
+# Whether a `jax.custom_vjp` is fused, by the program of its function.
+_judged: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
 def is_fused(equation) -> bool:
     """Whether XLA computes the operation inside its neighbours' kernels, and a plan may do so too.
 
@@ -86,11 +96,28 @@ def is_fused(equation) -> bool:
 def _is_fused_by_rules(equation) -> bool:
     """Whether all that a `jax.custom_vjp` runs is fused, forward and backward; and all that it
     calls, whose rules are those of second derivatives."""
+    called = called_by_rule(equation)
+    assert called is not None
+    key = called.jaxpr
+    if key not in _judged:
+        _judged[key] = _is_fused_within(equation, frozenset())
+    return _judged[key]
+
+
+def _is_fused_within(equation, judged: Set[tuple]) -> bool:
+    """That, of one that others call, which are being judged: a rule often calls its own function,
+    to have its result."""
     rules = traced_rules(equation)
     if rules is None:
         return False
-    run = [*(step.equation for step in rules.flat.steps), *rules.rules]
-    return all(map(is_fused, run)) and is_linear(rules)
+    same = form_of(rules)
+    if same in judged:
+        return True
+    if len(judged) == _NESTED:
+        return False
+    if not all(is_fused(step.equation) for step in rules.flat.steps) or not is_linear(rules):
+        return False
+    return all(_is_fused_within(one, judged | {same}) for one in rules.rules)
 
 
 def _counts_bits(equation) -> bool:
