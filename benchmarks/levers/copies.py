@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import jaxmem
 from benchmarks._record import record_parts
 from benchmarks.planner.planner_gpt import workload
+from jaxmem.targets import family_of
 
 WAITS = "(copies and collectives)"
 TARGETS, SHARES = ("rtx-3090", "a100-40gb", "h100"), (0.8, 0.5)
@@ -107,6 +108,7 @@ def rows_of(name):
     loss, args = LOSSES[name]()
     for target in TARGETS:
         known = jaxmem.target(target)
+        overlapping = family_of(known).copying_options
 
         def compiled(fun, options=None, timeline=False, target=target):
             step = jax.jit(jax.value_and_grad(fun))
@@ -126,9 +128,7 @@ def rows_of(name):
             if not plan.predicted.host_bytes:
                 continue
             options = plan.compiler_options
-            by_itself = {
-                flag: value for flag, value in options.items() if flag == "xla_disable_hlo_passes"
-            }
+            by_itself = {flag: value for flag, value in options.items() if flag not in overlapping}
             planned = plan.apply(loss)
             before, after = (compiled(planned, one) for one in (by_itself, options))
             link = known.shares.link * known.host_bandwidth

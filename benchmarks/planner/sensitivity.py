@@ -154,7 +154,6 @@ class Constant:
     planner: str = "dp"
     margin: bool = False
     most: float = float("inf")
-    offload: bool = False
     searched: bool = False  # whether a search with a compiler shows what it does
     compilations: int = COMPILATIONS  # of that search
 
@@ -188,7 +187,7 @@ class Constant:
 
     @property
     def setting(self) -> tuple:
-        return self.programs, self.planner, self.offload, self.searched, self.compilations
+        return self.programs, self.planner, self.searched, self.compilations
 
     @contextlib.contextmanager
     def set(self, value):
@@ -298,10 +297,10 @@ class Plans:
     failed: int = 0
 
 
-def planned(name: str, planner: str, offload: bool, budgets: tuple[float, ...]) -> Plans:
+def planned(name: str, planner: str, budgets: tuple[float, ...]) -> Plans:
     one = traced(name)
     program = one.read(one.flat)  # nothing of it is known yet
-    constraints = Constraints.parse(None, 0, "h200", planner, offload)
+    constraints = Constraints.parse(None, 0, "h200", planner)
     began = time.process_time()
     plans = constraints.planner(program)
     found = [plans.cheapest_for(int(budget)) for budget in budgets]
@@ -319,9 +318,9 @@ def planned(name: str, planner: str, offload: bool, budgets: tuple[float, ...]) 
 
 
 @functools.cache
-def budgets(name: str, planner: str, offload: bool) -> tuple[tuple[float, ...], int]:
+def budgets(name: str, planner: str) -> tuple[tuple[float, ...], int]:
     """Those to plan for, and the plain bytes, with all constants as they are."""
-    plans = Constraints.parse(None, 0, "h200", planner, offload).planner(traced(name).program)
+    plans = Constraints.parse(None, 0, "h200", planner).planner(traced(name).program)
     low, high = plans.cheapest_near_minimum().peak, plans.plain.peak
     shares = SHARES if planner != "dots" else (0.0,)
     return tuple(low + share * (high - low) for share in shares), high
@@ -428,17 +427,17 @@ def plans_of(constant: Constant) -> list[Plans]:
         if constant.of_fit:
             found.append(fitted(name))
             continue
-        at, _ = budgets(name, constant.planner, constant.offload)
+        at, _ = budgets(name, constant.planner)
         if constant.searched:
             found.append(searched(name, constant.compilations))
         else:
-            found.append(planned(name, constant.planner, constant.offload, at))
+            found.append(planned(name, constant.planner, at))
     return found
 
 
 @functools.cache
-def _unchanged(module: str, programs, planner, offload, searched, compilations) -> list[Plans]:
-    chosen = {"offload": offload, "searched": searched, "compilations": compilations}
+def _unchanged(module: str, programs, planner, searched, compilations) -> list[Plans]:
+    chosen = {"searched": searched, "compilations": compilations}
     constant = Constant(module, "", programs, planner, **chosen)
     plans_of(constant)  # the first time takes longer
     return plans_of(constant)
@@ -446,8 +445,7 @@ def _unchanged(module: str, programs, planner, offload, searched, compilations) 
 
 def worst(constant: Constant, before: list[Plans], after: list[Plans]) -> str:
     plain = [
-        0 if constant.of_fit else budgets(name, constant.planner, constant.offload)[1]
-        for name in constant.programs
+        0 if constant.of_fit else budgets(name, constant.planner)[1] for name in constant.programs
     ]
 
     def largest(changes) -> str:

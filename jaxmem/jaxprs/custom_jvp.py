@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def called_by(equation: JaxprEqn) -> Any:
-    """The program of a `jax.custom_jvp` equation: what is known of its rule is kept by this."""
+    """The program of the function of an equation with rules: what is known of these is kept by it,
+    which no other equation has."""
     called = called_by_rule(equation)
     return called and called.jaxpr
 

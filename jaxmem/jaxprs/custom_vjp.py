@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jaxmem.jaxprs.equations import called_by_rule
+from jaxmem.jaxprs.custom_jvp import called_by
 from jaxmem.jaxprs.flat import FlatStep
 from jaxmem.jaxprs.forward_backward import ForwardBackward, trace_forward_backward
-from jaxmem.jaxprs.operands import differentiable
+from jaxmem.jaxprs.linearity import is_byte_of_real
+from jaxmem.jaxprs.operands import differentiable, has_derivative
 from jaxmem.jaxprs.sources import no_names
 from jaxmem.jaxprs.zeros import all_among, zeros_of
 
@@ -36,19 +37,20 @@ def traced_rules(equation: JaxprEqn) -> ForwardBackward | None:
     """What a `jax.custom_vjp` equation computes by its rules, forward and then backward, where all
     of its operands have a derivative that may; None: they cannot be traced, or ask which cotangents
     are there (``symbolic_zeros``)."""
-    called = called_by_rule(equation)
-    assert called is not None
-    key = called.jaxpr
+    key = called_by(equation)
     if key not in _traced:
-        real = differentiable([variable.aval for variable in equation.invars])
-        found = None
-        if real and not equation.params.get("symbolic_zeros"):
-            try:
-                found = trace_forward_backward(FlatStep(equation, (), (), no_names()), real)
-            except Exception:  # a rule may refuse, in its own words, what is not differentiated
-                found = None
-        _traced[key] = found
+        _traced[key] = _trace(equation)
     return _traced[key]
+
+
+def _trace(equation: JaxprEqn) -> ForwardBackward | None:
+    real = differentiable([variable.aval for variable in equation.invars])
+    if not real or equation.params.get("symbolic_zeros"):
+        return None
+    try:
+        return trace_forward_backward(FlatStep(equation, (), (), no_names()), real)
+    except Exception:  # a rule may refuse, in its own words, what is not differentiated
+        return None
 
 
 def is_linear(rules: ForwardBackward) -> bool:
@@ -93,7 +95,8 @@ def _is_linear(step: FlatStep, moved: Set[int], zeros: Set[int]) -> bool:
     name, inputs = step.primitive, step.inputs
     has_cotangent = [one in moved if isinstance(one, int) else False for one in inputs]
     if name == "convert_element_type":
-        return _is_wide(step.equation.outvars[0].aval.dtype)
+        made = step.equation.outvars[0].aval
+        return has_derivative(made) and not is_byte_of_real(made.dtype)
     if name == "mul":
         return sum(has_cotangent) == 1
     if name == "div":
@@ -103,12 +106,6 @@ def _is_linear(step: FlatStep, moved: Set[int], zeros: Set[int]) -> bool:
     if name in _SUMS:
         return all_among(inputs, moved | zeros)
     return name in _LINEAR
-
-
-def _is_wide(dtype: Any) -> bool:
-    """Whether the sum of what is rounded to a dtype differs from the rounded sum in the last bits
-    alone."""
-    return jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits > 8
 
 
 def _rounds(step: FlatStep) -> bool:

@@ -110,6 +110,14 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
     return [getattr(one, "jaxpr", one) for one in _inner(equation)]
 
 
+def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr, each followed by those of the jaxprs in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in inner_jaxprs(equation):
+            yield from all_equations(inner)
+
+
 def closed_inner_jaxprs(equation: JaxprEqn) -> list[ClosedJaxpr]:
     """The same with their constants: a branch has some, where a rule in it reads an array."""
     return [closed_of(one) for one in _inner(equation)]
@@ -142,15 +150,8 @@ def is_callback(name: str) -> bool:
 
 def find_callback(jaxpr) -> str | None:
     """The first call from the device to Python in a jaxpr, and where it stands; None: none."""
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if is_callback(name):
-            return f"{name} at {line_of(equation)}"
-        for inner in inner_jaxprs(equation):
-            found = find_callback(inner)
-            if found:
-                return found
-    return None
+    calls = (one for one in all_equations(jaxpr) if is_callback(one.primitive.name))
+    return next((f"{one.primitive.name} at {line_of(one)}" for one in calls), None)
 
 
 def custom_function(equation: JaxprEqn) -> str:

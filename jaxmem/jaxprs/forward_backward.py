@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
 
-from jaxmem.jaxprs.equations import CUSTOM_VJPS, inner_jaxprs
+from jaxmem.jaxprs.equations import CUSTOM_VJPS, all_equations
 from jaxmem.jaxprs.expansion import expanded
 from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep, evaluate
 from jaxmem.jaxprs.flattening import flatten_jaxpr
@@ -19,7 +19,7 @@ from jaxmem.jaxprs.nested import branches_of, without_results
 from jaxmem.jaxprs.operands import differentiable, restrict_to
 
 if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr, JaxprEqn, Literal
+    from jax.extend.core import JaxprEqn, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ForwardBackward:
     operands: tuple[int, ...]
     results: tuple[int | Literal, ...]
     cotangents: tuple[int, ...]
-    rules: tuple[JaxprEqn, ...] = ()
+    rules: tuple[JaxprEqn, ...]
 
 
 def trace_forward_backward(
@@ -83,16 +83,8 @@ def trace_forward_backward(
         tuple(range(first - len(operands), first)),
         flat.outputs[: len(results)],
         cotangents,
-        tuple(_custom_vjps(traced.jaxpr)),
+        tuple(one for one in all_equations(traced.jaxpr) if one.primitive.name in CUSTOM_VJPS),
     )
-
-
-def _custom_vjps(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in CUSTOM_VJPS:
-            yield equation
-        for inner in inner_jaxprs(equation):
-            yield from _custom_vjps(inner)
 
 
 def merge_common_subexpressions(

@@ -6,9 +6,8 @@ plan) that array is none any more where the rule runs.
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 
 from jaxmem.ground.errors import PlanError
 from jaxmem.jaxprs import internals
-from jaxmem.jaxprs.equations import closed_inner_jaxprs, custom_function, inner_jaxprs, line_of
+from jaxmem.jaxprs.equations import all_equations, closed_inner_jaxprs, custom_function, line_of
 from jaxmem.jaxprs.operands import differentiable, restrict_to
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def check_rules(closed: ClosedJaxpr, differentiated: Sequence[int]) -> None:
     """
     avals = [variable.aval for variable in closed.jaxpr.invars]
     real = [at for at in differentiable(avals) if at in {*differentiated}]
-    if not real or not any(_custom_rules(closed.jaxpr)):
+    if not real or not any(map(_has_rules_of_the_user, all_equations(closed.jaxpr))):
         return
 
     def derivative(leaves, cotangents):
@@ -97,19 +96,14 @@ def _message(where: str) -> str:
     )
 
 
-def _custom_rules(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations with rules that may be the user's own, inner ones too."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name.startswith("custom_") and not _is_known(equation):
-            yield equation
-        yield from itertools.chain.from_iterable(map(_custom_rules, inner_jaxprs(equation)))
-
-
-def _is_known(equation: JaxprEqn) -> bool:
-    """Whether a function and its `jax.custom_jvp` are both JAX's (`jax.nn.relu`) or jaxmem's."""
+def _has_rules_of_the_user(equation: JaxprEqn) -> bool:
+    """Whether it has rules, and not a function and a `jax.custom_jvp` that are both JAX's
+    (`jax.nn.relu`) or jaxmem's."""
+    if not equation.primitive.name.startswith("custom_"):
+        return False
     rule = getattr(equation.params.get("jvp_jaxpr_fun"), "debug_info", None)
     sources = (custom_function(equation), getattr(rule, "func_src_info", ""))
-    return all(any(f" at {folder}" in str(one) for folder in _KNOWN) for one in sources)
+    return not all(any(f" at {folder}" in str(one) for folder in _KNOWN) for one in sources)
 
 
 def _frame(tracer: jax.core.Tracer) -> Any:

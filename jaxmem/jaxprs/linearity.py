@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxmem.jaxprs import internals
 from jaxmem.jaxprs.custom_jvp import called_by, traced_rule
-from jaxmem.jaxprs.equations import CUSTOM_VJPS, inner_jaxprs, operation_of
+from jaxmem.jaxprs.equations import CUSTOM_VJPS, all_equations, inner_jaxprs, operation_of
 from jaxmem.jaxprs.operands import differentiable
 
 if TYPE_CHECKING:
@@ -40,17 +40,10 @@ def has_linear_rule(equation: JaxprEqn) -> bool:
         traced = traced_rule(
             equation, differentiable([variable.aval for variable in equation.invars])
         )
-        _linear_rules[key] = traced is not None and _transposed_by_jax(traced.jaxpr)
+        _linear_rules[key] = traced is not None and all(
+            _is_transposed_by_jax(one.primitive) for one in all_equations(traced.jaxpr)
+        )
     return _linear_rules[key]
-
-
-def _transposed_by_jax(jaxpr) -> bool:
-    for equation in jaxpr.eqns:
-        if not _is_transposed_by_jax(equation.primitive):
-            return False
-        if not all(map(_transposed_by_jax, inner_jaxprs(equation))):
-            return False
-    return True
 
 
 def _is_transposed_by_jax(primitive) -> bool:
@@ -70,7 +63,7 @@ def has_linear_derivative(equation: JaxprEqn) -> bool:
     be linear in the cotangent. (A cast to a shorter dtype counts as one: the sum of what it rounds
     differs from the rounded sum in the last bits of that dtype. In a byte these are too few.)"""
     name, primitive = operation_of(equation), equation.primitive
-    if name == "convert_element_type" and _is_byte_of_real(equation.outvars[0].aval.dtype):
+    if name == "convert_element_type" and is_byte_of_real(equation.outvars[0].aval.dtype):
         return False
     if name == "custom_jvp_call":
         return has_linear_rule(equation)
@@ -82,7 +75,9 @@ def has_linear_derivative(equation: JaxprEqn) -> bool:
     return all(map(has_linear_derivative, inner))
 
 
-def _is_byte_of_real(dtype: Any) -> bool:
+def is_byte_of_real(dtype: Any) -> bool:
+    """Whether the sum of what is rounded to a dtype differs from the rounded sum in more than the
+    last bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
 
 

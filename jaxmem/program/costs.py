@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem.jaxprs.custom_jvp import called_by
 from jaxmem.jaxprs.custom_vjp import form_of, is_linear, results_of, traced_rules
 from jaxmem.jaxprs.equations import CUSTOM_VJPS, called_by_rule, inner_jaxprs, operation_of
 from jaxmem.jaxprs.expansion import EXPANDED, expansion
@@ -63,8 +64,6 @@ CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 _BILINEAR = frozenset({"mul", *CONTRACTIONS})
 # The derivative of these reads their result alone.
 _BY_RESULT = frozenset("cbrt erf_inv exp exp2 expm1 logistic rsqrt sqrt tan tanh".split())
-
-
 # Rules that call one another, each other than the one before: a rule may do so for ever, on other
 # shapes. Chosen: nobody writes as many by hand.
 _NESTED = 8
@@ -96,9 +95,7 @@ def is_fused(equation) -> bool:
 def _is_fused_by_rules(equation) -> bool:
     """Whether all that a `jax.custom_vjp` runs is fused, forward and backward; and all that it
     calls, whose rules are those of second derivatives."""
-    called = called_by_rule(equation)
-    assert called is not None
-    key = called.jaxpr
+    key = called_by(equation)
     if key not in _judged:
         _judged[key] = _is_fused_within(equation, frozenset())
     return _judged[key]

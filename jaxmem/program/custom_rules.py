@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.jaxprs import internals
@@ -17,7 +18,7 @@ from jaxmem.jaxprs.zeros import zeros_of
 from jaxmem.program.costs import is_fused
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, JaxprEqn
+    from jax.extend.core import JaxprEqn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,25 +62,33 @@ def reading_of(equation: JaxprEqn) -> Reading:
     """What the derivative by a rule, taken by the operands, but for literals, reads of operands and
     results, and what it computes of them. (JAX keeps what is computed. XLA computes it again where
     it is read.)"""
-    if operation_of(equation) in CUSTOM_VJPS:
-        rules = traced_rules(equation)
-        assert rules is not None
-        results = {value: at for at, value in enumerate(rules.results)}
-        operands = {value: at for at, value in enumerate(rules.operands)}
-        return _reading_of(rules.flat, operands, results, set(rules.cotangents))
     real = differentiable(
         [variable.aval for variable in equation.invars],
         [isinstance(operand, internals.Literal) for operand in equation.invars],
     )
     readings = _readings.setdefault(called_by(equation), {})
     if tuple(real) not in readings:
-        rule = traced_rule(equation, real)
-        every = Reading(frozenset(range(len(equation.invars))))
-        readings[tuple(real)] = _reading_of_tangents(rule, equation) if rule else every
+        by_cotangents = operation_of(equation) in CUSTOM_VJPS
+        readings[tuple(real)] = (
+            _reading_by_cotangents(equation)
+            if by_cotangents
+            else _reading_by_tangents(equation, real)
+        )
     return readings[tuple(real)]
 
 
-def _reading_of_tangents(rule: ClosedJaxpr, equation: JaxprEqn) -> Reading:
+def _reading_by_cotangents(equation: JaxprEqn) -> Reading:
+    rules = traced_rules(equation)
+    assert rules is not None
+    results = {value: at for at, value in enumerate(rules.results)}
+    operands = {value: at for at, value in enumerate(rules.operands)}
+    return _reading_of(rules.flat, operands, results, set(rules.cotangents))
+
+
+def _reading_by_tangents(equation: JaxprEqn, real: Sequence[int]) -> Reading:
+    rule = traced_rule(equation, real)
+    if rule is None:
+        return Reading(frozenset(range(len(equation.invars))))
     flat = flatten_jaxpr(rule, merge=True)
     first, count = len(flat.consts), len(equation.outvars)
     operands = {first + at: at for at in range(len(equation.invars))}

@@ -37,9 +37,16 @@ class Cuda(Family):
     compiler_options = {  # noqa: RUF012
         "xla_disable_hlo_passes": "rematerialization,copy_fusion,dot-merger"
     }
+    # XLA gives its scheduler, and the pass after it, 80 % of the memory that the device has, less
+    # arguments and results, and 95 % of that (GetSchedulerMemoryLimit in
+    # xla/service/gpu/gpu_hlo_schedule.cc); of nine programs that were compiled for ever smaller
+    # GPUs (jax 0.10.2), seven were rematerialized from within 0.1 % of there on, two scans 2.4 %
+    # later: nothing in their loops can be.
+    _pass_share = 0.8
+    _slop, _slop_option = 95, "xla_gpu_memory_limit_slop_factor"
     pass_options = {  # noqa: RUF012
         "xla_disable_hlo_passes": "copy_fusion,dot-merger",
-        "xla_gpu_memory_limit_slop_factor": 95,  # XLA's own: what the pass may use
+        _slop_option: _slop,  # also where `copying_options` are asked for
     }
     # The pass begins at 80 % of the device's memory (xla/service/gpu/gpu_compiler.cc); a step that
     # is near it may pass it with what jaxmem does not count.
@@ -48,11 +55,11 @@ class Cuda(Family):
     widening_options = {"xla_allow_excess_precision": False}  # noqa: RUF012
     # Else XLA's schedule has the two halves of a copy beside one another, before Hopper always (a
     # GPT-2 medium on an RTX 3090 waits for all of its copies, 29 ms, and so for none), and where a
-    # step takes more than 76 % of the memory: the scheduler has 80 % of it, times this "slop". The
-    # factor is derived: with it the scheduler has all but what CUDA takes of a GPU of 16 GiB.
+    # step takes more than 76 % of the memory. The factor is derived: with it the scheduler has all
+    # but what CUDA takes of a GPU of 16 GiB.
     copying_options = {  # noqa: RUF012
         "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_memory_limit_slop_factor": 121,
+        _slop_option: 121,
     }
     # XLA of jax 0.10.2 refuses what it makes itself of some batched matrix-vector products with
     # elementwise operations behind them ("Layout is not normalized"), where Triton is to run them.
@@ -72,14 +79,6 @@ class Cuda(Family):
     def rules(self) -> Rules:  # type: ignore[override]
         """Those of the GPU that is planned for where none is named."""
         return known_gpus()[self.example].rules
-
-    # XLA gives its scheduler, and the pass after it, 80 % of the memory that the device has, less
-    # arguments and results, and 95 % of that (GetSchedulerMemoryLimit in
-    # xla/service/gpu/gpu_hlo_schedule.cc); of nine programs that were compiled for ever smaller
-    # GPUs (jax 0.10.2), seven were rematerialized from within 0.1 % of there on, two scans 2.4 %
-    # later: nothing in their loops can be.
-    _pass_share = 0.8
-    _slop, _slop_option = 95, "xla_gpu_memory_limit_slop_factor"
 
     def pass_limit(self, target: Target, boundary: int, options: Mapping[str, Any]) -> int | None:
         """What is left of the scheduler's memory for temporary values."""
