@@ -205,6 +205,18 @@ def test_a_rule_that_calls_itself_for_ever_is_not_fused():
     assert not is_fused(equation_of(own, jnp.ones(64)))
 
 
+def test_few_calls_of_a_rule_that_calls_itself_are_read():
+    """On both halves of its operand: all of them took seconds."""
+    own = jax.custom_vjp(jnp.sin)
+    own.defvjp(
+        lambda x: (own(x), x),
+        lambda x, g: (g * jnp.concatenate([own(x[: len(x) // 2]), own(x[len(x) // 2 :])]),),
+    )
+    began = len(custom_vjp._traced)
+    assert not is_fused(equation_of(own, jnp.ones(256)))
+    assert len(custom_vjp._traced) - began < 12
+
+
 def test_a_rule_that_asks_which_cotangents_are_there_is_not_fused():
     rule = with_rule(
         jnp.sin, lambda x: (jnp.sin(x.value), x.value), lambda x, g: (g,), symbolic_zeros=True

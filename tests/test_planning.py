@@ -6,6 +6,8 @@ import itertools
 import sys
 import weakref
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from jaxmem.planning.loops import LoopOption, loop_options
 from jaxmem.planning.sqrt import Sqrt, _Chain
 from jaxmem.program import Operation, Program
 from jaxmem.program.operations import Source
+from jaxmem.rematerialization.traced import TracedFunction
 
 RATES = Rates(jaxmem.target("h200"))
 
@@ -312,6 +315,44 @@ def test_budgets_between_two_places_of_a_menu_are_used():
     for percent in range(45, 95, 7):
         layout = planner.cheapest_for(plain * percent // 100)
         assert 0.96 < layout.peak / (plain * percent // 100) <= 1
+
+
+def scans_of_matmuls(count, dtype):
+    """A program of some scans over 16 layers of two matmuls each."""
+
+    def layer(x, w):
+        return x + jnp.tanh(jnp.sin(x @ w) @ w.T), None
+
+    def loss(weights, x):
+        for part in weights:
+            x = jax.lax.scan(layer, x, part)[0]
+        return jnp.sum(x.astype("float32") ** 2)
+
+    weights = jax.ShapeDtypeStruct((count, 16, 2048, 2048), dtype)
+    x = jax.ShapeDtypeStruct((8192, 2048), dtype)
+    return TracedFunction(loss, (weights, x), {}, (0, 1)).program
+
+
+@pytest.mark.parametrize("target", ["v5e", "rtx-3090", "h100"])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_host_memory_is_used_where_it_spares_time(target, count, dtype):
+    """It took four times as long as to recompute: waiting counted less than arithmetic does where
+    float32 is rounded. With it there are more ways to run a loop, of which fewer were tried."""
+    program, device = scans_of_matmuls(count, dtype), jaxmem.target(target)
+    without, hosted = (DP(program, Rates(device, link)) for link in (0.0, device.host_bandwidth))
+    planned = 0
+    for percent in range(95, 20, -6):
+        budget = without.plain.peak * percent // 100
+        other, layout = (planner.cheapest_for(budget) for planner in (without, hosted))
+        if other is None:
+            continue
+        planned += 1
+        assert layout.peak <= budget and layout.price <= other.price
+        assert layout.host_bytes == 0 or layout.price < other.price
+        # Prices follow seconds, but not to the letter: they know arithmetic better than traffic.
+        assert layout.seconds <= 1.1 * other.seconds
+    assert planned > 8
 
 
 def test_several_scans_share_a_budget_by_what_a_byte_costs():

@@ -608,6 +608,30 @@ def test_loops_in_regions_take_turns_in_host_memory(unroll):
     assert f"in host memory {jaxmem.format_bytes(predicted.host_peak)}" in str(plan)
 
 
+@pytest.mark.slow
+def test_a_plan_says_what_xla_keeps_in_host_memory():
+    """XLA makes room for the residuals of both loops when the step begins, where they are large."""
+
+    @jax.checkpoint
+    def part(x, weights):
+        def layer(x, w):
+            return jnp.tanh(jnp.sin(x @ w) * x), None
+
+        return jnp.sin(jax.lax.scan(layer, x, weights)[0])
+
+    def loss(weights, x):
+        x = part(x, weights[:8])
+        return jnp.sum(part(jnp.tanh(x) * x, weights[8:]) ** 2)
+
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in [(16, 16384, 16384), (8192, 16384)]]
+    plan = jaxmem.plan(loss, *args, budget="53.25GiB", target="h100", offload=True)
+    step = jax.jit(jax.value_and_grad(plan.apply(loss)), compiler_options=plan.compiler_options)
+    kept = jaxmem.memory(step, *args, target="h100").host
+    assert 0 < plan.predicted.host_peak < plan.host_peak == kept
+    assert f"in host memory {jaxmem.format_bytes(kept)}" in str(plan)
+    assert f'"host": {kept}' in plan.to_json()
+
+
 @pytest.mark.parametrize("unroll", [1, 4])
 def test_offloaded_residuals_give_the_same_gradients(unroll):
     def loss(weights, x):

@@ -104,7 +104,7 @@ class Fitting(Printed):
         if time_error(self.target) is not None:
             where = "your" if self.target.known and self.target.known.calibrated else "such a"
             known = f"are as far from measured ones on {where} device as is printed (in the median)"
-        how = "arithmetic, memory traffic and the host link, with nothing overlapped"
+        how = "arithmetic, memory traffic and the host link, with nothing overlapped but residuals"
         yield f"times are predicted ({how}) and {known}"
 
     @property

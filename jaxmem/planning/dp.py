@@ -72,9 +72,25 @@ class DP:
         self.plain = self.variants[0].layout(())
 
     def cheapest_for(self, budget: int) -> Layout | None:
-        """The lowest price whose projected peak is at most ``budget`` bytes; None: nothing is."""
+        """The lowest price whose projected peak is at most ``budget`` bytes; None: nothing is. At
+        the same price nothing waits in host memory."""
         if self.plain.peak <= budget:
             return self.plain
+        found = [self._cheapest_for(budget)]
+        if self._without_host:
+            found.append(self._without_host.cheapest_for(budget))
+        fitting = filter(None, found)
+        return min(fitting, key=lambda one: (one.price, one.host_bytes), default=None)
+
+    @functools.cached_property
+    def _without_host(self) -> "DP | None":
+        """The plans with nothing in host memory: with more ways to run a loop fewer of each kind
+        are looked at, and none must be lost by that."""
+        if not self.rates.host or not self.program.loops:
+            return None
+        return DP(self.program, dataclasses.replace(self.rates, host=0.0))
+
+    def _cheapest_for(self, budget: int) -> Layout | None:
         best: Layout | None = None
         chosen = self.variants[0]
         for variant in sorted(self.variants, key=lambda variant: variant.loops_price):

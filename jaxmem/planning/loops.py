@@ -16,7 +16,7 @@ from jaxmem.planning.chain import Solution
 from jaxmem.planning.copies import exposed_seconds
 from jaxmem.planning.options import Body, LoopOption, combine_menus, lower_hull
 from jaxmem.planning.per_block import policies
-from jaxmem.planning.rates import ARITHMETIC_WEIGHT, Rates, of_each
+from jaxmem.planning.rates import Rates, of_each, waiting_weight
 from jaxmem.planning.regions import Loop, Region, locate
 from jaxmem.planning.simulation import peak_of_scan, simulate_block
 from jaxmem.program import Program
@@ -242,6 +242,7 @@ def _offloaded(one: Body, values: tuple[int, ...], iteration: "_Iteration", rate
     flops, bytes_moved, seconds, price = one.recompute_cost
     regions = one.loop.regions
     exposed = exposed_seconds(body, iteration.seconds, kept, regions, values, rates.host)
+    counts = waiting_weight(sum(iteration.seconds), sum(iteration.prices))
     saved = tuple(value for value in one.loop.saved if value not in values)
     return dataclasses.replace(
         one,
@@ -249,7 +250,7 @@ def _offloaded(one: Body, values: tuple[int, ...], iteration: "_Iteration", rate
         residual_bytes=one.residual_bytes - moved,
         inside=one.inside + 2 * moved,
         peak_without_loop=lambda: one.peak_without_loop() + 2 * moved,
-        recompute_cost=(flops, bytes_moved, seconds + exposed, price + ARITHMETIC_WEIGHT * exposed),
+        recompute_cost=(flops, bytes_moved, seconds + exposed, price + counts * exposed),
         host=moved,
     )
 

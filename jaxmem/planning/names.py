@@ -17,7 +17,7 @@ import numpy as np
 from jaxmem.planning.named_counts import cost_tables, marginal_savings
 from jaxmem.planning.named_places import RegionProgram, projected_peak
 from jaxmem.planning.per_block import Spans, block_partitions
-from jaxmem.planning.rates import ARITHMETIC_WEIGHT, Rates, of_each
+from jaxmem.planning.rates import Rates, of_each, waiting_weight
 from jaxmem.program import Program
 
 _Name = TypeVar("_Name")
@@ -116,7 +116,7 @@ class Names:
             frozenset(_names(number & ~offloaded)),
             frozenset(_names(offloaded)),
             float(tables.seconds[number]) + exposed,
-            float(tables.price[number]) + ARITHMETIC_WEIGHT * exposed,
+            float(tables.price[number]) + self.waiting * exposed,
             int(tables.flops[number]),
             int(self.bytes[number]) + self._on_host - host,
             host,
@@ -211,6 +211,11 @@ class Names:
         return sum((np.maximum(link - _OVERLAP * time, 0.0) for time in compute), np.zeros(()))
 
     @functools.cached_property
+    def waiting(self) -> float:
+        """What a second of waiting for copies counts: as one of what names spare, all together."""
+        return waiting_weight(float(self.tables.seconds[0]), float(self.tables.price[0]))
+
+    @functools.cached_property
     def _forward(self) -> float:
         """Seconds of the loops' iterations, beside which copies run."""
         return sum(
@@ -251,7 +256,7 @@ class Names:
             & (short <= self._bytes_of(self._hostable))
         )
         exposed = self._unhidden_copy_seconds(short + self._on_host, tables.seconds)
-        least = tables.price + ARITHMETIC_WEIGHT * exposed
+        least = tables.price + self.waiting * exposed
         order = np.flatnonzero(able)
         for number in order[np.argsort(least[order], kind="stable")]:
             if best is not None and least[number] >= best.price - _EQUAL:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from jaxmem.loops import IN_FLIGHT, Schedule, cheapest, on_host
-from jaxmem.planning.rates import ARITHMETIC_WEIGHT
+from jaxmem.planning.rates import waiting_weight
 from jaxmem.planning.regions import LeadingIterations, Loop
 
 # The bytes of schedules in a menu are so many times apart. Chosen: a plan asks for the schedule of
@@ -127,16 +127,11 @@ class Body:
         if schedule is None:
             return None
         option = self.option(schedule)
-        # There beside a block's steps, and back beside those and their derivatives. A second of
-        # what is not hidden counts as much as one of the steps that it spares.
+        # There beside a block's steps, and back beside those and their derivatives.
         link, forward = self.state / host, schedule.block * self.forward_cost[2]
         compute = (forward, 3 * forward + schedule.block * self.recompute_cost[2])
         exposed = schedule.states * sum(max(link - time, 0.0) for time in compute)
-        counts = (
-            self.forward_cost[3] / self.forward_cost[2]
-            if self.forward_cost[2]
-            else ARITHMETIC_WEIGHT
-        )
+        counts = waiting_weight(*self.forward_cost[2:])
         return dataclasses.replace(
             option,
             residuals=schedule.tail * self.residual_bytes,

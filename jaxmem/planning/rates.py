@@ -6,8 +6,8 @@ from collections.abc import Callable
 from jaxmem.program import Kernel, Program
 from jaxmem.targets import Target
 
-# Times that arithmetic counts in choosing, and waiting for the host: it is known better than the
-# time of what moves bytes. Chosen (benchmarks/planner/sensitivity.py).
+# Times that arithmetic counts in choosing: it is known better than the time of what moves bytes.
+# Chosen (benchmarks/planner/sensitivity.py).
 ARITHMETIC_WEIGHT = 6
 
 # Of a matmul's two derivatives one is summed among devices where it is itself, or where it is not;
@@ -65,6 +65,12 @@ class Rates:
 def sums_seconds(device: Target, sent: float, device_count: int, stride: int) -> float:
     """What the sums of matmuls among devices take of a forward pass."""
     return _SUMS * device.sending_seconds(sent, device_count, stride)
+
+
+def waiting_weight(seconds: float, price: float) -> float:
+    """What a second of waiting for copies counts in choosing: as much as one of the work that the
+    copies spare, which takes so many seconds and has such a price."""
+    return price / seconds if seconds else ARITHMETIC_WEIGHT
 
 
 def of_each(program: Program, rate: Callable[[Kernel], float]) -> list[float]:

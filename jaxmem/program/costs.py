@@ -64,9 +64,9 @@ CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 _BILINEAR = frozenset({"mul", *CONTRACTIONS})
 # The derivative of these reads their result alone.
 _BY_RESULT = frozenset("cbrt erf_inv exp exp2 expm1 logistic rsqrt sqrt tan tanh".split())
-# Rules that call one another, each other than the one before: a rule may do so for ever, on other
-# shapes. Chosen: nobody writes as many by hand.
-_NESTED = 8
+# Rules that call one another, each other than the one before. Chosen: three functions may; on ever
+# other shapes a rule calls itself for ever, or for long.
+_NESTED = 3
 # Whether a `jax.custom_vjp` is fused, by the program of its function.
 _judged: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 

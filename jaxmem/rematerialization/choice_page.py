@@ -138,7 +138,7 @@ def _point(
         rows.append((number, _ACTIONS.index(one.action), one.times))
     live = [size + point.outside for size in plan.predicted.timeline.live]
     about["timeline"] = {"live": live, "backward": plan.predicted.timeline.backward}
-    return about | {"choices": rows, "host": plan.predicted.host_peak}
+    return about | {"choices": rows, "host": plan.host_peak}
 
 
 def _timeline(points: Sequence[Point], plain: float) -> dict[str, Any] | None:

@@ -90,6 +90,11 @@ class Plan(Printed):
         return self.predicted.bytes
 
     @property
+    def host_peak(self) -> int:
+        """Bytes in host memory at once: by XLA, or projected where it is not compiled."""
+        return self.compiled.host if self.compiled else self.predicted.host_peak
+
+    @property
     def compiled_bytes(self) -> int | None:
         """Bytes by XLA, or None: not compiled."""
         return self.compiled.bytes if self.compiled else None

@@ -97,7 +97,13 @@ class PlanCompiler:
         live = made.live() if total <= self.search.allowed else ()
         timeline = PlanTimeline.of(live, 0, budget.total)
         compiled = Compiled(
-            total, report.work.flops, report.moved, pass_bytes, timeline, tuple(options.items())
+            total,
+            report.work.flops,
+            report.moved,
+            pass_bytes,
+            timeline,
+            tuple(options.items()),
+            report.host,
         )
         self.plans[layout] = dataclasses.replace(chosen, compiled=compiled)
         said = (

@@ -64,6 +64,7 @@ class Compiled:
     """What XLA's compiler says of a plan, for the target: device bytes, FLOPs (matmuls and
     convolutions) and bytes read and written of the whole of ``value_and_grad(fun)``.
     ``xla_pass_bytes`` are the bytes with XLA's own rematerialization pass on, where it would act.
+    ``host`` are the bytes in host memory: XLA may have there at once what could take turns.
     ``timeline`` has the bytes along the compiled schedule, where a plan fits. ``options`` are names
     and values of flags without which XLA does not compile it.
     """
@@ -74,6 +75,7 @@ class Compiled:
     xla_pass_bytes: int | None = None
     timeline: PlanTimeline = UNKNOWN
     options: tuple[tuple[str, Any], ...] = ()
+    host: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

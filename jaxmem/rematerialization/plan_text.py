@@ -78,7 +78,7 @@ def plan_parts(plan: Any) -> Iterator[Part]:
     if plan.widens_bfloat16:
         yield f"  {plan.target} computes bfloat16 in float32, from copies"
     if predicted.host_peak:
-        yield f"  in host memory {format_bytes(predicted.host_peak)}"
+        yield f"  in host memory {format_bytes(plan.host_peak)}"
     if plan.compiled and plan.compiled.xla_pass_bytes is not None:
         yield (
             f"  XLA's own rematerialization pass would make it "

@@ -63,7 +63,7 @@ class NamedCompiler:
         if isinstance(one, str):
             return Outcome(said, math.inf, total, total, one)
         seconds = one.seconds - float(self.choices.found.tables.seconds[self._number(one)])
-        price = self.price(report) + ARITHMETIC_WEIGHT * seconds
+        price = self.price(report) + self.choices.found.waiting * seconds
         return Outcome(said, price, self.choices.projected(one), total, RATIO_KEY)
 
     def _refused(self, one: NamedChoice | str, why: str) -> Outcome:
