@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from jaxmem.planning import Loop, Region
 from jaxmem.program import read_program
 from jaxmem.rematerialization.plan import Plan
 from jaxmem.rematerialization.plan_facts import OwnRegions, Predicted
+from jaxmem.rematerialization.traced import TracedFunction
 
 PLANNERS = ["dp", "dots", "sqrt"]
 
@@ -195,6 +197,34 @@ def test_an_outer_plan_does_not_keep_what_an_inner_one_saves():
     )
     kept_outside = kept(whole.apply(outer), w, x)
     assert kept_outside.count((16, 8)) <= 1, kept_outside
+
+
+def test_what_waits_for_a_region_keeps_nothing_that_nobody_needs():
+    """A saved value waits for the turn of its region: it waited for what that reads first, though
+    no derivative did. A GPT's attention kept queries, keys and values, and what they are cut
+    from."""
+
+    def loss(weights, x):
+        first, frozen, *others = weights
+        narrow = (x @ first) @ jax.lax.stop_gradient(frozen)
+        for weight in others:
+            narrow = jnp.tanh(narrow) @ weight
+        return jnp.sum(narrow**2)
+
+    sizes = 16, 48, 32, 24, 8
+    keys = jax.random.split(jax.random.key(0), 5)
+    weights = [jax.random.normal(keys[at], sizes[at : at + 2]) for at in range(4)]
+    args = weights, jax.random.normal(keys[4], (64, 16))
+    program = TracedFunction(loss, args, {}, 0).program
+    (saved,) = program.kernels[1].results
+    inner = Region(1, 3, saved=(saved,))
+    plan = plan_of(loss, args, Region(1, 5, saved=(saved,), regions=(inner,)))
+    found = kept(plan.apply(loss), *args)
+    assert (64, 32) in found
+    assert (64, 48) not in found  # x @ first
+    chex.assert_trees_all_close(
+        jax.grad(plan.apply(loss))(*args), jax.grad(loss)(*args), rtol=1e-12
+    )
 
 
 def test_a_loop_does_not_keep_what_the_program_around_it_saves():

@@ -13,10 +13,12 @@ import pytest
 
 import jaxmem
 from jaxmem.planning import PLANNERS, Loop, Rates, Region, baseline_policies, simulate
-from jaxmem.planning.dp import DP, _depth, combine_menus
+from jaxmem.planning.dp import DP, combine_menus
 from jaxmem.planning.loops import LoopOption, loop_options
+from jaxmem.planning.regions import depth
 from jaxmem.planning.sqrt import Sqrt, _Chain
 from jaxmem.program import Operation, Program
+from jaxmem.program.compiler_rules import apply_compiler_rules
 from jaxmem.program.operations import Source
 from jaxmem.rematerialization.traced import TracedFunction
 
@@ -153,7 +155,7 @@ def test_few_picked_elements_do_not_put_their_operand_into_memory():
 
 def test_no_tree_is_too_deep_to_trace():
     planner = DP(chain([100] * 80), RATES)
-    assert _depth(planner.cheapest_near_minimum().regions) <= 16
+    assert depth(planner.cheapest_near_minimum().regions) <= 16
 
 
 def every_row_of_regions(count):
@@ -255,6 +257,32 @@ def test_the_menu_of_a_scan():
     # A body that is recomputed needs its first matmul again, not the last.
     inside = next(o for o in menu if o.loop and not o.loop.schedule and not o.loop.saved)
     assert inside.flops == 16 * 10**9
+
+
+@pytest.mark.parametrize("target", ["h200", "t4", "v5e"])
+def test_other_residuals_of_loops_change_no_other_kernel(target):
+    """Each way to run the loops has kernels that are made of the others', not read again."""
+
+    def layer(x, w):
+        y = jax.lax.scan(lambda y, _: (jnp.sin(y @ w), y.sum()), x, None, length=3)
+        return jax.nn.gelu(y[0]) * jnp.tanh(x), y[1]
+
+    def loss(weights, x):
+        h, sums = jax.lax.scan(layer, jnp.cos(x), weights)
+        h, _ = jax.lax.scan(lambda h, w: (h @ w + jnp.exp(h), None), h, weights)
+        return jnp.sum(h.astype("float32") ** 2) + jnp.sum(sums)
+
+    args = [jax.ShapeDtypeStruct(s, "bfloat16") for s in [(4, 64, 64), (32, 64)]]
+    traced = TracedFunction(loss, args, {}, (0, 1), target=jaxmem.target(target))
+    program = apply_compiler_rules(traced.program, jaxmem.target(target).rules)
+    assert len(program.loops) == 2
+    for count in range(1, 5):
+        found = program.with_loops(dict.fromkeys(program.loops, (10**count, 10 ** (5 - count))))
+        fresh = dataclasses.replace(found)
+        assert found != program
+        for name in ("kernels", "made", "last_used", "active", "scans", "maps"):
+            assert getattr(found, name) == getattr(fresh, name)
+            assert name in vars(found)
 
 
 def test_a_schedule_has_the_room_that_is_left():

@@ -9,16 +9,23 @@ import bisect
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.chain import Solution
 from jaxmem.planning.layouts import Layout
-from jaxmem.planning.loops import checkpointed, is_differentiated, loop_options, plain_option
+from jaxmem.planning.loops import (
+    LoopWays,
+    checkpointed,
+    is_differentiated,
+    loop_ways,
+    plain_option,
+)
 from jaxmem.planning.mapped import mapped_options
 from jaxmem.planning.options import LoopOption, combine_menus
 from jaxmem.planning.per_block import Spans, block_partitions, per_block_regions, policies
 from jaxmem.planning.rates import Rates, of_each
-from jaxmem.planning.regions import Region, locate
+from jaxmem.planning.regions import Region, depth, locate
 from jaxmem.planning.simulation import live_bytes, simulate
 from jaxmem.program import Program
 
@@ -60,14 +67,16 @@ _MAX_SHARD_MAPS = 4
 class DP:
     """The plans of one program, from no recomputation to the least memory."""
 
-    def __init__(self, program: Program, rates: Rates):
-        menus = [
+    def __init__(self, program: Program, rates: Rates, ways: Sequence[LoopWays] | None = None):
+        """``ways`` are those to run each loop, where they are known."""
+        self.program, self.rates = program, rates
+        self.ways = ways or [
             _mapped(program, number, rates)
             if number in program.maps
-            else loop_options(program, number, rates)
+            else loop_ways(program, number, rates)
             for number in program.loops
         ]
-        self.program, self.rates = program, rates
+        menus = [one.menu(rates.host) for one in self.ways]
         self.variants = [Variant(program, rates, options) for options in combine_menus(menus)]
         self.plain = self.variants[0].layout(())
 
@@ -76,11 +85,14 @@ class DP:
         the same price nothing waits in host memory."""
         if self.plain.peak <= budget:
             return self.plain
-        found = [self._cheapest_for(budget)]
-        if self._without_host:
-            found.append(self._without_host.cheapest_for(budget))
-        fitting = filter(None, found)
-        return min(fitting, key=lambda one: (one.price, one.host_bytes), default=None)
+        best, found = math.inf, []
+        for planner in filter(None, [self._without_host, self]):
+            if chosen := planner._cheapest_variant(budget, best):
+                variant, layout = chosen
+                best = layout.price
+                found.append(planner._filled(variant, layout, budget))
+        found = found or [layout for layout in self._small if layout.peak <= budget]
+        return min(found, key=lambda layout: layout.price, default=None)
 
     @functools.cached_property
     def _without_host(self) -> "DP | None":
@@ -88,23 +100,20 @@ class DP:
         are looked at, and none must be lost by that."""
         if not self.rates.host or not self.program.loops:
             return None
-        return DP(self.program, dataclasses.replace(self.rates, host=0.0))
+        return DP(self.program, dataclasses.replace(self.rates, host=0.0), self.ways)
 
-    def _cheapest_for(self, budget: int) -> Layout | None:
-        best: Layout | None = None
-        chosen = self.variants[0]
+    def _cheapest_variant(self, budget: int, price: float) -> "tuple[Variant, Layout] | None":
+        """The lowest price below one that is known, but for what the loops' schedules may fill."""
+        found = None
         for variant in sorted(self.variants, key=lambda variant: variant.loops_price):
-            if best and best.price <= variant.loops_price:
+            if price <= variant.loops_price:
                 break
             if variant.least > budget:
                 continue
             layout = variant.cheapest_for(budget)
-            if layout and (best is None or layout.price < best.price):
-                best, chosen = layout, variant
-        if best is None:
-            fitting = (layout for layout in self._small if layout.peak <= budget)
-            return min(fitting, key=lambda layout: layout.price, default=None)
-        return self._filled(chosen, best, budget)
+            if layout and layout.price < price:
+                found, price = (variant, layout), layout.price
+        return found
 
     def _filled(self, variant: "Variant", layout: Layout, budget: int) -> Layout:
         """The layout with its loops run as the bytes that it leaves allow."""
@@ -180,14 +189,14 @@ class DP:
         )
 
 
-def _mapped(program: Program, number: int, rates: Rates) -> list[LoopOption]:
-    """The menu of a `jax.shard_map`."""
+def _mapped(program: Program, number: int, rates: Rates) -> LoopWays:
+    """Those of a `jax.shard_map`."""
     if not is_differentiated(program, number):
-        return [plain_option(program, number)]
+        return LoopWays([plain_option(program, number)])
     body, rates = program.body_of(number), dataclasses.replace(rates, host=0.0)
     plain = Variant.plain(body.as_written, rates).layout(())
     planner = DP(body, rates) if len(program.maps) <= _MAX_SHARD_MAPS else None
-    return mapped_options(planner, number, plain, plain_option(program, number))
+    return LoopWays(mapped_options(planner, number, plain, plain_option(program, number)))
 
 
 class Variant:
@@ -343,7 +352,7 @@ class Variant:
     def proposed(self, solution: Solution, memory: int) -> Layout | None:
         """What the chain's plan for a memory really is; None: nested too deep."""
         regions = self.blocks.regions(solution.chain_regions(memory))
-        return self.layout(regions) if _depth(regions) <= _DEPTH else None
+        return self.layout(regions) if depth(regions) <= _DEPTH else None
 
     def smallest_in(self, seconds: float) -> Layout:
         """The least projected peak that is found to take so much more time at most."""
@@ -387,7 +396,3 @@ class Variant:
                 close = self.cheapest_for(int(_PEAK_TOLERANCE * lowest))
                 return close or min(lower, best, key=lambda layout: layout.peak)
             best = lower
-
-
-def _depth(regions: tuple[Region, ...]) -> int:
-    return 1 + max((_depth(region.regions) for region in regions), default=-1)

@@ -7,7 +7,7 @@ states of some iterations are kept, and those between are run again.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 
@@ -37,17 +37,46 @@ Costs = tuple[float, float, float, float]  # FLOPs, bytes moved, seconds, price
 
 
 def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption]:
-    """The menu of one scan: as it is, then the Pareto front of residuals, bytes inside and price,
-    the lowest price first. With a link to the host residuals may wait there. Scans inside an
-    iteration come with menus of their own."""
+    """The menu of one scan. With a link to the host residuals may wait there."""
+    return loop_ways(program, kernel, rates).menu(rates.host)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopWays:
+    """Ways to run a scan or a `jax.shard_map`: ``options`` as they are, by schedules of ``bodies``,
+    and with those that are ``hosted``, whose residuals wait in host memory."""
+
+    options: Sequence[LoopOption]
+    bodies: Sequence[Body] = ()
+    hosted: Sequence[Body] = ()
+
+    def menu(self, host: float) -> list[LoopOption]:
+        """The options, then the Pareto front of residuals, bytes inside and price, the lowest price
+        first; with a link to the host, of so many bytes a second, those that copy to it too."""
+        hosted = self.hosted if host else ()
+        found = [
+            one.option() for one in [*self.bodies, *hosted] if one.loop.loops or not one.loop.whole
+        ]
+        bodies = _undominated(self.bodies)
+        found += [option for one in bodies for option in one.menu(host)]
+        own = (*bodies, *_undominated(hosted))
+        return [
+            *self.options,
+            *_pareto([dataclasses.replace(option, bodies=own) for option in found]),
+        ]
+
+
+def loop_ways(program: Program, kernel: int, rates: Rates) -> LoopWays:
+    """Ways to run a scan, as it is the first. Scans inside an iteration come with menus of their
+    own."""
     operation = program.operation_of(kernel)
     body = operation.body
     assert body is not None
-    plain = plain_option(program, kernel)
+    plain = [plain_option(program, kernel)]
     if not is_differentiated(program, kernel):
-        return [plain]
+        return LoopWays(plain)
     if any(inner.is_region for inner in body.operations):
-        return [plain]  # the user has placed regions: theirs it is
+        return LoopWays(plain)  # the user has placed regions: theirs it is
     iterations = [_Iteration(program, kernel, rates, inner) for inner in _body_options(body, rates)]
     first, *others = iterations
     bodies = first.save_levels()
@@ -59,11 +88,7 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
     if others:  # where the inner ones take the fewest bytes, what is beside them counts
         bodies += others[-1].save_levels()
     bodies += [one.save_all() for one in iterations]
-    found = [one.option() for one in [*bodies, *hosted] if one.loop.loops or not one.loop.whole]
-    bodies = _undominated(bodies)
-    found += [option for one in bodies for option in one.menu(rates.host)]
-    own = (*bodies, *_undominated(hosted))
-    return [plain, *_pareto([dataclasses.replace(option, bodies=own) for option in found])]
+    return LoopWays(plain, bodies, hosted)
 
 
 def _hostable(one: Body, body: Program) -> tuple[int, ...]:
@@ -214,7 +239,7 @@ class _Iteration:
         )
 
 
-def _undominated(bodies: list[Body]) -> list[Body]:
+def _undominated(bodies: Sequence[Body]) -> list[Body]:
     """The bodies that no other betters in bytes kept, bytes inside and price. Of too many those
     that no two together better in what they keep and their price, and some of the others."""
     found: list[Body] = []

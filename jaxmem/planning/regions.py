@@ -24,6 +24,11 @@ def saved_by(regions: Sequence[Region]) -> frozenset[int]:
     return frozenset().union(*({*one.saved, *saved_by(one.regions)} for one in regions))
 
 
+def depth(regions: tuple[Region, ...]) -> int:
+    """Of regions in regions; 0: there are none."""
+    return 1 + max((depth(region.regions) for region in regions), default=-1)
+
+
 def locate(regions: tuple[Region, ...], kernel: int) -> tuple[int, ...]:
     """A kernel's number, and the first and the last of the innermost region that it is in."""
     for region in regions:

@@ -360,7 +360,29 @@ class Program:
             assert operation.residuals is not None
             sizes[operation.residuals] = residuals
             operations[index] = dataclasses.replace(operation, derivative_workspace=inside)
-        return dataclasses.replace(self, operations=tuple(operations), sizes=tuple(sizes))
+        found = dataclasses.replace(self, operations=tuple(operations), sizes=tuple(sizes))
+        # No kernel reads them but the derivative of the loop: all others are the same.
+        kernels = list(self.kernels)
+        for number, (residuals, inside) in loops.items():
+            kernel = kernels[number]
+            operation = self.operations[kernel.operations[-1]]
+            assert kernel.residuals is not None
+            kernels[number] = dataclasses.replace(
+                kernel,
+                moved=kernel.moved + residuals - self.sizes[kernel.residuals],
+                derivative_workspace=kernel.derivative_workspace
+                + inside
+                - operation.derivative_workspace,
+            )
+        vars(found).update(
+            kernels=tuple(kernels),
+            made=self.made,
+            last_used=self.last_used,
+            active=self.active,
+            scans=self.scans,
+            maps=self.maps,
+        )
+        return found
 
 
 def gradient_size(program: Program, value: int) -> int:

@@ -16,7 +16,7 @@ from jaxmem.planning import Loop, Region, Segment, recomputed, saved_by
 from jaxmem.program import Kernel, Program, apply_compiler_rules, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
 from jaxmem.rematerialization.segments import run_segments
-from jaxmem.rematerialization.sequencing import sequence_recomputation
+from jaxmem.rematerialization.sequencing import is_expensive, sequence_recomputation
 from jaxmem.rematerialization.traced import flattened, input_names
 from jaxmem.targets import Rules
 
@@ -93,12 +93,11 @@ def emit(
 
 
 class _OpenRegion(NamedTuple):
-    """A region that is being written, the latest value that it reads, and for each region around
-    it whether it would recompute more to have that."""
+    """A region that is being written, and what it reads, the latest first: each with the regions
+    around it that would recompute or keep more to have that."""
 
     region: Region
-    latest_input: Any
-    costs: list[bool]
+    inputs: list[tuple[Any, Set[Region]]]
 
 
 @dataclasses.dataclass
@@ -134,6 +133,14 @@ class _Emission:
     def recomputed(self) -> dict[Region, frozenset[int]]:
         """The kernels that each region runs again; asked for where regions are nested."""
         return recomputed(self.program, self.regions)
+
+    def expensive_in(self, value: int, regions: Sequence[Region]) -> Set[Region]:
+        """Those of some regions that would recompute or keep more to have a value."""
+        return {
+            region
+            for region in regions
+            if is_expensive(self.program, value, region, self.recomputed[region])
+        }
 
     @functools.cached_property
     def readers(self) -> collections.Counter[int]:
@@ -205,17 +212,15 @@ class _Emission:
         """A saved value, for what reads it: in the recomputation of a region around its own, where
         it is there from the beginning, it waits for its own region's turn.
 
-        Unless that would recompute more, where the latest that the region reads is not needed.
+        Unless that would recompute or keep more, where nothing that the region reads is needed.
         """
         if len(self.open_regions) < 2:
             return saved
-        *outer, (_, latest, costs) = self.open_regions
-        if latest is None:
-            return saved
-        for (region, *_), expensive in zip(outer, costs, strict=True):
-            if expensive and value in region.saved:
-                return saved
-        return jaxprs.order_after(saved, latest)
+        *outer, (_, inputs) = self.open_regions
+        keepers = {region for region, _ in outer if value in region.saved}
+        free = (one for one, expensive in inputs if keepers.isdisjoint(expensive))
+        latest = next(free, None)
+        return saved if latest is None else jaxprs.order_after(saved, latest)
 
     def cotangent_barrier_values(self, region: Region, reads: Sequence[int]) -> list[int]:
         """The parameters that a region's matmuls read, and the latest value that it reads: the
@@ -256,15 +261,10 @@ class _Emission:
             inner.update(zip(made, jaxprs.barrier([inner[v] for v in made]), strict=True))
             for value in inner.keys() & set(offloaded):
                 inner[value] = jaxprs.named(inner[value], self.name(value))
-            if made:
-                latest = max(made, key=lambda value: self.program.made[value])
-                costs = [
-                    _costs(self.program, latest, each.region, self.recomputed[each.region])
-                    for each in self.open_regions
-                ]
-                self.open_regions.append(_OpenRegion(region, inner[latest], costs))
-            else:
-                self.open_regions.append(_OpenRegion(region, None, []))
+            latest_first = sorted(made, key=lambda value: -self.program.made[value])
+            around = [each.region for each in self.open_regions]
+            inputs = [(inner[value], self.expensive_in(value, around)) for value in latest_first]
+            self.open_regions.append(_OpenRegion(region, inputs))
             self.run(region.start, region.stop, region.regions, inner)
             self.open_regions.pop()
             return [inner[value] for value in keeps]
@@ -378,19 +378,6 @@ def _stacks_rows(flat: jaxprs.FlatJaxpr) -> bool:
     """Whether what is saved of a loop's body lies row by row, where compilers would have it
     otherwise. Not where there are convolutions, which have layouts of their own."""
     return all(step.primitive != "conv_general_dilated" for step in flat.steps)
-
-
-def _costs(program: Program, value: int, region: Region, again: Set[int]) -> bool:
-    """Whether a region's recomputation, of the kernels ``again``, runs a matmul or a convolution
-    more to have a value."""
-    wanted = {value}
-    for number in reversed(range(region.start, region.stop)):
-        kernel = program.kernels[number]
-        if not wanted.isdisjoint(set(kernel.results).difference(region.saved)):
-            if kernel.flops and number not in again:
-                return True
-            wanted.update(kernel.sources)
-    return False
 
 
 def _values(results: Sequence[Any]) -> frozenset[int]:

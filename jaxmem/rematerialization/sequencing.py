@@ -1,12 +1,14 @@
-"""The backward passes of regions that are made of nothing of each other, one after the other.
+"""What the recomputation of a region waits for.
 
-Two batches go through one network, a coarse network and a fine one each have a loss, two towers are
-compared: the backward pass of one part needs nothing of the other's. Projections have the last part
-first, as JAX's backward pass goes. XLA makes both again side by side, and holds what both take.
+That of a region in another waits for what it reads, if that is there in any case. The backward
+passes of regions that are made of nothing of each other come one after the other: two batches go
+through one network, a coarse network and a fine one each have a loss, two towers are compared. The
+backward pass of one part needs nothing of the other's. Projections have the last part first, as
+JAX's backward pass goes. XLA makes both again side by side, and holds what both take.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from jaxmem import jaxprs
@@ -40,3 +42,19 @@ def sequence_recomputation(
     ]
     for one, other in itertools.product(wait, [v for v in sorted(reads) if v in values]):
         values[one], values[other] = jaxprs.order_cotangent_after(values[one], values[other])
+
+
+def is_expensive(program: Program, value: int, region: Region, again: Set[int]) -> bool:
+    """Whether a region's recomputation, of the kernels ``again``, runs a matmul or a convolution
+    more to have a value, or has something in memory until then that nothing else reads."""
+    wanted, needed = {value}, set(range(program.input_count))
+    for number in reversed(range(region.start, region.stop)):
+        kernel = program.kernels[number]
+        needed.update(kernel.reads)
+        if number in again:
+            needed.update(kernel.sources)
+        if not wanted.isdisjoint(made := set(kernel.results).difference(region.saved)):
+            if kernel.flops and number not in again:
+                return True
+            wanted = (wanted - made).union(kernel.sources)
+    return not wanted <= needed
