@@ -86,12 +86,8 @@ class DP:
         the same price nothing waits in host memory."""
         if self.plain.peak <= budget:
             return self.plain
-        best, found = math.inf, []
-        for planner in filter(None, [self._without_host, self]):
-            if chosen := planner._cheapest_variant(budget, best):
-                variant, layout = chosen
-                best = layout.price
-                found.append(planner._filled(variant, layout, budget))
+        planners = filter(None, [self._without_host, self])
+        found = [layout for one in planners if (layout := one._cheapest_for(budget))]
         found = found or [layout for layout in self._small if layout.peak <= budget]
         return min(found, key=lambda layout: layout.price, default=None)
 
@@ -103,18 +99,17 @@ class DP:
             return None
         return DP(self.program, dataclasses.replace(self.rates, host=0.0), self.ways)
 
-    def _cheapest_variant(self, budget: int, price: float) -> "tuple[Variant, Layout] | None":
-        """The lowest price below one that is known, but for what the loops' schedules may fill."""
+    def _cheapest_for(self, budget: int) -> Layout | None:
         found = None
         for variant in sorted(self.variants, key=lambda variant: variant.loops_price):
-            if price <= variant.loops_price:
+            if found and found[1].price <= variant.loops_price:
                 break
             if variant.least > budget:
                 continue
             layout = variant.cheapest_for(budget)
-            if layout and layout.price < price:
-                found, price = (variant, layout), layout.price
-        return found
+            if layout and (found is None or layout.price < found[1].price):
+                found = variant, layout
+        return self._filled(*found, budget) if found else None
 
     def _filled(self, variant: "Variant", layout: Layout, budget: int) -> Layout:
         """The layout with its loops run as the bytes that it leaves allow."""
