@@ -370,7 +370,7 @@ def test_host_memory_is_used_where_it_spares_time(target, count, dtype):
     program, device = scans_of_matmuls(count, dtype), jaxmem.target(target)
     without, hosted = (DP(program, Rates(device, link)) for link in (0.0, device.host_bandwidth))
     planned = 0
-    for percent in range(95, 20, -6):
+    for percent in range(95, 20, -3):
         budget = without.plain.peak * percent // 100
         other, layout = (planner.cheapest_for(budget) for planner in (without, hosted))
         if other is None:
@@ -378,9 +378,12 @@ def test_host_memory_is_used_where_it_spares_time(target, count, dtype):
         planned += 1
         assert layout.peak <= budget and layout.price <= other.price
         assert layout.host_bytes == 0 or layout.price < other.price
+        # What the loops fill of a budget may be worth more than what they began with.
+        if with_host := hosted._cheapest_for(budget):
+            assert layout.price <= with_host.price
         # Prices follow seconds, but not to the letter: they know arithmetic better than traffic.
         assert layout.seconds <= 1.1 * other.seconds
-    assert planned > 8
+    assert planned > 16
 
 
 def test_several_scans_share_a_budget_by_what_a_byte_costs():
