@@ -93,11 +93,12 @@ def emit(
 
 
 class _OpenRegion(NamedTuple):
-    """A region that is being written, and what it reads, the latest first: each with the regions
-    around it that would recompute or keep more to have that."""
+    """A region that is being written, the latest value that it reads, and the regions around it
+    that would recompute or keep more to have that."""
 
     region: Region
-    inputs: list[tuple[Any, Set[Region]]]
+    latest_input: Any
+    expensive_in: Set[Region]
 
 
 @dataclasses.dataclass
@@ -133,14 +134,6 @@ class _Emission:
     def recomputed(self) -> dict[Region, frozenset[int]]:
         """The kernels that each region runs again; asked for where regions are nested."""
         return recomputed(self.program, self.regions)
-
-    def expensive_in(self, value: int, regions: Sequence[Region]) -> Set[Region]:
-        """Those of some regions that would recompute or keep more to have a value."""
-        return {
-            region
-            for region in regions
-            if is_expensive(self.program, value, region, self.recomputed[region])
-        }
 
     @functools.cached_property
     def readers(self) -> collections.Counter[int]:
@@ -212,15 +205,16 @@ class _Emission:
         """A saved value, for what reads it: in the recomputation of a region around its own, where
         it is there from the beginning, it waits for its own region's turn.
 
-        Unless that would recompute or keep more, where nothing that the region reads is needed.
+        Unless that would recompute or keep more, where the latest that the region reads is not
+        needed. (What it reads before is there no sooner: all of it passes one barrier.)
         """
         if len(self.open_regions) < 2:
             return saved
-        *outer, (_, inputs) = self.open_regions
-        keepers = {region for region, _ in outer if value in region.saved}
-        free = (one for one, expensive in inputs if keepers.isdisjoint(expensive))
-        latest = next(free, None)
-        return saved if latest is None else jaxprs.order_after(saved, latest)
+        *outer, (_, latest, expensive) = self.open_regions
+        keepers = {one.region for one in outer if value in one.region.saved}
+        if latest is None or not keepers.isdisjoint(expensive):
+            return saved
+        return jaxprs.order_after(saved, latest)
 
     def cotangent_barrier_values(self, region: Region, reads: Sequence[int]) -> list[int]:
         """The parameters that a region's matmuls read, and the latest value that it reads: the
@@ -261,10 +255,16 @@ class _Emission:
             inner.update(zip(made, jaxprs.barrier([inner[v] for v in made]), strict=True))
             for value in inner.keys() & set(offloaded):
                 inner[value] = jaxprs.named(inner[value], self.name(value))
-            latest_first = sorted(made, key=lambda value: -self.program.made[value])
-            around = [each.region for each in self.open_regions]
-            inputs = [(inner[value], self.expensive_in(value, around)) for value in latest_first]
-            self.open_regions.append(_OpenRegion(region, inputs))
+            if made:
+                latest = max(made, key=lambda value: self.program.made[value])
+                expensive = {
+                    one.region
+                    for one in self.open_regions
+                    if is_expensive(self.program, latest, one.region, self.recomputed)
+                }
+                self.open_regions.append(_OpenRegion(region, inner[latest], expensive))
+            else:
+                self.open_regions.append(_OpenRegion(region, None, frozenset()))
             self.run(region.start, region.stop, region.regions, inner)
             self.open_regions.pop()
             return [inner[value] for value in keeps]

@@ -8,7 +8,7 @@ JAX's backward pass goes. XLA makes both again side by side, and holds what both
 """
 
 import itertools
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from jaxmem import jaxprs
@@ -44,17 +44,24 @@ def sequence_recomputation(
         values[one], values[other] = jaxprs.order_cotangent_after(values[one], values[other])
 
 
-def is_expensive(program: Program, value: int, region: Region, again: Set[int]) -> bool:
-    """Whether a region's recomputation, of the kernels ``again``, runs a matmul or a convolution
-    more to have a value, or has something in memory until then that nothing else reads."""
+def is_expensive(
+    program: Program, value: int, region: Region, recomputed: Mapping[Region, Set[int]]
+) -> bool:
+    """Whether a region's recomputation runs a matmul or a convolution more to have a value, or has
+    something in memory until then that nothing else reads, its own derivatives and the
+    recomputation of regions inside it among these. ``recomputed`` are the kernels that each runs
+    again."""
     wanted, needed = {value}, set(range(program.input_count))
+    pending = [region]
+    while pending:
+        one = pending.pop()
+        pending.extend(one.regions)
+        needed.update(*(program.kernels[number].sources for number in recomputed[one]))
     for number in reversed(range(region.start, region.stop)):
         kernel = program.kernels[number]
         needed.update(kernel.reads)
-        if number in again:
-            needed.update(kernel.sources)
         if not wanted.isdisjoint(made := set(kernel.results).difference(region.saved)):
-            if kernel.flops and number not in again:
+            if kernel.flops and number not in recomputed[region]:
                 return True
             wanted = (wanted - made).union(kernel.sources)
     return not wanted <= needed
