@@ -32,9 +32,9 @@ from jaxmem.program import Program
 # What half and twice of each constant change, here and below where nothing else is said, prints
 # benchmarks/planner/sensitivity.py (its table: benchmarks/results/planner.md).
 _SLOTS = 200  # of the bytes of a chain. Chosen: finer grids take longer and miss other plans
-# The chain counts bytes that the layout does not, in a GPT up to 0.7 times as many more. Measured:
-# of 1.25 to 3.2 the lowest price in the mean of 77 budgets of seven networks (at 1.25 2 % more).
-_HEADROOM = 2.1
+# The chain counts bytes that the layout does not, in a GPT up to 0.7 times as many more. Chosen, of
+# 1.25 to 3.2: with less, budgets are not used to the end; with more, the slots are too coarse.
+_HEADROOM = 1.5
 # Levels of regions in regions. JAX traces a level on top of the Python stack of the one around it;
 # and this many reach the root of the sixteenth order of a chain's bytes. Chosen: long chains need
 # more than half of it.

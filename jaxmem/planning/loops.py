@@ -16,7 +16,7 @@ from jaxmem.planning.chain import Solution
 from jaxmem.planning.copies import exposed_seconds
 from jaxmem.planning.options import Body, LoopOption, combine_menus, lower_hull
 from jaxmem.planning.per_block import policies
-from jaxmem.planning.rates import Rates, of_each, waiting_weight
+from jaxmem.planning.rates import Rates, of_each
 from jaxmem.planning.regions import Loop, Region, locate
 from jaxmem.planning.simulation import peak_of_scan, simulate_block
 from jaxmem.program import Program
@@ -43,8 +43,9 @@ def loop_options(program: Program, kernel: int, rates: Rates) -> list[LoopOption
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopWays:
-    """Ways to run a scan or a `jax.shard_map`: ``options`` as they are, by schedules of ``bodies``,
-    and with those that are ``hosted``, whose residuals wait in host memory."""
+    """Ways to run a scan or a `jax.shard_map`: ``options`` that are complete; ``bodies``, ways to
+    run an iteration of a scan, each with schedules of its own; and ``hosted``, such ways whose
+    residuals wait in host memory."""
 
     options: Sequence[LoopOption]
     bodies: Sequence[Body] = ()
@@ -267,7 +268,6 @@ def _offloaded(one: Body, values: tuple[int, ...], iteration: "_Iteration", rate
     flops, bytes_moved, seconds, price = one.recompute_cost
     regions = one.loop.regions
     exposed = exposed_seconds(body, iteration.seconds, kept, regions, values, rates.host)
-    counts = waiting_weight(sum(iteration.seconds), sum(iteration.prices))
     saved = tuple(value for value in one.loop.saved if value not in values)
     return dataclasses.replace(
         one,
@@ -275,7 +275,7 @@ def _offloaded(one: Body, values: tuple[int, ...], iteration: "_Iteration", rate
         residual_bytes=one.residual_bytes - moved,
         inside=one.inside + 2 * moved,
         peak_without_loop=lambda: one.peak_without_loop() + 2 * moved,
-        recompute_cost=(flops, bytes_moved, seconds + exposed, price + counts * exposed),
+        recompute_cost=(flops, bytes_moved, seconds + exposed, price + one.waiting * exposed),
         host=moved,
     )
 

@@ -74,6 +74,11 @@ class Body:
     def bytes(self) -> int:
         return self.length * self.residual_bytes + self.inside
 
+    @property
+    def waiting(self) -> float:
+        """What a second of waiting for copies counts: as one of an iteration."""
+        return waiting_weight(*self.forward_cost[2:])
+
     def option(self, schedule: Schedule | None = None) -> LoopOption:
         """The iterations one after the other, or by a schedule."""
         runs, inside, residuals = 0, self.inside, self.length * self.residual_bytes
@@ -131,13 +136,12 @@ class Body:
         link, forward = self.state / host, schedule.block * self.forward_cost[2]
         compute = (forward, 3 * forward + schedule.block * self.recompute_cost[2])
         exposed = schedule.states * sum(max(link - time, 0.0) for time in compute)
-        counts = waiting_weight(*self.forward_cost[2:])
         return dataclasses.replace(
             option,
             residuals=schedule.tail * self.residual_bytes,
             inside=option.inside + IN_FLIGHT * self.state,
             seconds=option.seconds + exposed,
-            price=option.price + counts * exposed,
+            price=option.price + self.waiting * exposed,
             host=schedule.states * self.state,
         )
 

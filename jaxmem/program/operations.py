@@ -354,34 +354,24 @@ class Program:
         """The program with other bytes of residuals, and inside the derivative, of some scans, by
         the numbers of their kernels."""
         sizes, operations = list(self.sizes), list(self.operations)
-        for number, (residuals, inside) in loops.items():
-            index = self.kernels[number].operations[-1]
-            operation = operations[index]
-            assert operation.residuals is not None
-            sizes[operation.residuals] = residuals
-            operations[index] = dataclasses.replace(operation, derivative_workspace=inside)
-        found = dataclasses.replace(self, operations=tuple(operations), sizes=tuple(sizes))
-        # No kernel reads them but the derivative of the loop: all others are the same.
         kernels = list(self.kernels)
         for number, (residuals, inside) in loops.items():
-            kernel = kernels[number]
-            operation = self.operations[kernel.operations[-1]]
-            assert kernel.residuals is not None
+            kernel, index = kernels[number], kernels[number].operations[-1]
+            operation = operations[index]
+            assert operation.residuals is not None
             kernels[number] = dataclasses.replace(
                 kernel,
-                moved=kernel.moved + residuals - self.sizes[kernel.residuals],
+                moved=kernel.moved + residuals - sizes[operation.residuals],
                 derivative_workspace=kernel.derivative_workspace
                 + inside
                 - operation.derivative_workspace,
             )
-        vars(found).update(
-            kernels=tuple(kernels),
-            made=self.made,
-            last_used=self.last_used,
-            active=self.active,
-            scans=self.scans,
-            maps=self.maps,
-        )
+            sizes[operation.residuals] = residuals
+            operations[index] = dataclasses.replace(operation, derivative_workspace=inside)
+        found = dataclasses.replace(self, operations=tuple(operations), sizes=tuple(sizes))
+        # No kernel reads these bytes but the derivative of the loop: nothing is read again.
+        alike = ("made", "last_used", "active", "scans", "maps")
+        vars(found).update({name: getattr(self, name) for name in alike}, kernels=tuple(kernels))
         return found
 
 
