@@ -655,6 +655,33 @@ def test_offloaded_residuals_give_the_same_gradients(unroll):
         chex.assert_trees_all_close(found, expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_random_key_that_a_scan_carries_does_not_wait_in_host_memory(make):
+    """JAX could not stack it outside of `jax.jit`."""
+
+    def loss(weights, x, key):
+        def body(carry, w):
+            x, key = carry
+            key, one = jax.random.split(key)
+            h = jnp.sin(jnp.tanh(x @ w) @ w)
+            return (x + jnp.where(jax.random.bernoulli(one, 0.8, h.shape), h, 0), key), None
+
+        return jnp.mean(jax.lax.scan(body, (x, key), weights)[0][0] ** 2)
+
+    weights = 0.1 * jax.random.normal(jax.random.key(0), (12, 16, 16))
+    args = weights, jnp.ones((64, 16)), make(1)
+    expected, least = jax.grad(loss)(*args), jaxmem.plan(loss, *args)
+    hosted = 0
+    for share in (0.2, 0.4, 0.6):
+        more = share * (least.plain_bytes - least.projected_bytes)
+        plan = jaxmem.plan(loss, *args, budget=int(least.projected_bytes + more), offload=True)
+        hosted += plan.predicted.host_bytes > 0
+        planned = plan.apply(loss)
+        for found in (jax.grad(planned)(*args), jax.jit(jax.grad(planned))(*args)):
+            chex.assert_trees_all_close(found, expected, rtol=1e-12)
+    assert hosted
+
+
 def test_explain():
     plan = jaxmem.plan(tanh_chain, *SHAPES, budget=12 * ACTIVATION)
     text = plan.explain("test_plans.py")

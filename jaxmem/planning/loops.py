@@ -19,7 +19,7 @@ from jaxmem.planning.per_block import policies
 from jaxmem.planning.rates import Rates, of_each
 from jaxmem.planning.regions import Loop, Region, locate
 from jaxmem.planning.simulation import peak_of_scan, simulate_block
-from jaxmem.program import Program
+from jaxmem.program import Program, dtype_of
 
 # Chosen: they bound the time of planning. Half and twice, here and below:
 # benchmarks/planner/sensitivity.py.
@@ -84,7 +84,8 @@ def loop_ways(program: Program, kernel: int, rates: Rates) -> LoopWays:
     hosted: list[Body] = []
     if rates.host:
         for one in bodies:
-            for values in {one.carried, (*one.carried, *_hostable(one, first.body))} - {()}:
+            carried, saved = _hostable(one, first.body)
+            for values in {carried, carried + saved} - {()}:
                 hosted.append(_offloaded(one, values, first, rates))
     if others:  # where the inner ones take the fewest bytes, what is beside them counts
         bodies += others[-1].save_levels()
@@ -92,14 +93,17 @@ def loop_ways(program: Program, kernel: int, rates: Rates) -> LoopWays:
     return LoopWays(plain, bodies, hosted)
 
 
-def _hostable(one: Body, body: Program) -> tuple[int, ...]:
-    """What an iteration saves and may have in host memory."""
+def _hostable(one: Body, body: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What an iteration may have in host memory of its carry, and of what it saves. Random keys
+    stay: outside of `jax.jit` JAX does not stack those of host memory."""
+    inside = [range(region.start + 1, region.stop + 1) for region in one.loop.regions]
     if body.rules.hosts_in_regions:
-        return one.loop.saved
-    spans = [range(region.start + 1, region.stop + 1) for region in one.loop.regions]
-    return tuple(
-        value for value in one.loop.saved if not any(body.made[value] in span for span in spans)
+        inside = []
+    carried, saved = (
+        tuple(value for value in values if not dtype_of(body, value).startswith("key<"))
+        for values in (one.carried, one.loop.saved)
     )
+    return carried, tuple(v for v in saved if not any(body.made[v] in span for span in inside))
 
 
 def _body_options(body: Program, rates: Rates) -> list[list[LoopOption]]:

@@ -23,4 +23,5 @@ from jaxmem.program.operations import (
     Program as Program,
     gradient_size as gradient_size,
 )
+from jaxmem.program.readers import dtype_of as dtype_of
 from jaxmem.program.reading import read_program as read_program

@@ -122,12 +122,12 @@ class CompiledPlans(PlanCompiler):
         what fitted and what did not."""
         search, planner = self.search, self.planner
         only = search.compilations == 1  # has no other to learn from
-        if not only and budget < self.projected(planner.plain) <= self.with_chip(budget):
-            # It would fit if the memories of the chip took the rest.
-            yield [planner.plain]
+        goal = self.only_goal(budget) if only else float(budget)
+        if self.may_fit_as_it_is(budget):
+            other = self.layout_for(goal)
+            yield [planner.plain, *[other] * (other is not None and search.compilations > 2)]
             if search.fits(planner.plain):
                 return
-        goal = self.only_goal(budget) if only else float(budget)
         planned_bytes: dict[Layout, float] = {}  # projected bytes that it was planned for
         fits, fails = 0.0, math.inf  # of those, what did, and did not
         while fits * _MIN_GOAL_RATIO < fails:
@@ -179,6 +179,15 @@ class CompiledPlans(PlanCompiler):
                 goal = max(corrected, fits * _spread(search.outcomes[layout].ratio))
             if not fits < goal < fails:
                 goal = (fits + fails) / 2 if fits else fails / ALTERNATIVE
+
+    def may_fit_as_it_is(self, budget: int) -> bool:
+        """Whether the function without regions is projected not to fit, and yet may: the memories
+        of the chip take the rest, or it is less than a projection may be too high."""
+        projected, compilations = self.projected(self.planner.plain), self.search.compilations
+        if compilations == 1 or projected <= budget:
+            return False
+        error = _MOST_SPREAD if compilations > 2 else 0.0  # the last two are for what is sure
+        return projected <= max((1 + error) * budget, self.with_chip(budget))
 
     def only_goal(self, budget: int) -> float:
         """Projected bytes to plan for where nothing else is compiled: with room for the largest
