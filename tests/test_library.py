@@ -20,13 +20,18 @@ def workspace(target, dtype):
     return [int(size) // MIB for size in re.findall(r"s8\[(\d+)\]", str(compiled))]
 
 
-def projected(target, dtype):
+def projected(target, dtype, matmuls=1):
     args = [jax.ShapeDtypeStruct((2048, 2048), dtype)] * 2
 
     def loss(w, x):
-        return jnp.mean(jnp.abs(x @ w @ w) ** 2)
+        for _ in range(matmuls):
+            x = x @ w
+        return jnp.mean(jnp.abs(x) ** 2)
 
-    return round(jaxmem.plan(loss, *args, target=target, compilations=0).plain_bytes / MIB)
+    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target=target, timeline=False).device
+    found = round(jaxmem.plan(loss, *args, target=target, compilations=0).plain_bytes / MIB)
+    assert found == round(compiled / MIB)
+    return found
 
 
 @pytest.mark.parametrize("target", GPUS)
@@ -39,6 +44,8 @@ def test_complex_matmuls_have_a_workspace(target):
 def test_real_ones_have_it_before_ampere():
     assert (workspace("t4", "float32"), workspace("a100-40gb", "float32")) == ([4], [])
     assert projected("t4", "float32") - projected("a100-40gb", "float32") == 4
+    # Of two, the cotangent is in memory beside what it is of, which reads it in no matmul.
+    assert projected("t4", "float32", 2) - projected("a100-40gb", "float32", 2) == 4 + 16
 
 
 def recurrent(layers, x):

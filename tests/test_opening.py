@@ -71,8 +71,7 @@ def test_plans_are_those_of_the_function_without_its_regions(fun, kind):
         assert plan.projected_bytes <= budget
         if kind not in ("planned already",):  # whose barriers stay
             assert (plan.projected_bytes == other.projected_bytes) == (regions == "open")
-        opened = regions == "open" and kind != "planned already"  # jaxmem's own are not counted
-        assert bool(plan.own_regions.count) == opened
+        assert bool(plan.own_regions.count) == (regions == "open")
         if regions == "open":
             assert plan.plain_bytes >= 0.99 * plain.plain_bytes
 

@@ -95,10 +95,13 @@ def test_planned_functions_are_cut_and_cast(loss, dtype):
     if dtype == "float64":
         found = jaxmem.microbatch(planned, 4)(layers, (x, y))
         expected = jax.value_and_grad(loss)(layers, x, y)
-    else:
-        found = jax.grad(jaxmem.autocast(planned, "bf16"))(layers, (x, y))
-        expected = jax.grad(jaxmem.autocast(loss, "bf16"))(layers, x, y)
-    tolerance = 1e-10 if dtype == "float64" else 1e-2
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), found, expected
-    )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-10, 1e-10), found, expected)
+        return
+    found = jax.grad(jaxmem.autocast(planned, "bf16"))(layers, (x, y))
+    expected = jax.grad(jaxmem.autocast(loss, "bf16"))(layers, x, y)
+    exact = jax.grad(loss)(*jax.tree.map(lambda one: one.astype("float64"), (layers, x, y)))
+    for one, other, true in zip(*map(jax.tree.leaves, (found, expected, exact)), strict=True):
+        # A plan may sum up in another order: it is rounded otherwise, and no worse.
+        largest = np.abs(true).max()
+        np.testing.assert_allclose(one, other, 0, 0.02 * largest)
+        assert np.abs(one - true).max() <= 1.1 * np.abs(other - true).max() + 0.01 * largest

@@ -53,9 +53,9 @@ def liveness(
 ) -> tuple[list[int], int, int]:
     """The bytes that are alive at each of some events in their order, the most of them, and the
     number of the event where that is: ``live`` from the beginning, ``kept`` to the end. ``results``
-    have memory of their own, so many bytes each. ``sequential_gradients``: where there is a
-    recomputation, or an operand was gathered from other devices, the two gradients of a matmul are
-    made so that less is alive."""
+    have memory of their own, so many bytes each. ``sequential_gradients``: the two
+    gradients of a matmul are made so that less is alive, but for those of padded operands outside
+    of a recomputation."""
     last = [-1] * len(sizes)  # the events that use them last
     for index, event in enumerate(events):
         for instance in event.makes:
@@ -68,7 +68,6 @@ def liveness(
         last[instance] = -1  # it never ends
     seen, total = set(live), []
     runs: dict[int, int] = {}  # in which what is recomputed was made
-    gathered: set[int] = set()
     now = peak = sum(sizes[instance] for instance in live)
     at = 0
     for index, event in enumerate(events):
@@ -86,17 +85,15 @@ def liveness(
                 ends.append(instance)
                 freed += sizes[instance]
         kernel = kernels[event.kernel]
-        if kernel.sent_bytes and not event.backward:
-            gathered.update(event.makes)
         if kernel.fused:
             dies = [one for one in ends if runs.get(one, event.run) == event.run]
             live_now = max(before, now - _in_place_bytes(event, sizes, dies))
         elif (
             sequential_gradients
             and event.backward
-            and (event.run or not gathered.isdisjoint(event.uses))
             and kernel.gradients.separable
             and event.makes[1:]
+            and (event.run or not kernel.gradients.padded)
         ):
             parts = kernel.gradients.split_k_bytes or (0, 0)
             live_now = before + _sequential_gradient_peak(event, sizes, ends, parts) - max(parts)

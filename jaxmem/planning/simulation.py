@@ -193,12 +193,14 @@ class _StepSimulator:
         return len(self.sizes) - 1
 
     def cotangent(self, value: int) -> int:
-        """One of a value; the gradients of inputs that an update reads add up in one place."""
-        own = value < self.program.input_count
-        if not own or self.become != "updates":
-            return self.instance(value, own and not self.gradients)
+        """One of a value; gradients of inputs add up in one place, where no sum is read."""
+        if value >= self.program.input_count:
+            return self.instance(value)
+        free = self.become == "updates" or not self.gradients
+        if self.become == "summands":
+            return self.instance(value, free)
         if value not in self.summed:
-            self.summed[value] = self.instance(value, free=True)
+            self.summed[value] = self.instance(value, free)
         return self.summed[value]
 
     def zeros(self, value: int) -> int:

@@ -31,7 +31,7 @@ class Aliasing:
     @property
     def lasting(self) -> frozenset[int]:
         """Those that its derivative writes nothing over."""
-        return self.transposed | self.returned
+        return self.transposed | self.returned | self.offset_reads
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,12 +48,14 @@ class Gradients:
             kept: padded ones, or in float32.
         ragged_groups: of rows in groups, the value that has their lengths: the residuals are copies
             of rows, which a region writes together with those for the same groups.
+        padded: whether a gradient reads a padded operand: a copy may be there beside it.
     """
 
     separable: bool = False
     split_k_bytes: tuple[int, ...] = ()
     operand_copies: tuple[tuple[int, int], ...] = ()
     ragged_groups: int | None = None
+    padded: bool = False
 
 
 _ALL, _NONE = Aliasing(), Gradients()

@@ -12,7 +12,7 @@ import functools
 from jaxmem.program.convolutions import bytes_of_copies, convolved, reads_copy
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.kernel import Aliasing, Gradients, Kernel
-from jaxmem.program.operands import is_padded, made_in_matmuls
+from jaxmem.program.operands import is_padded, made_in_matmuls, spread_factors
 from jaxmem.program.ragged import copies_of_groups, groups_of
 from jaxmem.program.readers import (
     SLICES,
@@ -29,8 +29,8 @@ from jaxmem.program.readers import (
 )
 from jaxmem.program.repeats import Repeats
 from jaxmem.program.row_norms import RowNormalizations, find_row_normalizations
-from jaxmem.program.splitting import bytes_of_parts, matmul_of, padded_copies
-from jaxmem.program.workspaces import for_library, sorted_rows
+from jaxmem.program.splitting import bytes_of_parts, matmul_of, padded_copies, pads_gradients
+from jaxmem.program.workspaces import float32_copy, for_library, sorted_rows
 from jaxmem.targets.links import Ring
 
 # A fused value that several kernels read is computed in each of them, unless that takes more than
@@ -78,6 +78,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         norms = find_row_normalizations(program, stored, _REDUCTIONS)
     cut, copies = _cut(program, stored), copies_of_groups(program)
     together = shared_cotangents(program, whole.sizes)
+    spread: dict[int, int] = {}  # bytes of a factor that the matmul for its gradient reads
     reduced = False  # whether the kernel before is a reduction
     for index, operation in enumerate(program.operations):
         results = tuple(value for value in operation.outputs if stored[value])
@@ -154,15 +155,17 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         copied, copied_again, kept = bytes_of_copies(program, operation, is_for_one)
         copies_kept = padded.kept + kept
         workspace += library + forward + padded.forward + copied
+        inside += sum(spread.get(v, 0) for v in operation.inputs) if matmul else 0
         inside += library + max(gradients.values(), default=0) + padded.backward + copied_again
         rows = norms.sources.get(index, frozenset())
         computed = (v for number in ordered for v in program.operations[number].outputs)
         normalised = norms.sources_of(computed)
         if reduces and program.rules.merges_reductions:
             rows = frozenset(sources)
+        spread |= spread_factors(program, operation, sources)
         if operation.widened:
             dtype = "float32"
-            left, right, wide = (_copy(program, v) for v in (*operation.inputs, *results))
+            left, right, wide = (float32_copy(program, v) for v in (*operation.inputs, *results))
             # What is rounded is made, in the place of what was wide, once the operands are gone.
             workspace += wide // 2
             inside += wide
@@ -202,6 +205,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                     tuple(parts.get(value, 0) for value in sorted(sources)),
                     copies_kept,
                     groups_of(operation) if program.rules.copies_groups else None,
+                    pads_gradients(matmul, program.rules),
                 ),
             )
         )
@@ -293,11 +297,6 @@ def _sent_for_sum(operation, size: int) -> int:
     ring = operation.communication.summed
     devices = ring.devices if ring else 1
     return 2 * size * (devices - 1) // devices
-
-
-def _copy(program, value: int) -> int:
-    """Bytes of a value in float32, where it is a copy."""
-    return 2 * program.sizes[value] * program.types[value].startswith("bfloat16")
 
 
 def _stored(program) -> tuple[list[bool], frozenset[int]]:

@@ -6,7 +6,7 @@ constant or with a parameter that is broadcast, but not a `gelu`, which reads it
 times (its GemmFusion; tests/test_operands.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jaxmem.program.readers import SMALL, dtype_of
@@ -60,6 +60,22 @@ def made_in_matmuls(program: Any, reduces: Callable[[Any], bool]) -> list[int]:
             bounded[result] = bounds
             read[result] = read[wide[0]]
     return read
+
+
+def spread_factors(program: Any, operation: Any, sources: Collection[int]) -> dict[int, int]:
+    """By the result of a kernel that multiplies two arrays, each spread out to it, its bytes: the
+    matmul that makes its cotangent multiplies that with one of them, written as large as it is. XLA
+    has none in a matmul that would read it as small as it was (tests/test_operands.py). Of what is
+    no product: nothing."""
+    (result, *others), sizes = operation.outputs, program.sizes
+    if operation.name != "mul" or others or not program.active[result]:
+        return {}
+    if not program.rules.fuses_elements:
+        return {}
+    # A parameter, small beside it, is read by the matmul itself.
+    large = [one for one in sources if sizes[one] * SMALL >= sizes[result]]
+    is_spread = len(sources) > 1 and all(2 * sizes[one] <= sizes[result] for one in sources)
+    return {result: sizes[result]} if is_spread and large else {}
 
 
 def is_padded(program: Any, operation: Any, value: int) -> bool:

@@ -26,6 +26,11 @@ def has_padded_parts(one: Matmul, rules: Any) -> bool:
     return _padded(one, rules) > one.depth
 
 
+def pads_gradients(one: Matmul | None, rules: Any) -> bool:
+    """Whether an operand is padded for a gradient."""
+    return one is not None and any(has_padded_parts(g, rules) for g in (one.of_left, one.of_right))
+
+
 def _padded(one: Matmul, rules: Any) -> int:
     """How many products each sum of a matmul is of, with the zeros that make its parts equal."""
     parts = parts_of(one, rules)

@@ -21,3 +21,8 @@ def for_library(program: Any, operation: Any) -> int:
     """Bytes in which a library multiplies matrices."""
     dtypes, size = program.rules.library
     return size * (is_matmul(operation) and dtype_of(program, operation.outputs[0]) in dtypes)
+
+
+def float32_copy(program: Any, value: int) -> int:
+    """Bytes of a value in float32, where it is a copy."""
+    return 2 * program.sizes[value] * program.types[value].startswith("bfloat16")

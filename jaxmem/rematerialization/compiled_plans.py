@@ -124,8 +124,8 @@ class CompiledPlans(PlanCompiler):
         only = search.compilations == 1  # has no other to learn from
         goal = self.only_goal(budget) if only else float(budget)
         if self.may_fit_as_it_is(budget):
-            other = self.layout_for(goal)
-            yield [planner.plain, *[other] * (other is not None and search.compilations > 2)]
+            other = self.layout_for(goal) if search.compilations > 2 else None
+            yield [planner.plain, other] if other else [planner.plain]
             if search.fits(planner.plain):
                 return
         planned_bytes: dict[Layout, float] = {}  # projected bytes that it was planned for
