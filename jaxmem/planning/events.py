@@ -53,9 +53,9 @@ def liveness(
 ) -> tuple[list[int], int, int]:
     """The bytes that are alive at each of some events in their order, the most of them, and the
     number of the event where that is: ``live`` from the beginning, ``kept`` to the end. ``results``
-    have memory of their own, so many bytes each. ``sequential_gradients``: the two
-    gradients of a matmul are made so that less is alive, but for those of padded operands outside
-    of a recomputation."""
+    have memory of their own, so many bytes each. ``sequential_gradients``: the two gradients
+    of a matmul are made so that less is alive, but for those of padded operands outside of a
+    recomputation."""
     last = [-1] * len(sizes)  # the events that use them last
     for index, event in enumerate(events):
         for instance in event.makes:

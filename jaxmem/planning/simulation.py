@@ -194,12 +194,11 @@ class _StepSimulator:
 
     def cotangent(self, value: int) -> int:
         """One of a value; gradients of inputs add up in one place, where no sum is read."""
-        if value >= self.program.input_count:
-            return self.instance(value)
-        free = self.become == "updates" or not self.gradients
-        if self.become == "summands":
-            return self.instance(value, free)
+        own = value < self.program.input_count
+        if not own or self.become == "summands":
+            return self.instance(value, own and not self.gradients)
         if value not in self.summed:
+            free = self.become == "updates" or not self.gradients
             self.summed[value] = self.instance(value, free)
         return self.summed[value]
 

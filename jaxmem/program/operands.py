@@ -65,12 +65,12 @@ def made_in_matmuls(program: Any, reduces: Callable[[Any], bool]) -> list[int]:
 def spread_factors(program: Any, operation: Any, sources: Collection[int]) -> dict[int, int]:
     """By the result of a kernel that multiplies two arrays, each spread out to it, its bytes: the
     matmul that makes its cotangent multiplies that with one of them, written as large as it is. XLA
-    has none in a matmul that would read it as small as it was (tests/test_operands.py). Of what is
-    no product: nothing."""
-    (result, *others), sizes = operation.outputs, program.sizes
-    if operation.name != "mul" or others or not program.active[result]:
+    has none in a matmul that would read it as small as it was (tests/test_operands.py). Of other
+    kernels: nothing."""
+    if operation.name != "mul" or not program.rules.fuses_elements:
         return {}
-    if not program.rules.fuses_elements:
+    (result,), sizes = operation.outputs, program.sizes
+    if not program.active[result]:
         return {}
     # A parameter, small beside it, is read by the matmul itself.
     large = [one for one in sources if sizes[one] * SMALL >= sizes[result]]

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxmem.ground.garbage import uncollected
 from jaxmem.planning import Layout
@@ -241,7 +241,12 @@ class CompiledPlans(PlanCompiler):
         """The layout that is projected to take so many bytes in all."""
         left = self.constraints.budget_for(self.traced.program, int(goal)).available
         assert left is not None
-        return self.planner.cheapest_for(left)
+        return self._cheapest_for(left)
+
+    @functools.cached_property
+    def _cheapest_for(self) -> Callable[[int], Layout | None]:
+        """That of the planner: one goal is asked for again and again."""
+        return functools.cache(self.planner.cheapest_for)
 
     def with_chip(self, budget: float) -> float:
         """Projected bytes that may fit a budget: what waits in the memories of the chip is in
