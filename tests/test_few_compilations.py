@@ -89,3 +89,25 @@ def test_what_fits_as_it_is_is_compiled_though_another_took_more_than_projected(
         loss, *args, target="h100", budget=plain.compiled_bytes + 4096, compilations=1
     )
     assert again.compiled_bytes == plain.compiled_bytes
+
+
+@pytest.mark.parametrize("compilations", [1, 2, 3, 4])
+def test_the_last_plan_leaves_room_where_only_the_function_was_compiled(compilations):
+    """It misses its budget by 1 %, and so does a plan for 3 % less than it was projected to take,
+    which is further off."""
+
+    def loss(ups, downs, x):
+        for up, down in zip(ups, downs, strict=True):
+            gate, value = jnp.split(x @ up, 2, -1)
+            x = x + (jax.nn.silu(gate) * value) @ down
+        return jnp.mean(x**2)
+
+    up, down, x = (
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 2048), (1024, 256), (4096, 256))
+    )
+    args = [up] * 4, [down] * 4, x
+    step = jax.value_and_grad(loss, (0, 1))
+    compiled = jaxmem.memory(step, *args, target="h100", timeline=False).device
+    budget, common = int(0.988 * compiled), {"target": "h100", "argnums": (0, 1)}
+    plan = jaxmem.plan(loss, *args, budget=budget, compilations=compilations, **common)
+    assert plan.compiled_bytes <= budget

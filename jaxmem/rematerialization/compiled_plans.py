@@ -214,7 +214,9 @@ class CompiledPlans(PlanCompiler):
         """The layout for the last compilation, where nothing fits yet: what is known to fit, or
         leaves as much room as the only one would; None: only the fewest bytes do, at any price."""
         room = min(self.worst_case_goal(goal), self.search.allowed / FIRST_ERROR)
-        return self.safe_layout(goal) or self.layout_for(room)
+        # The function without regions tells nothing of how far a plan's projection is off.
+        has_plans = any(one.regions or one.loops for one in self.search.outcomes)
+        return (self.safe_layout(goal) if has_plans else None) or self.layout_for(room)
 
     def is_worth_compiling(self, price: float) -> bool:
         """Whether that is less than the price of the best plan so far, by what a compilation is
