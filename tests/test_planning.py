@@ -433,6 +433,16 @@ def test_a_body_with_regions_of_the_user_is_left_alone():
 # ---- size
 
 
+@pytest.mark.parametrize("part", [3, 4, 5, 6])
+def test_memories_whose_plans_are_nested_too_deep_do_not_hide_the_others(monkeypatch, part):
+    monkeypatch.setattr("jaxmem.planning.dp._DEPTH", 6)
+    random = np.random.default_rng(0)
+    flops = [int(work) for work in random.integers(10**6, 10**9, 500)]
+    planner = DP(chain([100_000] * 500, flops), RATES)
+    budget = planner.plain.peak // part
+    assert 0.95 * budget <= planner.variants[0].cheapest_for(budget).peak <= budget
+
+
 @pytest.mark.slow
 def test_planning_time_grows_near_linearly():
     """In calls of Python, which no other load changes; seconds are in speed/planner_time.py."""

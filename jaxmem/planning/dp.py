@@ -300,12 +300,13 @@ class Variant:
         tried: list[Layout | None] = []
         while low < high:
             guess = min(max(bisect.bisect_left(memories, wanted), low), high - 1)
-            at = guess if guesses > 0 else (low + high) // 2
-            layout = self.proposed(solution, memories[at])
-            # Less memory takes deeper trees.
+            at = least = guess if guesses > 0 else (low + high) // 2
+            # Of a memory whose plan is nested too deep the plan for less memory tells.
+            while (layout := self.proposed(solution, memories[least])) is None and least > low:
+                least -= 1
             over = layout.peak - budget if layout else 0
-            wanted, guesses = memories[at] - math.ceil(over / slot), guesses - 1 if layout else 0
-            low, high = (low, at) if over > 0 else (at + 1, high)
+            wanted, guesses = memories[least] - math.ceil(over / slot), guesses - 1 if layout else 0
+            low, high = (low, least) if over > 0 else (at + 1, high)
             tried.append(layout)
         more = memories[low + 1 : low + 1 + _EXTRA_MEMORIES]
         tried += [self.proposed(solution, memory) for memory in more]
