@@ -600,6 +600,52 @@ def of_groups(params, batch):
     return jnp.mean(jnp.tanh(batch["x"] @ params).mean(-1) * gain)
 
 
+@pytest.mark.parametrize("count", [5, 8])
+def test_a_loss_that_takes_not_every_slice_says_so(count):
+    """A slice of 4 is taken, though nothing is proved of it; those of 5 and 3 are not."""
+
+    def pairs(w, x):
+        return jnp.mean(jnp.sum((x @ w) ** 2, -1).reshape(-1, 2).sum(1))
+
+    step = jaxmem.microbatch(pairs, count, uneven=True)
+    with pytest.raises(jaxmem.JaxmemError, match="takes no slice of the batch: cannot reshape"):
+        step(jnp.eye(3), jnp.ones((24, 3)))
+
+
+def test_what_a_loss_is_is_proved_at_each_call():
+    """A function may be another one than before, for arguments of the same shapes."""
+    means = True
+
+    def loss_fn(w, x):
+        each = jnp.mean((x @ w) ** 2, -1)
+        return each.mean() if means else each.sum()
+
+    step, w, x = jaxmem.microbatch(loss_fn, 4), jnp.eye(3), jnp.arange(24.0).reshape(8, 3)
+    for means in (True, False, True):
+        loss, gradient = step(w, x)
+        assert loss == pytest.approx(loss_fn(w, x)), means
+        plain, plain_gradient = jax.value_and_grad(loss_fn)(w, x)
+        np.testing.assert_allclose(loss, plain, rtol=1e-12)
+        np.testing.assert_allclose(gradient, plain_gradient, rtol=1e-12)
+
+
+def test_what_is_not_proved_is_told_once_and_again_when_it_is_another():
+    reduce = jnp.max
+
+    def loss_fn(w, x):
+        return reduce((x @ w) ** 2)
+
+    step, w, x = jaxmem.microbatch(loss_fn, 4), jnp.eye(3), jnp.arange(24.0).reshape(8, 3)
+    with pytest.warns(jaxmem.JaxmemWarning, match="4 microbatches are averaged"):
+        step(w, x)
+    step(w, x)
+    reduce = jnp.mean
+    step(w, x)
+    reduce = jnp.max
+    with pytest.warns(jaxmem.JaxmemWarning, match="4 microbatches are averaged"):
+        step(w, x)
+
+
 @pytest.mark.parametrize("given", [{}, {"reduction": "mean"}, {"weight": lambda batch: 1.0}])
 def test_a_loss_that_takes_no_slice_is_told(given):
     sliced = jaxmem.microbatch(of_groups, 4, **given)

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmem import jaxprs
 from jaxmem.ground.checks import is_count, shown
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.levers.batch.independence import Proof
 from jaxmem.levers.batch.reductions import checked, of_metrics, proof_of, sizes_of
 from jaxmem.levers.batch.slices import as_returned, batch_axes, batch_size, check_sizes, product
 from jaxmem.levers.batch.sums import Sums, mean_over, merged, weight_of
@@ -51,7 +50,8 @@ def microbatch(
     Args:
         loss_fn: as for `jaxmem.train_step`: ``loss_fn(params, batch)`` and its forms with
             ``model_state=`` and ``key=``. A key is folded with the number of the slice, so that
-            each draws its own dropout masks.
+            each draws its own dropout masks, and its own of what is drawn once for a batch (a noise
+            level).
         count: number of slices, 1 or more. 1 is the plain value and gradient.
         reduction: ``"mean"`` or ``"sum"``, whichever the loss is over its examples; None: the one
             that is proved. Given, it is taken at your word, unless the other one is proved, and
@@ -113,17 +113,18 @@ def microbatch(
             f"batch['mask'].sum(); got {shown(weight)}."
         )
     axes = batch_axes(sharding)
-    proofs: dict[Any, Proof] = {}  # by the shapes of the arguments
+    told: dict[str, Any] = {}  # what was said of the loss, by the shapes of the arguments
 
     def rules(size, shards, arguments):
         """What becomes of the slices' losses, of each of their metrics by its path, and what the
         slices are weighted by, if that is proved."""
         shapes = jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), arguments)
-        seen = str(shapes) in proofs
-        if not seen:
-            plain = getattr(loss_fn, "unplanned", loss_fn)
-            proofs[str(shapes)] = proof_of(plain, sizes_of(size // (shards or 1), count), arguments)
-        proof = proofs[str(shapes)]
+        plain = getattr(loss_fn, "unplanned", loss_fn)
+        # At each call: what the loss closes over may have changed, and what it is with that.
+        proof = proof_of(plain, sizes_of(size // (shards or 1), count), arguments)
+        said = proof.why, proof.state, [(path, one.why) for path, one in proof.metrics.items()]
+        seen = told.get(str(shapes)) == said
+        told[str(shapes)] = said
         if proof.refused:
             raise JaxmemError(
                 f"loss_fn takes no slice of the batch: {proof.refused}. Where it has a size of the "
@@ -135,7 +136,7 @@ def microbatch(
         silent = seen or reduction is not None
         divisor = None
         if proof.divisor is not None and weight is None and loss == "weighted":
-            divisor = proof.divisor.with_fresh_constants()
+            divisor = proof.divisor
         metrics = proof.metrics
         if divisor is None:  # then no metric is weighted by what the loss is divided by
             metrics = {path: metric.unweighted for path, metric in metrics.items()}

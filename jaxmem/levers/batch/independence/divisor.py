@@ -1,7 +1,6 @@
 """What the slices of a quotient are weighted by."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -69,11 +68,6 @@ class Divisor:
             )
         )
 
-    def with_fresh_constants(self) -> "Divisor":
-        """For one call: what the loss closes over may be another value now, or a tracer. It is
-        traced once for each size of slices."""
-        return dataclasses.replace(self, trace=functools.cache(self.trace))
-
     def slice_weight(self, part: Any, share: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weight of a slice that has this share of the examples, and its part of the count.
 
@@ -139,8 +133,8 @@ def _ratio(flat: jaxprs.FlatJaxpr, at: int, batch: range) -> Ratio:
     ratio = ratio_in(flat, flat.outputs[at], batch)
     if ratio is None:
         raise JaxmemError(
-            "The loss is no longer the quotient of two sums that it was when it was first traced "
-            "with these shapes. Make a new jaxmem.microbatch of what it is now."
+            "The loss is the quotient of two sums when it is traced once, and none when it is "
+            "traced again with the same shapes: let it be the same function each time."
         )
     return ratio
 

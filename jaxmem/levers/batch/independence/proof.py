@@ -95,28 +95,35 @@ def reduction_of(
         return Proof(None, "the arrays of the batch have no first axis of examples in common")
     ((size,),) = shapes
     found = Proof("mean")
-    whole: jaxprs.FlatJaxpr | None = None
-    later = _later(loss, jax.tree.map(_abstract, (batch, params, model_state, key)))
-    for number, part in enumerate(sorted(set(slices) - {size})):
+    arguments = batch, params, model_state, key
+    later = _later(loss, jax.tree.map(_abstract, arguments))
+    parts = sorted(set(slices) - {size})
+    traced: list[jaxprs.FlatJaxpr] = []
+    refused: dict[int, str] = {}
+    for one in (size, *parts) if parts else ():
         try:
-            whole = whole or _traced(loss, size, batch, params, model_state, key)
-            sliced = _traced(loss, part, batch, params, model_state, key)
+            traced.append(_traced(loss, one, *arguments))
         except Exception as error:
-            said = first_line(error)
-            refused = said if whole else ""
-            return Proof(
-                None, f"it cannot be traced with a slice of the batch ({said})", refused=refused
-            )
-        proof = _compared(whole, sliced, (size, part), (batch, params, model_state, key), later)
-        found = _both(found, proof) if number else proof
+            refused[one] = first_line(error)
+    if refused:
+        said = next(iter(refused.values()))
+        refused.pop(size, None)  # slices may be all that it takes
+        return Proof(
+            None,
+            f"it cannot be traced with a slice of the batch ({said})",
+            refused=next(iter(refused.values()), ""),
+        )
+    for part, sliced in zip(parts, traced[1:], strict=True):
+        proof = _compared(traced[0], sliced, (size, part), arguments, later)
+        found = proof if part == parts[0] else _both(found, proof)
         if found.reduction is None and not found.metrics:
             break  # no other size can change that
     return found
 
 
 def _later(loss: Callable, arguments: tuple) -> Callable[[int], jaxprs.FlatJaxpr]:
-    """Traces the loss for so many examples, and keeps no array alive until then."""
-    return lambda size: _traced(loss, size, *arguments)
+    """Traces the loss for so many examples, once, and keeps no array alive until then."""
+    return functools.cache(lambda size: _traced(loss, size, *arguments))
 
 
 def _abstract(leaf: Any) -> Any:
