@@ -22,6 +22,7 @@ ELSEWHERE = {
     "planning.named_counts._CHUNK",
     "planning.segments._SMALL_HEAD",
     "program.costs._NESTED",
+    "program.uses._MANY",
     "program.opaque._MAX_REORDERED",
     "program.derivatives.pooling._WINDOW",
     "fitting.capacity._MAX_GROWTH",

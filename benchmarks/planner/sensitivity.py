@@ -212,7 +212,7 @@ def constants() -> list[Constant]:
         *of(SHARES_OF_RATES, "matmul", "memory", "launch"),
         *of("planning.rates", "ARITHMETIC_WEIGHT"),
         *of("program.cotangents", "_REDUCED"),
-        *of("program.kernels", "_LARGE_SOURCES", "_SOURCES", "_CHAIN"),
+        *of("program.stored", "_LARGE_SOURCES", "_SOURCES", "_CHAIN"),
         *of("program.readers", "SMALL"),
         *of("program.repeats", "_EXPENSIVE", "_EXPENSIVE_IN_MEMORY"),
         *of("planning.blocks", "_BLOCKS", programs=(LONG,)),

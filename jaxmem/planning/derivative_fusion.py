@@ -61,13 +61,14 @@ def _split_gradients(program: Program, events: Sequence[Event], start: int) -> l
         two = (
             number >= start
             and event.backward
-            and kernel.gradients.separable
+            and kernel.gradients.operands
             and len(event.makes) == 2
         )
-        if two and len(event.uses) > 2:
-            (one, other, *cotangent), (first, second) = event.uses, event.makes
-            found.append(dataclasses.replace(event, uses=[other, *cotangent], makes=[first]))
-            found.append(dataclasses.replace(event, uses=[one, *cotangent], makes=[second]))
+        if two and len(event.uses) > len(kernel.reads) > 1:
+            cotangent, (first, second) = event.uses[len(kernel.reads) :], event.makes
+            one, other = kernel.gradients.in_operands(kernel.reads, event.uses)
+            found.append(dataclasses.replace(event, uses=[*other, *cotangent], makes=[first]))
+            found.append(dataclasses.replace(event, uses=[*one, *cotangent], makes=[second]))
         else:
             found.append(event)
     return found

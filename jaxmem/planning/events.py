@@ -91,12 +91,17 @@ def liveness(
         elif (
             sequential_gradients
             and event.backward
-            and kernel.gradients.separable
+            and kernel.gradients.operands
             and event.makes[1:]
             and (event.run or not kernel.gradients.padded)
         ):
             parts = kernel.gradients.split_k_bytes or (0, 0)
-            live_now = before + _sequential_gradient_peak(event, sizes, ends, parts) - max(parts)
+            dying = [
+                sum(sizes[one] for one in read if one in ends)
+                for read in kernel.gradients.in_operands(kernel.reads, event.uses)
+            ]
+            made = [sizes[one] for one in event.makes]
+            live_now = before + _sequential_gradient_peak(dying, made, parts) - max(parts)
         else:
             live_now = now
         live_now += event.workspace_bytes
@@ -108,13 +113,12 @@ def liveness(
 
 
 def _sequential_gradient_peak(
-    event: Event, sizes: list[int], ends: Sequence[int], parts: Sequence[int]
+    dying: Sequence[int], made: Sequence[int], parts: Sequence[int]
 ) -> int:
-    """The most bytes more while the two gradients of a contraction are made, each of which reads
-    the other's operand, in the order that takes less; ``parts`` are there while either is made."""
-    left, right = (sizes[one] if one in ends else 0 for one in event.uses[:2])  # that die
-    of_left, of_right = (sizes[one] for one in event.makes)
-    for_left, for_right = parts
+    """The most bytes more while the two gradients of a contraction are ``made``, each of which
+    reads the other's operand, in the order that takes less; the operands are ``dying``, ``parts``
+    are there while either is made."""
+    (left, right), (of_left, of_right), (for_left, for_right) = dying, made, parts
     right_first = max(of_right + for_right, of_right - left + of_left + for_left)
     left_first = max(of_left + for_left, of_left - right + of_right + for_right)
     return min(right_first, left_first)

@@ -106,7 +106,7 @@ def simulate_block(
     given = {value: simulator.instance(value) for value in results if value in saved}
     alive = [*sources.intersection(made), *results]
     cotangents = {
-        value: [simulator.instance(value)]
+        program.cotangent_of[value]: [simulator.instance(value)]
         for value in alive
         if last_used[value] > stop and made_by[value] and program.active[value]
     }
@@ -202,6 +202,11 @@ class _StepSimulator:
             self.summed[value] = self.instance(value, free)
         return self.summed[value]
 
+    def incoming(self, value: int, cotangents: dict[int, list[int]]) -> list[int]:
+        """What a value's cotangent is made of; the first that has it needs it last."""
+        first = self.program.cotangent_of[value]
+        return cotangents.pop(value, []) if first == value else cotangents.get(first, [])
+
     def zeros(self, value: int) -> int:
         """The gradient of what nothing depends on, which XLA makes at the end."""
         made = self.instance(value, free=True)
@@ -261,7 +266,7 @@ class _StepSimulator:
 
     def derive(self, number: int, reads: list[int], cotangents: dict[int, list[int]]) -> None:
         kernel = self.kernels[number]
-        incoming = [i for value in kernel.results for i in cotangents.pop(value, ())]
+        incoming = [i for value in kernel.results for i in self.incoming(value, cotangents)]
         if not incoming:
             return
         if kernel.widened:  # its cotangent is rounded, and in memory, before it is widened
@@ -270,12 +275,15 @@ class _StepSimulator:
             incoming = [rounded]
         is_scan = number in self.scans
         for value in kernel.results:
-            if not self.states[value].is_written_first(is_scan, kernel.fused):
+            first = self.program.cotangent_of[value]
+            if not self.states[first].is_written_first(is_scan, kernel.fused):
                 continue
             whole = self.instance(value)
-            extra = self.states[value].scattered
+            extra = self.states[first].scattered
             self.events.append(Event(number, incoming, [whole], True, extra, not_in_place=True))
             incoming = [whole]
+            if first in cotangents:
+                cotangents[first], self.states[first] = incoming, CotangentState({False})
         count = self.program.input_count
         fresh, joined, in_rows = [], [], False
         for edge in self.cotangent_edges[number]:
@@ -288,7 +296,9 @@ class _StepSimulator:
                 self.pending.setdefault((edge.last, value), []).extend([*incoming, *reads])
             elif edge.passes:
                 joined.append(self.program.made[value] - 1)
-                cotangents.setdefault(value, []).extend([*incoming, *reads])
+                pairs = zip(kernel.reads, reads, strict=True)
+                read = [one for v, one in pairs if v != value or not edge.linear]
+                cotangents.setdefault(value, []).extend([*incoming, *read])
             elif edge.reduces and value >= count and (number, value) not in self.pending:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
@@ -313,7 +323,8 @@ class _StepSimulator:
         inside = kernel.derivative_workspace
         if kernel.flops:
             # Its gradients read a copy of the cotangent, in their own order.
-            turned = (value for value in kernel.results if self.states[value].is_turned)
+            of = self.program.cotangent_of
+            turned = (value for value in kernel.results if self.states[of[value]].is_turned)
             inside += sum(self.program.sizes[value] for value in turned)
         if number in self.program.regions:
             inside += _region_workspace(self.program, number)

@@ -17,7 +17,7 @@ from jaxmem.program.graph import (
 )
 from jaxmem.program.input_gradients import Become as Become, InputGradients as InputGradients
 from jaxmem.program.kernel import Kernel as Kernel
-from jaxmem.program.kernels import NAMED as NAMED, read_kernels as read_kernels
+from jaxmem.program.kernels import read_kernels as read_kernels
 from jaxmem.program.operations import (
     Operation as Operation,
     Program as Program,
@@ -25,3 +25,4 @@ from jaxmem.program.operations import (
 )
 from jaxmem.program.readers import dtype_of as dtype_of
 from jaxmem.program.reading import read_program as read_program
+from jaxmem.program.stored import NAMED as NAMED

@@ -1,5 +1,6 @@
 """What one operation costs: FLOPs of its matmuls and convolutions, and whether XLA fuses it."""
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Set
@@ -69,6 +70,15 @@ _BY_RESULT = frozenset("cbrt erf_inv exp exp2 expm1 logistic rsqrt sqrt tan tanh
 _NESTED = 3
 # Whether a `jax.custom_vjp` is fused, by the program of its function.
 _judged: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperandAxes:
+    """Of an operand of a matmul, the axes that are summed, and those that the result has, but for
+    the batch's."""
+
+    summed: tuple[int, ...]
+    kept: tuple[int, ...]
 
 
 def is_fused(equation) -> bool:
@@ -234,6 +244,17 @@ def slides(equation) -> frozenset[int]:
     if operation_of(equation) != "conv_general_dilated":
         return frozenset()
     return frozenset(equation.params["dimension_numbers"].out_spec[2:])
+
+
+def operand_axes(equation) -> tuple[OperandAxes, ...]:
+    """Those of a matmul; of other operations none."""
+    if equation.primitive.name != "dot_general":
+        return ()
+    summed, batch = equation.params["dimension_numbers"]
+    return tuple(
+        OperandAxes(tuple(own), tuple({*range(variable.aval.ndim)} - {*own, *shared}))
+        for variable, own, shared in zip(equation.invars, summed, batch, strict=True)
+    )
 
 
 def precision_of(parameters) -> str:

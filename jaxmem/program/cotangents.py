@@ -14,6 +14,8 @@ _REDUCED = 16
 # The same, where the last operation is one. Measured: cotangents of sums over 4 elements and more
 # are spread out where they are read (tests/test_reductions.py); of those over 2 some are.
 _SUMMED = 2
+_SUMS = frozenset({"add", "add_any"})
+_CUTS = SLICES | {"split"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class CotangentEdge:
         passes: whether it is never in memory: it is computed element by element, and in memory
             because it is expensive, and so is all that reads it. The derivatives of both are one
             kernel.
+        linear: whether what the kernel makes is linear in it: its cotangent is made without it.
     """
 
     value: int
@@ -39,6 +42,7 @@ class CotangentEdge:
     last: int | None
     cuts: bool
     passes: bool
+    linear: bool
 
 
 def active_of(program: Any) -> list[bool]:
@@ -70,9 +74,40 @@ def cotangent_edges(program: Any) -> tuple[tuple[CotangentEdge, ...], ...]:
     passed = _passed(program, moving)
     readers = collections.Counter(value for sources in moving for value in sources)
     shared = frozenset(value for value, count in readers.items() if count > 1)
+    first = program.cotangent_of
     return tuple(
-        _cotangent_edges(program, moving, passed, shared, number) for number in range(len(moving))
+        tuple(
+            edge
+            for edge in _cotangent_edges(program, moving, passed, shared, number)
+            if first[edge.value] == edge.value
+        )
+        for number in range(len(moving))
     )
+
+
+def cotangents_in_common(program: Any) -> list[int]:
+    """For each value of a program (`Program`) the one in memory that is made first of those that
+    have its cotangent: what is added up, and read for nothing else, has that of the sum."""
+    found = list(range(len(program.sizes)))
+    readers = collections.Counter(value for one in program.operations for value in one.inputs)
+    readers.update(program.outputs)
+    summands: dict[int, list[int]] = {}  # of sums that are in no memory, what is
+    for operation in program.operations:
+        if operation.name not in _SUMS or not program.active[operation.outputs[0]]:
+            continue
+        (result,) = operation.outputs
+        parts: list[int] = []
+        for value in operation.inputs:
+            if readers[value] == 1 and program.sizes[value] == program.sizes[result]:
+                parts += [value] if program.made[value] else summands.get(value, [])
+        parts = sorted(
+            (value for value in parts if program.active[value]), key=program.made.__getitem__
+        )
+        if not program.made[result]:
+            summands[result] = parts
+        for value in parts:
+            found[value] = parts[0]
+    return found
 
 
 def _cotangent_edges(
@@ -97,6 +132,7 @@ def _cotangent_edges(
             last.get(value),
             value in shared and sizes[value] > written and _cuts(program, kernel, value),
             value in passed,
+            value in passed and _is_linear(program, kernel, value),
         )
         for value in kernel.sources
         if value in moving[number] and value not in later
@@ -116,12 +152,27 @@ def _cuts(program: Any, kernel: Any, value: int) -> bool:
     shape = functools.partial(shape_of, program) if program.types else sizes.__getitem__
     for number in kernel.operations if kernel.fused else ():
         one = program.operations[number]
-        if one.name in SLICES or whole.isdisjoint(one.inputs):
+        if one.name in _CUTS or whole.isdisjoint(one.inputs):
             continue
         if any(shape(made) != shape(value) for made in one.outputs):
             return False
         whole.update(one.outputs)
     return kernel.fused and whole.isdisjoint(kernel.results)
+
+
+def _is_linear(program: Any, kernel: Any, value: int) -> bool:
+    """Whether what a kernel computes is linear in a value: sums, and products with what is not made
+    of it."""
+    made = {value}
+    for number in kernel.operations:
+        one = program.operations[number]
+        if made.isdisjoint(one.inputs):
+            continue
+        factors = [operand for operand in one.inputs if operand in made]
+        if one.derivative_reads != "nothing" and (one.name != "mul" or factors[1:]):
+            return False
+        made.update(one.outputs)
+    return True
 
 
 def _moving(program: Any, kernel: Any) -> frozenset[int]:

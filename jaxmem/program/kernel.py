@@ -1,6 +1,7 @@
 """One kernel that XLA makes of a program: what it computes, reads and writes."""
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 from jaxmem.targets.links import Ring
 
@@ -39,8 +40,9 @@ class Gradients:
     """How the derivative of a matmul makes its gradients.
 
     Attributes:
-        separable: whether its operands are two values in memory as they are, of whose gradients the
-            one may be made first. (Those of convolutions are made side by side: a U-Net.)
+        operands: where its operands are two values in memory as they are, what is read for the one
+            and for the other: of their gradients the one may be made first. (Those of convolutions
+            are made side by side: a U-Net.)
         split_k_bytes: the bytes of parts of sums (`jaxmem.program.splitting`) that the gradient of
             each source takes, which are among those that the derivative takes inside.
         operand_copies: operands, and the bytes of copies of them that are made for the matmul
@@ -51,11 +53,17 @@ class Gradients:
         padded: whether a gradient reads a padded operand: a copy may be there beside it.
     """
 
-    separable: bool = False
+    operands: tuple[frozenset[int], ...] = ()
     split_k_bytes: tuple[int, ...] = ()
     operand_copies: tuple[tuple[int, int], ...] = ()
     ragged_groups: int | None = None
     padded: bool = False
+
+    def in_operands(self, reads: Sequence[int], read: Sequence[int]) -> Iterator[list[int]]:
+        """Of the instances that are ``read`` for the values of ``reads``, those of the one operand
+        and of the other."""
+        for values in self.operands:
+            yield [one for value, one in zip(reads, read, strict=False) if value in values]
 
 
 _ALL, _NONE = Aliasing(), Gradients()

@@ -9,15 +9,13 @@ next to none to make again.
 import collections
 import functools
 
-from jaxmem.program.convolutions import bytes_of_copies, convolved, reads_copy
-from jaxmem.program.costs import CONTRACTIONS
+from jaxmem.program.convolutions import bytes_of_copies, convolved
 from jaxmem.program.kernel import Aliasing, Gradients, Kernel
-from jaxmem.program.operands import is_padded, made_in_matmuls, spread_factors
+from jaxmem.program.operands import made_in_matmuls, spread_factors
+from jaxmem.program.pieces import pieces_of_operands, split_matmuls
 from jaxmem.program.ragged import copies_of_groups, groups_of
 from jaxmem.program.readers import (
     SLICES,
-    SMALL,
-    concatenations,
     dtype_of,
     gathers_repeatedly,
     is_matmul,
@@ -25,34 +23,28 @@ from jaxmem.program.readers import (
     read_by_derivative,
     scatters_few_elements,
     shared_cotangents,
-    views_of,
 )
-from jaxmem.program.repeats import Repeats
 from jaxmem.program.row_norms import RowNormalizations, find_row_normalizations
 from jaxmem.program.splitting import bytes_of_parts, matmul_of, padded_copies, pads_gradients
+from jaxmem.program.stored import REDUCTIONS, reduces_to_few, stored_values
 from jaxmem.program.workspaces import float32_copy, for_library, sorted_rows
 from jaxmem.targets.links import Ring
 
-# A fused value that several kernels read is computed in each of them, unless that takes more than
-# this: then it is written once. Chosen; half and twice: benchmarks/planner/sensitivity.py.
-_LARGE_SOURCES = 3  # arrays as large as it
-_SOURCES = 64  # arrays of any size, below what XLA's fusions take at most
-_CHAIN = 64  # operations: no code is so long that one kernel runs all of it again
-
-NAMED = "named"  # a name that a policy may save: what it marks is not made again for it
 # What reads other elements than it writes: its derivative cannot be written over what it read.
 _SHIFTS = frozenset("concatenate dynamic_slice pad rev slice".split())
-# These work in the memory of their results, where constants that they start from are made.
-_IN_PLACE = ("scatter", "sort")
-_REDUCTIONS = frozenset(
-    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split()
-)
 
 
 def read_kernels(program) -> tuple[Kernel, ...]:
     """Groups the operations of a program as XLA's fusion would."""
     whole = program.unsharded
-    stored, expensive = _stored(whole)
+    in_matmuls = list(range(len(program.sizes)))
+    if program.rules.fuses_elements:
+        in_matmuls = made_in_matmuls(whole, functools.partial(reduces_to_few, sizes=whole.sizes))
+    pieces: dict[tuple[int, int], frozenset[int]] = {}
+    split: frozenset[int] = frozenset()
+    if program.rules.fuses_elements:
+        pieces, split = pieces_of_operands(program, in_matmuls), split_matmuls(program)
+    stored, expensive = stored_values(whole, in_matmuls, frozenset().union(*pieces.values()))
     maker = {}
     for index, operation in enumerate(program.operations):
         for value in operation.outputs:
@@ -75,7 +67,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     stored.extend([True] * (len(program.sizes) - len(stored)))
     norms = RowNormalizations({}, {})
     if program.rules.blocks_of_rows:
-        norms = find_row_normalizations(program, stored, _REDUCTIONS)
+        norms = find_row_normalizations(program, stored, REDUCTIONS)
     cut, copies = _cut(program, stored), copies_of_groups(program)
     together = shared_cotangents(program, whole.sizes)
     spread: dict[int, int] = {}  # bytes of a factor that the matmul for its gradient reads
@@ -113,7 +105,8 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             under = frozenset().union(*(made(member, value) for value in member.inputs))
             own = frozenset(results) if number == last else under
             for value in read_by_derivative(member, program.active):
-                reads |= own if value in member.outputs else made(member, value)
+                of = own if value in member.outputs else made(member, value)
+                reads.update(*(pieces.get((number, one), (one,)) for one in of))
             shifts = member.name in _SHIFTS and not member.communication.aligned
             if shifts and together.isdisjoint(member.outputs):
                 shifted |= under
@@ -133,7 +126,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             of_few = sum(program.sizes[v] for v in made(operation, operation.inputs[0]))
             scattered = max(program.sizes[operation.inputs[0]] - of_few, 0)
             inside += scattered
-        reduces = _reduces(operation, program.sizes)
+        reduces = reduces_to_few(operation, program.sizes)
         # Reductions of the same values are one kernel of several results: it reads them once.
         again = set(kernels[-1].sources) if reduces and reduced else set()
         reduced = reduces
@@ -156,7 +149,12 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         copies_kept = padded.kept + kept
         workspace += library + forward + padded.forward + copied
         inside += sum(spread.get(v, 0) for v in operation.inputs) if matmul else 0
-        inside += library + max(gradients.values(), default=0) + padded.backward + copied_again
+        parts_and_whole = max(gradients.values(), default=0)
+        if index in split and program.active[left := operation.inputs[0]]:
+            # The whole cotangent is there beside its pieces before the gradient that reads it is.
+            later = 0 if left < program.input_count else program.sizes[left]
+            parts_and_whole = max(parts_and_whole, program.sizes[operation.outputs[0]] - later)
+        inside += library + parts_and_whole + padded.backward + copied_again
         rows = norms.sources.get(index, frozenset())
         computed = (v for number in ordered for v in program.operations[number].outputs)
         normalised = norms.sources_of(computed)
@@ -199,9 +197,11 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 scattered=scattered,
                 expensive=expensive.issuperset(results),
                 gradients=Gradients(
-                    len(sources) == 2
+                    tuple(pieces.get((index, one), frozenset([one])) for one in sorted(sources))
+                    if len(sources) == 2
                     and is_matmul(operation)
-                    and all(is_view(program.operations[number]) for number in ordered[:-1]),
+                    and all(is_view(program.operations[number]) for number in ordered[:-1])
+                    else (),
                     tuple(parts.get(value, 0) for value in sorted(sources)),
                     copies_kept,
                     groups_of(operation) if program.rules.copies_groups else None,
@@ -297,102 +297,3 @@ def _sent_for_sum(operation, size: int) -> int:
     ring = operation.communication.summed
     devices = ring.devices if ring else 1
     return 2 * size * (devices - 1) // devices
-
-
-def _stored(program) -> tuple[list[bool], frozenset[int]]:
-    """For each value whether it is in memory: inputs, outputs, what an expensive operation reads or
-    makes, reductions, and what would take too much to compute in each of its readers. And the
-    values that are there for no other reason than that they are expensive to compute again."""
-    sizes, count, rules = program.sizes, len(program.sizes), program.rules
-    readers = [0] * count
-    wanted = [False] * count
-    constant = [False] * count
-    reduces = functools.partial(_reduces, sizes=sizes)
-    in_matmuls = list(range(count))
-    if rules.fuses_elements:
-        in_matmuls = made_in_matmuls(program, reduces)
-    for operation in program.operations:
-        for value in operation.outputs:
-            constant[value] = all(constant[read] for read in operation.inputs)
-        in_place = operation.name.startswith(_IN_PLACE)
-        for value in set(operation.inputs):
-            readers[value] += 1
-            computed = in_matmuls[value] != value and is_matmul(operation)
-            if computed and is_padded(program, operation, value):
-                wanted[value] = True  # and what it is computed of, which the forward pass reads
-            wanted[in_matmuls[value] if computed else value] |= not (
-                operation.fused
-                or reads_copy(program, operation, value)
-                or scatters_few_elements(operation, sizes)
-                or (in_place and constant[value])
-                or (in_place and operation.name != "sort" and value != operation.inputs[0])
-                or (rules.fuses_operands and operation.name in CONTRACTIONS)
-            )
-        if operation.name == NAMED:
-            wanted[operation.outputs[0]] = True
-    written = concatenations(program) if rules.writes_concatenations else ()
-    for value in (*program.outputs, *written):
-        wanted[value] = True
-    # A view is where what it shows is.
-    for shown, view in views_of(program):
-        wanted[shown] |= wanted[view]
-        readers[shown] += readers[view] - 1
-    stored = [value < program.input_count for value in range(count)]
-    under: list[frozenset[int]] = [frozenset()] * count
-    for_each: list[frozenset[int]] = [frozenset()] * count  # what one element of it is made of
-    length = [0] * count
-    repeats = Repeats(program, reduces, in_matmuls)
-    # What a program is given is read along the way; an operation's own is given values of another.
-    given = 0 if program.differentiated == frozenset() else program.input_count
-    expensive: set[int] = set()
-    for operation in program.operations:
-        inputs = operation.inputs
-        for value in repeats.materialized(operation, stored):
-            if not stored[value]:
-                expensive.add(value)
-            stored[value] = True
-        sources = frozenset().union(*({v} if stored[v] else under[v] for v in inputs))
-        parts = [frozenset([v]) if stored[v] else for_each[v] for v in inputs]
-        if operation.name == "concatenate":
-            element = max(parts, key=len, default=frozenset())
-        else:
-            element = frozenset().union(*parts)
-        chain = 1 + sum(length[value] for value in inputs if not stored[value])
-        for value in operation.outputs:
-            large = [
-                sizes[source]
-                for source in element
-                if source >= given and sizes[source] * SMALL >= sizes[value]
-            ]
-            if is_view(operation):
-                write = value in program.outputs
-            elif not operation.fused or wanted[value]:
-                write = True
-            else:
-                shared = readers[value] > 1
-                write = readers[value] > 0 and (
-                    (_reduces(operation, sizes) and bool(sources))
-                    or len(large) > _LARGE_SOURCES
-                    or len(sources) > _SOURCES
-                    or (shared and (_are_more(large, sizes[value]) or chain > _CHAIN))
-                )
-            if write:
-                stored[value] = True
-                expensive.discard(value)
-            else:
-                under[value], for_each[value], length[value] = sources, element, chain
-    return stored, frozenset(expensive)
-
-
-def _are_more(sources: list[int], size: int) -> bool:
-    """Whether several sources are read for a value of a size, as much as it or more: what is made
-    of arrays that are broadcast for it (a state of Mamba's, 16 times as large) is not."""
-    return len(sources) > 1 and sum(sources) >= size
-
-
-def _reduces(operation, sizes) -> bool:
-    """Whether it makes little of much, in a kernel with what it reads; a gather that is fused takes
-    one element of each row. So is a matmul of vectors."""
-    if operation.name == "gather" and operation.fused:
-        return sizes[operation.outputs[0]] < sizes[operation.inputs[0]]
-    return operation.name in _REDUCTIONS or (operation.fused and operation.name == "dot_general")

@@ -52,7 +52,7 @@ def made_in_matmuls(program: Any, reduces: Callable[[Any], bool]) -> list[int]:
             continue
         if sizes[wide[0]] * SMALL < sizes[result]:
             continue  # what is spread out to all rows of a matmul, by another that is
-        if not _has_dtype(program, (*wide, result)):
+        if not has_matmul_dtype(program, (*wide, result)):
             continue
         # A bound below and one above are one operation to XLA, which matmuls do not compute.
         bounds = name in ("max", "min")
@@ -94,5 +94,6 @@ def _name(operation: Any) -> str:
     return (inside[0] if len(inside) == 1 else "") if operation.source.calls else operation.name
 
 
-def _has_dtype(program: Any, values: Sequence[int]) -> bool:
+def has_matmul_dtype(program: Any, values: Sequence[int]) -> bool:
+    """Whether values have dtypes that XLA multiplies in kernels of its own."""
     return all(dtype_of(program, value) in _DTYPES for value in values)

@@ -8,7 +8,13 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from jaxmem.program.convolutions import NO_COPIES, ConvolutionCopies
-from jaxmem.program.cotangents import CotangentEdge, active_of, cotangent_edges
+from jaxmem.program.costs import OperandAxes
+from jaxmem.program.cotangents import (
+    CotangentEdge,
+    active_of,
+    cotangent_edges,
+    cotangents_in_common,
+)
 from jaxmem.program.float32 import computed_in_float32, in_float32
 from jaxmem.program.input_gradients import InputGradients
 from jaxmem.program.kernel import Kernel
@@ -35,6 +41,7 @@ class Contraction:
         axes: of the operand of a convolution, and of its kernel: that of the examples (results),
             that of the channels, and those that it slides along.
         precision: how exactly it multiplies float32 (`precision_of`).
+        operands: the axes of each operand of a matmul.
     """
 
     batched: bool = False
@@ -43,6 +50,7 @@ class Contraction:
     copies: ConvolutionCopies = NO_COPIES
     axes: tuple[tuple[int, ...], ...] = ()
     precision: str = "default"
+    operands: tuple[OperandAxes, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -259,6 +267,11 @@ class Program:
         """For each value whether it has a cotangent: it is of a floating type and depends on a
         differentiated input."""
         return active_of(self)
+
+    @functools.cached_property
+    def cotangent_of(self) -> list[int]:
+        """For each value the first one that has the same cotangent."""
+        return cotangents_in_common(self)
 
     @functools.cached_property
     def cotangent_edges(self) -> tuple[tuple[CotangentEdge, ...], ...]:

@@ -26,13 +26,20 @@ from jaxmem.program.costs import (
     is_known,
     is_of_vectors,
     name_of,
+    operand_axes,
     precision_of,
     slides,
 )
 from jaxmem.program.custom_rules import by_rule, read_by_rule
 from jaxmem.program.kept_bytes import bytes_alike
 from jaxmem.program.opaque import JointProgram, peak
-from jaxmem.program.operations import Communication, Contraction, Operation, Program, Source
+from jaxmem.program.operations import (
+    Communication,
+    Contraction,
+    Operation,
+    Program,
+    Source,
+)
 from jaxmem.program.ragged import shared_copies
 from jaxmem.program.stacks import relaid_bytes
 from jaxmem.program.transposes import folded_transposes
@@ -105,6 +112,7 @@ def read_program(
                     _copies(step, turned),
                     convolved_axes(step.equation),
                     precision_of(step.equation.params),
+                    operand_axes(step.equation),
                 ),
                 communication=Communication((), shards.summed(step), shards.aligned(step)),
             )

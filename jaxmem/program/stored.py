@@ -1,0 +1,131 @@
+"""Which values of a program are in memory."""
+
+import functools
+
+from jaxmem.program.convolutions import reads_copy
+from jaxmem.program.costs import CONTRACTIONS
+from jaxmem.program.operands import is_padded
+from jaxmem.program.readers import (
+    SMALL,
+    concatenations,
+    is_matmul,
+    is_view,
+    scatters_few_elements,
+    views_of,
+)
+from jaxmem.program.repeats import Repeats
+
+# A fused value that several kernels read is computed in each of them, unless that takes more than
+# this: then it is written once. Chosen; half and twice: benchmarks/planner/sensitivity.py.
+_LARGE_SOURCES = 3  # arrays as large as it
+_SOURCES = 64  # arrays of any size, below what XLA's fusions take at most
+_CHAIN = 64  # operations: no code is so long that one kernel runs all of it again
+
+NAMED = "named"  # a name that a policy may save: what it marks is not made again for it
+# These work in the memory of their results, where constants that they start from are made.
+_IN_PLACE = ("scatter", "sort")
+REDUCTIONS = frozenset(
+    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split()
+)
+
+
+def stored_values(
+    program, in_matmuls: list[int], pieces: frozenset[int]
+) -> tuple[list[bool], frozenset[int]]:
+    """For each value whether it is in memory: inputs, outputs, what an expensive operation reads or
+    makes, reductions, and what would take too much to compute in each of its readers. And the
+    values that are there for no other reason than that they are expensive to compute again.
+    ``in_matmuls`` has for each value what matmuls read for it, ``pieces`` are read by them."""
+    sizes, count, rules = program.sizes, len(program.sizes), program.rules
+    readers = [0] * count
+    wanted = [False] * count
+    constant = [False] * count
+    reduces = functools.partial(reduces_to_few, sizes=sizes)
+    for operation in program.operations:
+        for value in operation.outputs:
+            constant[value] = all(constant[read] for read in operation.inputs)
+        in_place = operation.name.startswith(_IN_PLACE)
+        for value in set(operation.inputs):
+            readers[value] += 1
+            computed = in_matmuls[value] != value and is_matmul(operation)
+            if computed and is_padded(program, operation, value):
+                wanted[value] = True  # and what it is computed of, which the forward pass reads
+            wanted[in_matmuls[value] if computed else value] |= not (
+                operation.fused
+                or reads_copy(program, operation, value)
+                or scatters_few_elements(operation, sizes)
+                or (in_place and constant[value])
+                or (in_place and operation.name != "sort" and value != operation.inputs[0])
+                or (rules.fuses_operands and operation.name in CONTRACTIONS)
+            )
+        if operation.name == NAMED:
+            wanted[operation.outputs[0]] = True
+    written = concatenations(program) if rules.writes_concatenations else ()
+    for value in (*program.outputs, *written, *pieces):
+        wanted[value] = True
+    # A view is where what it shows is.
+    for shown, view in views_of(program):
+        wanted[shown] |= wanted[view]
+        readers[shown] += readers[view] - 1
+    stored = [value < program.input_count for value in range(count)]
+    under: list[frozenset[int]] = [frozenset()] * count
+    for_each: list[frozenset[int]] = [frozenset()] * count  # what one element of it is made of
+    length = [0] * count
+    repeats = Repeats(program, reduces, in_matmuls)
+    # What a program is given is read along the way; an operation's own is given values of another.
+    given = 0 if program.differentiated == frozenset() else program.input_count
+    expensive: set[int] = set()
+    kernel_counts = repeats.uses.kernel_counts(wanted)
+
+    def are_more(value: int, sources: list[int]) -> bool:
+        """Whether several sources are read for a value, as much as it or more, by more than the two
+        kernels that read them as fast as it is written and read: what is made of arrays that are
+        broadcast for it (a state of Mamba's, 16 times as large) is not."""
+        several = len(sources) > 1 and sum(sources) >= sizes[value]
+        return several and kernel_counts[value] > 2
+
+    for operation in program.operations:
+        inputs = operation.inputs
+        for value in repeats.materialized(operation, stored):
+            if not stored[value]:
+                expensive.add(value)
+            stored[value] = True
+        sources = frozenset().union(*({v} if stored[v] else under[v] for v in inputs))
+        parts = [frozenset([v]) if stored[v] else for_each[v] for v in inputs]
+        if operation.name == "concatenate":
+            element = max(parts, key=len, default=frozenset())
+        else:
+            element = frozenset().union(*parts)
+        chain = 1 + sum(length[value] for value in inputs if not stored[value])
+        for value in operation.outputs:
+            large = [
+                sizes[source]
+                for source in element
+                if source >= given and sizes[source] * SMALL >= sizes[value]
+            ]
+            if is_view(operation):
+                write = value in program.outputs
+            elif not operation.fused or wanted[value]:
+                write = True
+            else:
+                shared = readers[value] > 1
+                write = readers[value] > 0 and (
+                    (reduces_to_few(operation, sizes) and bool(sources))
+                    or len(large) > _LARGE_SOURCES
+                    or len(sources) > _SOURCES
+                    or (shared and (are_more(value, large) or chain > _CHAIN))
+                )
+            if write:
+                stored[value] = True
+                expensive.discard(value)
+            else:
+                under[value], for_each[value], length[value] = sources, element, chain
+    return stored, frozenset(expensive)
+
+
+def reduces_to_few(operation, sizes) -> bool:
+    """Whether it makes little of much, in a kernel with what it reads; a gather that is fused takes
+    one element of each row. So is a matmul of vectors."""
+    if operation.name == "gather" and operation.fused:
+        return sizes[operation.outputs[0]] < sizes[operation.inputs[0]]
+    return operation.name in REDUCTIONS or (operation.fused and operation.name == "dot_general")
