@@ -25,8 +25,8 @@ _EXPENSIVE = 4
 _EXPENSIVE_IN_MEMORY = 7
 # The same of a value that is multiplied with one that is made of other arrays: it is read for the
 # product, and for the cotangent of the other one; and where both are slices of one array, whose
-# cotangent has a part of each. Measured with chains of `exp` for two targets: of what takes as long as
-# moving 4.95 arrays nothing is written in the one case, and of 5.66 it is; 3.4 and 3.96 in the
+# cotangent has a part of each. Measured with chains of `exp` for two targets: of what takes as long
+# as moving 4.95 arrays nothing is written in the one case, and of 5.66 it is; 3.4 and 3.96 in the
 # other (tests/test_gates.py).
 _EXPENSIVE_IN_GATE = 5.3
 _EXPENSIVE_IN_GATE_OF_SLICES = 3.7
