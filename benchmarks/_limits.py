@@ -558,6 +558,25 @@ def _linear():
     return layers(layer, (shape(256, 256),) * 4, shape(8, 2_048, 256))
 
 
+@program("a DenseNet without bottlenecks")
+def _dense():
+    """Each layer normalises and convolves all that those before it made (Huang et al. 2017)."""
+    growth, images = 16, shape(32, 64, 64, 32)
+
+    def loss(params, x):
+        for kernel, scale, offset in params:
+            y = x - jnp.mean(x, (0, 1, 2))
+            y = y * lax.rsqrt(jnp.mean(jnp.square(y), (0, 1, 2)) + 1e-5)
+            y = jax.nn.relu(y * scale + offset)
+            numbers = ("NHWC", "HWIO", "NHWC")
+            y = lax.conv_general_dilated(y, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+            x = jnp.concatenate([x, y], -1)
+        return jnp.mean(jnp.square(x))
+
+    widths = [32 + growth * at for at in range(8)]
+    return loss, ([(shape(3, 3, w, growth), shape(w), shape(w)) for w in widths], images)
+
+
 @program("a norm of bfloat16 images by hand")
 def _instance_norm():
     """In float32, over the image, after a convolution in bfloat16."""

@@ -38,13 +38,18 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     """Groups the operations of a program as XLA's fusion would."""
     whole = program.unsharded
     in_matmuls = list(range(len(program.sizes)))
-    if program.rules.fuses_elements:
-        in_matmuls = made_in_matmuls(whole, functools.partial(reduces_to_few, sizes=whole.sizes))
     pieces: dict[tuple[int, int], frozenset[int]] = {}
     split: frozenset[int] = frozenset()
-    if program.rules.fuses_elements:
+    read_in_pieces: frozenset[int] = frozenset()
+    if elements := program.rules.fuses_elements:
+        in_matmuls = made_in_matmuls(whole, functools.partial(reduces_to_few, sizes=whole.sizes))
         pieces, split = pieces_of_operands(program, in_matmuls), split_matmuls(program)
-    stored, expensive = stored_values(whole, in_matmuls, frozenset().union(*pieces.values()))
+        read_in_pieces = frozenset().union(*pieces.values())
+        if elements.behind_pieces:
+            read_in_pieces = frozenset(in_matmuls[value] for value in read_in_pieces)
+    stored, expensive = stored_values(whole, in_matmuls, read_in_pieces)
+    for key, values in pieces.items():
+        pieces[key] = frozenset(v if stored[v] else in_matmuls[v] for v in values)
     maker = {}
     for index, operation in enumerate(program.operations):
         for value in operation.outputs:

@@ -92,7 +92,7 @@ class Repeats:
     def _materialized(
         self, operation: Any, result: int, fresh: Sequence[int], stored: Sequence[bool]
     ) -> Iterator[int]:
-        sizes, fuses = self.program.sizes, self.program.rules.fuses_elements
+        sizes, fuses = self.program.sizes, bool(self.program.rules.fuses_elements)
         ends = fuses and self.uses.materialized_later[result] and not self.is_normalised[result]
         own = self._cycles_of(operation, result)
         # What its derivative makes besides, where the value would be made again. (What is spread

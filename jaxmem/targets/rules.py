@@ -27,14 +27,26 @@ class Cycles:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ElementRules:
+    """What matmuls compute of an operand as they read it.
+
+    Attributes:
+        behind_pieces: whether they compute pieces of it, too, that are put together there
+            (`jaxmem.program.pieces`).
+    """
+
+    behind_pieces: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rules:
     """How XLA of a family of targets fuses, lays out and differentiates.
 
     Attributes:
         fuses_operands: whether what makes an operand of a matmul or a convolution out of values in
             memory, element by element, is computed inside it and never in memory.
-        fuses_elements: whether the same is so of matmuls alone, and of chains of operations that
-            read one value and make no less (`jaxmem.program.operands`).
+        fuses_elements: how the same is so of matmuls alone, and of chains of operations that read
+            one value and make no less (`jaxmem.program.operands`); None: it is not.
         fuses_derivatives: whether what is recomputed element by element is made by the kernel of
             its derivative, over what that reads (`jaxmem.planning.derivative_fusion`), what a loop
             has stacked is read there, and of the two gradients of a matmul that one is made first
@@ -77,7 +89,7 @@ class Rules:
     """
 
     fuses_operands: bool = False
-    fuses_elements: bool = False
+    fuses_elements: ElementRules | None = None
     fuses_derivatives: bool = False
     writes_concatenations: bool = False
     writes_gathered: bool = False

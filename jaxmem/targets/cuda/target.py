@@ -7,13 +7,14 @@ import importlib.resources
 import math
 
 import jax
+import jaxlib.version
 
 from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cuda.cycles import LAUNCH, dear_operations
 from jaxmem.targets.cuda.splitting import Splitting
 from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks
-from jaxmem.targets.rules import Cycles, Rules
+from jaxmem.targets.rules import Cycles, ElementRules, Rules
 
 # What a CUDA context, its kernels and cuDNN take before the first array. Measured by others: about
 # half a GiB on every GPU of the table.
@@ -32,6 +33,8 @@ _REAL = ("bfloat16", "float16", "float32", "float64")
 # Of all GPUs: found in what XLA makes of matmuls of many shapes for an H100 and a T4
 # (tests/test_vectors.py), and of graph networks and pair potentials (tests/test_graphs.py).
 RULES = Rules(multiplies_vectors=True, fuses_gathers=True)
+# Measured with jaxlib 0.10.2 and 0.12.0 (tests/test_pieces.py).
+_ELEMENTS = ElementRules(behind_pieces=jaxlib.version.__version_info__ >= (0, 12))
 
 # The columns of their rates, those of the makers' documents without sparsity and summed in float32:
 # a GeForce card multiplies float16 half as fast so as where it sums in float16, which XLA does not.
@@ -92,7 +95,7 @@ class CudaTarget(Target):
         return dataclasses.replace(
             RULES,
             widens_bfloat16=not ampere,
-            fuses_elements=ampere,
+            fuses_elements=_ELEMENTS if ampere else None,
             fuses_derivatives=ampere,
             blocks_of_rows=ampere,
             channels_last=_channels_last(self.compute_capability),
