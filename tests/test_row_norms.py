@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from jaxmem.program.kernels import _REDUCTIONS
 from jaxmem.program.row_norms import find_row_normalizations
+from jaxmem.program.stored import REDUCTIONS
 from jaxmem.rematerialization.traced import TracedFunction
 
 ROWS, WIDTH, CLASSES = 2048, 256, 16384
@@ -121,7 +121,7 @@ def norms_of(name):
     for operation in program.operations:
         for value in operation.outputs:
             stored[value] = operation.name == "dot_general"
-    return program, find_row_normalizations(program, stored, _REDUCTIONS)
+    return program, find_row_normalizations(program, stored, REDUCTIONS)
 
 
 def test_rows_are_normalised_by_what_they_are_reduced_to():

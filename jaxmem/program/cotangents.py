@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxmem.program.readers import SLICES, shape_of
+from jaxmem.program.readers import SLICES, SUMS, shape_of
 
 # Times smaller than what it is made of: the result of a reduction. Chosen
 # (benchmarks/planner/sensitivity.py).
@@ -14,7 +14,6 @@ _REDUCED = 16
 # The same, where the last operation is one. Measured: cotangents of sums over 4 elements and more
 # are spread out where they are read (tests/test_reductions.py); of those over 2 some are.
 _SUMMED = 2
-_SUMS = frozenset({"add", "add_any"})
 _CUTS = SLICES | {"split"}
 
 
@@ -93,7 +92,7 @@ def cotangents_in_common(program: Any) -> list[int]:
     readers.update(program.outputs)
     summands: dict[int, list[int]] = {}  # of sums that are in no memory, what is
     for operation in program.operations:
-        if operation.name not in _SUMS or not program.active[operation.outputs[0]]:
+        if operation.name not in SUMS or not program.active[operation.outputs[0]]:
             continue
         (result,) = operation.outputs
         parts: list[int] = []

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmem.program.operands import has_matmul_dtype
-from jaxmem.program.readers import is_matmul, shape_of
+from jaxmem.program.readers import SUMS, is_matmul, shape_of
 
 # What the length of a piece is a multiple of, and how many a kernel reads at most. Measured with
 # jaxlib 0.10.2 and 0.12.0 (tests/test_pieces.py); both are in XLA's source, too.
 _TILE = 64
 _MOST = 4
-_SUMS = frozenset({"add", "add_any", "sub"})
 
 
 def pieces_of_operands(program: Any, read: Sequence[int]) -> dict[tuple[int, int], frozenset[int]]:
@@ -33,7 +32,7 @@ def pieces_of_operands(program: Any, read: Sequence[int]) -> dict[tuple[int, int
             axis = _tiled_axis(program, operation.outputs[0], operation.inputs)
             if axis is not None:
                 pieces[operation.outputs[0]] = frozenset(operation.inputs), axis
-        elif operation.contraction.operands and is_matmul(operation):
+        elif len(operation.inputs) == 2 and is_matmul(operation):  # neither operand is a number
             for value, axes in zip(operation.inputs, operation.contraction.operands, strict=False):
                 one, axis = pieces.get(read[value], (frozenset(), -1))
                 if one and axis in axes.summed and len(axes.kept) == 1:
@@ -51,10 +50,10 @@ def split_matmuls(program: Any) -> frozenset[int]:
     of: dict[int, frozenset[int]] = {}  # values that are sums of the results of matmuls
     for number, operation in enumerate(program.operations):
         sums = [one for v in operation.inputs if readers[v] == 1 and (one := of.get(v))]
-        if is_matmul(operation) and len(operation.contraction.operands) == 2:
+        if is_matmul(operation) and len(operation.inputs) == 2:
             if all(len(axes.kept) == 1 for axes in operation.contraction.operands):
                 of[operation.outputs[0]] = frozenset([number])
-        elif operation.name in _SUMS and len(operation.outputs) == 1:
+        elif operation.name in SUMS and len(operation.outputs) == 1:
             of[operation.outputs[0]] = frozenset().union(*sums)
         elif operation.name == "split" and sums:
             whole, last = operation.inputs[0], len(shape_of(program, operation.inputs[0])) - 1
@@ -65,11 +64,15 @@ def split_matmuls(program: Any) -> frozenset[int]:
 
 def _tiled_axis(program: Any, whole: int, pieces: Sequence[int]) -> int | None:
     """The axis along which pieces lie that matmuls may read for an array."""
-    distinct = len(set(pieces)) == len(pieces) <= _MOST
+    distinct = 0 < len(set(pieces)) == len(pieces) <= _MOST
     if not distinct or not has_matmul_dtype(program, (whole,)):
         return None
     length, shapes = shape_of(program, whole), [shape_of(program, one) for one in pieces]
     axes = [axis for axis, own in enumerate(length) if shapes[0][axis] != own]
-    if len(axes) != 1 or any(shape[axes[0]] % _TILE for shape in shapes):
+    if len(axes) != 1:
         return None
-    return axes[0]
+    lengths = [
+        shape[axes[0]] for shape in shapes
+    ]  # (A piece that is a number of JAX's is missing.)
+    complete = sum(lengths) == length[axes[0]]
+    return axes[0] if complete and not any(own % _TILE for own in lengths) else None

@@ -8,6 +8,7 @@ from typing import Any
 # Times smaller than a result: next to nothing beside it, in memory or not. Chosen
 # (benchmarks/planner/sensitivity.py).
 SMALL = 16
+SUMS = frozenset({"add", "add_any"})
 SLICES = frozenset({"slice", "dynamic_slice"})
 # What shows another value, and is where that is.
 _VIEW_LIKE = frozenset(

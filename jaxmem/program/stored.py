@@ -7,6 +7,7 @@ from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.operands import is_padded
 from jaxmem.program.readers import (
     SMALL,
+    SUMS,
     concatenations,
     is_matmul,
     is_view,
@@ -77,12 +78,13 @@ def stored_values(
     expensive: set[int] = set()
     kernel_counts = repeats.uses.kernel_counts(wanted)
 
-    def are_more(value: int, sources: list[int]) -> bool:
-        """Whether several sources are read for a value, as much as it or more, by more than the two
-        kernels that read them as fast as it is written and read: what is made of arrays that are
-        broadcast for it (a state of Mamba's, 16 times as large) is not."""
+    def are_more(name: str, value: int, sources: list[int]) -> bool:
+        """Whether several sources are read for a value that an operation makes, as much as it or
+        more: what is made of arrays that are broadcast for it (a state of Mamba's, 16 times as
+        large) is not. And whether a sum is read by more than two kernels: two read its summands as
+        fast as it is written and read."""
         several = len(sources) > 1 and sum(sources) >= sizes[value]
-        return several and kernel_counts[value] > 2
+        return several and (name not in SUMS or kernel_counts[value] > 2)
 
     for operation in program.operations:
         inputs = operation.inputs
@@ -113,7 +115,7 @@ def stored_values(
                     (reduces_to_few(operation, sizes) and bool(sources))
                     or len(large) > _LARGE_SOURCES
                     or len(sources) > _SOURCES
-                    or (shared and (are_more(value, large) or chain > _CHAIN))
+                    or (shared and (are_more(operation.name, value, large) or chain > _CHAIN))
                 )
             if write:
                 stored[value] = True

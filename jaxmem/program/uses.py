@@ -132,7 +132,7 @@ class Uses:
         # By slices, what these are of, and that of in turn.
         cut: dict[int, frozenset[int]] = {}
         for operation in self.program.operations:
-            if operation.name in _CUTS:
+            if operation.name in _CUTS and operation.inputs:  # no number of the program's
                 whole = made_of[operation.inputs[0]]
                 whole |= frozenset().union(*(cut.get(value, frozenset()) for value in whole))
                 cut |= dict.fromkeys(operation.outputs, whole)
