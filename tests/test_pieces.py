@@ -126,3 +126,18 @@ def test_low_rank_updates_of_a_matmul():
     args = [(shaped(1024, 8), shaped(8, 1024))] * 4, [shaped(1024, 1024)] * 4, shaped(16384, 1024)
     projected, compiled = both(loss, args)
     assert projected == pytest.approx(compiled, rel=0.3 if NEWER else 0.07)
+
+
+def test_a_sum_that_each_layer_adds_to():
+    """Skips of a WaveNet: XLA adds up at the end, and keeps what it adds."""
+
+    def loss(weights, x):
+        total = 0.0
+        for up, out in weights:
+            x = jnp.tanh(x @ up)
+            total = total + x @ out
+        return mean_square(total)
+
+    args = [(shaped(512, 512), shaped(512, 1024))] * 6, shaped(16384, 512)
+    projected, compiled = both(loss, args)
+    assert projected == pytest.approx(compiled, rel=0.12)

@@ -113,7 +113,7 @@ def stored_values(
                 shared = readers[value] > 1
                 write = readers[value] > 0 and (
                     (reduces_to_few(operation, sizes) and bool(sources))
-                    or len(large) > _LARGE_SOURCES
+                    or (len(large) > _LARGE_SOURCES and (shared or operation.name not in SUMS))
                     or len(sources) > _SOURCES
                     or (shared and (are_more(operation.name, value, large) or chain > _CHAIN))
                 )
