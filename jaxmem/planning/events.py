@@ -92,7 +92,7 @@ def liveness(
             sequential_gradients
             and event.backward
             and kernel.gradients.operands
-            and event.makes[1:]
+            and len(event.makes) == 2
             and (event.run or not kernel.gradients.padded)
         ):
             parts = kernel.gradients.split_k_bytes or (0, 0)

@@ -202,6 +202,12 @@ class _StepSimulator:
             self.summed[value] = self.instance(value, free)
         return self.summed[value]
 
+    def cotangents(self, value: int) -> list[int]:
+        """A cotangent of a value, in the pieces that it is made in."""
+        number = self.program.made[value] - 1
+        pieces = self.kernels[number].gradients.result_pieces if number >= 0 else ()
+        return [self.of_bytes(size) for size in pieces] or [self.cotangent(value)]
+
     def incoming(self, value: int, cotangents: dict[int, list[int]]) -> list[int]:
         """What a value's cotangent is made of; the first that has it needs it last."""
         first = self.program.cotangent_of[value]
@@ -315,11 +321,12 @@ class _StepSimulator:
                 state.written.add(is_turned)
                 state.scattered = max(state.scattered, kernel.scattered)
                 in_rows |= in_one
-                fresh.append(self.cotangent(value))
+                made = self.cotangents(value)
+                fresh += made
                 incoming += self.pending.pop((number, value), ())
                 if value < count and self.become != "summands":  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())
-                cotangents.setdefault(value, []).append(fresh[-1])
+                cotangents.setdefault(value, []).extend(made)
         inside = kernel.derivative_workspace
         if kernel.flops:
             # Its gradients read a copy of the cotangent, in their own order.

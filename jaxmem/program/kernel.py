@@ -50,6 +50,8 @@ class Gradients:
             kept: padded ones, or in float32.
         ragged_groups: of rows in groups, the value that has their lengths: the residuals are copies
             of rows, which a region writes together with those for the same groups.
+        result_pieces: the bytes of the pieces that the cotangent of its result is made in, if that
+            is read in them (`jaxmem.program.pieces`).
         padded: whether a gradient reads a padded operand: a copy may be there beside it.
     """
 
@@ -58,6 +60,7 @@ class Gradients:
     operand_copies: tuple[tuple[int, int], ...] = ()
     ragged_groups: int | None = None
     padded: bool = False
+    result_pieces: tuple[int, ...] = ()
 
     def in_operands(self, reads: Sequence[int], read: Sequence[int]) -> Iterator[list[int]]:
         """Of the instances that are ``read`` for the values of ``reads``, those of the one operand

@@ -31,7 +31,7 @@ from jaxmem.program.workspaces import float32_copy, for_library, sorted_rows
 from jaxmem.targets.links import Ring
 
 # What reads other elements than it writes: its derivative cannot be written over what it read.
-_SHIFTS = frozenset("concatenate dynamic_slice pad rev slice".split())
+_SHIFTS = frozenset("concatenate dynamic_slice pad rev slice split".split())
 
 
 def read_kernels(program) -> tuple[Kernel, ...]:
@@ -39,7 +39,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     whole = program.unsharded
     in_matmuls = list(range(len(program.sizes)))
     pieces: dict[tuple[int, int], frozenset[int]] = {}
-    split: frozenset[int] = frozenset()
+    split: dict[int, tuple[int, ...]] = {}
     read_in_pieces: frozenset[int] = frozenset()
     if elements := program.rules.fuses_elements:
         in_matmuls = made_in_matmuls(whole, functools.partial(reduces_to_few, sizes=whole.sizes))
@@ -211,6 +211,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                     copies_kept,
                     groups_of(operation) if program.rules.copies_groups else None,
                     pads_gradients(matmul, program.rules),
+                    split.get(index, ()),
                 ),
             )
         )

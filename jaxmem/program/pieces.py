@@ -5,7 +5,8 @@ long as it is put together along the one axis of the operand that the result has
 is a multiple of `_TILE` there. Features beside features (`concatenate([x, z], -1) @ w`: graph
 networks, recurrent cells, DenseNets, conditions) are put together along the axis that is summed.
 The gradient of ``w`` has that axis: it reads the pieces, and the concatenation is gone as soon as
-the forward pass has read it.
+the forward pass has read it. The cotangent of what is split (gates of one matmul) is put together
+of pieces likewise.
 """
 
 from collections import Counter
@@ -40,13 +41,14 @@ def pieces_of_operands(program: Any, read: Sequence[int]) -> dict[tuple[int, int
     return found
 
 
-def split_matmuls(program: Any) -> frozenset[int]:
-    """The numbers of the matmuls whose results are split (`jnp.split`) in such pieces, and not read
-    but for that: of the cotangent, which is put together of those of the pieces, the gradient of
-    the right operand reads these, and that of the left one reads it whole."""
+def split_matmuls(program: Any) -> dict[int, tuple[int, ...]]:
+    """By the numbers of the matmuls whose results are split (`jnp.split`) in such pieces, and not
+    read but for that, the bytes of the pieces: of the cotangent, which is put together of those of
+    the pieces, the gradient of the right operand reads these, and that of the left one reads it
+    whole."""
     readers = Counter(value for one in program.operations for value in one.inputs)
     readers.update(program.outputs)
-    found: set[int] = set()
+    found: dict[int, tuple[int, ...]] = {}
     of: dict[int, frozenset[int]] = {}  # values that are sums of the results of matmuls
     for number, operation in enumerate(program.operations):
         sums = [one for v in operation.inputs if readers[v] == 1 and (one := of.get(v))]
@@ -58,8 +60,10 @@ def split_matmuls(program: Any) -> frozenset[int]:
         elif operation.name == "split" and sums:
             whole, last = operation.inputs[0], len(shape_of(program, operation.inputs[0])) - 1
             if _tiled_axis(program, whole, operation.outputs) == last:
-                found |= sums[0]
-    return frozenset(found)
+                found |= dict.fromkeys(
+                    sums[0], tuple(map(program.sizes.__getitem__, operation.outputs))
+                )
+    return found
 
 
 def _tiled_axis(program: Any, whole: int, pieces: Sequence[int]) -> int | None:
@@ -71,8 +75,8 @@ def _tiled_axis(program: Any, whole: int, pieces: Sequence[int]) -> int | None:
     axes = [axis for axis, own in enumerate(length) if shapes[0][axis] != own]
     if len(axes) != 1:
         return None
-    lengths = [
-        shape[axes[0]] for shape in shapes
-    ]  # (A piece that is a number of JAX's is missing.)
-    complete = sum(lengths) == length[axes[0]]
-    return axes[0] if complete and not any(own % _TILE for own in lengths) else None
+    (axis,) = axes
+    lengths = [shape[axis] for shape in shapes]
+    if sum(lengths) != length[axis]:  # a piece is a number of the program's
+        return None
+    return None if any(own % _TILE for own in lengths) else axis
