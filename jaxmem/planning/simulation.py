@@ -351,19 +351,8 @@ class _StepSimulator:
         if lasting_values := kernel.aliasing.lasting:
             pairs = zip(kernel.reads, reads, strict=True)
             lasting = [instance for value, instance in pairs if value in lasting_values]
-        self.events.append(
-            Event(
-                number,
-                uses,
-                fresh,
-                True,
-                inside,
-                not_in_place=in_rows,
-                joined=joined,
-                lasting=lasting,
-                run=self.run,
-            )
-        )
+        done = Event(number, uses, fresh, True, inside, in_rows, joined, lasting, self.run)
+        self.events.append(done)
 
     def read_whole(self) -> set[int]:
         """The instances that XLA does not read by the element, in a kernel that it fuses."""
