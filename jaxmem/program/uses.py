@@ -102,7 +102,7 @@ class Uses:
 
         for operation in reversed(self.program.operations):
             for result in operation.outputs:
-                written = (
+                written = not is_view(operation) and (
                     not operation.fused
                     or wanted[result]
                     or self.reduces(operation)
