@@ -51,7 +51,7 @@ class Gradients:
         ragged_groups: of rows in groups, the value that has their lengths: the residuals are copies
             of rows, which a region writes together with those for the same groups.
         result_pieces: the bytes of the pieces that the cotangent of its result is made in, if that
-            is read in them (`jaxmem.program.pieces`).
+            is read in them (`jaxmem.program.operand_pieces`).
         padded: whether a gradient reads a padded operand: a copy may be there beside it.
     """
 

@@ -11,8 +11,8 @@ import functools
 
 from jaxmem.program.convolutions import bytes_of_copies, convolved
 from jaxmem.program.kernel import Aliasing, Gradients, Kernel
+from jaxmem.program.operand_pieces import pieces_of_operands, split_matmuls
 from jaxmem.program.operands import made_in_matmuls, spread_factors
-from jaxmem.program.pieces import pieces_of_operands, split_matmuls
 from jaxmem.program.ragged import copies_of_groups, groups_of
 from jaxmem.program.readers import (
     SLICES,

@@ -32,7 +32,7 @@ class ElementRules:
 
     Attributes:
         behind_pieces: whether they compute pieces of it, too, that are put together there
-            (`jaxmem.program.pieces`).
+            (`jaxmem.program.operand_pieces`).
     """
 
     behind_pieces: bool = False

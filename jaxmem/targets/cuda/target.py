@@ -33,7 +33,7 @@ _REAL = ("bfloat16", "float16", "float32", "float64")
 # Of all GPUs: found in what XLA makes of matmuls of many shapes for an H100 and a T4
 # (tests/test_vectors.py), and of graph networks and pair potentials (tests/test_graphs.py).
 RULES = Rules(multiplies_vectors=True, fuses_gathers=True)
-# Measured with jaxlib 0.10.2 and 0.12.0 (tests/test_pieces.py).
+# Measured with jaxlib 0.10.2 and 0.12.0 (tests/test_operand_pieces.py).
 _ELEMENTS = ElementRules(behind_pieces=jaxlib.version.__version_info__ >= (0, 12))
 
 # The columns of their rates, those of the makers' documents without sparsity and summed in float32:

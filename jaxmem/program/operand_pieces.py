@@ -17,7 +17,7 @@ from jaxmem.program.operands import has_matmul_dtype
 from jaxmem.program.readers import SUMS, is_matmul, shape_of
 
 # What the length of a piece is a multiple of, and how many a kernel reads at most. Measured with
-# jaxlib 0.10.2 and 0.12.0 (tests/test_pieces.py); both are in XLA's source, too.
+# jaxlib 0.10.2 and 0.12.0 (tests/test_operand_pieces.py); both are in XLA's source, too.
 _TILE = 64
 _MOST = 4
 
