@@ -9,6 +9,7 @@ import pytest
 import jaxmem
 from jaxmem.jaxprs.flattening import flatten
 from jaxmem.program.custom_rules import reading_of
+from tests.projections import projected_and_compiled
 
 ROWS, CLASSES, WIDTH = 4096, 4096, 512
 
@@ -110,8 +111,7 @@ LOSSES = {
 def test_losses_are_projected(name, target):
     """As the step is, within 2 %: what is expensive is in memory once."""
     loss, args = of_logits(LOSSES[name])
-    projected = jaxmem.plan(loss, *args, target=target, compilations=0).plain_bytes
-    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target=target, timeline=False).device
+    projected, compiled = projected_and_compiled(loss, args, target)
     assert abs(compiled / projected - 1) < 0.02
 
 
@@ -126,8 +126,7 @@ def test_other_arrays_hide_what_is_computed():
     array = jax.ShapeDtypeStruct
     weights = array((CLASSES, WIDTH), jnp.float32), array((WIDTH, CLASSES), jnp.float32)
     args = weights, array((ROWS, CLASSES), jnp.float32)
-    projected = jaxmem.plan(loss, *args, target="h100", compilations=0).plain_bytes
-    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False).device
+    projected, compiled = projected_and_compiled(loss, args)
     assert abs(compiled / projected - 1) < 0.05
 
 

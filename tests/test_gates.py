@@ -10,6 +10,7 @@ from jaxmem.program import apply_compiler_rules
 from jaxmem.program.stored import reduces_to_few
 from jaxmem.program.uses import Uses
 from jaxmem.rematerialization.traced import TracedFunction
+from tests.projections import projected_and_compiled
 
 LAYERS, ROWS, WIDTH, INSIDE = 4, 65_536, 512, 1_024
 ARRAY = ROWS * INSIDE * 4
@@ -43,10 +44,8 @@ def gated(activation, sliced):
 
 def stored(loss, args, target):
     """Arrays of the width inside that each layer leaves, by projection and as compiled."""
-    plan = jaxmem.plan(loss, *args, budget="100%", target=target, compilations=0)
-    step = jax.value_and_grad(loss)
-    compiled = jaxmem.memory(step, *args, target=target, timeline=False).device
-    return plan.plain_bytes / ARRAY / LAYERS, compiled / ARRAY / LAYERS
+    projected, compiled = projected_and_compiled(loss, args, target)
+    return projected / ARRAY / LAYERS, compiled / ARRAY / LAYERS
 
 
 @pytest.mark.parametrize(

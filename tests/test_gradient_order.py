@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
+from tests.projections import projected_and_compiled
 
 ROWS, WIDTH = 4096, 256
 
@@ -36,8 +37,7 @@ def squeezed(weights, x):
 def test_projected_bytes_are_those_compiled(loss, dtype):
     up, down = (jax.ShapeDtypeStruct(s, dtype) for s in ((WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)))
     args = [(up, down)] * 4, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
-    compiled = jaxmem.memory(jax.value_and_grad(loss), *args, target="h100", timeline=False).device
-    projected = jaxmem.plan(loss, *args, target="h100", compilations=0).plain_bytes
+    projected, compiled = projected_and_compiled(loss, args)
     assert projected == pytest.approx(compiled, rel=0.03)
 
 

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
+from benchmarks._limits import PROGRAMS
+from tests.projections import projected_and_compiled
 
 ROWS, WIDTH = 65_536, 256
 # XLA in jax 0.12 adds up in the kernel of a matmul.
@@ -14,13 +16,6 @@ NEWER = jax.__version_info__ >= (0, 12)
 
 def shaped(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def both(loss, args, target="h100"):
-    """Projected and compiled bytes of the step as it is written."""
-    projected = jaxmem.plan(loss, *args, budget="100%", target=target, compilations=0).plain_bytes
-    step = jax.value_and_grad(loss)
-    return projected, jaxmem.memory(step, *args, target=target, timeline=False).device
 
 
 def mean_square(x):
@@ -53,12 +48,12 @@ def conditioned(activation, widths, dtype="float32", layers=5):
     ],
 )
 def test_features_side_by_side(activation, widths, dtype):
-    projected, compiled = both(*conditioned(activation, widths, dtype))
+    projected, compiled = projected_and_compiled(*conditioned(activation, widths, dtype))
     assert projected == pytest.approx(compiled, rel=0.01)
 
 
 def test_where_no_kernel_reads_pieces():
-    projected, compiled = both(*conditioned(jnp.tanh, (64,)), "t4")
+    projected, compiled = projected_and_compiled(*conditioned(jnp.tanh, (64,)), "t4")
     assert projected == pytest.approx(compiled, rel=0.05)
 
 
@@ -83,7 +78,7 @@ def test_cells_of_features_side_by_side():
         return mean_square(h)
 
     args = [shaped(1536, 2048)] * 4, shaped(8192, 1024), shaped(8192, 512), shaped(8192, 512)
-    projected, compiled = both(loss, args)
+    projected, compiled = projected_and_compiled(loss, args)
     assert projected == pytest.approx(compiled, rel=0.03)
 
 
@@ -97,7 +92,7 @@ def test_a_gate_that_is_split(activation, rows):
         return mean_square(x)
 
     args = [(shaped(512, 2048), shaped(1024, 512))] * 6, shaped(*rows, 512)
-    projected, compiled = both(loss, args)
+    projected, compiled = projected_and_compiled(loss, args)
     assert projected == pytest.approx(compiled, rel=0.04)
 
 
@@ -111,21 +106,14 @@ def test_a_sum_of_two_matmuls(activation):
         return mean_square(h)
 
     args = [(shaped(1024, 1024), shaped(1024, 1024))] * 4, shaped(8192, 1024), shaped(8192, 1024)
-    projected, compiled = both(loss, args)
+    projected, compiled = projected_and_compiled(loss, args)
     assert projected == pytest.approx(compiled, rel=0.08 if NEWER else 0.03)
 
 
 def test_low_rank_updates_of_a_matmul():
     """LoRA (Hu et al. 2021) in front of an activation."""
-
-    def loss(trained, frozen, x):
-        for (down, up), w in zip(trained, frozen, strict=True):
-            rows = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
-            x = x + jax.nn.silu(rows @ w + (rows @ down) @ up)
-        return mean_square(x)
-
-    args = [(shaped(1024, 8), shaped(8, 1024))] * 4, [shaped(1024, 1024)] * 4, shaped(16384, 1024)
-    projected, compiled = both(loss, args)
+    loss, args = PROGRAMS["an activation of a sum of two matmuls"]()
+    projected, compiled = projected_and_compiled(loss, args)
     assert projected == pytest.approx(compiled, rel=0.3 if NEWER else 0.07)
 
 
@@ -140,5 +128,5 @@ def test_a_sum_that_each_layer_adds_to():
         return mean_square(total)
 
     args = [(shaped(512, 512), shaped(512, 1024))] * 6, shaped(16384, 512)
-    projected, compiled = both(loss, args)
+    projected, compiled = projected_and_compiled(loss, args)
     assert projected == pytest.approx(compiled, rel=0.12)

@@ -7,16 +7,11 @@ from jax import lax
 
 import jaxmem
 from tests.cases import slow_but
+from tests.projections import projected_and_compiled
 
 
 def shaped(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def both(loss, args, target="h100"):
-    """Projected and compiled bytes of the step as it is written."""
-    projected = jaxmem.plan(loss, *args, target=target, compilations=0).plain_bytes
-    return projected, jaxmem.memory(jax.value_and_grad(loss), *args, target=target).device
 
 
 def interleaved(x):
@@ -51,7 +46,7 @@ def test_paddings_are_fused(name):
             x = jnp.tanh(MOVES[name](jnp.tanh(x))) * jnp.sin(x)
         return jnp.mean((x @ w) ** 2)
 
-    projected, compiled = both(loss, (shaped(1024, 1024), shaped(4096, 1024)))
+    projected, compiled = projected_and_compiled(loss, (shaped(1024, 1024), shaped(4096, 1024)))
     assert projected == pytest.approx(compiled, rel=0.1)
 
 
@@ -96,13 +91,13 @@ def test_what_reads_slices_makes_no_more_than_slices_of_the_cotangent(name):
     def loss(w, x):
         return jnp.sum(jnp.tanh(scan(x @ w)) ** 2)
 
-    projected, compiled = both(loss, (shaped(128, 1024), shaped(16384, 128)))
+    projected, compiled = projected_and_compiled(loss, (shaped(128, 1024), shaped(16384, 128)))
     assert projected == pytest.approx(compiled, rel=error)
 
 
 def test_a_token_and_the_one_before():
     layers = [(shaped(512, 512), shaped(512))] * 6
-    projected, compiled = both(shifted_tokens, (layers, shaped(8, 1024, 512)))
+    projected, compiled = projected_and_compiled(shifted_tokens, (layers, shaped(8, 1024, 512)))
     assert projected == pytest.approx(compiled, rel=0.1)
 
 
@@ -110,7 +105,7 @@ def test_a_token_and_the_one_before():
 def test_a_state_that_is_broadcast_is_computed_where_it_is_read():
     layers = [(shaped(256, 256), shaped(256, 16), shaped(256, 16))] * 4
     args = layers, shaped(2, 512, 256)
-    projected, compiled = both(selective, args)
+    projected, compiled = projected_and_compiled(selective, args)
     assert projected == pytest.approx(compiled, rel=0.15)
     plan = jaxmem.plan(selective, *args, budget=int(0.7 * compiled), target="h100")
     assert plan.compiled_bytes <= 0.7 * compiled

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxmem.program.readers import SLICES, SUMS, shape_of
+from jaxmem.program.readers import CUTS, SUMS, shape_of
 
 # Times smaller than what it is made of: the result of a reduction. Chosen
 # (benchmarks/planner/sensitivity.py).
@@ -14,7 +14,6 @@ _REDUCED = 16
 # The same, where the last operation is one. Measured: cotangents of sums over 4 elements and more
 # are spread out where they are read (tests/test_reductions.py); of those over 2 some are.
 _SUMMED = 2
-_CUTS = SLICES | {"split"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ def _cuts(program: Any, kernel: Any, value: int) -> bool:
     shape = functools.partial(shape_of, program) if program.types else sizes.__getitem__
     for number in kernel.operations if kernel.fused else ():
         one = program.operations[number]
-        if one.name in _CUTS or whole.isdisjoint(one.inputs):
+        if one.name in CUTS or whole.isdisjoint(one.inputs):
             continue
         if any(shape(made) != shape(value) for made in one.outputs):
             return False

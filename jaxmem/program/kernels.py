@@ -15,6 +15,7 @@ from jaxmem.program.operand_pieces import pieces_of_operands, split_matmuls
 from jaxmem.program.operands import made_in_matmuls, spread_factors
 from jaxmem.program.ragged import copies_of_groups, groups_of
 from jaxmem.program.readers import (
+    CUTS,
     SLICES,
     dtype_of,
     gathers_repeatedly,
@@ -31,7 +32,7 @@ from jaxmem.program.workspaces import float32_copy, for_library, sorted_rows
 from jaxmem.targets.links import Ring
 
 # What reads other elements than it writes: its derivative cannot be written over what it read.
-_SHIFTS = frozenset("concatenate dynamic_slice pad rev slice split".split())
+_SHIFTS = CUTS | {"concatenate", "pad", "rev"}
 
 
 def read_kernels(program) -> tuple[Kernel, ...]:

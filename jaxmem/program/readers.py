@@ -10,6 +10,7 @@ from typing import Any
 SMALL = 16
 SUMS = frozenset({"add", "add_any"})
 SLICES = frozenset({"slice", "dynamic_slice"})
+CUTS = SLICES | {"split"}
 # What shows another value, and is where that is.
 _VIEW_LIKE = frozenset(
     """

@@ -33,13 +33,7 @@ from jaxmem.program.costs import (
 from jaxmem.program.custom_rules import by_rule, read_by_rule
 from jaxmem.program.kept_bytes import bytes_alike
 from jaxmem.program.opaque import JointProgram, peak
-from jaxmem.program.operations import (
-    Communication,
-    Contraction,
-    Operation,
-    Program,
-    Source,
-)
+from jaxmem.program.operations import Communication, Contraction, Operation, Program, Source
 from jaxmem.program.ragged import shared_copies
 from jaxmem.program.stacks import relaid_bytes
 from jaxmem.program.transposes import folded_transposes

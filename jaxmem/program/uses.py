@@ -4,10 +4,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem.program.readers import SLICES, SMALL, is_view, readers_of, reads_few_elements, views_of
+from jaxmem.program.readers import CUTS, SMALL, is_view, readers_of, reads_few_elements, views_of
 
 _CONCATENATES = frozenset({"concatenate", "pad"})
-_CUTS = SLICES | {"split"}
 # What a value is made of is told apart up to so many arrays, the last ones. Chosen: it bounds the
 # time that sums over all layers take. Of 128 programs the projections are the same at 64, and all
 # but one at 4.
@@ -132,7 +131,7 @@ class Uses:
         # By slices, what these are of, and that of in turn.
         cut: dict[int, frozenset[int]] = {}
         for operation in self.program.operations:
-            if operation.name in _CUTS and operation.inputs:  # no number of the program's
+            if operation.name in CUTS and operation.inputs:  # no number of the program's
                 whole = made_of[operation.inputs[0]]
                 whole |= frozenset().union(*(cut.get(value, frozenset()) for value in whole))
                 cut |= dict.fromkeys(operation.outputs, whole)
@@ -160,7 +159,7 @@ class Uses:
         sizes = self.program.sizes
         found = [frozenset([value]) for value in range(len(sizes))]
         for operation in self.program.operations:
-            if operation.fused and not self.reduces(operation) and operation.name not in _CUTS:
+            if operation.fused and not self.reduces(operation) and operation.name not in CUTS:
                 for result in operation.outputs:
                     wide = [v for v in operation.inputs if sizes[v] * SMALL >= sizes[result]]
                     parts = frozenset().union(*(found[value] for value in wide))

@@ -99,19 +99,17 @@ def reduction_of(
     later = _later(loss, jax.tree.map(_abstract, arguments))
     parts = sorted(set(slices) - {size})
     traced: list[jaxprs.FlatJaxpr] = []
-    refused: dict[int, str] = {}
+    failures: dict[int, str] = {}
     for one in (size, *parts) if parts else ():
         try:
             traced.append(_traced(loss, one, *arguments))
         except Exception as error:
-            refused[one] = first_line(error)
-    if refused:
-        said = next(iter(refused.values()))
-        refused.pop(size, None)  # slices may be all that it takes
+            failures[one] = first_line(error)
+    if failures:
+        said = next(iter(failures.values()))
+        refused = next((text for one, text in failures.items() if one != size), "")
         return Proof(
-            None,
-            f"it cannot be traced with a slice of the batch ({said})",
-            refused=next(iter(refused.values()), ""),
+            None, f"it cannot be traced with a slice of the batch ({said})", refused=refused
         )
     for part, sliced in zip(parts, traced[1:], strict=True):
         proof = _compared(traced[0], sliced, (size, part), arguments, later)
