@@ -61,11 +61,15 @@ class Blocks:
         )
         self.levels = list(dict.fromkeys([*ranks, *sets]))
 
+    def can_be_saved(self, value: int) -> bool:
+        """Whether a region may save it, and gains by that; what is tiny is saved anyway."""
+        return bool(np.isfinite(self.density[value]))
+
     def _thresholds(self, most: int) -> list[float]:
         """Least densities of the levels, the first of which saves only what is tiny: all that
         there are if they are few, else those that part the bytes of the values."""
         ranked = sorted(
-            (value for value in self.values if np.isfinite(self.density[value])),
+            filter(self.can_be_saved, self.values),
             key=lambda value: -self.density[value],
         )
         found = sorted({self.density[value] for value in ranked}, reverse=True)
@@ -95,7 +99,7 @@ class Blocks:
         recompute, recompute_and_forward = np.zeros((levels, count)), np.zeros((levels, count))
         inside, activations = np.zeros((levels, count)), np.zeros((levels, count))
         forward, checkpoints = (np.zeros((levels, count, count + 1)) for _ in range(2))
-        live = self._live_gradients()
+        live = self._live_gradients() + self._passing_cotangents()
         for level, saved in enumerate(self.levels):
             for block, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
                 need, cross, stay = self._block(start, stop, saved)
@@ -122,6 +126,21 @@ class Blocks:
                 read = {value for kernel in program.kernels[start:stop] for value in kernel.sources}
                 sizes = (gradient_size(program, value) for value in trained & read)
                 found[block] = max(sizes, default=0)
+        return found
+
+    def _passing_cotangents(self) -> np.ndarray:
+        """By block, bytes of cotangents that later blocks have made and that only earlier ones
+        read: those of skips."""
+        program, found = self.program, np.zeros(len(self.cuts) - 1)
+        of = program.cotangent_of
+        for block, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
+            own = {of[v] for kernel in program.kernels[start:stop] for v in kernel.sources}
+            passing = {
+                of[value]
+                for value in self.values
+                if self.made[value] <= start and self.last[value] > stop and program.active[value]
+            }
+            found[block] = self._bytes(passing - own)
         return found
 
     def _bytes(self, values) -> int:

@@ -25,6 +25,7 @@ from jaxmem.planning.mapped import mapped_options
 from jaxmem.planning.options import LoopOption, combine_menus
 from jaxmem.planning.per_block import Spans, block_partitions, per_block_regions, policies
 from jaxmem.planning.rates import Rates, of_each
+from jaxmem.planning.refining import refined
 from jaxmem.planning.regions import Region, depth, locate
 from jaxmem.planning.simulation import live_bytes, simulate
 from jaxmem.program import Program
@@ -109,10 +110,13 @@ class DP:
             layout = variant.cheapest_for(budget)
             if layout and (found is None or layout.price < found[1].price):
                 found = variant, layout
-        return self._filled(*found, budget) if found else None
+        if found is None:
+            return None
+        variant, layout = self._filled(*found, budget)
+        return refined(layout, budget, variant.layout, variant.blocks)
 
-    def _filled(self, variant: "Variant", layout: Layout, budget: int) -> Layout:
-        """The layout with its loops run as the bytes that it leaves allow."""
+    def _filled(self, variant: "Variant", layout: Layout, budget: int):
+        """The variant and its layout with loops run as the bytes that it leaves allow."""
         for at in range(len(variant.options)):
             option = variant.options[at]
             room = option.bytes + budget - layout.peak
@@ -129,7 +133,7 @@ class DP:
                     break
                 # Beside what the loop keeps something else takes more than the loop inside.
                 room = other.bytes - (found.peak - budget)
-        return layout
+        return variant, layout
 
     def minimum_peak(self) -> Layout:
         """The least projected peak, at any price."""
