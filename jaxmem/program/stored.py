@@ -4,7 +4,6 @@ import functools
 
 from jaxmem.program.convolutions import reads_copy
 from jaxmem.program.costs import CONTRACTIONS
-from jaxmem.program.operands import is_padded
 from jaxmem.program.readers import (
     SMALL,
     SUMS,
@@ -49,8 +48,6 @@ def stored_values(
         for value in set(operation.inputs):
             readers[value] += 1
             computed = in_matmuls[value] != value and is_matmul(operation)
-            if computed and is_padded(program, operation, value):
-                wanted[value] = True  # and what it is computed of, which the forward pass reads
             wanted[in_matmuls[value] if computed else value] |= not (
                 operation.fused
                 or reads_copy(program, operation, value)
