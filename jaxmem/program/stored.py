@@ -14,6 +14,7 @@ from jaxmem.program.readers import (
     views_of,
 )
 from jaxmem.program.repeats import Repeats
+from jaxmem.program.written_gathers import written_gathers
 
 # A fused value that several kernels read is computed in each of them, unless that takes more than
 # this: then it is written once. Chosen; half and twice: benchmarks/planner/sensitivity.py.
@@ -83,6 +84,7 @@ def stored_values(
         several = len(sources) > 1 and sum(sources) >= sizes[value]
         return several and (name not in SUMS or kernel_counts()[value] > 2)
 
+    gathers = written_gathers(program, reduces)
     for operation in program.operations:
         inputs = operation.inputs
         for value in repeats.materialized(operation, stored):
@@ -113,6 +115,7 @@ def stored_values(
                     or (len(large) > _LARGE_SOURCES and (shared or operation.name not in SUMS))
                     or len(sources) > _SOURCES
                     or (shared and (are_more(operation.name, value, large) or chain > _CHAIN))
+                    or value in gathers
                 )
             if write:
                 stored[value] = True

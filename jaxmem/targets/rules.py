@@ -19,11 +19,13 @@ class Cycles:
             free.
         per_byte: cycles that the device computes while it moves a byte.
         per_kernel: those that it computes while a kernel is started.
+        cached_bytes: arrays up to this are read faster.
     """
 
     dear: tuple[tuple[str, int], ...]
     per_byte: float
     per_kernel: float
+    cached_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

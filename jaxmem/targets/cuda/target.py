@@ -109,6 +109,7 @@ class CudaTarget(Target):
                 dear_operations(self.compute_capability),
                 per_byte=cycles_per_second / self.memory_bandwidth,
                 per_kernel=cycles_per_second * LAUNCH,
+                cached_bytes=self.l2_bytes,
             ),
         )
 
