@@ -71,24 +71,25 @@ def test_what_misses_by_little_is_not_followed_by_the_fewest_bytes(compilations)
 
 
 def test_what_fits_as_it_is_is_compiled_though_another_took_more_than_projected():
-    """The only plan takes a sixth more than is projected of it, the function a quarter less."""
+    """The only plan takes two thirds more than is projected of it, the function a quarter less."""
+    with jax.numpy_rank_promotion("allow"):
+        traced = sensitivity.traced(sensitivity.MIXER)
+    boundary = traced.program.boundary_bytes
+    planner = Constraints.parse(None, 0, "h200", "dp").planner(traced.program)
 
-    def loss(weights, x):
-        for w in weights:
-            shape = (x.shape[0], 2 * x.shape[1], 2 * x.shape[2], w.shape[1])
-            x = jax.image.resize(jnp.tanh(x @ w), shape, "nearest")
-        return jnp.mean(x**2)
+    class Compiler(sensitivity.StandIn):
+        def outcome(self, layout):
+            plain = self.planner.plain
+            self.plans[layout] = self.constraints.write(self.traced.program, layout, plain)
+            total = layout.peak + boundary
+            ratio = 0.75 if layout == plain else 1.67
+            return Outcome("", layout.price, total, int(ratio * total), layout.peak_location)
 
-    args = (
-        [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3,
-        jax.ShapeDtypeStruct((8, 32, 32, 64), jnp.float32),
-    )
-    plain = jaxmem.plan(loss, *args, target="h100", budget="100%", compilations=1)
-    assert not plain.regions
-    again = jaxmem.plan(
-        loss, *args, target="h100", budget=plain.compiled_bytes + 4096, compilations=1
-    )
-    assert again.compiled_bytes == plain.compiled_bytes
+    budget = planner.plain.peak + boundary - 1
+    search = Compiler(traced, Constraints.parse(budget, 0, "h200", "dp"), 0)
+    search.planner = planner
+    assert not search.plan(1).regions
+    assert len(search.search.outcomes) == 2
 
 
 @pytest.mark.parametrize("compilations", [1, 2, 3, 4])

@@ -225,6 +225,7 @@ def constants() -> list[Constant]:
         *of("planning.dp", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
         *of("planning.dp", "_EXTRA_MEMORIES", "_GUESSES", "_FLOOR_MEMORIES"),
         *of("planning.dp", "_REUSE_FRACTION", most=0.99),
+        *of("planning.refining", "_TRIES", "_KERNELS", programs=(UNROLLED, UNET)),
         *of("planning.dp", "_SHRINK_FACTOR", "_MIN_PROGRESS", "_PEAK_TOLERANCE", margin=True),
         *of(
             "planning.loops", "_SLOTS", "_LEVELS", "_SETS", "_KERNELS", "_OPTIONS", programs=(SCAN,)

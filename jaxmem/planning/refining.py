@@ -9,17 +9,19 @@ kept: a local search.
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxmem.planning.blocks import Blocks
 from jaxmem.planning.layouts import Layout
 from jaxmem.planning.regions import Region
 
 Regions = tuple[Region, ...]
-# Layouts that are tried. Chosen: all that bring more than a hundredth come among the first.
-_TRIES = 150
+Places = Sequence[tuple[tuple[int, ...], Region]]
+Change = tuple[int, ...]  # what tells it from others: a value, or the ends of a region
+# Layouts that are tried. Chosen: what brings more than a hundredth comes among the first.
+_TRIES = 100
 # Kernels that they have together, which bounds the time: about half a second. Chosen.
-_KERNELS = 20_000
+_KERNELS = 10_000
 
 
 def refined(
@@ -28,34 +30,45 @@ def refined(
     """The plan with all changes that fit into the budget as well and cost less; ``layout_of``
     gives the plan with other regions."""
     tries = min(_TRIES, _KERNELS // max(len(blocks.program.kernels), 1))
-    changed = True
-    while changed:
-        changed = False
-        for regions in itertools.islice(_changes(layout, blocks), tries):
-            tries -= 1
-            found = layout_of(regions)
-            if found.peak <= budget and found.price < layout.price:
-                layout, changed = found, True
-                break
+    tried: set[Change] = set()
+    while len(tried) < tries:
+        fresh = (one for one in _changes(layout, blocks) if one[0] not in tried)
+        if (found := next(fresh, None)) is None:
+            break
+        change, regions = found
+        tried.add(change)
+        other = layout_of(regions)
+        if other.peak <= budget and other.price < layout.price:
+            layout = other
     return layout
 
 
-def _changes(layout: Layout, blocks: Blocks) -> Iterator[Regions]:
-    """The plan's regions with one undone, with one more value saved, or with one that is shorter by
-    a block."""
+def _changes(layout: Layout, blocks: Blocks) -> Iterator[tuple[Change, Regions]]:
+    """What to change, and the plan's regions with it: one more value saved and one region undone
+    in turns, then each region shorter by a block."""
     places = list(_places(layout.regions))
+    turns = itertools.zip_longest(_saved(layout, places, blocks), _undone(layout, places))
+    yield from (one for both in turns for one in both if one)
     for place, region in places:
-        yield _replaced(layout.regions, place, region.regions)
+        for one in _shorter(region, blocks):
+            change = region.start, region.stop, one.start, one.stop
+            yield change, _replaced(layout.regions, place, (one,))
+
+
+def _saved(layout: Layout, places: Places, blocks: Blocks) -> Iterator[tuple[Change, Regions]]:
+    """Values that are made again, the dearest for their bytes first."""
     again = {value for value in blocks.values if layout.runs.get(blocks.made[value] - 1, 0) > 1}
     for value in sorted(filter(blocks.can_be_saved, again), key=lambda v: -blocks.density[v]):
         for place, region in places:
             if region.start < blocks.made[value] <= region.stop and value not in region.saved:
                 one = dataclasses.replace(region, saved=tuple(sorted((*region.saved, value))))
-                yield _replaced(layout.regions, place, (one,))
+                yield (value,), _replaced(layout.regions, place, (one,))
                 break
+
+
+def _undone(layout: Layout, places: Places) -> Iterator[tuple[Change, Regions]]:
     for place, region in places:
-        for one in _shorter(region, blocks):
-            yield _replaced(layout.regions, place, (one,))
+        yield (region.start, region.stop), _replaced(layout.regions, place, region.regions)
 
 
 def _shorter(region: Region, blocks: Blocks) -> Iterator[Region]:
