@@ -963,6 +963,12 @@ def test_integers_have_no_derivatives():
         jaxmem.plan(loss, *args, argnums=1.0)
 
 
+def test_a_complex_loss_has_no_gradient():
+    x = jax.ShapeDtypeStruct((8,), jnp.complex64)
+    with pytest.raises(jaxmem.PlanError, match=r"returns complex64\[\]\. Return .* a real one \("):
+        jaxmem.plan(lambda x: jnp.sum(x * x), x, target="h200")
+
+
 def test_a_plan_says_what_its_compiled_bytes_need():
     plan = jaxmem.plan(tanh_chain, *SHAPES, budget=14 * ACTIVATION, target="h200", compilations=1)
     assert plan.compiler_options and " for h200 with plan.compiler_options: " in str(plan)

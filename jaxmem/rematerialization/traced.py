@@ -156,10 +156,11 @@ class TracedFunction:
                 f"{name} plans what a backward pass keeps, and there is none of a function that "
                 f"returns {found}. Pass one that returns floating-point values."
             )
-        if scalar and (len(leaves) > 1 or leaves[0].shape):
+        real = jnp.issubdtype(leaves[0].dtype, jnp.floating)
+        if scalar and (len(leaves) > 1 or leaves[0].shape or not real):
             raise PlanError(
                 f"With a target {name} compiles the value and gradient of a loss, a floating-point "
-                f"scalar, and the function returns {found}. Return its mean or its sum "
+                f"scalar, and the function returns {found}. Return its mean or its sum, a real one "
                 "(has_aux=True if there is more beside it), or leave target out to have projected "
                 "bytes."
             )
