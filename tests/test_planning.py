@@ -13,8 +13,9 @@ import pytest
 
 import jaxmem
 from jaxmem.planning import PLANNERS, Loop, Rates, Region, baseline_policies, simulate
-from jaxmem.planning.dp import DP, combine_menus
+from jaxmem.planning.dp import DP
 from jaxmem.planning.loops import LoopOption, loop_options
+from jaxmem.planning.options import combine_menus
 from jaxmem.planning.regions import depth
 from jaxmem.planning.sqrt import Sqrt, _Chain
 from jaxmem.program import Operation, Program
@@ -435,7 +436,7 @@ def test_a_body_with_regions_of_the_user_is_left_alone():
 
 @pytest.mark.parametrize("part", [3, 4, 5, 6])
 def test_memories_whose_plans_are_nested_too_deep_do_not_hide_the_others(monkeypatch, part):
-    monkeypatch.setattr("jaxmem.planning.dp._DEPTH", 6)
+    monkeypatch.setattr("jaxmem.planning.variants._DEPTH", 6)
     random = np.random.default_rng(0)
     flops = [int(work) for work in random.integers(10**6, 10**9, 500)]
     planner = DP(chain([100_000] * 500, flops), RATES)

@@ -22,8 +22,8 @@ from benchmarks._limits import PROGRAMS
 from jaxmem import jaxprs
 from jaxmem.loops import Schedule
 from jaxmem.planning import Rates
-from jaxmem.planning.dp import Variant
 from jaxmem.planning.loops import loop_options
+from jaxmem.planning.variants import Variant
 from jaxmem.rematerialization import FIRST_ERROR
 from jaxmem.rematerialization.compiled_plans import CompiledPlans
 from jaxmem.rematerialization.emission import _Emission

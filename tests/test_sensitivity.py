@@ -91,7 +91,7 @@ def test_every_number_says_where_it_comes_from():
 # What changes nothing on the programs of the table, even far off: it bounds the time of planning,
 # or the test that is named needs it.
 NEEDED = {
-    "planning.dp._FLOOR_MEMORIES": (
+    "planning.variants._FLOOR_MEMORIES": (
         "test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp"
     ),
     "planning.loops._MENU_RATIO": "test_both_schedules_are_about_the_best_together",

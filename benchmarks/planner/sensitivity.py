@@ -1,7 +1,7 @@
 """What the constants of the planner are worth: plans with each of them at half and at twice.
 
     python -m benchmarks.planner.sensitivity                    # all of them, minutes on one core
-    python -m benchmarks.planner.sensitivity planning.dp._SLOTS  # these rows; the others stay
+    python -m benchmarks.planner.sensitivity planning.variants._SLOTS  # these rows; the others stay
 
 Budgets are a quarter and six tenths of the way from the least projected bytes to the plain ones,
 with each constant as it is. "time" and "FLOPs" are what a plan adds to the step's, in percentage
@@ -220,13 +220,13 @@ def constants() -> list[Constant]:
         *of("planning.events", "_MIN_REUSE"),
         *of("planning.blocks", "TINY"),
         *of("planning.blocks", "_SHARES", most=1.0),
-        *of("planning.dp", "_SLOTS"),
-        *of("planning.dp", "_HEADROOM", margin=True),
-        *of("planning.dp", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
-        *of("planning.dp", "_EXTRA_MEMORIES", "_GUESSES", "_FLOOR_MEMORIES"),
-        *of("planning.dp", "_REUSE_FRACTION", most=0.99),
+        *of("planning.variants", "_SLOTS"),
+        *of("planning.variants", "_HEADROOM", margin=True),
+        *of("planning.variants", "_DEPTH", programs=(UNROLLED, UNET, LONG)),
+        *of("planning.variants", "_EXTRA_MEMORIES", "_GUESSES", "_FLOOR_MEMORIES"),
+        *of("planning.variants", "_REUSE_FRACTION", most=0.99),
         *of("planning.refining", "_TRIES", "_KERNELS", programs=(UNROLLED, UNET)),
-        *of("planning.dp", "_SHRINK_FACTOR", "_MIN_PROGRESS", "_PEAK_TOLERANCE", margin=True),
+        *of("planning.variants", "_SHRINK_FACTOR", "_MIN_PROGRESS", "PEAK_TOLERANCE", margin=True),
         *of(
             "planning.loops", "_SLOTS", "_LEVELS", "_SETS", "_KERNELS", "_OPTIONS", programs=(SCAN,)
         ),

@@ -1,6 +1,5 @@
 """From a program and a budget to regions: pure arithmetic, no JAX."""
 
-from jaxmem.planning.dp import Variant as Variant
 from jaxmem.planning.layouts import Layout as Layout, Segment as Segment
 from jaxmem.planning.loops import LoopOption as LoopOption, loop_options as loop_options
 from jaxmem.planning.named_counts import marginal_savings as marginal_savings
@@ -39,3 +38,4 @@ from jaxmem.planning.simulation import (
     simulate_block as simulate_block,
 )
 from jaxmem.planning.usual_policies import baseline_policies as baseline_policies
+from jaxmem.planning.variants import Variant as Variant

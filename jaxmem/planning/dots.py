@@ -5,10 +5,10 @@ activations before it again from what the one before made. Such regions stand in
 groups in one region, so that what is between two of them, a block's output say, is not kept either.
 """
 
-from jaxmem.planning.dp import Variant
 from jaxmem.planning.layouts import Layout
 from jaxmem.planning.rates import Rates
 from jaxmem.planning.regions import Region
+from jaxmem.planning.variants import Variant
 from jaxmem.program import Program
 
 # Chosen. Half and twice: benchmarks/planner/sensitivity.py.

@@ -11,7 +11,6 @@ are saved wherever matmuls are.)
 import dataclasses
 from collections.abc import Mapping
 
-from jaxmem.planning.dp import Variant
 from jaxmem.planning.layouts import Layout, Segment
 from jaxmem.planning.per_block import (
     Spans,
@@ -21,6 +20,7 @@ from jaxmem.planning.per_block import (
     policies,
 )
 from jaxmem.planning.rates import Rates
+from jaxmem.planning.variants import Variant
 from jaxmem.program import Program
 
 # Of the bytes of the largest value that a block hands on: what takes less is beside it, such as

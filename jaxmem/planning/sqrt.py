@@ -12,10 +12,10 @@ import itertools
 
 import numpy as np
 
-from jaxmem.planning.dp import Variant
 from jaxmem.planning.layouts import Layout
 from jaxmem.planning.rates import Rates
 from jaxmem.planning.regions import Region
+from jaxmem.planning.variants import Variant
 from jaxmem.program import Program
 
 # Chosen: they bound the time of planning. Half and twice: benchmarks/planner/sensitivity.py.

@@ -1,9 +1,9 @@
 """What the usual policies cost: `jax.checkpoint` on every block of the model."""
 
-from jaxmem.planning.dp import Variant
 from jaxmem.planning.layouts import Layout
 from jaxmem.planning.per_block import block_partitions, per_block_regions, policies
 from jaxmem.planning.rates import Rates
+from jaxmem.planning.variants import Variant
 from jaxmem.program import Program
 
 

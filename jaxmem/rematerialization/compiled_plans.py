@@ -38,8 +38,8 @@ _RECHECK_ERROR = 0.1
 # nine in ten plans of networks that tuned nothing are within it (benchmarks/planner/held_out.py).
 # With half and with twice of the room the MLP costs as much below 65 and 75 %.
 _SOME_ROOM = 1.1
-# Derived: bytes of a plan are counted in steps of a 200th (planning.dp._SLOTS). Of two budgets that
-# are nearer to each other the plans hardly differ.
+# Derived: bytes of a plan are counted in steps of a 200th (planning.variants._SLOTS). Of budgets
+# that are nearer to each other the plans hardly differ.
 _MIN_GOAL_RATIO = 1.002
 
 
