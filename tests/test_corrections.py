@@ -69,6 +69,14 @@ def test_the_worst_case_is_of_any_key_by_share_or_by_bytes():
     assert some.worst_case_goal(200) == 150  # by bytes
 
 
+def test_the_worst_case_leaves_out_what_is_of_another_kind():
+    """A row that takes half as much again tells nothing of plans, but alone."""
+    some = known((100, 105, "a"), (100, 150, "b"))
+    assert some.worst_case_goal(210) == pytest.approx(140)
+    assert some.worst_case_goal(210, [(100, "b")]) == pytest.approx(200)
+    assert known((100, 150, "b")).worst_case_goal(210, [(100, "b")]) == pytest.approx(140)
+
+
 def test_the_nearest_and_the_least_of_what_is_near():
     some = known((100, 130, "a"), (110, 105, "a"), (300, 200, "a"), (104, 10, "b"))
     assert some.expected_by_nearest(101, "a") == 131

@@ -198,9 +198,10 @@ class CompiledPlans(PlanCompiler):
         return float(least) if is_dear and _SOME_ROOM * least <= budget else goal
 
     def worst_case_goal(self, goal: float) -> float:
-        """Projected bytes that fit if nothing is further off than what was compiled, no more than
-        the goal."""
-        return min(goal, self.search.corrections.worst_case_goal(self.search.allowed))
+        """Projected bytes that fit if no plan is further off than those that were compiled, no more
+        than the goal. Rows tell nothing of plans: XLA may take half as much again of one."""
+        corrections, rows = self.search.corrections, self.per_block.by_price
+        return min(goal, corrections.worst_case_goal(self.search.allowed, rows))
 
     def safe_layout(self, goal: float) -> Layout | None:
         """The layout for bytes that are safe by all that was compiled, if it peaks where another

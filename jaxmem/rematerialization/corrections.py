@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, Generic, TypeVar
 
 # Compiled bytes over projected ones, at most, before anything was compiled. Measured: networks were
@@ -119,10 +119,13 @@ class Corrections(Generic[Proposal]):
         low, high = sorted([outcome.ratio, 1.0])
         return outcome.projected + (allowed - outcome.compiled) / min(max(slope, low), high)
 
-    def worst_case_goal(self, allowed: float) -> float:
+    def worst_case_goal(self, allowed: float, others: Collection[Proposal] = ()) -> float:
         """Projected bytes that are allowed if nothing is further off than what was compiled,
-        whatever its key, by share or by bytes."""
-        known = self.compiled.values()
+        whatever its key, by share or by bytes; ``others`` tell nothing where something else was
+        compiled."""
+        found = self.compiled
+        known = [one for proposal, one in found.items() if proposal not in others]
+        known = known or list(found.values())
         ratio = max((one.ratio for one in known), default=1.0)
         return min(allowed / ratio, allowed - max((one.excess for one in known), default=0))
 
