@@ -153,15 +153,14 @@ def read_kernels(program) -> tuple[Kernel, ...]:
         matmul = matmul_of(program, operation)
         forward, gradients = bytes_of_parts(program, operation, matmul)
         parts = {source: size for v, size in gradients.items() for source in made(operation, v)}
-
         of_operand = functools.partial(made, operation)
-        own: dict[int, Collection[int]] = {}  # what derivatives of what makes operands read
+        read_to_derive: dict[int, Collection[int]] = {}
         for value in operation.inputs if matmul else ():
-            own[value] = read_for.get(value, ())
+            read_to_derive[value] = read_for.get(value, ())
             if not stored[value]:
                 derived = read_by_derivative(program.operations[maker[value]], program.active)
-                own[value] = frozenset().union(*map(of_operand, derived))
-        padded = padded_copies(program, operation, matmul, of_operand, own)
+                read_to_derive[value] = frozenset().union(*map(of_operand, derived))
+        padded = padded_copies(program, operation, matmul, of_operand, read_to_derive)
         copied, copied_again, kept = bytes_of_copies(program, operation, is_for_one)
         copies_kept = padded.kept + kept
         workspace += library + forward + padded.forward + copied
