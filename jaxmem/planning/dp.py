@@ -51,11 +51,11 @@ class DP:
             return self.plain
         planners = filter(None, [self._without_host, self])
         found = [layout for one in planners if (layout := one._cheapest_for(budget))]
-        small = [layout for layout in self._small if layout.peak <= budget]
-        if not found and small:
-            layout = min(small, key=lambda layout: layout.price)
-            of_it = (one for one in self.variants if one.loops == layout.loops)
-            found = [self._spent(one, layout, budget) for one in of_it] or [layout]
+        if not found:
+            small = [layout for layout in self._small if layout.peak <= budget]
+            for layout in sorted(small, key=lambda layout: layout.price)[:1]:
+                of_it = (one for one in self.variants if one.loops == layout.loops)
+                found = [self._spent(one, layout, budget) for one in of_it] or [layout]
         return min(found, key=lambda layout: layout.price, default=None)
 
     def _spent(self, variant: Variant, layout: Layout, budget: int) -> Layout:

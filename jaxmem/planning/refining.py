@@ -31,15 +31,19 @@ def refined(
     gives the plan with other regions."""
     tries = min(_TRIES, _KERNELS // max(len(blocks.program.kernels), 1))
     tried: set[Change] = set()
-    while len(tried) < tries:
-        fresh = (one for one in _changes(layout, blocks) if one[0] not in tried)
-        if (found := next(fresh, None)) is None:
-            break
-        change, regions = found
-        tried.add(change)
-        other = layout_of(regions)
-        if other.peak <= budget and other.price < layout.price:
-            layout = other
+    changed = True
+    while changed:
+        changed = False
+        for change, regions in _changes(layout, blocks):
+            if change in tried:
+                continue
+            if len(tried) == tries:
+                return layout
+            tried.add(change)
+            other = layout_of(regions)
+            if other.peak <= budget and other.price < layout.price:
+                layout, changed = other, True
+                break
     return layout
 
 

@@ -20,26 +20,26 @@ def written_gathers(program: Any, reduces: Callable[[Any], bool]) -> frozenset[i
     """The values that are written so; ``reduces`` says of an operation whether it makes little of
     much."""
     cycles, sizes = program.rules.cycles, program.sizes
-    if cycles is None:
+    if cycles is None or not any(gathers_repeatedly(program, one) for one in program.operations):
         return frozenset()
     readers: collections.Counter[int] = collections.Counter()
+    seen: collections.Counter[tuple] = collections.Counter()  # XLA computes a comparison once
     derived: set[int] = set()
     for operation in program.operations:
         readers.update(set(operation.inputs))
+        seen[operation.name, operation.inputs] += 1
         if any(program.active[value] for value in operation.outputs):
             derived.update(read_by_derivative(operation, program.active))
     reduced = [False] * len(sizes)
     for operation in reversed(program.operations):
+        reducing = reduces(operation)
         passes = operation.fused and any(reduced[value] for value in operation.outputs)
         for value in operation.inputs:
             kept = sizes[operation.outputs[0]] >= sizes[value]
-            reduced[value] |= reduces(operation) or (passes and kept)
+            reduced[value] |= reducing or (passes and kept)
     made_of: dict[int, frozenset[int]] = {}
     cached: dict[int, bool] = {}  # gathers
     written = set()
-    seen: collections.Counter[tuple] = collections.Counter(
-        (operation.name, operation.inputs) for operation in program.operations
-    )
     for operation in program.operations:
         if operation.fused and gathers_repeatedly(program, operation):
             (result,), given = operation.outputs, operation.inputs[0]

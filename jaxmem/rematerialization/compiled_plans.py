@@ -200,8 +200,8 @@ class CompiledPlans(PlanCompiler):
     def worst_case_goal(self, goal: float) -> float:
         """Projected bytes that fit if no plan is further off than those that were compiled, no more
         than the goal. Rows tell nothing of plans: XLA may take half as much again of one."""
-        corrections, rows = self.search.corrections, self.per_block.by_price
-        return min(goal, corrections.worst_case_goal(self.search.allowed, rows))
+        rows = self.per_block.by_price if self.search.outcomes else ()
+        return min(goal, self.search.corrections.worst_case_goal(self.search.allowed, rows))
 
     def safe_layout(self, goal: float) -> Layout | None:
         """The layout for bytes that are safe by all that was compiled, if it peaks where another
