@@ -7,8 +7,13 @@ import jax
 import jaxmem
 
 
-def projected_and_compiled(loss: Callable, args: tuple, target: str = "h100") -> tuple[int, int]:
-    """Bytes of the value and gradient of a loss as it is written."""
+def projected_and_compiled(
+    loss: Callable, args: tuple, target: str = "h100", as_planned: bool = False
+) -> tuple[int, int]:
+    """Bytes of the value and gradient of a loss as it is written; ``as_planned``: compiled with the
+    options of plans."""
     plan = jaxmem.plan(loss, *args, budget="100%", target=target, compilations=0)
+    options = plan.compiler_options if as_planned else None
     step = jax.value_and_grad(loss)
-    return plan.plain_bytes, jaxmem.memory(step, *args, target=target, timeline=False).device
+    report = jaxmem.memory(step, *args, target=target, timeline=False, compiler_options=options)
+    return plan.plain_bytes, report.device

@@ -15,6 +15,29 @@ NAMES = [sensitivity.MIXER, pytest.param(sensitivity.SCAN, marks=pytest.mark.slo
 SPREADS = [(0.94, 1.06), (1.0, 1.15), (0.8, 1.0)]  # compiled bytes over projected ones
 
 
+class Compiler(sensitivity.StandIn):
+    """One whose bytes are ``ratio`` times the projected ones, by the layout and a seed. With
+    ``alone`` each plan peaks at a place of its own."""
+
+    def __init__(self, traced, budget, seed, ratio, alone=False):
+        super().__init__(traced, Constraints.parse(budget, 0, "h200", "dp"), seed)
+        self.ratio, self.alone = ratio, alone
+
+    def outcome(self, layout):
+        self.plans[layout] = self.constraints.write(self.traced.program, layout, self.planner.plain)
+        total = layout.peak + self.traced.program.boundary_bytes
+        key = layout if self.alone else layout.peak_location
+        compiled = int(self.ratio(self.seed, layout) * total)
+        return Outcome("", layout.price, total, compiled, key)
+
+
+def mixer():
+    """A program, and its planner."""
+    with jax.numpy_rank_promotion("allow"):
+        traced = sensitivity.traced(sensitivity.MIXER)
+    return traced, Constraints.parse(None, 0, "h200", "dp").planner(traced.program)
+
+
 @pytest.mark.parametrize("compilations", [1, 2, 3])
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("name", NAMES)
@@ -26,19 +49,13 @@ def test_no_budget_is_refused_that_the_fewest_bytes_meet(name, spread, compilati
     planner = Constraints.parse(None, 0, "h200", "dp").planner(traced.program)
     least, plain = planner.cheapest_near_minimum().peak, planner.plain.peak
 
-    class Compiler(sensitivity.StandIn):
-        def outcome(self, layout):
-            ratio = random.Random(f"{self.seed} {layout.peak_location}").uniform(*spread)
-            self.plans[layout] = self.constraints.write(
-                self.traced.program, layout, self.planner.plain
-            )
-            total = layout.peak + boundary
-            return Outcome("", layout.price, total, int(ratio * total), layout.peak_location)
+    def ratio(seed, layout):
+        return random.Random(f"{seed} {layout.peak_location}").uniform(*spread)
 
     for share in (0.15, 0.3, 0.75):
         total = int(least + share * (plain - least)) + boundary
         for seed in range(3):
-            search = Compiler(traced, Constraints.parse(total, 0, "h200", "dp"), seed)
+            search = Compiler(traced, total, seed, ratio)
             search.planner = planner
             met = search.outcome(planner.cheapest_near_minimum()).compiled <= total
             assert met and search.plan(compilations)
@@ -48,22 +65,9 @@ def test_no_budget_is_refused_that_the_fewest_bytes_meet(name, spread, compilati
 def test_what_misses_by_little_is_not_followed_by_the_fewest_bytes(compilations):
     """Of plans that peak at other places nothing is known: they leave as much room as the only
     compilation does."""
-    with jax.numpy_rank_promotion("allow"):
-        traced = sensitivity.traced(sensitivity.MIXER)
-    boundary = traced.program.boundary_bytes
-    planner = Constraints.parse(None, 0, "h200", "dp").planner(traced.program)
-
-    class Compiler(sensitivity.StandIn):
-        """Each plan peaks at a place of its own."""
-
-        def outcome(self, layout):
-            plain = self.planner.plain
-            self.plans[layout] = self.constraints.write(self.traced.program, layout, plain)
-            total = layout.peak + boundary
-            return Outcome("", layout.price, total, int(1.02 * total), layout)
-
-    total = int(0.75 * (planner.plain.peak + boundary))
-    search = Compiler(traced, Constraints.parse(total, 0, "h200", "dp"), 0)
+    traced, planner = mixer()
+    total = int(0.75 * (planner.plain.peak + traced.program.boundary_bytes))
+    search = Compiler(traced, total, 0, lambda *_: 1.02, alone=True)
     search.planner = planner
     plan = search.plan(compilations)
     assert 0.7 * total < plan.projected_bytes < total
@@ -72,21 +76,9 @@ def test_what_misses_by_little_is_not_followed_by_the_fewest_bytes(compilations)
 
 def test_what_fits_as_it_is_is_compiled_though_another_took_more_than_projected():
     """The only plan takes two thirds more than is projected of it, the function a quarter less."""
-    with jax.numpy_rank_promotion("allow"):
-        traced = sensitivity.traced(sensitivity.MIXER)
-    boundary = traced.program.boundary_bytes
-    planner = Constraints.parse(None, 0, "h200", "dp").planner(traced.program)
-
-    class Compiler(sensitivity.StandIn):
-        def outcome(self, layout):
-            plain = self.planner.plain
-            self.plans[layout] = self.constraints.write(self.traced.program, layout, plain)
-            total = layout.peak + boundary
-            ratio = 0.75 if layout == plain else 1.67
-            return Outcome("", layout.price, total, int(ratio * total), layout.peak_location)
-
-    budget = planner.plain.peak + boundary - 1
-    search = Compiler(traced, Constraints.parse(budget, 0, "h200", "dp"), 0)
+    traced, planner = mixer()
+    budget = planner.plain.peak + traced.program.boundary_bytes - 1
+    search = Compiler(traced, budget, 0, lambda _, one: 0.75 if one == planner.plain else 1.67)
     search.planner = planner
     assert not search.plan(1).regions
     assert len(search.search.outcomes) == 2

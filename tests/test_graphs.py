@@ -10,6 +10,7 @@ import pytest
 import jaxmem
 from tests.cases import slow_but
 from tests.programs import budget_at
+from tests.projections import projected_and_compiled
 
 NODES, EDGES, WIDTH = 20_000, 200_000, 128
 
@@ -64,15 +65,8 @@ WITHIN = {pairs: 0.1, convolutions: 0.3, gated: 0.2, messages: 0.05}
 @pytest.mark.parametrize("loss", WITHIN, ids=lambda loss: loss.__name__)
 def test_projected_bytes_are_those_compiled(loss):
     args = shapes(loss)
-    plan = jaxmem.plan(loss, *args, target="h100", compilations=0)
-    compiled = jaxmem.memory(
-        jax.jit(jax.value_and_grad(loss)),
-        *args,
-        target="h100",
-        timeline=False,
-        compiler_options=plan.compiler_options,
-    ).device
-    assert abs(plan.plain_bytes / compiled - 1) < WITHIN[loss], (plan.plain_bytes, compiled)
+    projected, compiled = projected_and_compiled(loss, args, as_planned=True)
+    assert abs(projected / compiled - 1) < WITHIN[loss], (projected, compiled)
 
 
 def attention(activation, heads, width, nodes=60_000, edges=600_000):
@@ -106,15 +100,8 @@ def test_what_is_made_of_two_gathers_is_written_where_many_operations_read_it(ca
     """Graph attention took five times what was projected."""
     activation, heads, width, tolerance = OF_GATHERS[case]
     loss, args = attention(activation, heads, width)
-    plan = jaxmem.plan(loss, *args, target="h100", compilations=0, budget="100%")
-    compiled = jaxmem.memory(
-        jax.value_and_grad(loss),
-        *args,
-        target="h100",
-        timeline=False,
-        compiler_options=plan.compiler_options,
-    ).device
-    assert plan.plain_bytes == pytest.approx(compiled, rel=tolerance)
+    projected, compiled = projected_and_compiled(loss, args, as_planned=True)
+    assert projected == pytest.approx(compiled, rel=tolerance)
 
 
 @pytest.mark.parametrize(

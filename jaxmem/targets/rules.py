@@ -25,7 +25,7 @@ class Cycles:
     dear: tuple[tuple[str, int], ...]
     per_byte: float
     per_kernel: float
-    cached_bytes: int = 0
+    cached_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
