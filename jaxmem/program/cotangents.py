@@ -122,10 +122,7 @@ def _cotangent_edges(
     return tuple(
         CotangentEdge(
             value,
-            kernel.fused
-            and sizes[value] > _least(program, kernel) * written
-            # A library reads the whole of it. What others have of it is added to it anyway.
-            and (value in shared or value not in kernel.aliasing.returned),
+            kernel.fused and sizes[value] > _least(program, kernel) * written,
             tuple(row for array, row in kernel.aliasing.row_normalized if array == value),
             last.get(value),
             value in shared and sizes[value] > written and _cuts(program, kernel, value),

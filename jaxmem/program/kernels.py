@@ -10,13 +10,14 @@ import collections
 import functools
 from collections.abc import Collection
 
-from jaxmem.program.convolutions import bytes_of_copies, convolved
+from jaxmem.program.convolutions import bytes_of_copies, is_added_by_library, is_by_library
 from jaxmem.program.kernel import Aliasing, Gradients, Kernel
 from jaxmem.program.operand_pieces import pieces_of_operands, split_matmuls
 from jaxmem.program.operands import made_in_matmuls, spread_factors
 from jaxmem.program.ragged import copies_of_groups, groups_of
 from jaxmem.program.readers import (
     CUTS,
+    LOOPS,
     SLICES,
     SMALL,
     dtype_of,
@@ -212,14 +213,21 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 summed_bytes=_sent_for_sum(operation, sum(map(program.sizes.__getitem__, results))),
                 ring=operation.communication.summed,
                 aliasing=Aliasing(
-                    shifted, turned, rows, normalised, convolved(program, sources | reads, maker)
+                    shifted,
+                    turned,
+                    rows,
+                    normalised,
+                    is_by_library(program, operation)
+                    or is_added_by_library(program, operation, maker, readers)
+                    or library > 0
+                    or operation.name in LOOPS,
                 ),
                 scattered=scattered,
                 expensive=expensive.issuperset(results),
                 gradients=Gradients(
                     tuple(pieces.get((index, one), frozenset([one])) for one in sorted(sources))
                     if len(sources) == 2
-                    and is_matmul(operation)
+                    and (is_matmul(operation) or is_by_library(program, operation))
                     and all(is_view(program.operations[number]) for number in ordered[:-1])
                     else (),
                     tuple(parts.get(value, 0) for value in sorted(sources)),

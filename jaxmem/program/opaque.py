@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence, Set
 from typing import Any
 
-_LOOPS = ("scan", "while")
+from jaxmem.program.readers import LOOPS
+
 # Kernels of which another order is tried, in a time that grows with the square. Chosen: bodies of
 # conditionals and rules that were met have fewer, half as many too (tests/test_opaque.py).
 _MAX_REORDERED = 200
@@ -121,7 +122,7 @@ def _peak(program, kernels, outside: Set[int], first: Set[int], last: Set[int]) 
         freed = sum(sizes[value] for value in ends[number] if value in alive)
         # XLA writes the result of an elementwise kernel over an operand that dies there, and what
         # a loop hands on over what it was given.
-        over = kernel.fused or program.operations[kernel.operations[-1]].name in _LOOPS
+        over = kernel.fused or program.operations[kernel.operations[-1]].name in LOOPS
         live_now = max(before, now - freed) if over else now
         most = max(most, live_now + kernel.workspace)
         alive.difference_update(ends[number])

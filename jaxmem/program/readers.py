@@ -11,6 +11,7 @@ SMALL = 16
 SUMS = frozenset({"add", "add_any"})
 SLICES = frozenset({"slice", "dynamic_slice"})
 CUTS = SLICES | {"split"}
+LOOPS = frozenset({"scan", "while"})
 # What shows another value, and is where that is.
 _VIEW_LIKE = frozenset(
     """

@@ -36,10 +36,14 @@ class PerBlockCheckpoints:
 
     def cheapest_safe(self, budget: int, goal: float) -> Iterator[Sequence[Layout]]:
         """The cheapest row that is projected to take no more than that."""
-        safe = (one for one in self.promising(budget) if self.plans.projected(one) <= goal)
-        yield from ([one] for one in itertools.islice(safe, 1))
+        yield from ([one] for one in itertools.islice(self.safe(budget, goal), 1))
 
-    def promising(self, budget: int, price: float = math.inf) -> Iterator[Layout]:
+    def safe(self, budget: float, goal: float = math.inf) -> Iterator[Layout]:
+        """Rows that are projected to take no more than a goal, and than the budget."""
+        least = min(goal, budget)
+        return (one for one in self.promising(budget) if self.plans.projected(one) <= least)
+
+    def promising(self, budget: float, price: float = math.inf) -> Iterator[Layout]:
         """Rows that are not compiled yet, cost less than a price and than the best plan, and may
         fit: first those that do if no projection is further off than those of what was compiled,
         the cheapest of them first, then those that would miss the budget by the least. Beside what

@@ -213,11 +213,16 @@ class CompiledPlans(PlanCompiler):
 
     def last_attempt(self, goal: float) -> Layout | None:
         """The layout for the last compilation, where nothing fits yet: what is known to fit, or
-        leaves as much room as the only one would; None: only the fewest bytes do, at any price."""
+        leaves as much room as the only one would, or a row that is projected to fit; None: only the
+        fewest bytes do, at any price."""
         room = min(self.worst_case_goal(goal), self.search.allowed / FIRST_ERROR)
         # The function without regions tells nothing of how far a plan's projection is off.
         has_plans = any(one.regions or one.loops for one in self.search.outcomes)
-        return (self.safe_layout(goal) if has_plans else None) or self.layout_for(room)
+        return (
+            (self.safe_layout(goal) if has_plans else None)
+            or self.layout_for(room)
+            or next(self.per_block.safe(self.search.allowed), None)
+        )
 
     def is_worth_compiling(self, price: float) -> bool:
         """Whether that is less than the price of the best plan so far, by what a compilation is

