@@ -414,7 +414,7 @@ def test_planners_on_random_programs(instructions, planner):
     recomputed: derivatives of our own take other bytes than JAX's (of a gather, its indices)."""
     fun, args = build(instructions), arguments()
     plan = jaxmem.plan(fun, *args, planner=planner, argnums=(0, 1, 2), has_aux=True)
-    most = plan.plain_bytes + (0 if plan.recomputes else 100)
+    most = plan.plain_bytes + (0 if plan.recomputes else 160)
     assert plan.projected_bytes <= most
     # What is said to fit does, and more does too.
     for budget in (plan.projected_bytes, most, most + 100):

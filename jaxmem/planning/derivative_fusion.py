@@ -117,7 +117,8 @@ class _Fusion:
         """Whether it holds nothing for longer to make what an event makes with a derivative, which
         needs nothing that is made of that."""
         event = self.events[number]
-        if self.events[into].not_in_place or not self.program.kernels[event.kernel].fused:
+        made = self.events[into].makes and not self.events[into].not_in_place
+        if not made or not self.program.kernels[event.kernel].fused:
             return False
         readers = (at for one in event.makes for at in self.readers.get(one, ()))
         if any(self.events[at].run != event.run for at in (into, *readers)):

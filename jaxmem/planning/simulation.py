@@ -188,10 +188,7 @@ def _cost(
     live = [instance for instance in live if instance in needed]
     merges = steps.program.rules.fuses_derivatives
     ends = kept, live, results or {}, merges
-    steps.executed = events
-    steps.live, peak, at = liveness(steps.kernels, events, steps.sizes, *ends)
     order = fused(steps.program, events, steps.sizes, first) if merges else None
-    if order:
-        steps.executed, sizes = order
-        steps.live, peak, at = liveness(steps.kernels, steps.executed, sizes, *ends)
+    steps.executed, sizes = order or (events, steps.sizes)
+    steps.live, peak, at = liveness(steps.kernels, steps.executed, sizes, *ends)
     return Cost(peak, steps.executed[at].kernel if events else 0, runs)
