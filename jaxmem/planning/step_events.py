@@ -11,7 +11,6 @@ from jaxmem.planning.cotangent_state import CotangentState
 from jaxmem.planning.events import Event, RecomputedInstances
 from jaxmem.planning.regions import Region, kernels_and_regions
 from jaxmem.program import Program
-from jaxmem.program.readers import SUMS
 
 
 class StepEvents:
@@ -186,15 +185,14 @@ class StepEvents:
             size = sum(self.program.sizes[value] for value in kernel.results)
             incoming = self.written_first(number, [*incoming, *reads], size)
         count = self.program.input_count
-        summands = _summands(self.program, number)
-        if summands and incoming[1:]:
+        if incoming[1:] and any(edge.adds for edge in self.cotangent_edges[number]):
             size = self.program.sizes[kernel.results[0]]
             incoming = self.written_first(number, incoming, size)
         fresh, joined, in_rows = [], [], False
         for edge in self.cotangent_edges[number]:
             value, state = edge.value, self.states[edge.value]
             is_turned = value in kernel.aliasing.transposed
-            if value in summands:
+            if edge.adds:
                 cotangents.setdefault(value, []).extend(incoming)
                 state.written.add(is_turned)
                 continue
@@ -256,13 +254,3 @@ class StepEvents:
             lasting = [instance for value, instance in pairs if value in lasting_values]
         done = Event(number, uses, fresh, True, inside, in_rows, joined, lasting, self.run)
         self.events.append(done)
-
-
-def _summands(program: Program, number: int) -> set[int]:
-    """What a kernel adds up, if it does no more: each has the cotangent of the sum."""
-    kernel = program.kernels[number]
-    sizes = {program.sizes[value] for value in (*kernel.results, *kernel.sources)}
-    names = {program.operations[one].name for one in kernel.operations}
-    if len(sizes) > 1 or not names <= SUMS:
-        return set()
-    return {value for value in kernel.sources if value >= program.input_count}

@@ -32,6 +32,8 @@ class CotangentEdge:
             because it is expensive, and so is all that reads it. The derivatives of both are one
             kernel.
         linear: whether what the kernel makes is linear in it: its cotangent is made without it.
+        adds: whether the kernel does no more than to add it to others: its cotangent is that of the
+            sum, and no array of its own.
     """
 
     value: int
@@ -41,6 +43,7 @@ class CotangentEdge:
     cuts: bool
     passes: bool
     linear: bool
+    adds: bool
 
 
 def active_of(program: Any) -> list[bool]:
@@ -117,6 +120,7 @@ def _cotangent_edges(
 ) -> tuple[CotangentEdge, ...]:
     kernel, sizes = program.kernels[number], program.sizes
     written = sum(sizes[value] for value in kernel.results)
+    adds = _adds(program, kernel)
     last = _completed(program, moving, number)
     later = {one for value in kernel.sources for one in passed.get(value, ())}
     return tuple(
@@ -128,10 +132,18 @@ def _cotangent_edges(
             value in shared and sizes[value] > written and _cuts(program, kernel, value),
             value in passed,
             value in passed and _is_linear(program, kernel, value),
+            adds and value >= program.input_count,
         )
         for value in kernel.sources
         if value in moving[number] and value not in later
     )
+
+
+def _adds(program: Any, kernel: Any) -> bool:
+    """Whether a kernel adds up arrays of one size, and does no more."""
+    sizes = {program.sizes[value] for value in (*kernel.results, *kernel.sources)}
+    names = {program.operations[number].name for number in kernel.operations}
+    return len(sizes) == 1 and names <= SUMS
 
 
 def _least(program: Any, kernel: Any) -> int:
