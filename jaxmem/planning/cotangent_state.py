@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jaxmem.program import Kernel
+
 
 @dataclasses.dataclass(slots=True)
 class CotangentState:
@@ -31,16 +33,16 @@ class CotangentState:
         """Whether it is there in another order of axes alone."""
         return self.written == {True}
 
-    def is_written_first(self, is_scan: bool, is_fused: bool, is_called: bool) -> bool:
+    def is_written_first(self, kernel: Kernel, is_scan: bool) -> bool:
         """Whether it is in memory before the derivative of the kernel that makes the value reads
-        it, though no kernel has written it; ``is_called``: a library or a loop reads it whole."""
+        it, though no kernel has written it."""
         if self.shifted or (is_scan and self.broadcast):
             return True  # a loop reads slices of it
         # By rows and by columns: it is written over neither.
         apart = (
             self.row_reduced
             or len(self.spread) > 1
-            or (self.padded and not (is_scan or is_fused))
-            or (self.broadcast and is_called)
+            or (self.padded and not (is_scan or kernel.fused))
+            or (self.broadcast and kernel.aliasing.in_tuple)  # a library reads it whole
         )
         return apart and not self.written

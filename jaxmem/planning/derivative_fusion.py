@@ -24,44 +24,37 @@ def fused(
 ) -> tuple[Sequence[Event], list[int]] | None:
     """Events, of which those from ``start`` on recompute, as XLA runs them, and the sizes of
     instances: those that are never in memory have none. None: as they are."""
-    large = max(sizes, default=0) // _SMALL
-    derivatives = _derivatives(events, start)
-    if not any(
-        program.kernels[events[number].kernel].fused
-        and sum(sizes[one] for one in events[number].makes) > large
-        for number in derivatives
-    ):
+    if all(event.backward for event in events[start:]):
         return None
-    found = _Fusion(program, _split_gradients(program, events, start), sizes, start, large)
-    return found.moved() if found.late else None
+    large = max(sizes) // _SMALL
+    found = _Fusion(program, _split_gradients(program, events[start:]), sizes, large)
+    moved = found.moved() if found.late else None
+    return moved and ([*events[:start], *moved[0]], moved[1])
 
 
-def _derivatives(events: Sequence[Event], start: int) -> dict[int, int]:
-    """For each event from ``start`` on that recomputes, the next one in which cotangents of what it
-    is made of are computed."""
+def _derivatives(events: Sequence[Event]) -> dict[int, int]:
+    """For each event that recomputes the next one in which cotangents of what it is made of are
+    computed."""
     found: dict[int, int] = {}
     following: dict[int, int] = {}  # by kernels
-    for number in reversed(range(start, len(events))):
+    for number in reversed(range(len(events))):
         event = events[number]
-        if event.backward and not event.sums:
+        if event.sums:
+            continue  # a derivative of what reads its value
+        if event.backward:
             into = [following[one] for one in event.joined if one in following]
             following[event.kernel] = min(into, default=number)
-        elif not event.backward and event.kernel in following:
+        elif event.kernel in following:
             found[number] = following[event.kernel]
     return found
 
 
-def _split_gradients(program: Program, events: Sequence[Event], start: int) -> list[Event]:
+def _split_gradients(program: Program, events: Sequence[Event]) -> list[Event]:
     """Events with the two gradients of a contraction apart: each reads the other's operand."""
     found: list[Event] = []
-    for number, event in enumerate(events):
+    for event in events:
         kernel = program.kernels[event.kernel]
-        two = (
-            number >= start
-            and event.backward
-            and kernel.gradients.operands
-            and len(event.makes) == 2
-        )
+        two = event.backward and kernel.gradients.operands and len(event.makes) == 2
         if two and len(event.uses) > len(kernel.reads) > 1:
             cotangent, (first, second) = event.uses[len(kernel.reads) :], event.makes
             one, other = kernel.gradients.in_operands(kernel.reads, event.uses)
@@ -97,18 +90,17 @@ def _as_soon_as_possible(events: Sequence[Event]) -> list[Event]:
 
 
 class _Fusion:
-    """``late`` are the numbers of events that are computed with a derivative, and its own."""
+    """Of a backward pass: ``late`` are the numbers of events that are computed with a derivative,
+    and its own."""
 
-    def __init__(
-        self, program: Program, events: Sequence[Event], sizes: list[int], start: int, large: int
-    ):
+    def __init__(self, program: Program, events: Sequence[Event], sizes: list[int], large: int):
         self.program, self.events, self.sizes, self.large = program, events, sizes, large
         self.readers: dict[int, list[int]] = {}
         for number, event in enumerate(events):
             for instance in event.uses:
                 self.readers.setdefault(instance, []).append(number)
         self.late: dict[int, int] = {}
-        for number, into in _derivatives(events, start).items():  # the last one first
+        for number, into in _derivatives(events).items():  # the last one first
             made = sum(self.sizes[instance] for instance in events[number].makes)
             if made > large and self._may_move(number, into):
                 self.late[number] = into
@@ -116,9 +108,10 @@ class _Fusion:
     def _may_move(self, number: int, into: int) -> bool:
         """Whether it holds nothing for longer to make what an event makes with a derivative, which
         needs nothing that is made of that."""
-        event = self.events[number]
-        made = self.events[into].makes and not self.events[into].not_in_place
-        if not made or not self.program.kernels[event.kernel].fused:
+        event, derivative = self.events[number], self.events[into]
+        if not self.program.kernels[event.kernel].fused:
+            return False
+        if derivative.not_in_place or not derivative.makes:
             return False
         readers = (at for one in event.makes for at in self.readers.get(one, ()))
         if any(self.events[at].run != event.run for at in (into, *readers)):
@@ -126,7 +119,7 @@ class _Fusion:
         read = [instance for instance in event.uses if self.sizes[instance] > self.large]
         if any(self.readers[instance][-1] < into for instance in read):
             return False
-        if not any(instance in self.events[into].uses for instance in read):
+        if not any(instance in derivative.uses for instance in read):
             return False  # they are no kernel of the same arrays
         own = set(event.makes)
         pending, seen = list(event.makes), set[int]()

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 
 from jaxmem.planning.derivative_fusion import fused
-from jaxmem.planning.events import liveness
+from jaxmem.planning.events import Event, liveness
 from jaxmem.planning.regions import Region, kernels_and_regions, saved_by
 from jaxmem.planning.step_events import StepEvents
 from jaxmem.program import Program, gradient_size
@@ -29,17 +29,26 @@ class Cost:
     read: frozenset[int] = frozenset()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Run:
+    """The events of a step as XLA runs them, and the bytes at each."""
+
+    events: Sequence[Event]
+    live: list[int]
+    cost: Cost
+
+
 def simulate(program: Program, regions: Sequence[Region]) -> Cost:
     """The cost of a program with regions."""
-    return _simulate(program, regions)[0]
+    return _simulate(program, regions)[0].cost
 
 
 def live_bytes(program: Program, regions: Sequence[Region]) -> tuple[list[int], int]:
     """Bytes beyond the program's boundary at each event of a program with regions, and the number
     of the first event of the backward pass."""
-    _, simulator = _simulate(program, regions)
-    backward = [event.backward for event in simulator.executed]
-    return simulator.live, (*backward, True).index(True)
+    run, _ = _simulate(program, regions)
+    backward = [event.backward for event in run.events]
+    return run.live, (*backward, True).index(True)
 
 
 def recomputed(program: Program, regions: Sequence[Region]) -> dict[Region, frozenset[int]]:
@@ -53,7 +62,7 @@ def recomputed(program: Program, regions: Sequence[Region]) -> dict[Region, froz
     }
 
 
-def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, StepEvents]:
+def _simulate(program: Program, regions: Sequence[Region]) -> tuple[_Run, StepEvents]:
     simulator = StepEvents(program, False, program.in_loop, saved_by(regions), _region_workspace)
     made = {value: simulator.instance(value, free=True) for value in range(program.input_count)}
     tape = simulator.forward(kernels_and_regions(regions, 0, len(program.kernels)), made, {})
@@ -71,11 +80,11 @@ def _simulate(program: Program, regions: Sequence[Region]) -> tuple[Cost, StepEv
         gradients |= dict.fromkeys(cotangents.get(value, ()), gradient_size(program, value))
     become, kept = simulator.become, results | gradients
     if become == "results":
-        return _cost(simulator, {*kept}, (), kept), simulator
+        return _run(simulator, {*kept}, (), kept), simulator
     simulator.sizes = [gradients.get(at, size) for at, size in enumerate(simulator.sizes)]
     for event in simulator.events if become == "summands" else ():  # which adds it to a sum
         event.uses += [instance for instance in event.makes if instance in gradients]
-    return _cost(simulator, {*(kept if become == "updates" else results)}, ()), simulator
+    return _run(simulator, {*(kept if become == "updates" else results)}, ()), simulator
 
 
 def simulate_block(
@@ -121,7 +130,7 @@ def simulate_block(
             if value not in parted and instance not in whole:
                 simulator.sizes[instance] = 0  # read where the loop before has stacked it
     kept = {i for value, instances in cotangents.items() if value not in results for i in instances}
-    cost = _cost(simulator, kept, live)
+    cost = _run(simulator, kept, live).cost
     used = {instance for event in simulator.events for instance in event.uses}
     return dataclasses.replace(
         cost, read=frozenset(v for v, instance in [*given.items(), *at_hand] if instance in used)
@@ -167,9 +176,9 @@ def _with_scans(program: Program) -> Program:
     return program.with_loops(found) if found else program
 
 
-def _cost(
+def _run(
     steps: StepEvents, kept: set[int], live: Sequence[int], results: Mapping[int, int] | None = None
-) -> Cost:
+) -> _Run:
     """Drops what nothing reads, and adds up what is alive: ``live`` from the beginning,
     ``kept`` to the end. ``results`` have memory of their own, so many bytes each."""
     needed = set(kept)
@@ -189,6 +198,6 @@ def _cost(
     merges = steps.program.rules.fuses_derivatives
     ends = kept, live, results or {}, merges
     order = fused(steps.program, events, steps.sizes, first) if merges else None
-    steps.executed, sizes = order or (events, steps.sizes)
-    steps.live, peak, at = liveness(steps.kernels, steps.executed, sizes, *ends)
-    return Cost(peak, steps.executed[at].kernel if events else 0, runs)
+    executed, sizes = order or (events, steps.sizes)
+    alive, peak, at = liveness(steps.kernels, executed, sizes, *ends)
+    return _Run(executed, alive, Cost(peak, executed[at].kernel if events else 0, runs))

@@ -33,12 +33,10 @@ class StepEvents:
         # by hand and planned, 16 heads: 2 arrays of scores at the peak where there are 3).
         self.live_rows = saved if looped else ()
         self.events: list[Event] = []
-        self.executed: Sequence[Event] = ()  # as XLA runs them
         self.run = self.runs = 0  # the run of a region that events are of, and how many there are
         self.first = 0  # the number of the first event after the forward pass
         self.passes: list[tuple[Region, list[Event]]] = []
         self.sizes: list[int] = []
-        self.live: list[int] = []  # bytes at each event, once it is swept
         # Of values, how their cotangents come about.
         self.states: dict[int, CotangentState] = collections.defaultdict(CotangentState)
         # What cotangents are made of with those of a reduction, by its kernel and by their values.
@@ -163,7 +161,7 @@ class StepEvents:
         return [whole]
 
     def derive(self, number: int, reads: list[int], cotangents: dict[int, list[int]]) -> None:
-        kernel = self.kernels[number]
+        kernel, edges = self.kernels[number], self.cotangent_edges[number]
         incoming = [i for value in kernel.results for i in self.incoming(value, cotangents)]
         if not incoming:
             return
@@ -173,31 +171,29 @@ class StepEvents:
         is_scan = number in self.scans
         for value in kernel.results:
             first = self.program.cotangent_of[value]
-            called = kernel.aliasing.in_tuple
-            if not self.states[first].is_written_first(is_scan, kernel.fused, called):
+            if not self.states[first].is_written_first(kernel, is_scan):
                 continue
             size, extra = self.program.sizes[value], self.states[first].scattered
             incoming = self.written_first(number, incoming, size, extra, not_in_place=True)
             if first in cotangents:
                 cotangents[first], self.states[first] = incoming, CotangentState({False})
-        if any(edge.last is not None and not edge.rows for edge in self.cotangent_edges[number]):
+        if any(edge.last is not None and not edge.rows for edge in edges):
             # Columns are normalised: sums over the cotangent come before the source's.
             size = sum(self.program.sizes[value] for value in kernel.results)
             incoming = self.written_first(number, [*incoming, *reads], size)
-        count = self.program.input_count
-        if incoming[1:] and any(edge.adds for edge in self.cotangent_edges[number]):
+        if incoming[1:] and any(edge.adds for edge in edges):
             size = self.program.sizes[kernel.results[0]]
             incoming = self.written_first(number, incoming, size)
+        count = self.program.input_count
         fresh, joined, in_rows = [], [], False
-        for edge in self.cotangent_edges[number]:
+        for edge in edges:
             value, state = edge.value, self.states[edge.value]
             is_turned = value in kernel.aliasing.transposed
+            in_one = any(row not in self.live_rows for row in edge.rows)
             if edge.adds:
                 cotangents.setdefault(value, []).extend(incoming)
                 state.written.add(is_turned)
-                continue
-            in_one = any(row not in self.live_rows for row in edge.rows)
-            if edge.last is not None and edge.rows and not in_one:
+            elif edge.last is not None and edge.rows and not in_one:
                 # Rows are summed up apart: the cotangent follows the last of the sums.
                 joined.append(edge.last)
                 self.pending.setdefault((edge.last, value), []).extend([*incoming, *reads])
@@ -213,7 +209,7 @@ class StepEvents:
                 state.shifted |= value in kernel.aliasing.offset_reads
                 of_rows = bool(edge.rows and edge.last is not None)
                 state.row_reduced |= of_rows or value in kernel.aliasing.row_reduced
-                if len(self.cotangent_edges[number]) > 1:
+                if len(edges) > 1:
                     state.spread.add(is_turned)
             elif edge.cuts and value >= count and (number, value) not in self.pending:
                 cotangents.setdefault(value, []).extend([*incoming, *reads])

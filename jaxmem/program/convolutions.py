@@ -142,16 +142,16 @@ def _in_order(program: Any, value: int, axes: tuple[int, ...], last: Container[A
     return order == sorted(order)
 
 
-def reads_copy(program: Any, operation: Any, value: int) -> bool:
-    """Whether a convolution reads a copy of an operand, which is computed as it is written."""
-    copied = operation.contraction.copies.forward > 0 and value == operation.inputs[0]
-    return copied and program.rules.channels_last is not None
-
-
 def is_by_library(program: Any, operation: Any) -> bool:
     """Whether it is a convolution by a library."""
-    last = program.rules.channels_last
-    return last is not None and operation.name == "conv_general_dilated"
+    has_library = program.rules.channels_last is not None
+    return has_library and operation.name == "conv_general_dilated"
+
+
+def reads_copy(program: Any, operation: Any, value: int) -> bool:
+    """Whether a library reads a copy of an operand, which is computed as it is written."""
+    copied = operation.contraction.copies.forward > 0 and value == operation.inputs[0]
+    return copied and is_by_library(program, operation)
 
 
 def is_added_by_library(

@@ -20,9 +20,9 @@ class Aliasing:
             derivative sums up rows of its cotangent in the kernel that writes theirs, over nothing
             that it reads.
         in_tuple: whether what it makes, and its gradients, are parts of tuples, as what a library
-            or a loop returns is: no kernel writes over them. Measured: of 400 results of
-            convolutions that were read last by a kernel of as many bytes none was written over,
-            and of those of one kernel all were (tests/test_convolutions.py).
+            or a loop returns is: no kernel writes over them. Measured: of 1,056 that a library
+            returned and a kernel of as many bytes read last none was written over
+            (tests/test_written_over.py).
     """
 
     offset_reads: frozenset[int] = frozenset()
