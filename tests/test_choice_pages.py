@@ -57,6 +57,12 @@ def test_a_projected_timeline_has_the_projected_peak(frontier):
         assert jaxmem.Plan.from_json(plan.to_json()) == plan
 
 
+def test_the_first_plan_has_no_regions_that_bring_nothing(frontier):
+    """A region per layer that recomputes nothing takes four bytes less than the step as it is."""
+    assert not frontier.plans[0].regions
+    assert frontier.plans[0].projected_bytes == frontier.plans[0].plain_bytes
+
+
 def test_a_page_is_one_small_file(path, frontier, fitted):
     for write in (frontier.plans[-1].to_html, frontier.to_html, fitted.to_html):
         write(path, name="a </script> step")

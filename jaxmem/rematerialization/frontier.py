@@ -235,10 +235,17 @@ def pareto(
             layouts.add(layout)
     best: list[Layout] = []
     for layout in sorted(layouts, key=lambda layout: (layout.peak, layout.price)):
-        if not best or layout.price < best[-1].price:
+        if best and _is_same_point(best[-1], layout):
+            best[-1] = min(best[-1], layout, key=lambda one: len(one.regions))
+        elif not best or layout.price < best[-1].price:
             best.append(layout)
     total, plain = constraints.budget_for(program).total, constraints.plain_layout(program)
     return Frontier(
         tuple(constraints.write(program, layout, plain) for layout in reversed(best)),
         tuple((name, total(layout.peak), layout.seconds) for name, layout in rivals.items()),
     )
+
+
+def _is_same_point(smaller: Layout, larger: Layout) -> bool:
+    """Whether both cost the same and print the same bytes: the regions of one bring nothing."""
+    return smaller.price == larger.price and format_bytes(smaller.peak) == format_bytes(larger.peak)
