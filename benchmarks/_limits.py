@@ -255,6 +255,15 @@ def _few():
     return layers(lambda x, w: x + jax.nn.gelu(normalised(x) @ w), shape(512, 512), shape(512, 512))
 
 
+@program("gradients of weights in large parts")
+def _large_parts():
+    def layer(x, weights):
+        return jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1])
+
+    weights = (shape(512, 512, dtype="bfloat16"),) * 2
+    return layers(layer, weights, shape(4_096, 512, dtype="bfloat16"))
+
+
 @program("an activation added to what is normalised")
 def _activated():
     return layers(

@@ -972,3 +972,22 @@ def test_a_batch_that_cannot_be_cut_is_told():
     assert "batch['scale'] has 3" in workload.refused["microbatches"]
     workload = jaxmem.fitting.Workload(loss, ADAM, TANH_LAYERS, batch, target="h100", keep="batch")
     assert "microbatches" not in workload.refused
+
+
+@pytest.mark.slow
+def test_a_plan_that_missed_is_not_said_to_be_projected_to_fit():
+    """A policy on each block was the plan of the search by another name."""
+
+    def loss(params, batch):
+        x = batch["x"]
+        for w in params["w"]:
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    params = {"w": [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 6}
+    batch = {name: jax.ShapeDtypeStruct((8192, 32), jnp.float32) for name in "xy"}
+    step = jaxmem.fit(loss, optax.adam(1e-2), params, batch, budget="7MiB", target="rtx-2080-ti")
+    chosen, considered = step.fitting.chosen, step.fitting.considered
+    faster = [row for row in considered if row.seconds < chosen.seconds]
+    assert faster and all("over the budget" in row.verdict for row in faster)
+    assert chosen.verdict == "chosen: the least predicted time that fits"

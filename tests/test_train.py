@@ -870,6 +870,10 @@ def test_numbers_in_a_batch_are_arrays(numbers):
     assert float(metrics["loss"]) == 18
 
 
+def rated(w, x, rate):
+    return jnp.tanh(w * x) * rate
+
+
 def test_a_plan_for_another_batch_says_which_array_differs():
     """The last batch of an epoch, and a number that is none where it is planned."""
 
@@ -897,6 +901,9 @@ def test_a_plan_for_another_batch_says_which_array_differs():
         "made, and one under jax.jit: if batch['scale'] is one, make it an array, such as "
         "jnp.float32(0.1), for both)."
     ) in str(caught.value)
+    two = jaxmem.plan(rated, jnp.ones(()), jnp.ones(()), 0.1)
+    with pytest.raises(jaxmem.PlanError, match=r"if w or x or rate is one, make it an array"):
+        jax.jit(two.apply(rated))(jnp.ones(()), jnp.ones(()), 0.1)
     plan = jaxmem.plan(lambda x, y, scale: jnp.sum(x * y * scale), *[jnp.ones(3)] * 2, jnp.ones(()))
     with pytest.raises(jaxmem.PlanError) as caught:
         plan.apply(lambda x, y, scale: jnp.sum(x * y * scale))(jnp.ones(3), jnp.ones(3), 2.0)

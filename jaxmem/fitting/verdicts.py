@@ -99,11 +99,15 @@ class Verdicts:
     def _why(self, best: Candidate) -> str:
         """Why the best one found was chosen: it is the fastest, or the search ended too early."""
         compiled = self.search.compiled
-        if compiled.remaining or self.search.faster_than(best) is None:
+        left = None if compiled.remaining else self.search.faster_than(best)
+        if left is None:
             return "the least predicted time that fits"
+        others = "faster ones are projected to fit"
+        if self.search.expected(left) > self.workload.budget:  # a policy on each block
+            others = f"a faster one ({left.remat}) may fit, though it is projected not to"
         return (
-            f"the least predicted time of {len(self.search.found)} compiled; faster ones are "
-            f"projected to fit (compilations={compiled.compilations})"
+            f"the least predicted time of {len(self.search.found)} compiled; {others} "
+            f"(compilations={compiled.compilations})"
         )
 
     def too_small(self) -> BudgetError:

@@ -8,7 +8,7 @@ next to none to make again.
 
 import collections
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jaxmem.program.convolutions import bytes_of_copies, is_added_by_library, is_by_library
 from jaxmem.program.kernel import Aliasing, Gradients, Kernel
@@ -225,11 +225,7 @@ def read_kernels(program) -> tuple[Kernel, ...]:
                 scattered=scattered,
                 expensive=expensive.issuperset(results),
                 gradients=Gradients(
-                    tuple(pieces.get((index, one), frozenset([one])) for one in sorted(sources))
-                    if len(sources) == 2
-                    and (is_matmul(operation) or is_by_library(program, operation))
-                    and all(is_view(program.operations[number]) for number in ordered[:-1])
-                    else (),
+                    _read_for_gradients(program, index, sources, ordered, of_operand, pieces),
                     tuple(parts.get(value, 0) for value in sorted(sources)),
                     copies_kept,
                     groups_of(operation) if program.rules.copies_groups else None,
@@ -239,6 +235,36 @@ def read_kernels(program) -> tuple[Kernel, ...]:
             )
         )
     return tuple(kernels)
+
+
+def _read_for_gradients(
+    program,
+    index: int,
+    sources: Collection[int],
+    ordered: Sequence[int],
+    of_operand: Callable[[int], frozenset[int]],
+    pieces: Mapping[tuple[int, int], frozenset[int]],
+) -> tuple[frozenset[int], ...]:
+    """Where the two operands of a matmul are made of one value each, by the element or not at all:
+    what is read for the one, and for the other, and not again once their gradients are there."""
+    operation = program.operations[index]
+    if len(sources) != 2 or not (is_matmul(operation) or is_by_library(program, operation)):
+        return ()
+    members = [program.operations[number] for number in ordered[:-1]]
+    found = {one: pieces.get((index, one), frozenset([one])) for one in sources}
+    if all(map(is_view, members)):
+        return tuple(found[one] for one in sorted(sources))
+    operands = {value: of_operand(value) for value in operation.inputs}
+    by_element = all(member.fused for member in members) and all(
+        len(of) == 1 and program.sizes[value] == program.sizes[min(of)]
+        for value, of in operands.items()
+    )
+    if not by_element or len(frozenset().union(*operands.values())) != 2:
+        return ()
+    for value, of in operands.items():
+        if value not in of:  # what it is made of is read again, where its cotangent is written
+            found[min(of)] = frozenset()
+    return tuple(found[one] for one in sorted(sources))
 
 
 def _cluster(

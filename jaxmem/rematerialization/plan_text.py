@@ -138,9 +138,10 @@ def _numbers(plan: Any, inputs: Sequence[tuple[str, str]]) -> str:
     """What may be in the way where a program takes more arrays than a plan, or fewer: numbers."""
     scalars = [name for name, kind in inputs if kind.endswith("[]")]
     if len(inputs) > len(plan.inputs) and scalars:
+        which = " or ".join(scalars[:3]) + (" or another scalar" if len(scalars) > 3 else "")
         return (
             " (a Python number is none where the plan is made, and one under jax.jit: if "
-            f"{scalars[0]} is one, make it an array, such as jnp.float32(0.1), for both)"
+            f"{which} is one, make it an array, such as jnp.float32(0.1), for both)"
         )
     if len(inputs) < len(plan.inputs) and any(kind.endswith("[]") for kind in plan.inputs):
         return (
