@@ -152,17 +152,6 @@ class LeverSearch:
             likely = self.cheapest(None) or self.smallest()
         return likely or _baseline_policy(self, None) or _interpolated(self)
 
-    def has_missed_like(self, candidate: Candidate) -> bool:
-        """Whether one of the same levers, projected bytes and time was compiled and does not fit:
-        the same but for the names of its regions, or next to it."""
-        return any(
-            one.levers == candidate.levers
-            and one.projected == candidate.projected
-            and one.seconds == candidate.seconds
-            and (one.compiled or 0) > self.workload.budget
-            for one in self.found.values()
-        )
-
     def _alternatives(self, candidate: Candidate, best: Candidate | None) -> list[Candidate]:
         """What to compile beside a candidate, in case that it does not fit: the one of the least
         predicted time that is expected to take a little less."""
@@ -329,10 +318,22 @@ def _baseline_policy(search: LeverSearch, best: Candidate | None) -> Candidate |
     most = MAX_OVERPROJECTION * workload.budget / error
     for one in search.costs.baseline_candidates(levers, best.seconds if best else math.inf, most):
         missed = compiled.has_missed(one.projected or 0, search.baselines)
-        if not (key_of(one) in search.found or missed or search.has_missed_like(one)):
+        if not (key_of(one) in search.found or missed or _has_missed_like(search, one)):
             search.baselines.append(one)
             return one
     return None
+
+
+def _has_missed_like(search: LeverSearch, candidate: Candidate) -> bool:
+    """Whether one of the same levers, projected bytes and time was compiled and does not fit: the
+    same but for the names of its regions, or next to it."""
+    return any(
+        one.levers == candidate.levers
+        and one.projected == candidate.projected
+        and one.seconds == candidate.seconds
+        and (one.compiled or 0) > search.workload.budget
+        for one in search.found.values()
+    )
 
 
 def _interpolated(search: LeverSearch) -> Candidate | None:
