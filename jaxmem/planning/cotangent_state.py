@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxmem.program import Kernel
+from jaxmem.program import CotangentEdge, Kernel
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,3 +46,13 @@ class CotangentState:
             or (self.broadcast and kernel.aliasing.in_tuple)  # a library reads it whole
         )
         return apart and not self.written
+
+    def spread_by(self, kernel: Kernel, edge: CotangentEdge, is_turned: bool, alone: bool) -> None:
+        """A kernel that reduces the value has its cotangent spread out where that is read; unless
+        ``alone`` it sums it up for another gradient besides."""
+        self.broadcast = True
+        self.shifted |= edge.value in kernel.aliasing.offset_reads
+        of_rows = bool(edge.rows and edge.last is not None)
+        self.row_reduced |= of_rows or edge.value in kernel.aliasing.row_reduced
+        if not alone:
+            self.spread.add(is_turned)

@@ -165,31 +165,14 @@ class StepEvents:
         incoming = [i for value in kernel.results for i in self.incoming(value, cotangents)]
         if not incoming:
             return
-        if kernel.widened:  # its cotangent is rounded, and in memory, before it is widened
-            size = self.program.sizes[kernel.results[0]]
-            incoming = self.written_first(number, incoming, size)
-        is_scan = number in self.scans
-        for value in kernel.results:
-            first = self.program.cotangent_of[value]
-            if not self.states[first].is_written_first(kernel, is_scan):
-                continue
-            size, extra = self.program.sizes[value], self.states[first].scattered
-            incoming = self.written_first(number, incoming, size, extra, not_in_place=True)
-            if first in cotangents:
-                cotangents[first], self.states[first] = incoming, CotangentState({False})
-        if any(edge.last is not None and not edge.rows for edge in edges):
-            # Columns are normalised: sums over the cotangent come before the source's.
-            size = sum(self.program.sizes[value] for value in kernel.results)
-            incoming = self.written_first(number, [*incoming, *reads], size)
-        if incoming[1:] and any(edge.adds for edge in edges):
-            size = self.program.sizes[kernel.results[0]]
-            incoming = self.written_first(number, incoming, size)
+        incoming = self.in_memory_first(number, incoming, reads, cotangents)
         count = self.program.input_count
         fresh, joined, in_rows = [], [], False
         for edge in edges:
             value, state = edge.value, self.states[edge.value]
             is_turned = value in kernel.aliasing.transposed
             in_one = any(row not in self.live_rows for row in edge.rows)
+            is_made = value >= count and (number, value) not in self.pending
             if edge.adds:
                 cotangents.setdefault(value, []).extend(incoming)
                 state.written.add(is_turned)
@@ -202,16 +185,11 @@ class StepEvents:
                 pairs = zip(kernel.reads, reads, strict=True)
                 read = [one for v, one in pairs if v != value or not edge.linear]
                 cotangents.setdefault(value, []).extend([*incoming, *read])
-            elif edge.reduces and value >= count and (number, value) not in self.pending:
+            elif edge.reduces and is_made:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
-                state.broadcast = True
-                state.shifted |= value in kernel.aliasing.offset_reads
-                of_rows = bool(edge.rows and edge.last is not None)
-                state.row_reduced |= of_rows or value in kernel.aliasing.row_reduced
-                if len(edges) > 1:
-                    state.spread.add(is_turned)
-            elif edge.cuts and value >= count and (number, value) not in self.pending:
+                state.spread_by(kernel, edge, is_turned, alone=len(edges) == 1)
+            elif edge.cuts and is_made:
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
                 state.padded = True
             else:
@@ -224,29 +202,65 @@ class StepEvents:
                 if value < count and self.become != "summands":  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).extend(made)
-        inside = kernel.derivative_workspace
-        if kernel.flops:
-            # Its gradients read a copy of the cotangent, in their own order.
-            of = self.program.cotangent_of
-            turned = (value for value in kernel.results if self.states[of[value]].is_turned)
-            inside += sum(self.program.sizes[value] for value in turned)
-        if number in self.program.regions:
-            inside += self.region_workspace(self.program, number)
-        uses = [*reads, *incoming]
-        for value, size in kernel.gradients.operand_copies:
-            if (copy := self.copied.get((self.run, value))) is None:
-                inside += size
-            else:
-                uses.append(copy)
-        groups = kernel.gradients.ragged_groups
-        if groups is not None and self.run:
-            copies = self.copies.setdefault((self.run, groups), [])
-            uses += copies
-            pairs = zip(kernel.reads, reads, strict=True)
-            copies += [instance for value, instance in pairs if value == kernel.residuals]
+        inside, copies = self.taken_inside(number, reads)
         lasting: Sequence[int] = ()
         if lasting_values := kernel.aliasing.lasting:
             pairs = zip(kernel.reads, reads, strict=True)
             lasting = [instance for value, instance in pairs if value in lasting_values]
+        uses = [*reads, *incoming, *copies]
         done = Event(number, uses, fresh, True, inside, in_rows, joined, lasting, self.run)
         self.events.append(done)
+
+    def in_memory_first(
+        self,
+        number: int,
+        incoming: list[int],
+        reads: Sequence[int],
+        cotangents: dict[int, list[int]],
+    ) -> list[int]:
+        """What comes in to a kernel's derivative, where the cotangent of its result is in memory
+        before that: rounded, because of what made it, before sums over it, or for several."""
+        kernel, edges = self.kernels[number], self.cotangent_edges[number]
+        sizes, is_scan = self.program.sizes, number in self.scans
+        if kernel.widened:  # its cotangent is rounded, and in memory, before it is widened
+            incoming = self.written_first(number, incoming, sizes[kernel.results[0]])
+        for value in kernel.results:
+            first = self.program.cotangent_of[value]
+            if not self.states[first].is_written_first(kernel, is_scan):
+                continue
+            extra = self.states[first].scattered
+            incoming = self.written_first(number, incoming, sizes[value], extra, not_in_place=True)
+            if first in cotangents:
+                cotangents[first], self.states[first] = incoming, CotangentState({False})
+        if any(edge.last is not None and not edge.rows for edge in edges):
+            # Columns are normalised: sums over the cotangent come before the source's.
+            size = sum(sizes[value] for value in kernel.results)
+            incoming = self.written_first(number, [*incoming, *reads], size)
+        if incoming[1:] and any(edge.adds for edge in edges):
+            incoming = self.written_first(number, incoming, sizes[kernel.results[0]])
+        return incoming
+
+    def taken_inside(self, number: int, reads: Sequence[int]) -> tuple[int, list[int]]:
+        """The bytes that a kernel's derivative takes inside, and the copies that it reads of what
+        the kernel itself read."""
+        kernel, program = self.kernels[number], self.program
+        inside, copies = kernel.derivative_workspace, list[int]()
+        if kernel.flops:
+            # Its gradients read a copy of the cotangent, in their own order.
+            of = program.cotangent_of
+            turned = (value for value in kernel.results if self.states[of[value]].is_turned)
+            inside += sum(program.sizes[value] for value in turned)
+        if number in program.regions:
+            inside += self.region_workspace(program, number)
+        for value, size in kernel.gradients.operand_copies:
+            if (copy := self.copied.get((self.run, value))) is None:
+                inside += size
+            else:
+                copies.append(copy)
+        groups = kernel.gradients.ragged_groups
+        if groups is not None and self.run:
+            of_rows = self.copies.setdefault((self.run, groups), [])
+            copies += of_rows
+            pairs = zip(kernel.reads, reads, strict=True)
+            of_rows += [instance for value, instance in pairs if value == kernel.residuals]
+        return inside, copies

@@ -8,7 +8,10 @@ from jaxmem.program.costs import (
     contraction_flops as contraction_flops,
     precision_of as precision_of,
 )
-from jaxmem.program.cotangents import with_gradients as with_gradients
+from jaxmem.program.cotangents import (
+    CotangentEdge as CotangentEdge,
+    with_gradients as with_gradients,
+)
 from jaxmem.program.graph import (
     Graph as Graph,
     Node as Node,
