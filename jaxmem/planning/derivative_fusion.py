@@ -7,9 +7,8 @@ cotangent of ``act`` is made first, then ``act`` and the cotangent of ``h`` from
 only then the gradient that reads ``act``: two arrays of that size are alive at once, and not three.
 """
 
-import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxmem.planning.events import Event
 from jaxmem.program import Program
@@ -27,8 +26,20 @@ def fused(
     if all(event.backward for event in events[start:]):
         return None
     large = max(sizes) // _SMALL
-    found = _Fusion(program, _split_gradients(program, events[start:]), sizes, large)
-    moved = found.moved() if found.late else None
+    apart = _split_gradients(program, events[start:])
+
+    def may_move(number: int, into: int) -> bool:
+        event, derivative = apart[number], apart[into]
+        return (
+            program.kernels[event.kernel].fused
+            and bool(derivative.makes)
+            and not derivative.not_in_place
+            and sum(sizes[instance] for instance in event.makes) > large
+        )
+
+    into = {number: at for number, at in _derivatives(apart).items() if may_move(number, at)}
+    found = _Fusion(apart, sizes, large, into) if into else None
+    moved = found.moved() if found and found.late else None
     return moved and ([*events[:start], *moved[0]], moved[1])
 
 
@@ -58,8 +69,8 @@ def _split_gradients(program: Program, events: Sequence[Event]) -> list[Event]:
         if two and len(event.uses) > len(kernel.reads) > 1:
             cotangent, (first, second) = event.uses[len(kernel.reads) :], event.makes
             one, other = kernel.gradients.in_operands(kernel.reads, event.uses)
-            found.append(dataclasses.replace(event, uses=[*other, *cotangent], makes=[first]))
-            found.append(dataclasses.replace(event, uses=[*one, *cotangent], makes=[second]))
+            found.append(event.of([*other, *cotangent], [first]))
+            found.append(event.of([*one, *cotangent], [second]))
         else:
             found.append(event)
     return found
@@ -91,28 +102,25 @@ def _as_soon_as_possible(events: Sequence[Event]) -> list[Event]:
 
 class _Fusion:
     """Of a backward pass: ``late`` are the numbers of events that are computed with a derivative,
-    and its own."""
+    and its own; of ``derivatives``, those with which they might be."""
 
-    def __init__(self, program: Program, events: Sequence[Event], sizes: list[int], large: int):
-        self.program, self.events, self.sizes, self.large = program, events, sizes, large
+    def __init__(
+        self, events: Sequence[Event], sizes: list[int], large: int, derivatives: Mapping[int, int]
+    ):
+        self.events, self.sizes, self.large = events, sizes, large
         self.readers: dict[int, list[int]] = {}
         for number, event in enumerate(events):
             for instance in event.uses:
                 self.readers.setdefault(instance, []).append(number)
         self.late: dict[int, int] = {}
-        for number, into in _derivatives(events).items():  # the last one first
-            made = sum(self.sizes[instance] for instance in events[number].makes)
-            if made > large and self._may_move(number, into):
+        for number, into in derivatives.items():  # the last one first
+            if self._may_move(number, into):
                 self.late[number] = into
 
     def _may_move(self, number: int, into: int) -> bool:
         """Whether it holds nothing for longer to make what an event makes with a derivative, which
         needs nothing that is made of that."""
         event, derivative = self.events[number], self.events[into]
-        if not self.program.kernels[event.kernel].fused:
-            return False
-        if derivative.not_in_place or not derivative.makes:
-            return False
         readers = (at for one in event.makes for at in self.readers.get(one, ()))
         if any(self.events[at].run != event.run for at in (into, *readers)):
             return False  # a region begins when all that it reads is there
@@ -169,8 +177,9 @@ class _Fusion:
                 ):
                     sizes[one] = 0
         makes = [*event.makes, *sorted(own)]
-        lasting = [*event.lasting, *(one for each in moved for one in each.lasting)]
-        return dataclasses.replace(event, uses=sorted(uses), makes=makes, lasting=lasting)
+        found = event.of(sorted(uses), makes)
+        found.lasting = [*event.lasting, *(one for each in moved for one in each.lasting)]
+        return found
 
     @staticmethod
     def _is_fused_through(event: Event) -> bool:

@@ -29,6 +29,13 @@ class Event:
     sums: bool = False  # whether it adds up what a cotangent is made of, for a region to read
     copies: bool = False  # whether it is no run of its kernel, but copies what that reads
 
+    def of(self, uses: list[int], makes: list[int]) -> "Event":
+        """The same with other operands and results."""
+        return Event(
+            self.kernel, uses, makes, self.backward, self.workspace_bytes, self.not_in_place,
+            self.joined, self.lasting, self.run, self.sums, self.copies,
+        )  # fmt: skip
+
 
 class RecomputedInstances(dict[int, int]):
     """Instances of values that are made again, on top of those of the pass before: a kernel reads
@@ -67,26 +74,29 @@ def liveness(
         sizes = _reuse_output_buffers(events, sizes, results, last)
     for instance in kept:
         last[instance] = -1  # it never ends
-    seen, total = set(live), []
-    runs: dict[int, int] = {}  # in which what may be written over was made
+    seen, total = bytearray(len(sizes)), []
+    for instance in live:
+        seen[instance] = True
+    runs = [-1] * len(sizes)  # in which what may be written over was made
     now = peak = sum(sizes[instance] for instance in live)
     at = 0
     for index, event in enumerate(events):
         before = now
         kernel = kernels[event.kernel]
         if event.sums or _is_overwritable(kernel, event):
-            runs |= dict.fromkeys(event.makes, event.run)
+            for instance in event.makes:
+                runs[instance] = event.run
         ends, freed = [], 0
         for instance in (*event.makes, *event.uses):
-            if instance not in seen:
-                seen.add(instance)
+            if not seen[instance]:
+                seen[instance] = True
                 now += sizes[instance]
             if last[instance] == index:
                 last[instance] = -1  # it may be there twice
                 ends.append(instance)
                 freed += sizes[instance]
         if kernel.fused or event.sums:
-            dies = [one for one in ends if runs.get(one, -1) >= event.run]
+            dies = [one for one in ends if runs[one] >= event.run]
             live_now = max(before, now - _in_place_bytes(event, sizes, dies))
         elif (
             sequential_gradients
@@ -136,11 +146,14 @@ def _is_overwritable(kernel: Kernel, event: Event) -> bool:
 def _in_place_bytes(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
     """Bytes that an elementwise kernel writes over what dies there: each result over an operand of
     as many bytes, in the same order."""
-    if event.not_in_place:
+    if event.not_in_place or not dies:
         return 0
     if len(event.makes) == 1:
         size = sizes[event.makes[0]]
-        return size if any(sizes[one] == size and one not in event.lasting for one in dies) else 0
+        for one in dies:
+            if sizes[one] == size and one not in event.lasting:
+                return size
+        return 0
     made = collections.Counter(sizes[one] for one in event.makes)
     dying = collections.Counter(sizes[one] for one in dies if one not in event.lasting)
     return sum(size * min(count, dying[size]) for size, count in made.items())

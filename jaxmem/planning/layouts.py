@@ -1,10 +1,11 @@
 """What planners propose, and what is asked of a planner."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from jaxmem.planning.regions import Loop, Region
+from jaxmem.planning.simulation import Timeline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +36,7 @@ class Layout:
     seconds: float
     price: float
     host: tuple[tuple[int, int], ...]  # a loop's kernel, and bytes of residuals that wait there
-    # Bytes beyond the program's inputs at each event, and the first event of the backward pass.
-    live: Callable[[], tuple[list[int], int]] = dataclasses.field(compare=False, repr=False)
+    timeline: Timeline = dataclasses.field(compare=False, repr=False)
     segments: tuple[Segment, ...] = ()
 
     @property

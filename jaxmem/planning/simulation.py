@@ -6,9 +6,11 @@ one event is the projected peak. Any tree of regions over any program (long skip
 is laid out so, in time linear in the number of events.
 """
 
+import array
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
 
 from jaxmem.planning.derivative_fusion import fused
 from jaxmem.planning.events import Event, liveness
@@ -29,6 +31,14 @@ class Cost:
     read: frozenset[int] = frozenset()
 
 
+class Timeline(NamedTuple):
+    """Bytes beyond the program's boundary at each event of a step, and the number of the first
+    event of the backward pass."""
+
+    live: Sequence[int]
+    backward: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Run:
     """The events of a step as XLA runs them, and the bytes at each."""
@@ -43,12 +53,12 @@ def simulate(program: Program, regions: Sequence[Region]) -> Cost:
     return _simulate(program, regions)[0].cost
 
 
-def live_bytes(program: Program, regions: Sequence[Region]) -> tuple[list[int], int]:
-    """Bytes beyond the program's boundary at each event of a program with regions, and the number
-    of the first event of the backward pass."""
+def simulate_in_time(program: Program, regions: Sequence[Region]) -> tuple[Cost, Timeline]:
+    """The cost of a program with regions, and what is alive when."""
     run, _ = _simulate(program, regions)
-    backward = [event.backward for event in run.events]
-    return run.live, (*backward, True).index(True)
+    events = enumerate(run.events)
+    first = next((number for number, event in events if event.backward), len(run.events))
+    return run.cost, Timeline(array.array("q", run.live), first)
 
 
 def recomputed(program: Program, regions: Sequence[Region]) -> dict[Region, frozenset[int]]:

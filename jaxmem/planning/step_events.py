@@ -161,7 +161,7 @@ class StepEvents:
         return [whole]
 
     def derive(self, number: int, reads: list[int], cotangents: dict[int, list[int]]) -> None:
-        kernel, edges = self.kernels[number], self.cotangent_edges[number]
+        kernel, edges = self.kernels[number], self.cotangent_edges[number].edges
         incoming = [i for value in kernel.results for i in self.incoming(value, cotangents)]
         if not incoming:
             return
@@ -171,8 +171,7 @@ class StepEvents:
         for edge in edges:
             value, state = edge.value, self.states[edge.value]
             is_turned = value in kernel.aliasing.transposed
-            in_one = any(row not in self.live_rows for row in edge.rows)
-            is_made = value >= count and (number, value) not in self.pending
+            in_one = bool(edge.rows) and any(row not in self.live_rows for row in edge.rows)
             if edge.adds:
                 cotangents.setdefault(value, []).extend(incoming)
                 state.written.add(is_turned)
@@ -185,11 +184,11 @@ class StepEvents:
                 pairs = zip(kernel.reads, reads, strict=True)
                 read = [one for v, one in pairs if v != value or not edge.linear]
                 cotangents.setdefault(value, []).extend([*incoming, *read])
-            elif edge.reduces and is_made:
+            elif edge.reduces and value >= count and (number, value) not in self.pending:
                 # Of a reduction: spread out by the kernel that reads it, from what it reads.
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
                 state.spread_by(kernel, edge, is_turned, alone=len(edges) == 1)
-            elif edge.cuts and is_made:
+            elif edge.cuts and value >= count and (number, value) not in self.pending:
                 cotangents.setdefault(value, []).extend([*incoming, *reads])
                 state.padded = True
             else:
@@ -232,11 +231,11 @@ class StepEvents:
             incoming = self.written_first(number, incoming, sizes[value], extra, not_in_place=True)
             if first in cotangents:
                 cotangents[first], self.states[first] = incoming, CotangentState({False})
-        if any(edge.last is not None and not edge.rows for edge in edges):
+        if edges.by_columns:
             # Columns are normalised: sums over the cotangent come before the source's.
             size = sum(sizes[value] for value in kernel.results)
             incoming = self.written_first(number, [*incoming, *reads], size)
-        if incoming[1:] and any(edge.adds for edge in edges):
+        if edges.adds and len(incoming) > 1:
             incoming = self.written_first(number, incoming, sizes[kernel.results[0]])
         return incoming
 

@@ -16,7 +16,7 @@ from jaxmem.planning.options import LoopOption
 from jaxmem.planning.per_block import Spans, block_partitions, per_block_regions, policies
 from jaxmem.planning.rates import Rates, of_each
 from jaxmem.planning.regions import Region, depth, locate
-from jaxmem.planning.simulation import live_bytes, simulate
+from jaxmem.planning.simulation import simulate_in_time
 from jaxmem.program import Program
 
 # What half and twice of each constant change, here and below where nothing else is said, prints
@@ -105,7 +105,7 @@ class Variant:
         return self._layouts[regions]
 
     def _layout(self, regions: tuple[Region, ...]) -> Layout:
-        cost = simulate(self.program, regions)
+        cost, timeline = simulate_in_time(self.program, regions)
         kernels = self.program.kernels
         again = {number: times - 1 for number, times in cost.runs.items() if times > 1}
         options = dict(zip(self.program.loops, self.options, strict=True))
@@ -123,7 +123,7 @@ class Variant:
             sum(self.seconds[k] * n for k, n in again.items()) + self.loops_seconds,
             sum(self.prices[k] * n for k, n in again.items()) + self.loops_price,
             tuple((option.loop.kernel, option.host) for option in self.options if option.loop),
-            functools.cache(functools.partial(live_bytes, self.program, regions)),
+            timeline,
         )
 
     def solution(self, budget: int) -> tuple[int, Solution]:

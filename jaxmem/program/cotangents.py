@@ -46,6 +46,26 @@ class CotangentEdge:
     adds: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelEdges:
+    """How a kernel's derivative gives its sources cotangents, one after the other.
+
+    Attributes:
+        adds: whether any of them does no more than to add.
+        by_columns: whether the kernel normalises columns of any.
+    """
+
+    edges: tuple[CotangentEdge, ...]
+    adds: bool
+    by_columns: bool
+
+    @classmethod
+    def of(cls, edges: Iterable[CotangentEdge]) -> "KernelEdges":
+        found = tuple(edges)
+        by_columns = any(edge.last is not None and not edge.rows for edge in found)
+        return cls(found, any(edge.adds for edge in found), by_columns)
+
+
 def active_of(program: Any) -> list[bool]:
     """For each value of a program (`Program`) whether it has a cotangent: it is of a floating type
     and depends on a differentiated input."""
@@ -68,7 +88,7 @@ def active_of(program: Any) -> list[bool]:
     return active
 
 
-def cotangent_edges(program: Any) -> tuple[tuple[CotangentEdge, ...], ...]:
+def cotangent_edges(program: Any) -> tuple[KernelEdges, ...]:
     """How each kernel of a program (`Program`) gives its sources the cotangents that it does not
     leave to other kernels."""
     moving = [_moving(program, kernel) for kernel in program.kernels]
@@ -77,7 +97,7 @@ def cotangent_edges(program: Any) -> tuple[tuple[CotangentEdge, ...], ...]:
     shared = frozenset(value for value, count in readers.items() if count > 1)
     first = program.cotangent_of
     return tuple(
-        tuple(
+        KernelEdges.of(
             edge
             for edge in _cotangent_edges(program, moving, passed, shared, number)
             if first[edge.value] == edge.value

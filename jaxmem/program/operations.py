@@ -10,7 +10,7 @@ from typing import Any
 from jaxmem.program.convolutions import NO_COPIES, ConvolutionCopies
 from jaxmem.program.costs import OperandAxes
 from jaxmem.program.cotangents import (
-    CotangentEdge,
+    KernelEdges,
     active_of,
     cotangent_edges,
     cotangents_in_common,
@@ -274,7 +274,7 @@ class Program:
         return cotangents_in_common(self)
 
     @functools.cached_property
-    def cotangent_edges(self) -> tuple[tuple[CotangentEdge, ...], ...]:
+    def cotangent_edges(self) -> tuple[KernelEdges, ...]:
         """How the derivative of each kernel gives its sources cotangents."""
         return cotangent_edges(self)
 

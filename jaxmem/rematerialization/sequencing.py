@@ -26,7 +26,8 @@ def sequence_recomputation(
     def derived(start: int, stop: int) -> Iterator[tuple[set[int], Kernel]]:
         """Kernels, each with those of its sources that have cotangents of it."""
         for number in range(start, stop):
-            yield {edge.value for edge in program.cotangent_edges[number]}, program.kernels[number]
+            edges = program.cotangent_edges[number].edges
+            yield {edge.value for edge in edges}, program.kernels[number]
 
     under = {value for _, one in derived(before.start, before.stop) for value in one.results}
     for sources, kernel in derived(before.stop, region.start):
