@@ -60,7 +60,7 @@ def test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp():
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_planner_ends_with_its_plan(planner):
     """It has tables of some 50 MB."""
-    made = PLANNERS[planner](chain([10.0] * 8), RATES)
+    made = PLANNERS[planner](chain([10] * 8), RATES)
     ended = weakref.ref(made)
     made.cheapest_near_minimum(), made.cheapest_for(45)
     del made

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from jaxmem.planning.regions import Loop, Region
-from jaxmem.planning.simulation import Timeline
+from jaxmem.planning.simulation import LiveBytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Layout:
     seconds: float
     price: float
     host: tuple[tuple[int, int], ...]  # a loop's kernel, and bytes of residuals that wait there
-    timeline: Timeline = dataclasses.field(compare=False, repr=False)
+    live: LiveBytes = dataclasses.field(compare=False, repr=False)
     segments: tuple[Segment, ...] = ()
 
     @property

@@ -47,7 +47,7 @@ class MappedPlans:
 
     def option(self, layout: Layout) -> LoopOption:
         """A layout of what one device runs."""
-        live, first = layout.timeline
+        live, first = layout.live
         kept = min(live[max(first - 1, 0) : first + 1], default=0)
         return MappedOption(
             Loop(self.kernel, regions=layout.regions, whole=True, loops=layout.loops),

@@ -31,11 +31,11 @@ class Cost:
     read: frozenset[int] = frozenset()
 
 
-class Timeline(NamedTuple):
+class LiveBytes(NamedTuple):
     """Bytes beyond the program's boundary at each event of a step, and the number of the first
     event of the backward pass."""
 
-    live: Sequence[int]
+    at_events: Sequence[int]
     backward: int
 
 
@@ -53,12 +53,12 @@ def simulate(program: Program, regions: Sequence[Region]) -> Cost:
     return _simulate(program, regions)[0].cost
 
 
-def simulate_in_time(program: Program, regions: Sequence[Region]) -> tuple[Cost, Timeline]:
+def simulate_in_time(program: Program, regions: Sequence[Region]) -> tuple[Cost, LiveBytes]:
     """The cost of a program with regions, and what is alive when."""
     run, _ = _simulate(program, regions)
     events = enumerate(run.events)
     first = next((number for number, event in events if event.backward), len(run.events))
-    return run.cost, Timeline(array.array("q", run.live), first)
+    return run.cost, LiveBytes(array.array("q", run.live), first)
 
 
 def recomputed(program: Program, regions: Sequence[Region]) -> dict[Region, frozenset[int]]:

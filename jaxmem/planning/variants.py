@@ -105,7 +105,7 @@ class Variant:
         return self._layouts[regions]
 
     def _layout(self, regions: tuple[Region, ...]) -> Layout:
-        cost, timeline = simulate_in_time(self.program, regions)
+        cost, live = simulate_in_time(self.program, regions)
         kernels = self.program.kernels
         again = {number: times - 1 for number, times in cost.runs.items() if times > 1}
         options = dict(zip(self.program.loops, self.options, strict=True))
@@ -123,7 +123,7 @@ class Variant:
             sum(self.seconds[k] * n for k, n in again.items()) + self.loops_seconds,
             sum(self.prices[k] * n for k, n in again.items()) + self.loops_price,
             tuple((option.loop.kernel, option.host) for option in self.options if option.loop),
-            timeline,
+            live,
         )
 
     def solution(self, budget: int) -> tuple[int, Solution]:

@@ -69,7 +69,7 @@ class WithOwnRegions:
         predicted = dataclasses.replace(
             plan.predicted,
             plain_bytes=total(plain.peak),
-            plain_timeline=PlanTimeline.of(*plain.timeline, total),
+            plain_timeline=PlanTimeline.of(*plain.live, total),
             recompute_flops=cost.recompute_flops,
             recompute_seconds=cost.recompute_seconds,
             seconds=cost.seconds,

@@ -9,12 +9,12 @@ import pytest
 
 import jaxmem
 from jaxmem.planning import PLANNERS, Layout, Loop, Region
-from jaxmem.planning.simulation import Timeline
+from jaxmem.planning.simulation import LiveBytes
 
 
 def _layout(regions, loops):
     """A layout of no bytes and no seconds."""
-    return Layout(regions, loops, 0, (0,), {}, 0, 0, 0.0, 0.0, (), Timeline([0], 0))
+    return Layout(regions, loops, 0, (0,), {}, 0, 0, 0.0, 0.0, (), LiveBytes([0], 0))
 
 
 class Everywhere:
