@@ -701,6 +701,18 @@ def _shared():
     return _scanned(2, 4_096)
 
 
+@program("layers of recurrences")
+def _recurrences():
+    def layer(x, weights):
+        def step(state, one):
+            state = jnp.tanh(state @ weights[0] + one @ weights[1])
+            return state, state
+
+        return lax.scan(step, jnp.zeros_like(x[0]), x)[1]
+
+    return layers(layer, (shape(WIDTH, WIDTH),) * 2, shape(256, 64, WIDTH))
+
+
 @program("convolutions of a tanh and a global mean")
 def _global_mean():
     def loss(kernels, x):

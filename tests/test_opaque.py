@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from projections import projected_and_compiled
 
 import jaxmem
 from jaxmem.rematerialization.traced import TracedFunction
@@ -436,6 +437,34 @@ def test_what_a_derivative_needs_is_asked_of_jax(name):
     loss, args = of_one(ASKED[name])
     plan = jaxmem.plan(loss, *args, budget="10 GiB", target="h100", compilations=1)
     assert plan.projected_bytes == pytest.approx(plan.compiled_bytes, rel=0.1), plan
+
+
+def nearest(length, count):
+    """Features of the nearest neighbours of points."""
+
+    def loss(weights, points, features):
+        for w in weights:
+            squares = jnp.sum(points**2, -1)
+            apart = squares[:, :, None] + squares[:, None] - 2 * points @ points.swapaxes(1, 2)
+            near = lax.top_k(-apart, count)[1]
+            found = jax.vmap(lambda rows, at: rows[at])(features, near)
+            features = jnp.tanh(found.mean(2) @ w)
+            points = points + features[..., :3]
+        return jnp.mean(features**2)
+
+    return loss, (shaped(*[(64, 64)] * 4), *shaped((64, length, 3), (64, length, 64)))
+
+
+SORTED = [(512, 3, "h100"), (1024, 3, "h100"), (1024, 20, "h100"), (512, 8, "t4"), (1024, 20, "t4")]
+
+
+@pytest.mark.parametrize(("length", "count", "target"), SORTED)
+def test_rows_that_top_k_sorts_whole_stay_whole(length, count, target):
+    """XLA has a kernel for up to 16 of rows of 1,024 and more. Of others it sorts all, and what
+    reads the first of them cuts them out: where they were stays in memory until then. It was
+    projected as the few: a third of what compiled. (On a T4 3 of 512 are cut out at once.)"""
+    plain, compiled = projected_and_compiled(*nearest(length, count), target)
+    assert plain == pytest.approx(compiled, rel=0.02)
 
 
 def test_what_writes_into_an_array_keeps_no_more_than_where():

@@ -295,6 +295,19 @@ def test_rows_are_compiled_where_they_cost_less_than_what_fits():
     assert plan.predicted.recompute_flops == cheapest.flops
 
 
+def test_what_plans_take_says_nothing_of_rows(monkeypatch):
+    """Where plans take a third more than projected, a row that is projected to fit, but for half a
+    percent, is compiled before plans for far fewer bytes."""
+    compiling(monkeypatch, lambda plan: 0.97 if is_row(plan) else 1.3)
+    fun = functools.partial(loss, lambda f: f)
+    total = program()[1].budget_for(program()[0]).total
+    row = min(planner().per_block_layouts(), key=lambda layout: layout.price)
+    budget = int(0.995 * total(row.peak))
+    plan = jaxmem.plan(fun, *arguments(), budget=budget, target="h200")
+    assert plan.compiled_bytes <= budget and len(plan.regions) == LAYERS
+    assert plan.predicted.recompute_flops == row.flops
+
+
 def test_the_first_block_may_differ_from_the_others():
     """A row of three blocks that are alike has a region on the first one too, where that is about
     as expensive: it reads its input, and another value, in another way."""

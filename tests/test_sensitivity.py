@@ -32,6 +32,7 @@ ELSEWHERE = {
     "fitting.sizes._MOST_SLICES",
     "fitting.table._NAMED",
     "fitting.choice_page._SHOWN",
+    "rematerialization.compiled_per_block._EXACT",
     *(f"rematerialization.compiled_plans.{name}" for name in ("_RECHECK_ERROR", "_SOME_ROOM")),
     "rematerialization.loop_budgets._STATES",
     *(f"rematerialization.search.{name}" for name in ("TRY_PLAIN_LIMIT", "_ALIKE")),

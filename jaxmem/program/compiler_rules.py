@@ -3,10 +3,12 @@
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 
 from jaxmem.program.opaque import ForwardBackwardBytes, JointProgram
 from jaxmem.program.operations import Operation, Program
 from jaxmem.program.readers import gathers_repeatedly
+from jaxmem.program.workspaces import sorted_rows
 from jaxmem.targets import Rules
 
 _TYPE = re.compile(r"[^\[\]<>]+\[([\d, ]*)\]")
@@ -27,14 +29,17 @@ def apply_compiler_rules(program: Program, rules: Rules) -> Program:
 
 def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
     program = program.widened if rules.widens_bfloat16 else program
-    multiplies = rules.multiplies_vectors and _has_vectors(program)
+    multiplies = rules.multiplies_vectors and _any(
+        program, lambda operation: operation.contraction.vectors
+    )
     like_default = (
         dataclasses.replace(rules, widens_bfloat16=False, multiplies_vectors=False) == Rules()
     )
-    if like_default and not multiplies:
+    takes = _any(program, lambda operation: operation.name == "top_k")
+    if like_default and not multiplies and not takes:
         return program
+    others = _sorted_results(program, rules)
     operations = []
-    residuals: dict[int, tuple[int, int]] = {}  # of one device and of all, where they are others
     for operation in program.operations:
         if multiplies and operation.contraction.vectors:
             operation = dataclasses.replace(operation, flops=0, fused=True, widened=False)
@@ -43,23 +48,23 @@ def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
         if operation.name == "ragged_dot_general" and not rules.copies_groups:
             operation = dataclasses.replace(operation, derivative_workspace=0, workspace=0)
             if operation.residuals is not None:
-                residuals[operation.residuals] = 0, 0
+                others[operation.residuals] = 0, 0
         elif operation.joint:
             operation, taken = _opaque(operation, operation.joint, rules)
             # Residuals that are an earlier one's too are counted there (`jaxmem.program.ragged`).
             if operation.residuals is not None and program.sizes[operation.residuals]:
-                residuals[operation.residuals] = taken.kept, taken.kept_of_all
+                others[operation.residuals] = taken.kept, taken.kept_of_all
         body = operation.body and apply_compiler_rules(operation.body, rules)
         operations.append(dataclasses.replace(operation, body=body))
     found = dataclasses.replace(program, operations=tuple(operations), rules=rules)
-    if rules.tile is None and not residuals:
+    if rules.tile is None and not others:
         return found
     never_minor = _never_minor_axes(program)
 
     def sizes(types, bare, of_all: bool) -> tuple[int, ...]:
         return tuple(
-            residuals[value][of_all]
-            if value in residuals
+            others[value][of_all]
+            if value in others
             else _bytes(kind, size, never_minor[value], rules)
             for value, (kind, size) in enumerate(zip(types, bare, strict=True))
         )
@@ -69,6 +74,18 @@ def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
         sizes=sizes(program.types, program.sizes, False),
         whole_sizes=sizes(program.whole_types, program.whole_sizes, True),
     )
+
+
+def _sorted_results(program: Program, rules: Rules) -> dict[int, tuple[int, int]]:
+    """Results of which more is in memory than the program has, and the bytes of that on one device
+    and on all: of a ``top_k`` whole rows that are sorted, since what reads it computes which part
+    it reads. What the program returns is cut out."""
+    return {
+        value: size
+        for operation in program.operations
+        for value, size in sorted_rows(program, operation, rules).items()
+        if value not in program.outputs
+    }
 
 
 def _opaque(
@@ -88,11 +105,10 @@ def _opaque(
     return operation, found
 
 
-def _has_vectors(program: Program) -> bool:
-    """Whether any operation is a matmul of one row or column each time."""
+def _any(program: Program, suits: Callable[[Operation], bool]) -> bool:
+    """Whether any operation suits, in loops and calls too."""
     return any(
-        operation.contraction.vectors
-        or (operation.body is not None and _has_vectors(operation.body))
+        suits(operation) or (operation.body is not None and _any(operation.body, suits))
         for operation in program.operations
     )
 

@@ -13,7 +13,7 @@ from jaxmem.program.readers import SLICES, SMALL, read_by_derivative, scatters_f
 from jaxmem.program.row_norms import RowNormalizations
 from jaxmem.program.splitting import bytes_of_parts, matmul_of, padded_copies
 from jaxmem.program.stored import reduces_to_few
-from jaxmem.program.workspaces import float32_copy, for_library, sorted_rows
+from jaxmem.program.workspaces import float32_copy, for_library, sorted_apart
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +61,11 @@ class BytesBeside:
         copied, copied_again, kept = bytes_of_copies(program, operation, self._is_for_one)
         copies_kept = padded.kept + kept
         library = for_library(program, operation)
-        forward = max(operation.workspace, sorted_rows(program, operation))
+        forward = operation.workspace
+        if operation.name == "top_k":
+            read = {*self.readers, *program.outputs}
+            read |= members.reads if operation.outputs[0] in read else set()
+            forward = sorted_apart(program, operation, read)
         forward += self._written(operation) + library + in_parts + padded.forward + copied
         backward = max(operation.derivative_workspace, self._copies.get(members.index, 0))
         backward += sum(self._cut.pop(number, 0) for number in members.numbers) + scattered

@@ -1,20 +1,36 @@
 """Bytes that an operation takes while it runs, beside what it reads and makes."""
 
 import math
+from collections.abc import Container
 from typing import Any
 
 from jaxmem.program.readers import dtype_of, is_matmul, shape_of
 
 
-def sorted_rows(program: Any, operation: Any) -> int:
-    """Bytes in which a ``top_k`` sorts all that it takes so many of, with where it was."""
+def sorted_rows(program: Any, operation: Any, rules: Any) -> dict[int, tuple[int, int]]:
+    """The results of a ``top_k`` that sorts whole rows, what they hold and where it was, and the
+    bytes of all of these rows, on one device and on all together."""
     if operation.name != "top_k":
-        return 0
+        return {}
     (operand,) = operation.inputs
-    taken = shape_of(program, operation.outputs[0])[-1]
-    if taken <= program.rules.takes_of_rows:
-        return 0
-    return program.sizes[operand] + 4 * math.prod(shape_of(program, operand))
+    taken, length = (shape_of(program, one)[-1] for one in (operation.outputs[0], operand))
+    most, least = rules.takes_of_rows
+    if taken <= most and length >= least:
+        return {}
+    sizes, whole = program.sizes, program.whole_sizes or program.sizes
+    places = 4 * math.prod(shape_of(program, operand))
+    share = sizes[operand] / max(whole[operand], 1)
+    rows = (sizes[operand], whole[operand]), (round(places * share), places)
+    return dict(zip(operation.outputs, rows, strict=True))
+
+
+def sorted_apart(program: Any, operation: Any, read: Container[int]) -> int:
+    """Bytes of rows that a ``top_k`` sorts and that are no values: of what is not ``read``, and of
+    what its results are cut out of."""
+    rows = sorted_rows(program, operation, program.rules)
+    return sum(
+        size - (program.sizes[value] if value in read else 0) for value, (size, _) in rows.items()
+    )
 
 
 def for_library(program: Any, operation: Any) -> int:

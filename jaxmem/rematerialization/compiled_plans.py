@@ -144,6 +144,8 @@ class CompiledPlans(PlanCompiler):
             layout = planner.cheapest_near_minimum() if wanted is None else wanted
             planned_bytes[layout] = goal
             if layout not in search.outcomes:
+                if search.outcomes and not search.best and search.remaining > 1:
+                    yield from self.per_block.projected_to_fit(budget, layout.price)
                 if not self.is_worth_compiling(layout.price):
                     return
                 lower = (fits + goal) / 2 if fits else self.worst_case_goal(goal) / ALTERNATIVE

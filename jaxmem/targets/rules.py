@@ -71,8 +71,9 @@ class Rules:
         channels_last: the dtypes, and along how many axes, that a library convolves with channels
             innermost, and others with channels before those axes; it reads copies of what is
             padded or in another order (`jaxmem.program.convolutions`). None: there is no library.
-        takes_of_rows: how many of each row a ``top_k`` takes in a kernel of its own; for more,
-            whole rows are sorted. Measured for an H100, float32 and bfloat16, with 16 and 17.
+        takes_of_rows: how many of each row a ``top_k`` takes at most in a kernel of its own, and
+            of how long rows at least; others are sorted whole. Measured for an H100 and a T4,
+            float32 and bfloat16, with 16 and 17, of rows of 1,023 and 1,024.
         tile: rows and columns of 32 bits that the two dimensions of an array which lie innermost
             are padded to; None: arrays are as long as they are.
         picks_poolings: whether a derivative of poolings made of slices is fused.
@@ -102,7 +103,7 @@ class Rules:
     channels_last: tuple[tuple[str, int], ...] | None = tuple(
         (dtype, axes) for dtype in ("bfloat16", "float16", "float32") for axes in (1, 2)
     )
-    takes_of_rows: int = 16
+    takes_of_rows: tuple[int, int] = (16, 1024)
     tile: tuple[int, int] | None = None
     picks_poolings: bool = True
     widens_bfloat16: bool = False
