@@ -113,7 +113,7 @@ class StepEvents:
             event = Event(number, [made[value] for value in kernel.sources], fresh, False)
             event.workspace_bytes, event.run = kernel.workspace, self.run
             event.lasting = [made[value] for value in kernel.aliasing.transposed]
-            for value, size in kernel.gradients.operand_copies:
+            for value, size in kernel.gradients.copies(bool(self.run)):
                 if (self.run, value) not in self.copied:
                     self.copied[self.run, value] = copy = self.of_bytes(size)
                     self.events.append(
@@ -251,7 +251,7 @@ class StepEvents:
             inside += sum(program.sizes[value] for value in turned)
         if number in program.regions:
             inside += self.region_workspace(program, number)
-        for value, size in kernel.gradients.operand_copies:
+        for value, size in kernel.gradients.copies(bool(self.run)):
             if (copy := self.copied.get((self.run, value))) is None:
                 inside += size
             else:

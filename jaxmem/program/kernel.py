@@ -54,6 +54,9 @@ class Gradients:
             of rows, which a region writes together with those for the same groups.
         result_pieces: the bytes of the pieces that the cotangent of its result is made in, if that
             is read in them (`jaxmem.program.operand_pieces`).
+        numbers: of gathers, values that indices are made of, and the bytes of the numbers of slices
+            that XLA writes beside them for the gather and its derivative; where one of these is
+            in a region, each computes its own.
         padded: whether a gradient reads a padded operand: a copy may be there beside it.
     """
 
@@ -62,7 +65,12 @@ class Gradients:
     operand_copies: tuple[tuple[int, int], ...] = ()
     ragged_groups: int | None = None
     padded: bool = False
+    numbers: tuple[tuple[int, int], ...] = ()
     result_pieces: tuple[int, ...] = ()
+
+    def copies(self, in_region: bool) -> tuple[tuple[int, int], ...]:
+        """What a kernel writes of its operands for itself and for its derivative."""
+        return self.operand_copies if in_region else self.operand_copies + self.numbers
 
     def in_operands(self, reads: Sequence[int], read: Sequence[int]) -> Iterator[list[int]]:
         """Of the instances that are ``read`` for the values of ``reads``, those of the one operand

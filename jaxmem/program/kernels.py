@@ -97,6 +97,7 @@ class _KernelReader:
                 operand_copies=beside.copies_kept,
                 ragged_groups=groups_of(operation) if program.rules.copies_groups else None,
                 padded=pads_gradients(matmul_of(program, operation), program.rules),
+                numbers=tuple(members.batched_indices().items()),
                 result_pieces=self.memory.split.get(members.index, ()),
             ),
         )

@@ -3,7 +3,14 @@
 from collections.abc import Collection, Sequence
 
 from jaxmem.program.in_memory import InMemory
-from jaxmem.program.readers import CUTS, gathers_repeatedly, is_matmul, is_view, read_by_derivative
+from jaxmem.program.readers import (
+    CUTS,
+    gathers_repeatedly,
+    is_matmul,
+    is_view,
+    read_by_derivative,
+    shape_of,
+)
 
 # What reads other elements than it writes: its derivative cannot be written over what it read.
 _SHIFTS = CUTS | {"concatenate", "pad", "rev"}
@@ -47,6 +54,26 @@ class Members:
     def made_of(self, value: int) -> frozenset[int]:
         """The values in memory that an operand of the last operation is made of."""
         return self._made(self.operation, value)
+
+    def batched_indices(self) -> dict[int, int]:
+        """The bytes that gathers have in memory beside the largest of the values that their indices
+        are made of, by that: the numbers of the slices that they take of."""
+        program, found = self.memory.program, dict[int, int]()
+        for number in self.numbers:
+            one = program.operations[number]
+            if not one.contraction.batch_axes or not program.active[one.inputs[0]]:
+                continue
+            width = shape_of(program, one.inputs[1])[-1]
+            size = (
+                program.sizes[one.inputs[1]] * (width + one.contraction.batch_axes) // max(width, 1)
+            )
+            made_of = self._made(one, one.inputs[1]) & self.reads
+            if made_of:
+                source = max(made_of, key=lambda value: (program.sizes[value], value))
+                if source >= program.input_count:  # it is no longer there itself
+                    size -= program.sizes[source]
+                found[source] = max(size, found.get(source, 0))
+        return found
 
     def _last(self) -> int:
         """What makes the result, but for the order of its axes."""

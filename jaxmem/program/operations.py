@@ -30,7 +30,7 @@ _RESULTS = InputGradients()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contraction:
-    """What is particular to a matmul or a convolution.
+    """What is particular to a matmul, a convolution or a gather.
 
     Attributes:
         batched: whether a matmul has batch dimensions, as attention's scores have.
@@ -42,6 +42,8 @@ class Contraction:
             that of the channels, and those that it slides along.
         precision: how exactly it multiplies float32 (`precision_of`).
         operands: the axes of each operand of a matmul.
+        batch_axes: along how many axes a gather takes of each slice of its operand by indices of
+            its own: XLA writes the numbers of the slices beside these.
     """
 
     batched: bool = False
@@ -51,6 +53,7 @@ class Contraction:
     axes: tuple[tuple[int, ...], ...] = ()
     precision: str = "default"
     operands: tuple[OperandAxes, ...] = ()
+    batch_axes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ def read_program(
                     convolved_axes(step.equation),
                     precision_of(step.equation.params),
                     operand_axes(step.equation),
+                    _batch_axes(step),
                 ),
                 communication=Communication((), shards.summed(step), shards.aligned(step)),
             )
@@ -144,6 +145,12 @@ def _copies(step: FlatStep, turned: Set[int]) -> ConvolutionCopies:
     if step.primitive != "conv_general_dilated":
         return NO_COPIES
     return copies_of(step.equation, step.inputs[1] in turned)
+
+
+def _batch_axes(step: FlatStep) -> int:
+    if step.primitive != "gather":
+        return 0
+    return len(step.equation.params["dimension_numbers"].operand_batching_dims)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
