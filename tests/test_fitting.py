@@ -581,7 +581,7 @@ def test_plans_between_two_that_do_not_fit_are_tried(monkeypatch):
 def test_plans_above_those_that_do_not_fit_are_tried(monkeypatch):
     """The same where the least is all that is projected to fit: what is projected to take a little
     more may compile to less."""
-    budget, sizes = 45 * MIB, iter([1.02, 0.9, 1.1, 1.1, 1.1, 1.1])
+    budget, sizes = int(44.2 * MIB), iter([1.02, 0.9, 1.1, 1.1, 1.1, 1.1])
     step = fit_beside(monkeypatch, budget, sizes)
     chosen = step.fitting.chosen
     assert chosen.compiled == int(0.9 * budget)

@@ -67,10 +67,12 @@ def _split_gradients(program: Program, events: Sequence[Event]) -> list[Event]:
         kernel = program.kernels[event.kernel]
         two = event.backward and kernel.gradients.operands and len(event.makes) == 2
         if two and len(event.uses) > len(kernel.reads) > 1:
-            cotangent, (first, second) = event.uses[len(kernel.reads) :], event.makes
+            first, second = event.makes
             one, other = kernel.gradients.in_operands(kernel.reads, event.uses)
-            found.append(event.of([*other, *cotangent], [first]))
-            found.append(event.of([*one, *cotangent], [second]))
+            # Cotangents, and what is read again where the one of what an operand is made of is.
+            rest = [instance for instance in event.uses if instance not in (*one, *other)]
+            found.append(event.of([*other, *rest], [first]))
+            found.append(event.of([*one, *rest], [second]))
         else:
             found.append(event)
     return found

@@ -55,7 +55,7 @@ class PerBlockCheckpoints:
         the cheapest of them first, then those that would miss the budget by the least. Beside what
         fits, the function without a region is one of them: XLA may make more of regions than of
         it, so that plans for fewer bytes do not fit and it does."""
-        search, error = self.plans.search, self.error
+        search, error = self.plans.search, self.plans.search.corrections.least_ratio
         likely: list[Layout] = []
         others: list[Layout] = []
         plain = self.plans.planner.plain
@@ -63,14 +63,12 @@ class PerBlockCheckpoints:
             if layout.price > price or not self.plans.is_worth_compiling(layout.price):
                 break
             projected = self.plans.projected(layout)
-            least = error * projected
-            if (
-                layout not in search.outcomes
-                and least <= self.plans.with_chip(MAX_OVERPROJECTION * budget)
-                and not search.has_missed(projected, self.by_price)
-            ):
-                fits = least <= self.plans.with_chip(_EXACT * budget)
-                (likely if fits else others).append(layout)
+            if layout in search.outcomes or search.has_missed(projected, self.by_price):
+                continue
+            if self.error * projected <= self.plans.with_chip(_EXACT * budget):
+                likely.append(layout)
+            elif error * projected <= self.plans.with_chip(MAX_OVERPROJECTION * budget):
+                others.append(layout)
         yield from likely
         yield from sorted(others, key=lambda one: (one == plain, self.plans.projected(one)))
 
