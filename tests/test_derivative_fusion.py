@@ -182,3 +182,31 @@ def test_events_that_need_their_own_results_are_left_out():
     assert derivative_fusion._as_soon_as_possible([first, second, Event(2, [3], [4], True)]) == [
         Event(2, [3], [4], True)
     ]
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, lambda x: x])
+def test_both_gradients_of_a_matmul_read_what_an_activation_in_it_is_made_of(activation):
+    """The one of the activation reads it again; of the operands as they are each is read for the
+    other's gradient alone."""
+    weights = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2
+    args = weights, jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    target = jaxmem.target("h100")
+    traced = TracedFunction(
+        lambda w, x: jnp.sum(activation(x @ w[0]) @ w[1]), args, {}, 0, False, target=target
+    )
+    program = apply_compiler_rules(traced.program, target.rules)
+    number = next(at for at, one in enumerate(program.kernels) if one.gradients.operands and at)
+    kernel = program.kernels[number]
+    left, right = (
+        [value for value in kernel.reads if value in of] for of in kernel.gradients.operands
+    )
+    cotangent, made = 1000, [1001, 1002]
+    event = Event(number, [*kernel.reads, cotangent], made, True)
+    first, second = derivative_fusion._split_gradients(program, [event])
+    assert {*first.uses} | {*second.uses} == {*event.uses}
+    shared = {*event.uses} - {*left, *right}
+    assert shared == (
+        {cotangent} if left and right else {cotangent, *kernel.reads} - {*left, *right}
+    )
+    assert shared <= {*first.uses} & {*second.uses}
+    assert bool(left and right) == (activation is not jnp.tanh)
