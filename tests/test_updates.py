@@ -127,8 +127,7 @@ def test_what_has_no_gradient_takes_none(half, slices):
     loss, optimizer = HALVES[half]
     params, x = shapes(False)
     workload = Workload(loss, optimizer, params, x, target="h100")
-    # In slices parts of gradients take more than an activation, and come late (docs/limits.md).
-    error = 0.06 if slices == 1 else 0.08
+    error = 0.06 if slices == 1 else 0.08  # slices behind a stop_gradient are 7 % too low
     check_projected(workload, workload.as_is.replace(microbatches=slices), error)
 
 

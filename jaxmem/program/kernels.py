@@ -92,7 +92,9 @@ class _KernelReader:
             scattered=beside.scattered,
             expensive=self.memory.expensive.issuperset(results),
             gradients=Gradients(
-                operands=members.read_for_gradients(is_by_library(program, operation)),
+                operands=members.read_for_gradients(
+                    is_by_library(program, operation), beside.parts
+                ),
                 split_k_bytes=beside.parts,
                 operand_copies=beside.copies_kept,
                 ragged_groups=groups_of(operation) if program.rules.copies_groups else None,

@@ -105,10 +105,13 @@ class Members:
             self.gathered_again += max(more, 0)
         self._made_of.update(dict.fromkeys(member.outputs, under))
 
-    def read_for_gradients(self, by_library: bool) -> tuple[frozenset[int], ...]:
+    def read_for_gradients(
+        self, by_library: bool, parts: Sequence[int]
+    ) -> tuple[frozenset[int], ...]:
         """Where the two operands of a matmul are made of one value each, by the element or not at
         all: what is read for the one, and for the other, and not again once their gradients are
-        there."""
+        there. Not where ``parts`` of a gradient's sums take more than what an operand is made of by
+        the element: XLA makes that gradient late (docs/limits.md)."""
         program, operation = self.memory.program, self.operation
         if len(self.sources) != 2 or not (is_matmul(operation) or by_library):
             return ()
@@ -122,6 +125,9 @@ class Members:
             for value, of in operands.items()
         )
         if not by_element or len(frozenset().union(*operands.values())) != 2:
+            return ()
+        made_of = [min(of) for value, of in operands.items() if value not in of]
+        if max(parts) > min(map(program.sizes.__getitem__, made_of)):
             return ()
         for value, of in operands.items():
             if value not in of:  # what it is made of is read again, where its cotangent is written
