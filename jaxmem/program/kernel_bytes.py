@@ -11,7 +11,7 @@ from jaxmem.program.operands import spread_factors
 from jaxmem.program.ragged import copies_of_groups
 from jaxmem.program.readers import SLICES, SMALL, read_by_derivative, scatters_few_elements
 from jaxmem.program.row_norms import RowNormalizations
-from jaxmem.program.splitting import bytes_of_parts, matmul_of, padded_copies
+from jaxmem.program.splitting import bytes_of_parts, matmul_of, padded_copies, pads_gradients
 from jaxmem.program.stored import reduces_to_few
 from jaxmem.program.workspaces import float32_copy, for_library, sorted_apart
 
@@ -25,6 +25,7 @@ class KernelBytes:
         scattered: see `Kernel.scattered`.
         parts: those of parts of sums that the gradient of each source takes.
         copies_kept: operands, and the bytes of copies of them that are kept for the derivative.
+        pads: whether a gradient reads a padded operand.
     """
 
     forward: int
@@ -32,6 +33,7 @@ class KernelBytes:
     scattered: int
     parts: tuple[int, ...]
     copies_kept: tuple[tuple[int, int], ...]
+    pads: bool
 
 
 class BytesBeside:
@@ -90,7 +92,8 @@ class BytesBeside:
         ):
             self._read_for |= dict.fromkeys(results, members.reads)
         by_source = tuple(parts.get(value, 0) for value in sorted(members.sources))
-        return KernelBytes(forward, backward, scattered, by_source, copies_kept)
+        pads = pads_gradients(matmul, program.rules)
+        return KernelBytes(forward, backward, scattered, by_source, copies_kept, pads)
 
     def _is_for_one(self, value: int) -> bool:
         """Whether it is computed element by element, for one operation."""

@@ -16,7 +16,6 @@ from jaxmem.program.members import Members
 from jaxmem.program.ragged import groups_of
 from jaxmem.program.readers import LOOPS, dtype_of, shared_cotangents
 from jaxmem.program.row_norms import RowNormalizations, find_row_normalizations
-from jaxmem.program.splitting import matmul_of, pads_gradients
 from jaxmem.program.stored import REDUCTIONS, reduces_to_few
 from jaxmem.program.workspaces import for_library
 from jaxmem.targets.links import Ring
@@ -58,7 +57,7 @@ class _KernelReader:
         while pending:
             if (source := pending.pop()) in self.gathered:
                 old, ring = self.gathered.pop(source)
-                found.append(_gather(self.program, members.index, old, source, ring, self.memory))
+                found.append(_gather(self.memory, members.index, old, source, ring))
                 pending.extend(found[-1].sources)  # what is sent may be made of what was sent
         return reversed(found)
 
@@ -98,7 +97,7 @@ class _KernelReader:
                 split_k_bytes=beside.parts,
                 operand_copies=beside.copies_kept,
                 ragged_groups=groups_of(operation) if program.rules.copies_groups else None,
-                padded=pads_gradients(matmul_of(program, operation), program.rules),
+                padded=beside.pads,
                 numbers=tuple(members.batched_indices().items()),
                 result_pieces=self.memory.split.get(members.index, ()),
             ),
@@ -138,16 +137,9 @@ class _KernelReader:
         )
 
 
-def _gather(
-    program,
-    index: int,
-    value: int,
-    result: int,
-    ring: Ring,
-    memory: InMemory,
-) -> Kernel:
+def _gather(memory: InMemory, index: int, value: int, result: int, ring: Ring) -> Kernel:
     """What devices send each other of a value before an operation."""
-    sources = {value}
+    program, sources = memory.program, {value}
     if not memory.stored[value]:
         _, sources = memory.cluster([memory.maker[value]])
     read = sum(program.sizes[source] for source in sources)

@@ -63,10 +63,9 @@ class Members:
             one = program.operations[number]
             if not one.contraction.batch_axes or not program.active[one.inputs[0]]:
                 continue
-            width = shape_of(program, one.inputs[1])[-1]
-            size = (
-                program.sizes[one.inputs[1]] * (width + one.contraction.batch_axes) // max(width, 1)
-            )
+            width = max(shape_of(program, one.inputs[1])[-1], 1)
+            columns = width + one.contraction.batch_axes
+            size = program.sizes[one.inputs[1]] * columns // width
             made_of = self._made(one, one.inputs[1]) & self.reads
             if made_of:
                 source = max(made_of, key=lambda value: (program.sizes[value], value))
@@ -94,7 +93,7 @@ class Members:
         own = under if results is None else results
         for value in read_by_derivative(member, program.active):
             of = own if value in member.outputs else self._made(member, value)
-            self.reads.update(*(self.memory.pieces.get((number, one), (one,)) for one in of))
+            self.reads.update(*(self.memory.read_for((number, one)) for one in of))
         shifts = member.name in _SHIFTS and not member.communication.aligned
         if shifts and not any(value in together for value in member.outputs):
             self.shifted |= under

@@ -29,7 +29,8 @@ def sorted_apart(program: Any, operation: Any, read: Container[int]) -> int:
     what its results are cut out of."""
     rows = sorted_rows(program, operation, program.rules)
     return sum(
-        size - (program.sizes[value] if value in read else 0) for value, (size, _) in rows.items()
+        max(size - (program.sizes[value] if value in read else 0), 0)
+        for value, (size, _) in rows.items()
     )
 
 

@@ -55,7 +55,8 @@ class PerBlockCheckpoints:
         the cheapest of them first, then those that would miss the budget by the least. Beside what
         fits, the function without a region is one of them: XLA may make more of regions than of
         it, so that plans for fewer bytes do not fit and it does."""
-        search, error = self.plans.search, self.plans.search.corrections.least_ratio
+        search, of_rows = self.plans.search, self.least_ratio
+        of_all = search.corrections.least_ratio
         likely: list[Layout] = []
         others: list[Layout] = []
         plain = self.plans.planner.plain
@@ -65,9 +66,9 @@ class PerBlockCheckpoints:
             projected = self.plans.projected(layout)
             if layout in search.outcomes or search.has_missed(projected, self.by_price):
                 continue
-            if self.error * projected <= self.plans.with_chip(_EXACT * budget):
+            if of_rows * projected <= self.plans.with_chip(_EXACT * budget):
                 likely.append(layout)
-            elif error * projected <= self.plans.with_chip(MAX_OVERPROJECTION * budget):
+            elif of_all * projected <= self.plans.with_chip(MAX_OVERPROJECTION * budget):
                 others.append(layout)
         yield from likely
         yield from sorted(others, key=lambda one: (one == plain, self.plans.projected(one)))
@@ -80,15 +81,14 @@ class PerBlockCheckpoints:
             yield [row]
 
     @property
-    def error(self) -> float:
+    def least_ratio(self) -> float:
         """The least of compiled bytes over projected ones that a row may take: of rows that were
         compiled. Plans tell no more of rows than rows of plans, but that less may be taken: a row
         of a Mamba's blocks took 6 % less where plans had taken 11 % more."""
         corrections = self.plans.search.corrections
-        known = (
-            corrections.compiled[one].ratio for one in self.by_price if one in corrections.compiled
-        )
-        return min(known, default=min(corrections.least_ratio, 1.0))
+        compiled = corrections.compiled
+        rows = (compiled[one].ratio for one in self.by_price if one in compiled)
+        return min(rows, default=min(corrections.least_ratio, 1.0))
 
     def may_fit(self, budget: int) -> bool:
         """Whether the most promising row fits if it takes what is projected, or as little of that
