@@ -80,10 +80,17 @@ def _sorted_results(program: Program, rules: Rules) -> dict[int, tuple[int, int]
     """Results of which more is in memory than the program has, and the bytes of that on one device
     and on all: of a ``top_k`` whole rows that are sorted, since what reads it computes which part
     it reads. What the program returns is cut out."""
+    whole_types = program.whole_types or program.types
+
+    def laid_out(rows: int, sizes: tuple[int, int]) -> tuple[int, int]:
+        kinds = program.types[rows], whole_types[rows]
+        one, of_all = (_bytes(*pair, frozenset(), rules) for pair in zip(kinds, sizes, strict=True))
+        return one, of_all
+
     return {
-        value: size
+        value: laid_out(operation.inputs[0], sizes)
         for operation in program.operations
-        for value, size in sorted_rows(program, operation, rules).items()
+        for value, sizes in sorted_rows(program, operation, rules).items()
         if value not in program.outputs
     }
 
