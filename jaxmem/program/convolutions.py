@@ -8,12 +8,15 @@ operand is computed as it is written: a `relu` before the convolution is in no m
 The library also pads both sides of an axis alike. For one that is padded otherwise (a stride of 2
 and "SAME", causal in time) XLA writes a padded copy too, and cuts one of the cotangent. It takes
 the place of the operand where this is computed for the convolution alone, and is not counted then.
+
+XLA exchanges what is convolved and its windows where the windows are the longer ones. The gradient
+of an image that kernels take nearly whole is such a convolution: the kernel is padded there.
 (tests/test_convolutions.py)
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmem.program.readers import SUMS, dtype_of, shape_of
@@ -27,12 +30,17 @@ class ConvolutionCopies:
         forward: that of the operand, in the forward pass.
         operand, result: those of the operand and of the result's cotangent, in the backward pass.
         uneven: that of the operand in both, unless it is computed for the convolution alone.
+        kernel: that of the kernel, in the backward pass.
+        turned: that of the operand with examples and features exchanged, which is written beside
+            it for the backward pass; in the backward pass for an argument.
     """
 
     forward: float = 0.0
     operand: float = 0.0
     result: float = 0.0
     uneven: float = 0.0
+    kernel: float = 0.0
+    turned: float = 0.0
 
 
 NO_COPIES = ConvolutionCopies()
@@ -66,7 +74,48 @@ def copies_of(equation: Any, is_reversed: bool) -> ConvolutionCopies:
             1.0 if even else _padded(results, gradient_padding) / math.prod(results),
         )
     exchanged = float(max(apart, default=1) > 1)
-    return ConvolutionCopies(0.0, exchanged, exchanged, padded if _is_uneven(padding) else 0.0)
+    uneven = padded if _is_uneven(padding) else 0.0
+    if exchanged or _is_grouped(parameters):
+        return ConvolutionCopies(0.0, exchanged, exchanged, uneven)
+    if math.prod(windows) <= math.prod(results):
+        return ConvolutionCopies(uneven=uneven)
+    strides = parameters["window_strides"]
+    found = _copies_of_long_windows(lengths, windows, results, strides, padding)
+    return dataclasses.replace(found, uneven=uneven)
+
+
+def _copies_of_long_windows(
+    lengths: list[int], windows: list[int], results: list[int], strides: Any, padding: Any
+) -> ConvolutionCopies:
+    """Those of a convolution whose windows are longer than its results."""
+    spread = [1 + (n - 1) * stride for n, stride in zip(results, strides, strict=True)]
+    # The cotangent, with zeros between its elements, slides along the kernel, to the operand's.
+    along_kernel = [
+        (n - 1 - low, length + low - k)
+        for n, k, length, (low, _) in zip(spread, windows, lengths, padding, strict=True)
+    ]
+    is_padded = _is_uneven(along_kernel)
+    kernel = _padded(windows, along_kernel) / math.prod(windows) if is_padded else 0.0
+    if any(n > k for n, k in zip(results, windows, strict=True)):
+        return ConvolutionCopies(kernel=kernel)
+    # The gradient of the kernel is a convolution of both with examples and features exchanged.
+    if math.prod(windows) > math.prod(lengths):  # so is the convolution itself
+        return ConvolutionCopies(forward=1.0, result=1.0, kernel=kernel)
+    reached = [k + n - 1 for k, n in zip(windows, spread, strict=True)]
+    padded = [n + low + high for n, (low, high) in zip(lengths, padding, strict=True)]
+    if reached == padded:
+        turned = math.prod(padded) / math.prod(lengths)
+        return ConvolutionCopies(result=1.0, kernel=kernel, turned=turned)
+    # Where elements are left at the end, zeros are written between those of the cotangent.
+    return ConvolutionCopies(
+        operand=math.prod(reached) / math.prod(lengths),
+        result=math.prod(spread) / math.prod(results),
+        kernel=kernel,
+    )
+
+
+def _is_grouped(parameters: Any) -> bool:
+    return parameters["feature_group_count"] > 1 or parameters["batch_group_count"] > 1
 
 
 def _is_uneven(padding: Any) -> bool:
@@ -94,17 +143,26 @@ def bytes_of_copies(
     operand, result = program.sizes[value], program.sizes[operation.outputs[0]]
     # (One in float32 is in the library's order already.)
     is_input = value < program.input_count and not operation.widened
-    is_relaid = is_input and not _in_order(program, value, axes[0], last)
-    # The operand's cotangent is made where its copy was.
-    copied = max(copies.operand - program.active[value], 0) * operand
+    is_relaid = is_input and not _in_order(program, value, axes[0])
+    is_active = program.active[value]
+    # The operand's cotangent is made where its copy was; the result's is for the kernel's alone
+    # where there is none of the operand.
+    turned = copies.turned * operand if program.active[operation.inputs[1]] else 0.0
+    copied = max(copies.operand - is_active, 0) * operand
+    copied += max(copies.result - (not is_active), 0) * result
     # A padded copy is in the library's order: it takes the place of one that is relaid.
     uneven = 0.0 if is_for_one(value) else max(copies.uneven, float(is_relaid)) * operand
     kept = uneven if program.active[operation.inputs[1]] else 0.0  # for the kernel's gradient
-    cut = uneven if program.active[value] else 0.0  # a cotangent, to what it is of
+    if turned and (value < program.input_count or not _is_channels_last(program, value, axes[0])):
+        copied, turned = copied + turned, 0.0
+    elif turned:
+        kept = 0.0
+    cut = uneven if is_active else 0.0  # a cotangent, to what it is of
+    padded = copies.kernel * program.sizes[operation.inputs[1]] if is_active else 0.0
     return (
         round(copies.forward * operand + uneven - kept),
-        round(max(copied + copies.result * result, cut)),
-        ((value, round(kept)),) if kept else (),
+        round(max(copied, cut, padded)),
+        ((value, round(kept + turned)),) if kept + turned else (),
     )
 
 
@@ -129,15 +187,18 @@ def inputs_in_another_order(program: Any) -> frozenset[int]:
             origins = (origin[value] for value in operation.inputs if value in origin)
             origin |= dict(zip(operation.outputs, origins, strict=False))
         for value, axes in zip(operation.inputs, operation.contraction.axes, strict=False):
-            if value in origin and not _in_order(program, value, axes, last):
+            if value in origin and not _in_order(program, value, axes):
                 found.add(origin[value])
     return frozenset(found)
 
 
-def _in_order(program: Any, value: int, axes: tuple[int, ...], last: Container[Any]) -> bool:
+def _is_channels_last(program: Any, value: int, axes: tuple[int, ...]) -> bool:
+    return (dtype_of(program, value), len(axes) - 2) in program.rules.channels_last
+
+
+def _in_order(program: Any, value: int, axes: tuple[int, ...]) -> bool:
     lengths, (example, channel, *slid) = shape_of(program, value), axes
-    is_last = (dtype_of(program, value), len(slid)) in last
-    inner = [*slid, channel] if is_last else [channel, *slid]
+    inner = [*slid, channel] if _is_channels_last(program, value, axes) else [channel, *slid]
     order = [axis for axis in (example, *inner) if lengths[axis] > 1]
     return order == sorted(order)
 
