@@ -120,7 +120,7 @@ def body_of(loop, loss, args, target):
 
 def row(name, loss, args, target, label, budget, states=None, offload=False) -> dict:
     began = time.process_time()
-    jaxmem.plan(loss, *args, budget=budget, offload=offload, compilations=0)
+    jaxmem.plan(loss, *args, budget=budget, target=target, offload=offload, compilations=0)
     seconds = time.process_time() - began
     plan = jaxmem.plan(loss, *args, budget=budget, target=target, offload=offload, compilations=3)
     (loop,) = plan.loops
@@ -151,7 +151,7 @@ def within_states():
     """The wave within the bytes of so many states, beside what one step takes."""
     loss, args = wave()
     try:
-        jaxmem.plan(loss, *args, budget="1MiB", compilations=0)
+        jaxmem.plan(loss, *args, budget="1MiB", target="rtx-4090", compilations=0)
     except jaxmem.BudgetError as error:
         lowest = error.lowest
     for states in (64, 34, 12):
@@ -162,7 +162,7 @@ def within_states():
 
 
 def within_tenths(name, loss, args):
-    plain = jaxmem.plan(loss, *args, compilations=0).plain_bytes
+    plain = jaxmem.plan(loss, *args, target="h100", compilations=0).plain_bytes
     given = TracedFunction(loss, args, {}, 0).program.boundary_bytes  # arguments and gradients
     for tenth in range(9, 0, -1):
         budget = given + (plain - given) * tenth // 10

@@ -25,7 +25,7 @@ def programs():
 def row(name, loss, args) -> dict:
     target = jaxmem.target(TARGET, count=8)
     plain = jaxmem.memory(jax.value_and_grad(loss), *args, target=target, timeline=False)
-    projected = jaxmem.plan(loss, *args, compilations=0).plain_bytes
+    projected = jaxmem.plan(loss, *args, target=target, compilations=0).plain_bytes
     budget = plain.device // 2
     found = {
         "mesh": name,

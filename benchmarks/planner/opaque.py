@@ -14,6 +14,8 @@ from benchmarks._models import of_tests
 from benchmarks._record import record
 from benchmarks._steps import projections
 
+TARGET = "h200"
+
 
 def programs():
     test = of_tests("test_opaque")
@@ -25,8 +27,8 @@ def programs():
 
 
 def row(name, loss, args) -> dict:
-    plan = jaxmem.plan(loss, *args, compilations=0)
-    columns, plain = projections(plan, loss, args, "h200")
+    plan = jaxmem.plan(loss, *args, target=TARGET, compilations=0)
+    columns, plain = projections(plan, loss, args, TARGET)
     more = plan.predicted.recompute_flops / max(plain.work.flops, 1)
     return {"layers": name} | columns | {"FLOPs": f"{1 + more:.3f}x"}
 

@@ -98,13 +98,21 @@ def normalized(x):
 
 
 def compared(loss, args, share: float | None = None) -> dict:
-    """Projected and compiled bytes of the gradient of a loss, or of a plan within a share."""
-    plain = jaxmem.plan(loss, *args, target=TARGET)
-    planned, projected = loss, plain.plain_bytes
+    """First projection and compiled bytes of the gradient of a loss, or of a plan within a share
+    of its bytes."""
+    planned, options = loss, None
+    plain = plan_for_budget(loss, args)
+    projected = plain.plain_bytes
     if share is not None:
         plan = plan_for_budget(loss, args, int(share * projected))
-        planned, projected = plan.apply(loss), plan.projected_bytes
-    report = jaxmem.memory(jax.value_and_grad(planned), *args, target=TARGET, timeline=False)
+        planned, projected, options = plan.apply(loss), plan.projected_bytes, plan.compiler_options
+    report = jaxmem.memory(
+        jax.value_and_grad(planned),
+        *args,
+        target=TARGET,
+        compiler_options=options,
+        timeline=False,
+    )
     return {
         "projected": jaxmem.format_bytes(projected),
         "compiled": jaxmem.format_bytes(report.device),
@@ -112,12 +120,13 @@ def compared(loss, args, share: float | None = None) -> dict:
     }
 
 
-def plan_for_budget(loss, args, budget: int) -> jaxmem.Plan:
-    """The plan within a budget, or the one of the fewest bytes."""
+def plan_for_budget(loss, args, budget: int | None = None) -> jaxmem.Plan:
+    """The first plan within a budget, or the one of the fewest bytes."""
+    planned = functools.partial(jaxmem.plan, loss, *args, target=TARGET, compilations=0)
     try:
-        return jaxmem.plan(loss, *args, budget=budget)
-    except jaxmem.BudgetError as error:
-        return jaxmem.plan(loss, *args, budget=error.lowest or budget)
+        return planned(budget=budget)
+    except jaxmem.BudgetError:
+        return planned()
 
 
 def main():
