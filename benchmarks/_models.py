@@ -31,7 +31,11 @@ def example(name: str, file: str = "model"):
 @functools.cache
 def of_tests(name: str):
     """A file of the tests as a module: some have programs that are measured too."""
-    return _module(name, ROOT / "tests" / f"{name}.py")
+    sys.path.append(str(ROOT / "tests"))  # they read one another
+    try:
+        return _module(name, ROOT / "tests" / f"{name}.py")
+    finally:
+        sys.path.pop()
 
 
 def _module(name: str, path: pathlib.Path):

@@ -157,6 +157,21 @@ def transformed(wrap):
     return loss, (layers(5, 128), f32(4096, 128))
 
 
+def sliced(wrap):
+    """What a layer hands on is computed in the kernel of the next one."""
+
+    @wrap
+    def layer(kernel, x):
+        return jax.nn.silu(x @ kernel)[:, ::2]
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = layer(kernel, x)
+        return jnp.mean(x**2)
+
+    return loss, ([f32(256, 512)] * 6, f32(4096, 256))
+
+
 CASES = [
     (multiplied, "nothing"),
     (contrasted, "dots"),
@@ -167,6 +182,7 @@ CASES = [
     (pointwise, "nothing"),
     (skipped, "nothing"),
     (skipped, "dots"),
+    (sliced, "dots"),
     (transformed, "nothing"),
 ]
 

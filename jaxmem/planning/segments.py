@@ -8,6 +8,7 @@ block has, differentiated as JAX does: compiled, a row of them is what one line 
 are saved wherever matmuls are.)
 """
 
+import bisect
 import dataclasses
 from collections.abc import Mapping
 
@@ -17,6 +18,7 @@ from jaxmem.planning.per_block import (
     in_kernels,
     last_read,
     operation_block_partitions,
+    per_block_regions,
     policies,
 )
 from jaxmem.planning.rates import Rates
@@ -43,12 +45,44 @@ def per_block_segments(program: Program, rates: Rates) -> list[Layout]:
     found = []
     last = last_read(program)
     for spans in dict.fromkeys([*tilings, *(_handing_on(program, one, last) for one in tilings)]):
-        kernels = in_kernels(program, spans)
+        handed_on = _handed_on(program, spans, last)
+        cut = Variant.plain(dataclasses.replace(program, handed_on=handed_on), rates)
+        in_cut, kernels = in_kernels(cut.program, spans), in_kernels(program, spans)
         for saved, name in names.items():
-            layout = variant.per_block_layout(kernels, saved)
-            segments = tuple(Segment(start, stop, name) for start, stop in spans)
-            found.append(dataclasses.replace(layout, segments=segments))
+            layout = cut.per_block_layout(in_cut, saved)
+            found.append(
+                dataclasses.replace(
+                    layout,
+                    regions=per_block_regions(program, kernels, saved),
+                    peak_location=_location(cut.program, program, layout.peak_location),
+                    segments=tuple(Segment(start, stop, name) for start, stop in spans),
+                )
+            )
     return found
+
+
+def _handed_on(program: Program, spans: Spans, last: Mapping[int, int]) -> frozenset[int]:
+    """What blocks read that is made before them: XLA has it in memory, as it is waited for before a
+    block is computed again. And what the last one hands on."""
+    read = (
+        value
+        for start, stop in spans
+        for operation in program.operations[start:stop]
+        for value in operation.inputs
+        if value < program.operations[start].outputs[0]
+    )
+    start, stop = spans[-1]
+    made = (value for one in program.operations[start:stop] for value in one.outputs)
+    return frozenset([*read, *(value for value in made if last.get(value, -1) >= stop)])
+
+
+def _location(cut: Program, program: Program, location: tuple[int, ...]) -> tuple[int, ...]:
+    """The same in a program whose kernels end elsewhere: in the kernel that has the operation by
+    which one ends."""
+    kernel, *inside = location or (0,)
+    last = cut.kernels[kernel].operations[-1]
+    ends = [one.operations[-1] for one in program.kernels]
+    return min(bisect.bisect_left(ends, last), len(ends) - 1), *inside
 
 
 def _handing_on(program: Program, spans: Spans, last: Mapping[int, int]) -> Spans:

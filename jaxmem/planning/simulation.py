@@ -181,9 +181,14 @@ def _with_scans(program: Program) -> Program:
     found = {
         number: (program.residual_bytes(number), peak_of_scan(program, number).peak)
         for number in program.scans
-        if program.body_of(number).has_regions and program.kernels[number].residuals is not None
+        if _has_regions(program.body_of(number)) and program.kernels[number].residuals is not None
     }
     return program.with_loops(found) if found else program
+
+
+def _has_regions(program: Program) -> bool:
+    """Whether there are regions of the user's own, however deep."""
+    return any(one.is_region or (one.body and _has_regions(one.body)) for one in program.operations)
 
 
 def _run(

@@ -164,8 +164,9 @@ class Program:
     the function is traced. ``input_gradients`` says what becomes of the gradients.
     ``as_jax_derives``: without derivatives of our own. ``in_loop``: it is the body of a loop, of
     which XLA sees the derivative without it. ``policy_saves`` are the values that the policy of a
-    user's own region saves, whose body it is. ``has_plainer_gathers``: whether gathers of it are
-    written as what they are, which XLA is not told of the function as it is."""
+    user's own region saves, whose body it is. ``handed_on`` are values that are in memory because
+    one region hands them on to the next. ``has_plainer_gathers``: whether gathers of it are written
+    as what they are, which XLA is not told of the function as it is."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
@@ -181,6 +182,7 @@ class Program:
     as_jax_derives: bool = False
     in_loop: bool = False
     policy_saves: frozenset[int] = frozenset()
+    handed_on: frozenset[int] = frozenset()
     has_plainer_gathers: bool = False
 
     @functools.cached_property
@@ -319,11 +321,6 @@ class Program:
         """Numbers of the kernels that are regions of the user's own."""
         numbers = range(len(self.kernels))
         return frozenset(n for n in numbers if self.operation_of(n).is_region)
-
-    @functools.cached_property
-    def has_regions(self) -> bool:
-        """Whether there are any, however deep."""
-        return any(one.is_region or (one.body and one.body.has_regions) for one in self.operations)
 
     @functools.cached_property
     def loops(self) -> list[int]:

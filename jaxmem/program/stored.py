@@ -60,7 +60,7 @@ def stored_values(
         if operation.name == NAMED:
             wanted[operation.outputs[0]] = True
     written = concatenations(program) if rules.writes_concatenations else ()
-    for value in (*program.outputs, *written, *pieces):
+    for value in (*program.outputs, *program.handed_on, *written, *pieces):
         wanted[value] = True
     # A view is where what it shows is.
     for shown, view in views_of(program):
