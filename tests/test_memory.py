@@ -6,6 +6,7 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
@@ -35,6 +36,30 @@ def test_device_is_argument_plus_output_less_alias_plus_temp():
     assert report.argument == report.alias + ACTIVATION
     assert report.device == report.argument + report.temp
     assert report.host == 0
+
+
+@pytest.mark.parametrize("target", ["h100", "v5e"])
+def test_an_array_that_the_step_closes_over_counts_as_if_it_were_an_argument(target):
+    table = np.random.default_rng(0).random((1024, 4096), np.float32)
+    args = [jax.ShapeDtypeStruct((n, 1024), jnp.float32) for n in (1024, 64)]
+
+    def loss(w, x, table):
+        return jnp.sum(jnp.tanh(x @ w) @ table.astype(jnp.bfloat16))
+
+    def closed(w, x):
+        return loss(w, x, table)
+
+    passed = jaxmem.memory(jax.value_and_grad(loss), *args, table, target=target)
+    report = jaxmem.memory(jax.value_and_grad(closed), *args, target=target)
+    constant = report.on_device.constant
+    # XLA converts and lays it out while it compiles: of what is left there may be two.
+    assert passed.on_device.constant < 100 < table.size * 2 <= constant <= 2 * table.nbytes
+    assert report.device == report.argument + report.output + report.temp + constant
+    assert report.by_kind["constants"] == report.by_module["(constants)"] == constant
+    assert sum(report.by_source.values()) == report.device
+    assert "constant " in str(report) and "constant " not in str(passed)
+    full = jaxmem.memory(jax.value_and_grad(closed), *args, target=target, compile="full")
+    assert (full.device, full.on_device) == (report.device, report.on_device)
 
 
 def test_real_and_abstract_arguments_give_the_same():

@@ -91,7 +91,9 @@ class _Absent(Compiling):
         else:
             compiled = self._compile(timeout, full=compile == "full")
         hlo = compiled.text("hlo")
-        totals = _totals(compiled.stats) if compiled.stats else totals_of(compiled.text(DUMPED[0]))
+        totals = totals_of(compiled.text(DUMPED[0]))
+        if compiled.stats and self.family.has_memory_analysis:
+            totals = _totals(compiled.stats, *totals)
         self.dump = {kind: compiled.texts[kind] for kind in DUMPED}
         dump = self.dump if self.timeline else {}
         lowered = Lowered(self.module, dict(self.options))
@@ -144,7 +146,8 @@ class _Attached(Compiling):
         hlo = compiled.as_text()
         if target.platform != "cpu":  # where host and device are one memory
             _check_offload(self.traced, self.lowered, hlo)
-        return MemoryReport(target, *_totals(stats), hlo, dump, self.arguments)
+        written = totals_of(gzip.decompress(dump[DUMPED[0]]).decode()) if dump else ()
+        return MemoryReport(target, *_totals(stats, *written), hlo, dump, self.arguments)
 
 
 def compiling(
@@ -204,8 +207,11 @@ def _traced(jitted, args, kwargs):
         return jitted.trace(*args, **kwargs)
 
 
-def _totals(stats) -> tuple[Totals, Totals]:
-    return Totals.read(stats), Totals.read(stats, "host_")
+def _totals(stats, *written: Totals) -> tuple[Totals, Totals]:
+    """What XLA's memory analysis says of device and host, with the constants that are in what it
+    wrote at the compilation, if it did."""
+    device, host = (one.constant for one in written) if written else (0, 0)
+    return Totals.read(stats, "", device), Totals.read(stats, "host_", host)
 
 
 def _arguments(jitted, traced, lowered, args, kwargs) -> tuple[Argument | None, ...]:

@@ -3,27 +3,32 @@
 import dataclasses
 from collections.abc import Mapping
 
-ROLES = ("argument", "output", "alias", "temp")
+_ANALYSED = ("argument", "output", "alias", "temp")  # what XLA's memory analysis tells
+ROLES = (*_ANALYSED, "constant")
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Bytes by XLA's buffer assignment; ``alias`` are outputs that reuse a donated argument."""
+    """Bytes by XLA's buffer assignment; ``alias`` are outputs that reuse a donated argument,
+    ``constant`` arrays that are part of the program: a step's function closes over them."""
 
     argument: int
     output: int
     alias: int
     temp: int
+    constant: int = 0
 
     @classmethod
-    def read(cls, stats: Mapping[str, int], prefix: str = "") -> "Totals":
-        """From XLA's memory analysis, whose names for host memory begin with ``host_``."""
-        return cls(*(stats[prefix + role] for role in ROLES))
+    def read(cls, stats: Mapping[str, int], prefix: str = "", constant: int = 0) -> "Totals":
+        """From XLA's memory analysis, whose names for host memory begin with ``host_``, and which
+        leaves constants out."""
+        argument, output, alias, temp = (stats[prefix + role] for role in _ANALYSED)
+        return cls(argument, output, alias, temp, constant)
 
     @property
     def total(self) -> int:
-        """Argument + output - alias + temp."""
-        return self.argument + self.output - self.alias + self.temp
+        """Argument + output - alias + temp + constant."""
+        return self.argument + self.output - self.alias + self.temp + self.constant
 
 
 class Sized:
@@ -34,7 +39,7 @@ class Sized:
 
     @property
     def device(self) -> int:
-        """Peak device bytes of the step: argument + output - alias + temp."""
+        """Peak device bytes of the step: argument + output - alias + temp + constant."""
         return self.on_device.total
 
     @property

@@ -45,6 +45,7 @@ class Family(abc.ABC):
             with, the longest first: a "dot", an "attention", a "convolution", or its
             "gradient of the input" or "gradient of the kernel".
         verifies_codegen: whether `jaxmem.fit` has code generated for the step that it returns.
+        has_memory_analysis: whether JAX's analysis of what is compiled has all that is temporary.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Family(abc.ABC):
     splitting: Callable[..., Callable[[Matmul], int]] | None = None
     custom_calls: Mapping[str, str] = types.MappingProxyType({})
     verifies_codegen: bool = True
+    has_memory_analysis: bool = True
 
     def planned_options(
         self, limit: int | None = None, widens_bfloat16: bool = False, copies: bool = False

@@ -49,9 +49,11 @@ def _totals(report: "MemoryReport") -> Table:
         ("output", on_device.output, on_host.output),
         ("alias", -on_device.alias, -on_host.alias),
         ("temp", on_device.temp, on_host.temp),
+        ("constant", on_device.constant, on_host.constant),
         ("total", on_device.total, on_host.total),
     ]
-    shown = [row for row in rows if any(row[1:]) or row[0] == "total"]
+    least = {"total": 0, "constant": on_device.total // 1000}  # single numbers are constants too
+    shown = [row for row in rows if max(map(abs, row[1:])) >= least.get(row[0], 1)]
     count = 2 if on_host.total or on_host.argument or on_host.temp else 1
     cells = [
         (name, *(format_bytes(size).rjust(14) if size else "" for size in sizes[:count]))

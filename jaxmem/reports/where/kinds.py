@@ -3,7 +3,8 @@
 An argument is what `describe_arguments` says, and so is what replaces it in its own memory at the
 end; ``outputs`` are other results; ``gradients`` were made by the backward pass for the update;
 ``residuals`` were made before the backward pass and are read in it; ``workspace`` is scratch of
-the vendor's libraries; everything else is ``temporaries``.
+the vendor's libraries; ``constants`` are arrays in the program itself, which its function closes
+over; everything else is ``temporaries``.
 """
 
 from jaxmem.reports.xla.dump import Value
@@ -11,7 +12,7 @@ from jaxmem.reports.xla.instructions import Instruction
 
 KINDS = (
     *("parameters", "optimizer state", "model state", "batch", "gradients", "residuals"),
-    *("temporaries", "workspace", "outputs"),
+    *("temporaries", "workspace", "outputs", "constants"),
 )
 
 

@@ -17,6 +17,7 @@ from jaxmem.reports.xla.hlo import SHAPE
 from jaxmem.reports.xla.instructions import Module
 
 FRAGMENTATION = "(fragmentation)"
+CONSTANTS = "(constants)"  # in the place of a line or a module
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,12 +107,14 @@ class MemoryMap:
         return self._attribution.describe(schedule[point])
 
     def _origin(self, value: Value, allocation: Allocation) -> Origin:
-        if not value.instruction:
+        if not value.instruction or allocation.role == "constant":
             return self._unused(allocation)
         return self._attribution.origin(value, allocation)
 
     def _unused(self, allocation: Allocation) -> Origin:
         """Of an argument or a result while no value lives in its memory."""
+        if allocation.role == "constant":
+            return Origin("constant", CONSTANTS, CONSTANTS, "state", "constants")
         known = self._attribution.argument_of(allocation)
         main = _main_value(allocation)
         if known or main is None:

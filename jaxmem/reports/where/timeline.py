@@ -1,9 +1,9 @@
 """Which bytes of the device are alive when, and which value they belong to: pure arithmetic.
 
 What a step takes (``device``) is laid out once, before it runs. Arguments and results are the
-caller's and are alive throughout; of the temporary arena those bytes are alive at a point of the
-schedule that some value lives in. The peak is the first point with the most live bytes, and what
-the layout takes beyond them is fragmentation: ``device == peak + fragmentation``.
+caller's and are alive throughout, as constants are; of the temporary arena those bytes are alive at
+a point of the schedule that some value lives in. The peak is the first point with the most live
+bytes, and what the layout takes beyond them is fragmentation: ``device == peak + fragmentation``.
 """
 
 import dataclasses
@@ -39,14 +39,14 @@ class Timeline:
         self._allocations = [
             one
             for one in assignment.allocations
-            if one.on_device and one.role in ("argument", "output", "temp")
+            if one.on_device and one.role in ("argument", "output", "temp", "constant")
         ]
         self.device = sum(one.size for one in self._allocations)
         self.live = self._live()
 
     @property
     def allocations(self) -> Sequence[Allocation]:
-        """Device memory of the step: its arguments, its results and the temporary arena."""
+        """Device memory of the step: arguments, results, constants and the temporary arena."""
         return self._allocations
 
     @functools.cached_property

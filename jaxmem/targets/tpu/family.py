@@ -36,6 +36,7 @@ class Tpu(Family):
     limit_option = "xla_tpu_max_hbm_size_mib"
     rules = RULES
     verifies_codegen = False  # it takes ten to fifty times as long as the rest
+    has_memory_analysis = False
 
     def targets(self) -> dict[str, Target]:
         """The TPUs of ``targets.csv``."""
