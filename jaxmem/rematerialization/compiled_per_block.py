@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 # that hundredth a Mamba is refused within what `dots_saveable` takes on each of its blocks; twice
 # as much tries the same rows of it.
 _EXACT = 1.01
+# The same for the function as it is, which costs nothing where it fits. Measured: of 130 small
+# programs of many kinds five are projected 1.3 to 1.5 times as high as they compile, and none more
+# (exact gelus, elements that are taken or set by indices).
+_MOST_OF_PLAIN = 1.5
 
 
 class PerBlockCheckpoints:
@@ -68,7 +72,9 @@ class PerBlockCheckpoints:
                 continue
             if of_rows * projected <= self.plans.with_chip(_EXACT * budget):
                 likely.append(layout)
-            elif of_all * projected <= self.plans.with_chip(MAX_OVERPROJECTION * budget):
+                continue
+            most = _MOST_OF_PLAIN if layout == plain else MAX_OVERPROJECTION
+            if of_all * projected <= self.plans.with_chip(most * budget):
                 others.append(layout)
         yield from likely
         yield from sorted(others, key=lambda one: (one == plain, self.plans.projected(one)))

@@ -37,8 +37,9 @@ class MemoryReport(Sized, Printed):
     """Bytes of one compiled step on one device of the target, by XLA's buffer assignment.
 
     ``argument``, ``output``, ``alias`` (outputs that reuse a donated argument), ``temp`` and
-    ``constant`` (arrays that the step closes over) are device bytes; the ``host_`` ones are in host
-    memory and are never part of ``device``. All of one memory are ``on_device`` and ``on_host``.
+    ``on_device.constant`` (arrays that the step closes over) are device bytes; the ``host_`` ones
+    are in host memory and are never part of ``device``. All of one memory are ``on_device`` and
+    ``on_host``.
 
     The layout is fixed before the step runs. ``timeline`` says which of its bytes are alive at
     each point of the compiled schedule, ``peak_bytes`` how many are at the worst one, ``peak``
