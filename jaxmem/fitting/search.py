@@ -19,6 +19,7 @@ from jaxmem.rematerialization import (
     ALTERNATIVE,
     FIRST_ERROR,
     MAX_OVERPROJECTION,
+    MAX_PLAIN_OVERPROJECTION,
     Outcome,
     PendingCompilation,
     Plan,
@@ -142,7 +143,7 @@ class LeverSearch:
 
     def faster_than(self, best: Candidate) -> Candidate | None:
         """What promises to be faster than the best so far."""
-        return self.cheapest(best) or _baseline_policy(self, best)
+        return self.cheapest(best) or _baseline_policy(self, best) or _as_it_is(self, best)
 
     def next_candidate(self) -> Candidate | None:
         """What may fit, where nothing has so far."""
@@ -322,6 +323,16 @@ def _baseline_policy(search: LeverSearch, best: Candidate | None) -> Candidate |
             search.baselines.append(one)
             return one
     return None
+
+
+def _as_it_is(search: LeverSearch, best: Candidate) -> Candidate | None:
+    """The step without any lever, which may fit though it is projected not to; None: it would not
+    be faster than the best."""
+    one = search.costs.without_recomputation(search.workload.as_is)
+    most = MAX_PLAIN_OVERPROJECTION * search.workload.budget
+    is_faster = one.seconds < (1 - MIN_GAIN) * best.seconds
+    is_known = key_of(one) in search.found
+    return one if is_faster and not is_known and (one.projected or 0) <= most else None
 
 
 def _has_missed_like(search: LeverSearch, candidate: Candidate) -> bool:

@@ -37,6 +37,7 @@ from jaxmem.rematerialization.policies import remat_policy as remat_policy
 from jaxmem.rematerialization.search import (
     ALTERNATIVE as ALTERNATIVE,
     MAX_OVERPROJECTION as MAX_OVERPROJECTION,
+    MAX_PLAIN_OVERPROJECTION as MAX_PLAIN_OVERPROJECTION,
     PendingCompilation as PendingCompilation,
     Search as Search,
 )

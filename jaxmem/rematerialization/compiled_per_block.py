@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxmem.planning import Layout, per_block_layouts
-from jaxmem.rematerialization.search import MAX_OVERPROJECTION
+from jaxmem.rematerialization.search import MAX_OVERPROJECTION, MAX_PLAIN_OVERPROJECTION
 
 if TYPE_CHECKING:
     from jaxmem.rematerialization.compiled_plans import CompiledPlans
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 # that hundredth a Mamba is refused within what `dots_saveable` takes on each of its blocks; twice
 # as much tries the same rows of it.
 _EXACT = 1.01
-# The same for the function as it is, which costs nothing where it fits. Measured: of 130 small
-# programs of many kinds five are projected 1.3 to 1.5 times as high as they compile, and none more
-# (exact gelus, elements that are taken or set by indices).
-_MOST_OF_PLAIN = 1.5
 
 
 class PerBlockCheckpoints:
@@ -73,7 +69,7 @@ class PerBlockCheckpoints:
             if of_rows * projected <= self.plans.with_chip(_EXACT * budget):
                 likely.append(layout)
                 continue
-            most = _MOST_OF_PLAIN if layout == plain else MAX_OVERPROJECTION
+            most = MAX_PLAIN_OVERPROJECTION if layout == plain else MAX_OVERPROJECTION
             if of_all * projected <= self.plans.with_chip(most * budget):
                 others.append(layout)
         yield from likely
