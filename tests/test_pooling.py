@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from projections import projected_and_compiled
 
 import jaxmem
 
@@ -230,3 +231,29 @@ def test_a_sharded_batch_stays_apart():
         for fun in (loss, jaxmem.remat(loss))
     )
     assert plain["all-gather"] and "all-gather" not in planned
+
+
+ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "silu": jax.nn.silu}
+
+
+@pytest.mark.parametrize("target", ["h100", pytest.param("t4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("activation", "length", "stride", "off"),
+    [("relu", 3, 2, 0.02), ("relu", 2, 2, 0.02), ("tanh", 3, 2, 0.02), ("silu", 3, 1, 0.12)],
+)
+def test_what_xla_scatters_by_is_projected(activation, length, stride, off, target):
+    """What each window has picked, and where it was; a `relu` is computed for the pooling alone."""
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            window, strides = (length, length), (stride, stride)
+            x = nn.max_pool(ACTIVATIONS[activation](x), window, strides, "SAME")
+        return jnp.mean(x**2)
+
+    kernels = [jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32)] * 3
+    x = jax.ShapeDtypeStruct((32, 65, 65, 64), jnp.float32)
+    projected, compiled = projected_and_compiled(loss, (kernels, x), target)
+    assert projected == pytest.approx(compiled, rel=off)

@@ -239,6 +239,14 @@ def is_of_vectors(equation) -> bool:
     return min(ranks) == len(summed) + len(batch)
 
 
+def overlaps(equation) -> bool:
+    """Whether the windows of a pooling overlap."""
+    if not equation.primitive.name.startswith("reduce_window"):
+        return False
+    windows, strides = (equation.params[f"window_{name}"] for name in ("dimensions", "strides"))
+    return any(length > stride for length, stride in zip(windows, strides, strict=True))
+
+
 def slides(equation) -> frozenset[int]:
     """The axes of a convolution's result that its windows slide along."""
     if operation_of(equation) != "conv_general_dilated":

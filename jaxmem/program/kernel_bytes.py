@@ -13,7 +13,12 @@ from jaxmem.program.readers import SLICES, SMALL, read_by_derivative, scatters_f
 from jaxmem.program.row_norms import RowNormalizations
 from jaxmem.program.splitting import bytes_of_parts, matmul_of, padded_copies, pads_gradients
 from jaxmem.program.stored import reduces_to_few
-from jaxmem.program.workspaces import float32_copy, for_library, sorted_apart
+from jaxmem.program.workspaces import (
+    float32_copy,
+    for_library,
+    scattered_places,
+    sorted_apart,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class BytesBeside:
         backward = max(operation.derivative_workspace, self._copies.get(members.index, 0))
         backward += sum(self._cut.pop(number, 0) for number in members.numbers) + scattered
         backward += sum(self._spread.get(v, 0) for v in operation.inputs) if matmul else 0
+        backward += scattered_places(program, operation)
         backward += library + padded.backward + copied_again
         backward += max(max(gradients.values(), default=0), self._whole_beside_pieces(members))
         self._spread |= spread_factors(program, operation, members.sources)

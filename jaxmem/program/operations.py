@@ -30,7 +30,7 @@ _RESULTS = InputGradients()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contraction:
-    """What is particular to a matmul, a convolution or a gather.
+    """What is particular to a matmul, a convolution, a gather or a pooling.
 
     Attributes:
         batched: whether a matmul has batch dimensions, as attention's scores have.
@@ -44,6 +44,7 @@ class Contraction:
         operands: the axes of each operand of a matmul.
         batch_axes: along how many axes a gather takes of each slice of its operand by indices of
             its own: XLA writes the numbers of the slices beside these.
+        overlaps: whether the windows of a pooling overlap.
     """
 
     batched: bool = False
@@ -54,6 +55,7 @@ class Contraction:
     precision: str = "default"
     operands: tuple[OperandAxes, ...] = ()
     batch_axes: int = 0
+    overlaps: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

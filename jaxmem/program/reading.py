@@ -27,6 +27,7 @@ from jaxmem.program.costs import (
     is_of_vectors,
     name_of,
     operand_axes,
+    overlaps,
     precision_of,
     slides,
 )
@@ -108,6 +109,7 @@ def read_program(
                     precision_of(step.equation.params),
                     operand_axes(step.equation),
                     _batch_axes(step),
+                    overlaps(step.equation),
                 ),
                 communication=Communication((), shards.summed(step), shards.aligned(step)),
             )
