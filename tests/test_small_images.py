@@ -1,4 +1,5 @@
-"""Convolutions whose windows are longer than what they slide along: XLA exchanges both sides."""
+"""Convolutions whose gradients are such with examples and features exchanged: of windows that are
+longer than what they slide along, or dilated."""
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,12 @@ def shape(*lengths, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(lengths, dtype)
 
 
-def convolve(x, kernel, stride, padding="VALID"):
+def convolve(x, kernel, stride, padding="VALID", apart=1):
     numbers = ("NHWC", "HWIO", "NHWC") if x.ndim == 4 else ("NWC", "WIO", "NWC")
-    strides = (stride,) * (x.ndim - 2)
-    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=numbers)
+    strides, dilation = ((one,) * (x.ndim - 2) for one in (stride, apart))
+    return lax.conv_general_dilated(
+        x, kernel, strides, padding, rhs_dilation=dilation, dimension_numbers=numbers
+    )
 
 
 def network(*layers):
@@ -43,6 +46,13 @@ CASES = {
         [shape(3, 3, 512, 512), shape(4, 4, 512, 1024)],
         shape(512, 5, 5, 512),
         (0, 1),
+        "h100",
+    ),
+    "dilated": (
+        network((1, "SAME", 2), (1, "SAME", 2), (1, "SAME", 2)),
+        [shape(3, 3, 64, 64)] * 3,
+        shape(32, 65, 65, 64),
+        0,
         "h100",
     ),
     "along one axis": (

@@ -3,7 +3,8 @@
 It puts no zeros between the elements of what it reads. XLA writes a copy that has
 them for a transposed convolution. The gradient of the kernel of a transposed or a dilated
 convolution is a convolution of two copies, with examples and features exchanged. The copy of the
-operand is computed as it is written: a `relu` before the convolution is in no memory.
+operand is computed as it is written: a `relu` before the convolution is in no memory. Of a dilated
+one it is written in the forward pass already, where the channels are innermost.
 
 The library also pads both sides of an axis alike. For one that is padded otherwise (a stride of 2
 and "SAME", causal in time) XLA writes a padded copy too, and cuts one of the cotangent. It takes
@@ -76,7 +77,7 @@ def copies_of(equation: Any, is_reversed: bool) -> ConvolutionCopies:
     exchanged = float(max(apart, default=1) > 1)
     uneven = padded if _is_uneven(padding) else 0.0
     if exchanged or _is_grouped(parameters):
-        return ConvolutionCopies(0.0, exchanged, exchanged, uneven)
+        return ConvolutionCopies(result=exchanged, uneven=uneven, turned=exchanged)
     if math.prod(windows) <= math.prod(results):
         return ConvolutionCopies(uneven=uneven)
     strides = parameters["window_strides"]
@@ -130,11 +131,15 @@ def _padded(lengths: list[int], padding: Any) -> int:
 
 
 def bytes_of_copies(
-    program: Any, operation: Any, is_for_one: Callable[[int], bool]
+    program: Any,
+    operation: Any,
+    is_for_one: Callable[[int], bool],
+    is_in_its_derivative: Callable[[int], bool],
 ) -> tuple[int, int, tuple[tuple[int, int], ...]]:
     """Bytes of the copies of an operation, forward and backward, and the operand and bytes of the
     one that its derivative reads again; ``is_for_one``: whether a value is computed element by
-    element, for one operation."""
+    element, for one operation, ``is_in_its_derivative``: whether the derivative of that reads
+    it."""
     copies, axes = operation.contraction.copies, operation.contraction.axes
     last = program.rules.channels_last
     if last is None or not axes:
@@ -147,22 +152,26 @@ def bytes_of_copies(
     is_active = program.active[value]
     # The operand's cotangent is made where its copy was; the result's is for the kernel's alone
     # where there is none of the operand.
-    turned = copies.turned * operand if program.active[operation.inputs[1]] else 0.0
-    copied = max(copies.operand - is_active, 0) * operand
+    turned = copies.turned if program.active[operation.inputs[1]] else 0.0
+    if value < program.input_count or not _is_channels_last(program, value, axes[0]):
+        in_backward, turned = copies.operand + turned, 0.0
+    else:
+        in_backward = copies.operand
+    copied = max(in_backward - is_active, 0) * operand
     copied += max(copies.result - (not is_active), 0) * result
     # A padded copy is in the library's order: it takes the place of one that is relaid.
     uneven = 0.0 if is_for_one(value) else max(copies.uneven, float(is_relaid)) * operand
     kept = uneven if program.active[operation.inputs[1]] else 0.0  # for the kernel's gradient
-    if turned and (value < program.input_count or not _is_channels_last(program, value, axes[0])):
-        copied, turned = copied + turned, 0.0
-    elif turned:
-        kept = 0.0
+    if turned:
+        # It takes the place of an operand that is kept for nothing else.
+        is_beside = is_in_its_derivative(value) or not is_for_one(value)
+        kept = turned * operand * is_beside
     cut = uneven if is_active else 0.0  # a cotangent, to what it is of
     padded = copies.kernel * program.sizes[operation.inputs[1]] if is_active else 0.0
     return (
-        round(copies.forward * operand + uneven - kept),
+        round(copies.forward * operand + uneven - (0.0 if turned else kept)),
         round(max(copied, cut, padded)),
-        ((value, round(kept + turned)),) if kept + turned else (),
+        ((value, round(kept)),) if kept else (),
     )
 
 

@@ -65,7 +65,9 @@ class BytesBeside:
         parts = {source: size for v, size in gradients.items() for source in members.made_of(v)}
         read_to_derive = self._read_to_derive(members) if matmul else {}
         padded = padded_copies(program, operation, matmul, members.made_of, read_to_derive)
-        copied, copied_again, kept = bytes_of_copies(program, operation, self._is_for_one)
+        copied, copied_again, kept = bytes_of_copies(
+            program, operation, self._is_for_one, self._is_in_its_derivative
+        )
         copies_kept = padded.kept + kept
         library = for_library(program, operation)
         forward = operation.workspace
@@ -107,6 +109,11 @@ class BytesBeside:
         return maker is not None and (
             self.program.operations[maker].fused and self.readers[value] == 1
         )
+
+    def _is_in_its_derivative(self, value: int) -> bool:
+        """Whether the derivative of what makes it reads it."""
+        maker = self.memory.maker.get(value)
+        return maker is not None and self.program.operations[maker].derivative_reads == "result"
 
     def _scattered(self, members: Members) -> int:
         """Of a kernel whose derivative scatters into a cotangent of the operand, which it has to
