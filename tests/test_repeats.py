@@ -205,3 +205,20 @@ def test_gradients_are_the_same(target, name):
                     expected,
                     got,
                 )
+
+
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, jax.nn.softplus])
+@pytest.mark.parametrize("target", ["h100", "rtx-4090"])
+def test_between_convolutions(target, activation):
+    """What a library convolves ends in memory as well: it is computed again for the derivative."""
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = activation(jax.lax.conv(x, kernel, (1, 1), "SAME"))
+        return jnp.mean(x**2)
+
+    shapes = [jax.ShapeDtypeStruct((64, 64, 3, 3), jnp.float32)] * 4
+    x = jax.ShapeDtypeStruct((32, 64, 64, 64), jnp.float32)
+    plan = jaxmem.plan(loss, shapes, x, target=target, compilations=0)
+    compiled = jaxmem.memory(jax.value_and_grad(loss), shapes, x, target=target, timeline=False)
+    assert plan.plain_bytes == pytest.approx(compiled.device, rel=0.02)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.readers import CUTS, SMALL, is_view, readers_of, reads_few_elements, views_of
 
 _CONCATENATES = frozenset({"concatenate", "pad"})
@@ -55,7 +56,7 @@ class Uses:
         read = self.for_matmuls
         return self._all_consumers(
             lambda operation: (
-                operation.name == "dot_general"
+                operation.name in CONTRACTIONS
                 or (
                     operation.fused
                     and not self.reduces(operation)
@@ -70,7 +71,7 @@ class Uses:
         """For each value whether a matmul reads it."""
         read = [False] * len(self.program.sizes)
         for operation in self.program.operations:
-            if operation.name == "dot_general":
+            if operation.name in CONTRACTIONS:
                 for value in operation.inputs:
                     read[value] = True
         for shown, view in views_of(self.program):
