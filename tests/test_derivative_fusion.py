@@ -204,3 +204,27 @@ def test_both_gradients_of_a_matmul_read_what_an_activation_in_it_is_made_of(act
     shared = {*event.uses} - left - right
     assert shared <= {*first.uses} & {*second.uses}
     assert len(shared) == (2 if activation is jnp.tanh else 1)
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.sigmoid, jax.nn.silu])
+def test_what_a_library_made_is_there_until_the_derivative_of_an_activation(activation):
+    """A `tanh` that is read for its own derivative is computed with it, and nothing is written over
+    what a convolution returned."""
+
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = activation(jax.lax.conv(x, kernel, (1, 1), "SAME"))
+        return jnp.mean(x**2)
+
+    args = [jax.ShapeDtypeStruct((64, 64, 3, 3), jnp.float32)] * 6
+    args = args, jax.ShapeDtypeStruct((32, 64, 64, 64), jnp.float32)
+    plan = jaxmem.plan(loss, *args, target="h100", compilations=0)
+    compiled = jaxmem.memory(
+        jax.value_and_grad(plan.apply(loss)),
+        *args,
+        target="h100",
+        compiler_options=plan.compiler_options,
+        timeline=False,
+    )
+    assert plan.regions
+    assert plan.projected_bytes == pytest.approx(compiled.device, rel=0.01)

@@ -5,12 +5,14 @@ own kernel where nothing reads it on the way there: both read the same arrays, X
 one kernel, and writes both over what they read. Between two matmuls (``act = gelu(h)``), the
 cotangent of ``act`` is made first, then ``act`` and the cotangent of ``h`` from ``h`` and it, and
 only then the gradient that reads ``act``: two arrays of that size are alive at once, and not three.
+Of a `tanh`, whose derivative reads it alone, XLA does the same: four are alive, and not three,
+where nothing is written over ``h``, as a library made it or it was kept.
 """
 
 import heapq
 from collections.abc import Mapping, Sequence
 
-from jaxmem.planning.events import Event
+from jaxmem.planning.events import Event, is_overwritable
 from jaxmem.program import Program
 
 # Times smaller than the largest array of a program: next to nothing. Chosen
@@ -38,7 +40,13 @@ def fused(
         )
 
     into = {number: at for number, at in _derivatives(apart).items() if may_move(number, at)}
-    found = _Fusion(apart, sizes, large, into) if into else None
+    overwritable = {
+        instance: event.run
+        for event in apart
+        if is_overwritable(program.kernels[event.kernel], event)
+        for instance in event.makes
+    }
+    found = _Fusion(apart, sizes, large, into, overwritable) if into else None
     moved = found.moved() if found and found.late else None
     return moved and ([*events[:start], *moved[0]], moved[1])
 
@@ -104,12 +112,19 @@ def _as_soon_as_possible(events: Sequence[Event]) -> list[Event]:
 
 class _Fusion:
     """Of a backward pass: ``late`` are the numbers of events that are computed with a derivative,
-    and its own; of ``derivatives``, those with which they might be."""
+    and its own; of ``derivatives``, those with which they might be; ``overwritable`` has the runs
+    in which what is written over was made."""
 
     def __init__(
-        self, events: Sequence[Event], sizes: list[int], large: int, derivatives: Mapping[int, int]
+        self,
+        events: Sequence[Event],
+        sizes: list[int],
+        large: int,
+        derivatives: Mapping[int, int],
+        overwritable: Mapping[int, int],
     ):
         self.events, self.sizes, self.large = events, sizes, large
+        self.overwritable = overwritable
         self.readers: dict[int, list[int]] = {}
         for number, event in enumerate(events):
             for instance in event.uses:
@@ -127,10 +142,12 @@ class _Fusion:
         if any(self.events[at].run != event.run for at in (into, *readers)):
             return False  # a region begins when all that it reads is there
         read = [instance for instance in event.uses if self.sizes[instance] > self.large]
-        if any(self.readers[instance][-1] < into for instance in read):
-            return False
-        if not any(instance in derivative.uses for instance in read):
-            return False  # they are no kernel of the same arrays
+        lasts = bool(read) and all(self.overwritable.get(one) != event.run for one in read)
+        if not (lasts and not set(event.makes).isdisjoint(derivative.uses)):
+            if any(self.readers[instance][-1] < into for instance in read):
+                return False
+            if not any(instance in derivative.uses for instance in read):
+                return False  # they are no kernel of the same arrays
         own = set(event.makes)
         pending, seen = list(event.makes), set[int]()
         while pending:

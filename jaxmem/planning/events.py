@@ -83,7 +83,7 @@ def liveness(
     for index, event in enumerate(events):
         before = now
         kernel = kernels[event.kernel]
-        if event.sums or _is_overwritable(kernel, event):
+        if event.sums or is_overwritable(kernel, event):
             for instance in event.makes:
                 runs[instance] = event.run
         ends, freed = [], 0
@@ -135,7 +135,7 @@ def _sequential_gradient_peak(
     return min(right_first, left_first)
 
 
-def _is_overwritable(kernel: Kernel, event: Event) -> bool:
+def is_overwritable(kernel: Kernel, event: Event) -> bool:
     """Whether a kernel that reads what an event makes may write over it. XLA does so where one
     reads what the other makes as it is: not as a part of a tuple, which several results of one
     kernel are, and not through the barrier of a region that began since. (A matmul's derivative is
