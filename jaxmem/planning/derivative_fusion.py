@@ -142,12 +142,14 @@ class _Fusion:
         if any(self.events[at].run != event.run for at in (into, *readers)):
             return False  # a region begins when all that it reads is there
         read = [instance for instance in event.uses if self.sizes[instance] > self.large]
-        lasts = bool(read) and all(self.overwritable.get(one) != event.run for one in read)
-        if not (lasts and not set(event.makes).isdisjoint(derivative.uses)):
-            if any(self.readers[instance][-1] < into for instance in read):
+        if not any(instance in derivative.uses for instance in read) or any(
+            self.readers[instance][-1] < into for instance in read
+        ):
+            # No kernel of the same arrays; but XLA holds what it cannot write over.
+            is_read = any(instance in derivative.uses for instance in event.makes)
+            lasts = read and all(self.overwritable.get(one) != event.run for one in read)
+            if not (is_read and lasts):
                 return False
-            if not any(instance in derivative.uses for instance in read):
-                return False  # they are no kernel of the same arrays
         own = set(event.makes)
         pending, seen = list(event.makes), set[int]()
         while pending:
