@@ -467,6 +467,21 @@ def test_rows_that_top_k_sorts_whole_stay_whole(length, count, target):
     assert plain == pytest.approx(compiled, rel=0.02)
 
 
+def test_a_derivative_reads_the_one_of_several_results():
+    """That of a `top_k` where they were, and not the values, which XLA has sorted whole."""
+
+    def loss(weights, x):
+        for weight in weights:
+            x = x @ weight
+            x = x / 2 + jnp.sum(lax.top_k(x, 8)[0], -1, keepdims=True)
+        return jnp.mean(x**2)
+
+    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4
+    args = args, jax.ShapeDtypeStruct((8192, 512), jnp.float32)
+    plain, compiled = projected_and_compiled(loss, args, "h100")
+    assert plain == pytest.approx(compiled, rel=0.02)
+
+
 def test_what_writes_into_an_array_keeps_no_more_than_where():
     """Its derivative reads no values: only those that say where to."""
 
