@@ -44,9 +44,12 @@ def per_block_segments(program: Program, rates: Rates) -> list[Layout]:
     tilings = operation_block_partitions(variant.program, variant.prices)
     found = []
     last = last_read(program)
+    in_memory = {value for kernel in program.kernels for value in kernel.results}
+    in_memory.update(range(program.input_count))
     for spans in dict.fromkeys([*tilings, *(_handing_on(program, one, last) for one in tilings)]):
-        handed_on = _handed_on(program, spans, last)
-        cut = Variant.plain(dataclasses.replace(program, handed_on=handed_on), rates)
+        cut = variant
+        if handed_on := _handed_on(program, spans, last) - in_memory:
+            cut = Variant.plain(dataclasses.replace(program, handed_on=handed_on), rates)
         in_cut, kernels = in_kernels(cut.program, spans), in_kernels(program, spans)
         for saved, name in names.items():
             layout = cut.per_block_layout(in_cut, saved)
