@@ -23,7 +23,9 @@ def gelus_of_convolutions(wrap):
 
 @pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
 @pytest.mark.parametrize(
-    ("program", "off"), [(own_rule, 0.01), (gelus_of_convolutions, 0.01), (sliced, 0.1)]
+    ("program", "off"),
+    # (The newest XLA has an array of the last block less.)
+    [(own_rule, 0.08), (gelus_of_convolutions, 0.01), (sliced, 0.1)],
 )
 def test_a_row_is_projected_with_what_each_block_hands_on_in_memory(program, off, policy):
     plain, args = program(lambda layer: layer)
