@@ -1,6 +1,7 @@
 """What is projected of a step, beside what it is compiled to."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -8,13 +9,13 @@ import jaxmem
 
 
 def projected_and_compiled(
-    loss: Callable, args: tuple, target: str = "h100", as_planned: bool = False
+    loss: Callable, args: tuple, target: str = "h100", as_planned: bool = False, **by: Any
 ) -> tuple[int, int]:
-    """Bytes of the value and gradient of a loss as it is written; ``as_planned``: compiled with the
-    options of plans."""
-    plan = jaxmem.plan(loss, *args, budget="100%", target=target, compilations=0)
+    """Bytes of the value and gradient of a loss as it is written, ``by`` some arguments;
+    ``as_planned``: compiled with the options of plans."""
+    plan = jaxmem.plan(loss, *args, budget="100%", target=target, compilations=0, **by)
     options = plan.compiler_options if as_planned else None
-    step = jax.value_and_grad(loss)
+    step = jax.value_and_grad(loss, **by)
     report = jaxmem.memory(step, *args, target=target, timeline=False, compiler_options=options)
     return plan.plain_bytes, report.device
 

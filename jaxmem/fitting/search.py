@@ -283,9 +283,14 @@ class LeverSearch:
 
 def _try_plain(search: LeverSearch) -> None:
     """Compiles the step as it is, where nothing fits and there is hope."""
-    candidate = search.costs.without_recomputation(search.workload.as_is)
-    if key_of(candidate) not in search.found:
+    if candidate := _untried_plain(search):
         search.compiled.try_plain(candidate, candidate.projected or 0, search._start)
+
+
+def _untried_plain(search: LeverSearch) -> Candidate | None:
+    """The step as it is; None: it was compiled."""
+    candidate = search.costs.without_recomputation(search.workload.as_is)
+    return None if key_of(candidate) in search.found else candidate
 
 
 def _reason(error: CompileError) -> str:
@@ -328,11 +333,11 @@ def _baseline_policy(search: LeverSearch, best: Candidate | None) -> Candidate |
 def _as_it_is(search: LeverSearch, best: Candidate) -> Candidate | None:
     """The step without any lever, which may fit though it is projected not to; None: it would not
     be faster than the best."""
-    one = search.costs.without_recomputation(search.workload.as_is)
+    one = _untried_plain(search)
     most = MAX_PLAIN_OVERPROJECTION * search.workload.budget
-    is_faster = one.seconds < (1 - MIN_GAIN) * best.seconds
-    is_known = key_of(one) in search.found
-    return one if is_faster and not is_known and (one.projected or 0) <= most else None
+    if one is None or (one.projected or 0) > most:
+        return None
+    return one if one.seconds < (1 - MIN_GAIN) * best.seconds else None
 
 
 def _has_missed_like(search: LeverSearch, candidate: Candidate) -> bool:

@@ -135,8 +135,8 @@ class _Fusion:
                 self.late[number] = into
 
     def _may_move(self, number: int, into: int) -> bool:
-        """Whether it holds nothing for longer to make what an event makes with a derivative, which
-        needs nothing that is made of that."""
+        """Whether it holds nothing for longer to make what an event makes with a derivative, or
+        XLA does it all the same; and the derivative needs nothing that is made of that."""
         event, derivative = self.events[number], self.events[into]
         readers = (at for one in event.makes for at in self.readers.get(one, ()))
         if any(self.events[at].run != event.run for at in (into, *readers)):
@@ -145,7 +145,7 @@ class _Fusion:
         if not any(instance in derivative.uses for instance in read) or any(
             self.readers[instance][-1] < into for instance in read
         ):
-            # No kernel of the same arrays; but XLA holds what it cannot write over.
+            # They are no kernel of the same arrays; but XLA holds what it cannot write over.
             is_read = any(instance in derivative.uses for instance in event.makes)
             lasts = read and all(self.overwritable.get(one) != event.run for one in read)
             if not (is_read and lasts):

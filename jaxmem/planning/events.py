@@ -83,7 +83,7 @@ def liveness(
     for index, event in enumerate(events):
         before = now
         kernel = kernels[event.kernel]
-        if event.sums or is_overwritable(kernel, event):
+        if is_overwritable(kernel, event):
             for instance in event.makes:
                 runs[instance] = event.run
         ends, freed = [], 0
@@ -139,8 +139,8 @@ def is_overwritable(kernel: Kernel, event: Event) -> bool:
     """Whether a kernel that reads what an event makes may write over it. XLA does so where one
     reads what the other makes as it is: not as a part of a tuple, which several results of one
     kernel are, and not through the barrier of a region that began since. (A matmul's derivative is
-    a kernel for each of its gradients.)"""
-    return not kernel.aliasing.in_tuple and not (kernel.fused and event.makes[1:])
+    a kernel for each of its gradients, and a sum of cotangents one of its own.)"""
+    return event.sums or (not kernel.aliasing.in_tuple and not (kernel.fused and event.makes[1:]))
 
 
 def _in_place_bytes(event: Event, sizes: list[int], dies: Sequence[int]) -> int:

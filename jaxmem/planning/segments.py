@@ -82,10 +82,10 @@ def _handed_on(program: Program, spans: Spans, last: Mapping[int, int]) -> froze
 def _location(cut: Program, program: Program, location: tuple[int, ...]) -> tuple[int, ...]:
     """The same in a program whose kernels end elsewhere: in the kernel that has the operation by
     which one ends."""
-    kernel, *inside = location or (0,)
+    kernel, *inside = location
     last = cut.kernels[kernel].operations[-1]
-    ends = [one.operations[-1] for one in program.kernels]
-    return min(bisect.bisect_left(ends, last), len(ends) - 1), *inside
+    found = bisect.bisect_left(program.kernels, last, key=lambda one: one.operations[-1])
+    return min(found, len(program.kernels) - 1), *inside
 
 
 def _handing_on(program: Program, spans: Spans, last: Mapping[int, int]) -> Spans:

@@ -150,27 +150,26 @@ def bytes_of_copies(
     is_input = value < program.input_count and not operation.widened
     is_relaid = is_input and not _in_order(program, value, axes[0])
     is_active = program.active[value]
-    # The operand's cotangent is made where its copy was; the result's is for the kernel's alone
-    # where there is none of the operand.
-    turned = copies.turned if program.active[operation.inputs[1]] else 0.0
-    if value < program.input_count or not _is_channels_last(program, value, axes[0]):
-        in_backward, turned = copies.operand + turned, 0.0
-    else:
-        in_backward = copies.operand
-    copied = max(in_backward - is_active, 0) * operand
-    copied += max(copies.result - (not is_active), 0) * result
+    is_trained = program.active[operation.inputs[1]]  # then the kernel has a gradient
+    turned = copies.turned * is_trained
+    is_turned_early = value >= program.input_count and _is_channels_last(program, value, axes[0])
     # A padded copy is in the library's order: it takes the place of one that is relaid.
     uneven = 0.0 if is_for_one(value) else max(copies.uneven, float(is_relaid)) * operand
-    kept = uneven if program.active[operation.inputs[1]] else 0.0  # for the kernel's gradient
-    if turned:
+    if turned and is_turned_early:
         # It takes the place of an operand that is kept for nothing else.
         is_beside = is_in_its_derivative(value) or not is_for_one(value)
-        kept = turned * operand * is_beside
-    cut = uneven if is_active else 0.0  # a cotangent, to what it is of
-    padded = copies.kernel * program.sizes[operation.inputs[1]] if is_active else 0.0
+        forward, kept, copied = uneven, turned * operand * is_beside, copies.operand
+    else:
+        kept = uneven * is_trained
+        forward, copied = uneven - kept, copies.operand + turned
+    # The operand's cotangent is made where its copy was; the result's is for the kernel's alone
+    # where there is none of the operand.
+    again = max(copied - is_active, 0) * operand + max(copies.result - (not is_active), 0) * result
+    cut = uneven * is_active  # a cotangent, to what it is of
+    padded = copies.kernel * program.sizes[operation.inputs[1]] * is_active
     return (
-        round(copies.forward * operand + uneven - (0.0 if turned else kept)),
-        round(max(copied, cut, padded)),
+        round(copies.forward * operand + forward),
+        round(max(again, cut, padded)),
         ((value, round(kept)),) if kept else (),
     )
 

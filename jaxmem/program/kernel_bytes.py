@@ -8,17 +8,13 @@ from jaxmem.program.convolutions import bytes_of_copies
 from jaxmem.program.in_memory import InMemory
 from jaxmem.program.members import Members
 from jaxmem.program.operands import spread_factors
+from jaxmem.program.poolings import scattered_places
 from jaxmem.program.ragged import copies_of_groups
 from jaxmem.program.readers import SLICES, SMALL, read_by_derivative, scatters_few_elements
 from jaxmem.program.row_norms import RowNormalizations
 from jaxmem.program.splitting import bytes_of_parts, matmul_of, padded_copies, pads_gradients
 from jaxmem.program.stored import reduces_to_few
-from jaxmem.program.workspaces import (
-    float32_copy,
-    for_library,
-    scattered_places,
-    sorted_apart,
-)
+from jaxmem.program.workspaces import float32_copy, for_library, sorted_apart
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

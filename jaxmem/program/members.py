@@ -92,8 +92,10 @@ class Members:
         under = frozenset().union(*(self._made(member, value) for value in member.inputs))
         own = under if results is None else results
         for value in read_by_derivative(member, program.active):
-            of = own if value in member.outputs else self._made(member, value)
-            of = frozenset([value]) if value in own else of  # of several results the one
+            if value not in member.outputs:
+                of = self._made(member, value)
+            else:  # of several results the one
+                of = frozenset([value]) if value in own else own
             self.reads.update(*(self.memory.read_for((number, one)) for one in of))
         shifts = member.name in _SHIFTS and not member.communication.aligned
         if shifts and not any(value in together for value in member.outputs):

@@ -154,7 +154,7 @@ class Repeats:
                     if sizes[value] * SMALL >= sizes[result]:
                         (found if stored[value] else fused_operands).add(self.view_source[value])
                 for value in operation.outputs:
-                    if value not in seen and not self.uses.for_matmuls[value]:
+                    if value not in seen and not self.uses.for_contractions[value]:
                         seen.add(value)
                         pending.append(value)
         pending = list(fused_operands - seen)

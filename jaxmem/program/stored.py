@@ -4,6 +4,7 @@ import functools
 
 from jaxmem.program.convolutions import reads_copy
 from jaxmem.program.costs import CONTRACTIONS
+from jaxmem.program.poolings import pooled_as_computed
 from jaxmem.program.readers import (
     SMALL,
     SUMS,
@@ -14,7 +15,6 @@ from jaxmem.program.readers import (
     views_of,
 )
 from jaxmem.program.repeats import Repeats
-from jaxmem.program.workspaces import computes_operand
 from jaxmem.program.written_gathers import written_gathers
 
 # A fused value that several kernels read is computed in each of them, unless that takes more than
@@ -43,13 +43,9 @@ def stored_values(
     wanted = [False] * count
     constant = [False] * count
     reduces = functools.partial(reduces_to_few, sizes=sizes)
-    made_by: dict[int, frozenset[str]] = {}  # what fused operations compute, and from what
+    pooled = pooled_as_computed(program)
     for operation in program.operations:
         for value in operation.outputs:
-            if operation.fused:
-                wide = (one for one in operation.inputs if sizes[one] * SMALL >= sizes[value])
-                own = frozenset([operation.name, *operation.source.calls])
-                made_by[value] = own.union(*(made_by.get(one, ()) for one in wide))
             constant[value] = all(constant[read] for read in operation.inputs)
         in_place = operation.name.startswith(_IN_PLACE)
         for value in set(operation.inputs):
@@ -58,7 +54,7 @@ def stored_values(
             wanted[in_matmuls[value] if computed else value] |= not (
                 operation.fused
                 or reads_copy(program, operation, value)
-                or computes_operand(program, operation, made_by.get(value, ()))
+                or not pooled.isdisjoint(operation.outputs)
                 or scatters_few_elements(operation, sizes)
                 or (in_place and constant[value])
                 or (in_place and operation.name != "sort" and value != operation.inputs[0])

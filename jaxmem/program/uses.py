@@ -51,9 +51,9 @@ class Uses:
 
     @functools.cached_property
     def materialized_later(self) -> list[bool]:
-        """For each value whether what becomes of it ends in memory, since matmuls read it; what
-        else reads that does not matter any more."""
-        read = self.for_matmuls
+        """For each value whether what becomes of it ends in memory, since matmuls or convolutions
+        read it; what else reads that does not matter any more."""
+        read = self.for_contractions
         return self._all_consumers(
             lambda operation: (
                 operation.name in CONTRACTIONS
@@ -67,8 +67,8 @@ class Uses:
         )
 
     @functools.cached_property
-    def for_matmuls(self) -> list[bool]:
-        """For each value whether a matmul reads it."""
+    def for_contractions(self) -> list[bool]:
+        """For each value whether a matmul or a convolution reads it."""
         read = [False] * len(self.program.sizes)
         for operation in self.program.operations:
             if operation.name in CONTRACTIONS:

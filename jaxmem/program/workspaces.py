@@ -1,7 +1,7 @@
 """Bytes that an operation takes while it runs, beside what it reads and makes."""
 
 import math
-from collections.abc import Collection, Container
+from collections.abc import Container
 from typing import Any
 
 from jaxmem.program.readers import dtype_of, is_matmul, shape_of
@@ -32,34 +32,6 @@ def sorted_apart(program: Any, operation: Any, read: Container[int]) -> int:
         max(size - (program.sizes[value] if value in read else 0), 0)
         for value, (size, _) in rows.items()
     )
-
-
-def is_scattered_pooling(program: Any, operation: Any) -> bool:
-    """Whether it is a pooling with the derivative that JAX gives it."""
-    is_pooling = operation.name in ("reduce_window_max", "reduce_window_min")
-    return is_pooling and program.as_jax_derives and program.rules.picks_poolings
-
-
-def computes_operand(program: Any, operation: Any, made_by: Collection[str]) -> bool:
-    """Whether a pooling computes what it reads, by the fused operations that make it: not what
-    takes long and each window would compute. Of a `relu` whose windows do not overlap there are the
-    zeros instead that it compares with: they are as long as those that the cotangent is scattered
-    into, which XLA makes at the same time."""
-    if not made_by or not is_scattered_pooling(program, operation):
-        return False
-    dear = {name for name, _ in program.rules.cycles.dear} if program.rules.cycles else set()
-    return dear.isdisjoint(made_by) if operation.contraction.overlaps else "max" not in made_by
-
-
-def scattered_places(program: Any, operation: Any) -> int:
-    """Bytes of what a pooling's derivative is scattered by, as JAX writes it: what each window has
-    picked, and where, a number for each axis of the array."""
-    if not is_scattered_pooling(program, operation):
-        return 0
-    (result,) = operation.outputs
-    shape, size = shape_of(program, result), program.sizes[result]
-    share = size / max((program.whole_sizes or program.sizes)[result], 1)
-    return size + round(share * 4 * len(shape) * math.prod(shape))
 
 
 def for_library(program: Any, operation: Any) -> int:

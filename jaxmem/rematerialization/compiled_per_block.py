@@ -66,11 +66,10 @@ class PerBlockCheckpoints:
             projected = self.plans.projected(layout)
             if layout in search.outcomes or search.has_missed(projected, self.by_price):
                 continue
+            most = MAX_PLAIN_OVERPROJECTION if layout == plain else MAX_OVERPROJECTION
             if of_rows * projected <= self.plans.with_chip(_EXACT * budget):
                 likely.append(layout)
-                continue
-            most = MAX_PLAIN_OVERPROJECTION if layout == plain else MAX_OVERPROJECTION
-            if of_all * projected <= self.plans.with_chip(most * budget):
+            elif of_all * projected <= self.plans.with_chip(most * budget):
                 others.append(layout)
         yield from likely
         yield from sorted(others, key=lambda one: (one == plain, self.plans.projected(one)))
