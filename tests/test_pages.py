@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 
+import numpy as np
 import optax
 import pytest
 from browser import faint_texts, fits_its_width, needs_browser, one_browser, opened, overlap
@@ -221,6 +222,16 @@ def test_every_text_can_be_read(path, of_cnn, plain, planned, scheme, width):
             assert page.is_visible("#tip")
             count, faint = faint_texts(page)
             assert count > 50 and faint == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_a_step_closes_over_is_in_the_timeline(path, scheme):
+    table = np.random.default_rng(0).random((512, 8192), np.float32)
+    closed = jaxmem.memory(lambda x: x @ table, array(64, 512), target="h100")
+    closed.to_html(path)
+    with opened(path, scheme=scheme) as page:
+        assert "constants" in page.inner_text("#legend")
+        assert faint_texts(page)[1] == []
 
 
 def test_labels_are_inside_their_tiles(path, of_cnn):

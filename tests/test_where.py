@@ -23,7 +23,9 @@ from programs import (
 )
 
 import jaxmem
+from jaxmem.reports.drawn.plot import COLORS
 from jaxmem.reports.where.arguments import Argument
+from jaxmem.reports.where.kinds import KINDS
 from jaxmem.reports.where.peak import MemoryMap
 from jaxmem.reports.xla.dump import read_dump
 
@@ -140,6 +142,10 @@ def test_the_mlp_by_hand():
     last = first + len(lines) - 1
     assert [name.partition(".py:")[2] for name in loss] == [f"{last} (tanh_layers)"]
     assert line.endswith(f"programs.py:{last - 1} (tanh_layers)")
+
+
+def test_all_kinds_are_drawn():
+    assert {*COLORS} == {*KINDS}
 
 
 def test_linen_modules_and_kinds():

@@ -11,7 +11,7 @@ from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets import example
 
-# Okabe and Ito's colours and two greys: told apart by the colour-blind too.
+# Of each kind: Okabe and Ito's colours and three greys, told apart by the colour-blind too.
 COLORS = {
     "parameters": "#0072b2",
     "optimizer state": "#56b4e9",
@@ -22,6 +22,7 @@ COLORS = {
     "temporaries": "#009e73",
     "workspace": "#d55e00",
     "outputs": "#f0e442",
+    "constants": "#5f5f5f",
 }
 LIMIT = "#d1495b"  # of a budget: read on light and on dark
 _LABEL = 0.07  # of the axis: the height of a line of text, with room
