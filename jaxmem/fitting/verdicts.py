@@ -103,8 +103,9 @@ class Verdicts:
         if left is None:
             return "the least predicted time that fits"
         others = "faster ones are projected to fit"
-        if self.search.expected(left) > self.workload.budget:  # a policy on each block
-            others = f"a faster one ({left.remat}) may fit, though it is projected not to"
+        if self.search.expected(left) > self.workload.budget:
+            # A policy on each block, or the step as it is.
+            others = f"a faster one (recompute {left.remat}) may fit, though it is projected not to"
         return (
             f"the least predicted time of {len(self.search.found)} compiled; {others} "
             f"(compilations={compiled.compilations})"
