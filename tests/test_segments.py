@@ -284,8 +284,8 @@ def test_blocks_come_in_order_and_none_is_empty(seed):
         signature = np.array(made(0))[:150]
         price = np.concatenate([[0], np.cumsum(rng.integers(0, 3, len(signature)))]).astype(float)
         crossing = rng.integers(0, 5, len(signature) + 1)
-        for whole, finer in ((True, False), (False, False), (True, True)):
-            found = _Repeating(signature, price, crossing, whole, finer)
+        for part, finer in ((0, False), (1.2, False), (np.inf, False), (0, True)):
+            found = _Repeating(signature, price, crossing, part, finer)
             spans = list(found.between(0, len(signature), 0.0))
             bounds = [bound for span in spans for bound in span]
             assert bounds == sorted(bounds) and all(start < stop for start, stop in spans)

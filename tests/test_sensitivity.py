@@ -20,7 +20,7 @@ ELSEWHERE = {
     "planning.bound._CANDIDATE_CUTS",
     "planning.bound._SOLVED_CUTS",
     "planning.named_counts._CHUNK",
-    "planning.segments._SMALL_HEAD",
+    "planning.per_block.SMALL_BESIDE",
     "program.costs._NESTED",
     "program.uses._MANY",
     "program.opaque._MAX_REORDERED",

@@ -18,6 +18,12 @@ from jaxmem.program import Operation, Program
 # Of the price of all kernels: what a row of blocks has to cover to be worth a try. Chosen
 # (benchmarks/planner/sensitivity.py).
 _COVERED = 0.25
+# The same: what has less is not all of a model, whose blocks may be alike but not the same. Chosen.
+_MOST = 0.75
+# Of the bytes of the largest value that a block hands on: what takes less is beside it, such as
+# what a head adds to a loss. Chosen: half and twice change no row of 26 programs, those of
+# tests/test_segments.py among them.
+SMALL_BESIDE = 1 / 16
 
 
 def block_partitions(program: Program, prices: Sequence[float]) -> list[Spans]:
@@ -46,7 +52,12 @@ def in_kernels(program: Program, spans: Spans) -> Spans:
 
 def _is_row(spans: Spans, prices: Sequence[float]) -> bool:
     """Whether those are several, and much of the program."""
-    return len(spans) > 1 and sum(sum(prices[a:b]) for a, b in spans) >= _COVERED * sum(prices)
+    return len(spans) > 1 and _covered(spans, prices) >= _COVERED
+
+
+def _covered(spans: Spans, prices: Sequence[float]) -> float:
+    """The share of a program's price that blocks have."""
+    return sum(sum(prices[a:b]) for a, b in spans) / (sum(prices) or 1.0)
 
 
 def per_block_regions(program: Program, spans: Spans, saved: Set[int]) -> tuple[Region, ...]:
@@ -103,7 +114,37 @@ def _repeating(program: Program, prices: Sequence[float], crossing: np.ndarray) 
     found = [repeating_blocks(program, prices, crossing, **way) for way in ways]
     coarse = repeating_blocks(program, prices, crossing, coarse=True)
     # Where it has as many blocks it has the same.
-    return found if len(coarse) in map(len, found) else [*found, coarse]
+    found = found if len(coarse) in map(len, found) else [*found, coarse]
+    rows = (in_kernels(program, spans) for spans in found)
+    if max(_covered(spans, prices) for spans in rows) >= _MOST:
+        return found
+    # Authors cut in front of a matmul or a convolution. (What crosses changes from block to block:
+    # the fewest bytes may cross in the middle of one.)
+    expensive = np.array([one.flops > 0 for one in program.operations] + [True])
+    in_front = np.where(expensive, crossing, crossing + crossing.max())
+    resized = repeating_blocks(program, prices, in_front, resized=True)
+    return [*found, resized, _between_single_values(program)]
+
+
+def _between_single_values(program: Program) -> Spans:
+    """Stretches from one matmul or convolution in front of which one value crosses alone to the
+    next, but for what is small: residual blocks, whatever they are made of. None where that is so
+    in front of each: there is no block of several. (An input crosses from the first operation that
+    reads it.)"""
+    count, last = len(program.operations), last_read(program)
+    total, largest = np.zeros(count + 1), np.zeros(count + 1)
+    seen = set[int]()
+    for number, operation in enumerate(program.operations):
+        read = (value for value in operation.inputs if value < program.input_count)
+        for value in {*read, *operation.outputs} - seen:
+            across = slice(number + 1, last.get(value, number) + 1)
+            total[across] += program.sizes[value]
+            largest[across] = np.maximum(largest[across], program.sizes[value])
+            seen.add(value)
+    alone = total <= (1 + SMALL_BESIDE) * largest
+    expensive = [number for number, one in enumerate(program.operations) if one.flops and number]
+    cuts = [number for number in expensive if alone[number]]
+    return tuple(itertools.pairwise([0, *cuts, count])) if cuts != expensive else ()
 
 
 def _crossing_kernels(program: Program) -> np.ndarray:

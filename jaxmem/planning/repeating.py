@@ -31,21 +31,25 @@ def repeating_blocks(
     whole: bool = True,
     finer: bool = False,
     coarse: bool = False,
+    resized: bool = False,
 ) -> Spans:
     """Stretches of operations that are the same again and again, the dearest row of them first,
     then those in what is left of the program before and after it; cut where the fewest bytes cross,
     of which ``crossing`` has those before each operation. If not ``whole``, what is left may be a
     part of a block: a row may begin and end with one. ``finer``: where most of a block is blocks
     that repeat, they are those. ``coarse``: blocks are the same whose matmuls and convolutions are,
-    such as layers that differ in a mask or an activation."""
+    such as layers that differ in a mask or an activation. ``resized``: blocks are the same that do
+    the same to arrays of other sizes, such as the stages of a pyramid, and so is what is before and
+    after them, whatever it costs."""
     chosen = [one for one in program.operations if one.flops or not coarse]
     cuts = _cuts(program, crossing) if coarse else list(range(len(chosen) + 1))
     kinds: dict[tuple, int] = {}
-    kind = [kinds.setdefault(_kind(program, one), len(kinds)) for one in chosen]
+    kind = [kinds.setdefault(_kind(program, one, resized), len(kinds)) for one in chosen]
     price = np.zeros(len(program.operations) + 1)  # before each one, of kernels that are complete
     for kernel, of_kernel in zip(program.kernels, prices, strict=True):
         price[kernel.operations[-1] + 1] += of_kernel
-    found = _Repeating(np.array(kind), np.cumsum(price)[cuts], crossing[cuts], whole, finer)
+    part = math.inf if resized else 0 if whole else _PART
+    found = _Repeating(np.array(kind), np.cumsum(price)[cuts], crossing[cuts], part, finer)
     return tuple((cuts[a], cuts[b]) for a, b in found.between(0, len(kind), 0.0))
 
 
@@ -61,12 +65,13 @@ def _cuts(program: Program, crossing: np.ndarray) -> list[int]:
 @dataclasses.dataclass(frozen=True)
 class _Repeating:
     """``signature`` has a number for each kind of operation; the price and the bytes that cross are
-    those before each operation."""
+    those before each operation. ``part``: times the price of a block, how much of what is before
+    and after a row is a block too."""
 
     signature: np.ndarray
     price: np.ndarray
     crossing: np.ndarray
-    whole: bool
+    part: float
     finer: bool
 
     def between(self, start: int, stop: int, least: float) -> Iterator[tuple[int, int]]:
@@ -75,7 +80,7 @@ class _Repeating:
         if found is not None:
             first, period, count = found
             yield from self.row(start, stop, start + first, period, count)
-        elif not self.whole and 0 < least <= self.cost(start, stop) <= _PART * least / _ALIKE:
+        elif 0 < least <= self.cost(start, stop) <= self.part * least / _ALIKE:
             yield start, stop
 
     def cost(self, start: int, stop: int) -> float:
@@ -121,9 +126,16 @@ class _Repeating:
         return parts if is_row else [(start, stop)]
 
 
-def _kind(program: Program, operation: Operation) -> tuple:
-    """What two operations have in common that do the same."""
+def _kind(program: Program, operation: Operation, resized: bool) -> tuple:
+    """What two operations have in common that do the same; if ``resized``, to arrays of other
+    sizes, where what is computed is smaller, as large or larger than what it is computed of."""
     sizes = program.sizes
+    if resized:
+        computed = [sizes[value] for value in operation.inputs if value >= program.input_count]
+        # (The first one is computed of the batch.)
+        computed = computed or [max((sizes[value] for value in operation.inputs), default=0)]
+        made = [sizes[value] for value in operation.outputs]
+        return operation.name, *((a > b) - (a < b) for a in made for b in computed)
     made = (sizes[value] for value in operation.outputs)
     return (operation.name, *made, -1, *(sizes[value] for value in operation.inputs))
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from jaxmem.planning.layouts import Layout, Segment
 from jaxmem.planning.per_block import (
+    SMALL_BESIDE,
     Spans,
     in_kernels,
     last_read,
@@ -24,11 +25,6 @@ from jaxmem.planning.per_block import (
 from jaxmem.planning.rates import Rates
 from jaxmem.planning.variants import Variant
 from jaxmem.program import Program
-
-# Of the bytes of the largest value that a block hands on: what takes less is beside it, such as
-# what a head adds to a loss. Chosen: half and twice change no row of 26 programs, those of
-# tests/test_segments.py among them.
-_SMALL_HEAD = 1 / 16
 
 
 def per_block_segments(program: Program, rates: Rates) -> list[Layout]:
@@ -105,5 +101,5 @@ def _needed(program: Program, start: int, stop: int, last: Mapping[int, int]) ->
         for value in operation.outputs
         if last.get(value, -1) >= stop
     }
-    least = _SMALL_HEAD * max((program.sizes[value] for value in made), default=0)
+    least = SMALL_BESIDE * max((program.sizes[value] for value in made), default=0)
     return max((at for v, at in made.items() if program.sizes[v] >= least), default=1)

@@ -8,7 +8,8 @@ one it is written in the forward pass already, where the channels are innermost.
 
 The library also pads both sides of an axis alike. For one that is padded otherwise (a stride of 2
 and "SAME", causal in time) XLA writes a padded copy too, and cuts one of the cotangent. It takes
-the place of the operand where this is computed for the convolution alone, and is not counted then.
+the place of the operand where this is computed for the convolution alone, and is not counted then;
+not of a `tanh`, whose derivative reads the result.
 
 XLA exchanges what is convolved and its windows where the windows are the longer ones. The gradient
 of an image that kernels take nearly whole is such a convolution: the kernel is padded there.
@@ -154,14 +155,15 @@ def bytes_of_copies(
     turned = copies.turned * is_trained
     is_turned_early = value >= program.input_count and _is_channels_last(program, value, axes[0])
     # A padded copy is in the library's order: it takes the place of one that is relaid.
-    uneven = 0.0 if is_for_one(value) else max(copies.uneven, float(is_relaid)) * operand
+    is_beside = is_in_its_derivative(value) or not is_for_one(value)
+    uneven = max(copies.uneven, float(is_relaid)) * operand * is_beside
     if turned and is_turned_early:
         # It takes the place of an operand that is kept for nothing else.
-        is_beside = is_in_its_derivative(value) or not is_for_one(value)
         forward, kept, copied = uneven, turned * operand * is_beside, copies.operand
     else:
         kept = uneven * is_trained
         forward, copied = uneven - kept, copies.operand + turned
+        uneven -= kept  # read for the kernel's gradient, before the operand's cotangent is cut
     # The operand's cotangent is made where its copy was; the result's is for the kernel's alone
     # where there is none of the operand.
     again = max(copied - is_active, 0) * operand + max(copies.result - (not is_active), 0) * result
