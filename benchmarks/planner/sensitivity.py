@@ -241,7 +241,7 @@ def constants() -> list[Constant]:
         *of("planning.repeating", "_ALIKE", "_INSIDE", programs=BLOCKS, searched=True, most=0.99),
         *of("planning.repeating", "_PERIODS", programs=BLOCKS, searched=True),
         *of("planning.repeating", "_PART", programs=BLOCKS, searched=True, margin=True),
-        *of("planning.per_block", "_COVERED", programs=BLOCKS, searched=True),
+        *of("planning.per_block", "_COVERED", "_MOST", programs=BLOCKS, searched=True, most=0.99),
         *of(
             "rematerialization.search",
             "MAX_OVERPROJECTION",
@@ -352,7 +352,7 @@ def searched(name: str, compilations: int) -> Plans:
     times, flops, failed = [], [], 0
     planner = Constraints.parse(None, 0, "h200", "dp").planner(one.program)
     began = time.process_time()
-    for budget in (planner.cheapest_near_minimum().peak, *budgets(name, "dp", False)[0]):
+    for budget in (planner.cheapest_near_minimum().peak, *budgets(name, "dp")[0]):
         plans = []
         total = int(budget) + one.program.boundary_bytes
         for seed in range(COMPILERS):

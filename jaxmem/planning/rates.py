@@ -50,7 +50,8 @@ class Rates:
             return 0.0
         dtype = kernel.dtype or "float32"
         peak = self.device.flops_per_second(dtype, precision or kernel.precision)
-        return kernel.flops / (self.device.shares.matmul * peak)
+        feeding = self.device.feeding_seconds(kernel.flops, dtype)
+        return kernel.flops / (self.device.shares.matmul * peak) + feeding
 
     def _traffic(self, kernel: Kernel) -> float:
         device = self.device

@@ -134,8 +134,8 @@ def _kind(program: Program, operation: Operation, resized: bool) -> tuple:
         computed = [sizes[value] for value in operation.inputs if value >= program.input_count]
         # (The first one is computed of the batch.)
         computed = computed or [max((sizes[value] for value in operation.inputs), default=0)]
-        made = [sizes[value] for value in operation.outputs]
-        return operation.name, *((a > b) - (a < b) for a in made for b in computed)
+        pairs = ((sizes[value], of) for value in operation.outputs for of in computed)
+        return operation.name, *((size > of) - (size < of) for size, of in pairs)
     made = (sizes[value] for value in operation.outputs)
     return (operation.name, *made, -1, *(sizes[value] for value in operation.inputs))
 

@@ -28,4 +28,4 @@ from jaxmem.targets.registry import (
     target as target,
 )
 from jaxmem.targets.rules import Cycles as Cycles, Rules as Rules
-from jaxmem.targets.shares import AchievableShares as AchievableShares
+from jaxmem.targets.shares import UNLIMITED as UNLIMITED, AchievableShares as AchievableShares

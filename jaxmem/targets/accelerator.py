@@ -26,10 +26,10 @@ class Target:
     Rates are FLOPs per second (a multiply-add counts 2) and bytes per second; sizes are bytes.
     ``shares`` are what programs reach of the rates.
     ``count`` of the kind are compiled for together, as one SPMD program. ``time_error`` is how
-    far measured step times were from predicted ones on such a device (0.2: by a fifth, in the
-    median of ``benchmarks/gpu.py``); None: they have not been compared. ``calibrated`` is the day
-    on which `jaxmem.calibrate` measured rates, shares and that error on this machine; empty: they
-    are the maker's figures and jaxmem's own.
+    far predicted step times were from published ones of such a device (0.2: by a fifth, in the
+    median of ``benchmarks/speed/published.py``); None: there are none. ``calibrated`` is the day on
+    which `jaxmem.calibrate` measured rates, shares and that error on this machine; empty: they are
+    the maker's figures and jaxmem's own.
     """
 
     family: ClassVar[str]  # the name of an entry of `jaxmem.targets.FAMILIES`
@@ -105,7 +105,7 @@ class Target:
             return "unchecked"
         if self.calibrated:
             return f"±{self.time_error:.0%}, measured on your {self.description}"
-        return f"within {self.time_error:.0%} on such devices"
+        return f"±{self.time_error:.0%}, the median of published step times"
 
     def flops_per_second(self, dtype, precision: str = "default") -> float:
         """Peak rate of matmuls and convolutions.
@@ -133,6 +133,19 @@ class Target:
         """How long a device takes to be sent so many bytes by others, in a group of
         ``device_count``, every ``stride``-th one."""
         return sent / (self.shares.link * self.links.bandwidth_in_group(device_count, stride))
+
+    def feeding_seconds(self, flops: float, dtype) -> float:
+        """How much longer a matmul or a convolution of so many FLOPs takes because its operands
+        come to the cores from a cache."""
+        return 0.0
+
+    def convolving(
+        self, window: tuple[int, ...], channels_last: bool, dtype, precision: str = "default"
+    ) -> tuple[float, float]:
+        """Of a convolution the share of its products that is computed, and how often its arrays are
+        moved beside being read and written. ``window`` are the lengths that slide along the
+        operand, one element at a time; empty: it slides otherwise."""
+        return 1.0, 0.0
 
     def share_of(self, rows: int, columns: int, depth: int, batch: int = 1) -> float:
         """The share of the device that a matmul of that size has work for: ``batch`` products of

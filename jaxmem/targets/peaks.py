@@ -1,6 +1,7 @@
 """How fast a device multiplies matrices, by what their operands are and how exact it has to be."""
 
 import dataclasses
+import re
 
 _OF_BITS = {  # what the names of dtypes begin with
     "float8": "float8",
@@ -35,6 +36,12 @@ class Peaks:
         if not found and kind in ("float8", "int8"):
             found = self.bfloat16 or self.float16
         return found or self.float32
+
+
+def dtype_bytes(dtype) -> int:
+    """Of an element of a dtype, or of its name."""
+    found = re.search(r"\d+", str(dtype))
+    return max(int(found[0]) // 8, 1) if found else 4
 
 
 def passes_of(precision: str) -> tuple[str, int]:

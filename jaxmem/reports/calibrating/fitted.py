@@ -10,7 +10,7 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.reports.calibrating.running import Sample
 from jaxmem.reports.speed.kernels import CompiledKernel
 from jaxmem.reports.speed.model import parts_of, seconds_of
-from jaxmem.targets import AchievableShares, Peaks, Target
+from jaxmem.targets import UNLIMITED, AchievableShares, Peaks, Target
 
 _ALONE = 0.5  # of a program's time: less, and it does not tell of the rate. Chosen.
 
@@ -60,7 +60,12 @@ def fit_rates(
     """
     used = list(samples)
     whole = AchievableShares(
-        matmul=1.0, convolution=1.0, memory=1.0, link=stated.shares.link, launch=launch
+        matmul=1.0,
+        convolution=1.0,
+        memory=1.0,
+        cache=UNLIMITED,
+        link=stated.shares.link,
+        launch=launch,
     )
     target = _with(stated, whole)
     found = ["launch"]
@@ -83,7 +88,8 @@ def fit_rates(
         found.append("convolution")
     if known:
         # What was not measured keeps the share that it is assumed to reach.
-        kept = {name: getattr(stated.shares, name) for name in _SHARES if name not in found}
+        names = _SHARES if "matmul" in found else (*_SHARES, "cache")
+        kept = {name: getattr(stated.shares, name) for name in names if name not in found}
         return _with(target, dataclasses.replace(target.shares, **kept)), found
     if "memory" not in found or "matmul" not in found:
         raise JaxmemError(
@@ -144,14 +150,15 @@ def _share(target: Target, samples: list[Sample], what: str, kind: str = "") -> 
     for sample in samples:
         known = slow = 0.0  # seconds of what is not asked for, and of what is
         for times, kernel in sample.kernels:
-            arithmetic, traffic = parts_of(kernel, target)
+            parts = parts_of(kernel, target)
             known += times * target.shares.launch
             if not what:
-                slow += times * traffic
+                slow += times * parts.traffic
             elif _is(kernel, what, kind, target):
-                slow += times * arithmetic
+                slow += times * parts.arithmetic
+                known += times * parts.turning
             else:
-                known += times * max(arithmetic, traffic)
+                known += times * parts.seconds
         left = sample.seconds - known
         about = [_is(kernel, what, kind, target) for _, kernel in sample.kernels]
         if (any(about) if what else all(about)) and slow and left > _ALONE * sample.seconds:

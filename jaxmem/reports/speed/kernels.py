@@ -12,6 +12,8 @@ from jaxmem.reports.xla.work import Work, contractions
 
 _PRECISION = re.compile(r"operand_precision=\{([\w,]*)\}|\"operand_precision\":\[([\w\",]*)\]")
 _ALGORITHM = re.compile(r"algorithm=dot_(\w+)|\"algorithm\":\"ALG_DOT_(\w+)\"")
+_LABELS = re.compile(r"dim_labels=(\w+)_")
+_WINDOW = re.compile(r"window=\{size=([\dx]+)")
 _ORDER = ("default", "high", "highest")
 # HLO's names of the types that are multiplied, and of its algorithms, as `Target` takes them.
 _DTYPES = {
@@ -30,7 +32,8 @@ _KINDS = {"bf16": "bfloat16", "tf32": "tfloat32", "f16": "float16"}
 class CompiledContraction:
     """The matmul or convolution of a kernel: the dtype of its operands, how exact it is
     (`Target.flops_per_second`), and its result as a matrix: ``batch`` times ``rows`` by
-    ``columns``, each a sum of ``depth`` products."""
+    ``columns``, each a sum of ``depth`` products. Of a convolution ``window`` and whether its
+    channels are last, as of `Target.convolving`."""
 
     kind: str
     dtype: str
@@ -39,6 +42,8 @@ class CompiledContraction:
     columns: int
     depth: int
     batch: int = 1
+    window: tuple[int, ...] = ()
+    channels_last: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +86,19 @@ def _contraction(line: str, computation: Lines, work: Work) -> CompiledContracti
     if kind == "convolution":
         batch, columns = 1, max(round((right / depth) or 1), 1)
         rows = max(result // columns, 1)
-    return CompiledContraction(kind, dtype, _precision(line), rows, columns, depth, batch)
+    found = CompiledContraction(kind, dtype, _precision(line), rows, columns, depth, batch)
+    if kind == "convolution":
+        labels = _LABELS.search(line)
+        last = labels is None or labels[1].endswith("f")
+        found = dataclasses.replace(found, window=_window(line), channels_last=last)
+    return found
+
+
+def _window(line: str) -> tuple[int, ...]:
+    """Of a convolution of all channels, along all elements."""
+    found = _WINDOW.search(line)
+    apart = "stride=" in line or "_dilate=" in line or "feature_group_count=" in line
+    return () if found is None or apart else tuple(map(int, found[1].split("x")))
 
 
 def _scores(line: str, computation: Lines) -> CompiledContraction:

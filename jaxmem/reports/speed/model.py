@@ -1,5 +1,7 @@
 """How long a kernel of a compiled program takes on a device, and a collective among several."""
 
+import dataclasses
+
 from jaxmem.reports.speed.kernels import CompiledKernel
 from jaxmem.reports.xla.groups import first_group
 from jaxmem.targets import Target
@@ -8,23 +10,46 @@ from jaxmem.targets import Target
 _RINGS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelParts:
+    """Seconds of a kernel: of its arithmetic, for what its operands come from a cache longer than
+    that, of its memory traffic, which overlaps with both, and before and after it, of arrays that
+    are turned for it."""
+
+    arithmetic: float
+    feeding: float
+    traffic: float
+    turning: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The longer of what overlaps (a roofline: Williams, Waterman and Patterson 2009), and the
+        rest."""
+        return max(self.arithmetic + self.feeding, self.traffic) + self.turning
+
+
 def seconds_of(kernel: CompiledKernel, target: Target) -> float:
-    """The longer of a kernel's arithmetic and its memory traffic, which overlap in it, and its
-    launch (a roofline: Williams, Waterman and Patterson 2009)."""
-    arithmetic, traffic = parts_of(kernel, target)
-    return max(arithmetic, traffic) + target.shares.launch
+    """Of a kernel, and of its launch."""
+    return parts_of(kernel, target).seconds + target.shares.launch
 
 
-def parts_of(kernel: CompiledKernel, target: Target) -> tuple[float, float]:
-    """Seconds of a kernel's arithmetic and of its memory traffic."""
+def parts_of(kernel: CompiledKernel, target: Target) -> KernelParts:
+    """Of what a kernel takes."""
     shares, one = target.shares, kernel.contraction
     traffic = kernel.moved / (shares.memory * target.memory_bandwidth)
     if one is None:
-        return 0.0, traffic
-    reached = shares.convolution if one.kind == "convolution" else shares.matmul
+        return KernelParts(0.0, 0.0, traffic)
+    computed, turned, reached = 1.0, 0.0, shares.matmul
+    if one.kind == "convolution":
+        computed, turned = target.convolving(
+            one.window, one.channels_last, one.dtype, one.precision
+        )
+        reached = shares.convolution
     busy = target.share_of(one.rows, one.columns, one.depth, one.batch)
-    peak = target.flops_per_second(one.dtype, one.precision)
-    return kernel.flops / (reached * busy * peak), traffic
+    flops = computed * kernel.flops / busy
+    arithmetic = flops / (reached * target.flops_per_second(one.dtype, one.precision))
+    feeding = target.feeding_seconds(flops, one.dtype)
+    return KernelParts(arithmetic, feeding, traffic, turned * traffic)
 
 
 def collective_seconds(line: str, kind: str, moved: int, target: Target) -> float:

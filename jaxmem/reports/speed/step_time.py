@@ -85,11 +85,11 @@ class StepTime(Printed):
     def _limit(self, one: KernelRun) -> str:
         if one.kernel is None:
             return WAITING
-        arithmetic, traffic = parts_of(one.kernel, self.target)
-        launch = self.target.shares.launch
-        if arithmetic > max(traffic, launch):
-            return "arithmetic"
-        return "launches" if max(arithmetic, traffic) < launch else "memory"
+        parts, launch = parts_of(one.kernel, self.target), self.target.shares.launch
+        if parts.seconds < launch:
+            return "launches"
+        arithmetic = parts.arithmetic + parts.feeding
+        return "arithmetic" if arithmetic > parts.traffic + parts.turning else "memory"
 
     def _by(self, key: str) -> Seconds:
         rows: collections.defaultdict[str, float] = collections.defaultdict(float)

@@ -13,7 +13,7 @@ from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cuda.cycles import LAUNCH, dear_operations
 from jaxmem.targets.cuda.splitting import Splitting
 from jaxmem.targets.links import Links
-from jaxmem.targets.peaks import Peaks
+from jaxmem.targets.peaks import Peaks, dtype_bytes
 from jaxmem.targets.rules import Cycles, ElementRules, Rules
 
 # What a CUDA context, its kernels and cuDNN take before the first array. Measured by others: about
@@ -25,6 +25,15 @@ CONTEXT_BYTES = 512 * 2**20
 # them. With half of both, reports' times of perceptrons of 256 to 4,096 units stay within 1 %. With
 # twice, matmuls of few tiles take up to 2.9 times as long: libraries have smaller tiles for these.
 _TILE, _SPLIT = 128, 256
+
+# Bytes that a core reads in a cycle from the L2 cache (Jia et al. 2018, "Dissecting the NVIDIA
+# Volta GPU architecture via microbenchmarking").
+_CACHE_BYTES = 64
+# Of the products of a convolution of 3 by 3, those that the fastest algorithm computes (Lavin and
+# Gray 2016: 16 in place of 36). Libraries have it for cores without units for matrices.
+_FEWER_PRODUCTS = 16 / 36
+# Units for matrices read channels last: a library turns what is in another order, and its result.
+_TURNED = 2.0
 
 # What cuBLAS multiplies on all GPUs, and on those before Ampere, for which XLA has no kernels.
 _COMPLEX = ("complex64", "complex128")
@@ -116,6 +125,24 @@ class CudaTarget(Target):
     def _rounded_float32(self, precision: str) -> float:
         """XLA multiplies float32 as TF32 where the GPU can, but at the highest precision."""
         return self.peaks.tfloat32 or self.peaks.float32
+
+    def feeding_seconds(self, flops: float, dtype) -> float:
+        """A tile reads as many elements of its rows and of its columns as it adds products to each
+        of its own: a byte counts for the more, the larger tiles and the shorter dtypes are. The
+        faster the units for matrices are beside the cache, the less of their rate is reached: of
+        float16 0.8 on an RTX 3090, where a core computes 512 FLOPs in a cycle, and 0.4 on an H100,
+        where it computes 3,786."""
+        read = flops * dtype_bytes(dtype) / _TILE
+        cycles = self.core_count * self.clock_ghz * 1e9
+        return read / (self.shares.cache * _CACHE_BYTES * cycles)
+
+    def convolving(
+        self, window: tuple[int, ...], channels_last: bool, dtype, precision: str = "default"
+    ) -> tuple[float, float]:
+        """As cuDNN computes it."""
+        if self.flops_per_second(dtype, precision) > self.peaks.float32:
+            return 1.0, 0.0 if channels_last else _TURNED
+        return _FEWER_PRODUCTS if window == (3, 3) else 1.0, 0.0
 
     def share_of(self, rows: int, columns: int, depth: int, batch: int = 1) -> float:
         """Tiles of 128 by 128 on as many cores as there are, in waves; a long sum is split where

@@ -1,0 +1,113 @@
+"""What predicted times assume of GPUs, and how far they are from published ones."""
+
+import dataclasses
+import json
+import pathlib
+import re
+
+import jax
+import pytest
+
+import jaxmem
+from benchmarks.speed.published import errors_by_gpu
+from jaxmem.reports.speed.kernels import CompiledContraction, CompiledKernel
+from jaxmem.reports.speed.model import parts_of
+from jaxmem.targets import AchievableShares, known_targets
+
+RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks/results/speed.json"
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return json.loads(RESULTS.read_text())["published"]["runs"]
+
+
+def test_shares_are_those_that_are_fitted(runs):
+    found = dict(re.findall(r"(\w+) (0\.\d\d)\b", runs["0.10.2"]["note"]))
+    stated = dataclasses.asdict(AchievableShares())
+    assert {name: float(found[name]) for name in ("matmul", "convolution", "memory", "cache")} == {
+        name: stated[name] for name in ("matmul", "convolution", "memory", "cache")
+    }
+
+
+def test_errors_of_gpus_are_those_of_their_published_times(runs):
+    errors = errors_by_gpu(runs["0.10.2"]["rows"])
+    stated = {name: one.time_error for name, one in known_targets().items() if one.time_error}
+    assert stated == errors
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.12.0.1"])
+def test_half_is_held_out_and_predicted_to_fifteen_percent(runs, version):
+    recorded = runs[version]
+    found = [abs(int(row["error"][:-1])) for row in recorded["rows"] if row["set"] == "held out"]
+    assert len(found) >= 30 and len(found) >= 0.4 * len(recorded["rows"])
+    assert sorted(found)[len(found) // 2] <= 15
+    assert sorted(found)[int(0.9 * len(found))] <= 30
+
+
+def reached(target, dtype):
+    """The share of a rate that a large matmul reaches."""
+    one = CompiledContraction("matmul", dtype, "default", 8192, 8192, 8192)
+    flops, target = 2 * 8192**3, jaxmem.target(target)
+    parts = parts_of(CompiledKernel("one", flops, 3 * 8192**2 * 2, one), target)
+    busy = target.share_of(8192, 8192, 8192)
+    return flops / (busy * target.flops_per_second(dtype) * parts.seconds)
+
+
+def test_the_faster_a_core_beside_its_cache_the_less_of_its_rate_is_reached():
+    """Operands twice as long at half of the rate are as late."""
+    assert reached("h100", "bfloat16") < reached("a100-80gb", "float16") < 0.6
+    assert 0.7 < reached("rtx-3090", "float16") < AchievableShares().matmul
+    assert reached("a100-80gb", "float32") == pytest.approx(reached("a100-80gb", "float16"))
+
+
+def convolution(target, window=(3, 3), channels_last=True, dtype="float32", precision="default"):
+    one = CompiledContraction(
+        "convolution", dtype, precision, 10**5, 256, 2304, 1, window, channels_last
+    )
+    kernel = CompiledKernel("one", 2 * 10**5 * 256 * 2304, 10**8, one)
+    return parts_of(kernel, jaxmem.target(target))
+
+
+def test_a_convolution_of_three_by_three_needs_fewer_products_without_units_for_matrices():
+    few, all_of_them = convolution("v100-16gb"), convolution("v100-16gb", (5, 5))
+    assert few.arithmetic == pytest.approx(all_of_them.arithmetic * 16 / 36)
+    assert convolution("v100-16gb", dtype="float16") == convolution(
+        "v100-16gb", (), dtype="float16"
+    )
+    exact = convolution("a100-40gb", precision="highest")
+    assert exact.arithmetic < convolution("a100-40gb", (), precision="highest").arithmetic / 2
+
+
+def test_units_for_matrices_have_channels_turned():
+    last, first = (convolution("a100-40gb", channels_last=is_last) for is_last in (True, False))
+    assert last.turning == 0 and first.turning == 2 * first.traffic
+    assert first.seconds == pytest.approx(last.seconds + first.turning)
+    assert convolution("v100-16gb", channels_last=False).turning == 0
+    assert convolution("v5e", channels_last=False).turning == 0
+
+
+@pytest.mark.parametrize(
+    ("strides", "precision", "window", "last"),
+    [
+        ((1, 1), "default", (3, 3), False),
+        ((2, 2), "default", (), False),
+        ((1, 1), "highest", (3, 3), False),
+    ],
+)
+def test_windows_and_channels_are_those_of_the_compiled_program(strides, precision, window, last):
+    def loss(kernel, x):
+        y = jax.lax.conv_general_dilated(
+            x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            precision=precision,
+        )  # fmt: skip
+        return (y**2).mean()
+
+    args = (
+        jax.ShapeDtypeStruct((3, 3, 64, 64), "float32"),
+        jax.ShapeDtypeStruct((16, 32, 32, 64), "float32"),
+    )
+    report = jaxmem.memory(jax.grad(loss), *args, target="a100-40gb", timeline=False)
+    ran = [one.kernel.contraction for one in report.time.ran if one.kernel]
+    found = [one for one in ran if one and one.kind == "convolution"]
+    assert found and {(one.window, one.channels_last) for one in found} == {(window, last)}
