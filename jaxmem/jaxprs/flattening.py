@@ -38,9 +38,12 @@ def flatten(
 
 
 def traced_jaxpr(fun: Callable, leaves: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
-    """The jaxpr of ``fun(*leaves)``, and the tree of its results."""
+    """The jaxpr of ``fun(*leaves)`` without what its results do not depend on, which `jax.jit`
+    drops (a carry of a loop that no other one reads), and the tree of its results."""
     closed, shape = jax.make_jaxpr(_of_arrays(fun), return_shape=True)(*leaves)
-    return closed, jax.tree.structure(shape)
+    used = [True] * len(closed.jaxpr.outvars)
+    jaxpr, _ = internals.partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
+    return closed.replace(jaxpr=jaxpr), jax.tree.structure(shape)
 
 
 def _of_arrays(fun: Callable) -> Callable:
