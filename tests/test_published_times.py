@@ -111,3 +111,37 @@ def test_windows_and_channels_are_those_of_the_compiled_program(strides, precisi
     ran = [one.kernel.contraction for one in report.time.ran if one.kernel]
     found = [one for one in ran if one and one.kind == "convolution"]
     assert found and {(one.window, one.channels_last) for one in found} == {(window, last)}
+
+
+# Elements of a row, what is moved for one of its bytes: in sectors of 32, read by the gather, read
+# and written by the scatter of its derivative.
+@pytest.mark.parametrize(("width", "times"), [(1, 8), (3, 8 / 3), (8, 1), (20, 1.2), (64, 1)])
+def test_rows_of_a_table_are_moved_in_sectors(width, times):
+    def loss(table, places):
+        return (jax.numpy.tanh(table[places]) ** 2).mean()
+
+    count = 2**25 // width
+    args = (
+        jax.ShapeDtypeStruct((count, width), "float32"),
+        jax.ShapeDtypeStruct((count // 8,), "int32"),
+    )
+    report = jaxmem.memory(jax.grad(loss), *args, target="h100", timeline=False)
+    kernels = [one.kernel for one in report.time.ran if one.kernel and one.kernel.rows]
+    rows = [row for kernel in kernels for row in kernel.rows]
+    taken = count // 8 * width * 4
+    assert [(row.moved, row.piece) for row in rows] == [
+        (taken, 4 * width),
+        (2 * taken, 4 * width),
+    ]
+    rate = AchievableShares().memory * report.target.memory_bandwidth
+    more = sum(parts_of(kernel, report.target).traffic - kernel.moved / rate for kernel in kernels)
+    assert more == pytest.approx(3 * taken * (times - 1) / rate, abs=1e-9)
+    assert all(
+        jaxmem.target("v5e").bytes_beside_rows(*dataclasses.astuple(row)) == 0 for row in rows
+    )
+
+
+def test_a_table_that_fits_the_cache_is_read_once():
+    h100 = jaxmem.target("h100")
+    assert h100.bytes_beside_rows(h100.l2_bytes, 10**9, 4) == 0
+    assert h100.bytes_beside_rows(h100.l2_bytes + 1, 10**9, 4) == 7 * 10**9

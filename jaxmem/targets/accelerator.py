@@ -139,6 +139,11 @@ class Target:
         come to the cores from a cache."""
         return 0.0
 
+    def bytes_beside_rows(self, table: int, moved: int, piece: int) -> int:
+        """Bytes that are moved beside those of rows of a table, which lie here and there in pieces
+        of so many bytes."""
+        return 0
+
     def convolving(
         self, window: tuple[int, ...], channels_last: bool, dtype, precision: str = "default"
     ) -> tuple[float, float]:

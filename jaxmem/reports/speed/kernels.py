@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from jaxmem.reports.xla.attention import attention_of, is_attention
 from jaxmem.reports.xla.hlo import SHAPE, Lines, operands_of, operation_of
+from jaxmem.reports.xla.rows import TableRows, rows_of
 from jaxmem.reports.xla.traffic import traffic
 from jaxmem.reports.xla.work import Work, contractions
 
@@ -48,12 +49,14 @@ class CompiledContraction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """One kernel: the name of its instruction, FLOPs, bytes moved, and its contraction, if any."""
+    """One kernel: the name of its instruction, FLOPs, bytes moved, its contraction, if any, and the
+    rows of tables that are among what it moves."""
 
     name: str
     flops: int
     moved: int
     contraction: CompiledContraction | None = None
+    rows: tuple[TableRows, ...] = ()
 
 
 def kernel_of(name: str, computation: Lines, computations: Mapping[str, Lines]) -> CompiledKernel:
@@ -63,7 +66,8 @@ def kernel_of(name: str, computation: Lines, computations: Mapping[str, Lines]) 
     found = list(contractions(line, computation, computations))
     flops = sum(work.flops for _, _, work in found)
     largest = max(found, key=lambda one: one[2].flops, default=None)
-    return CompiledKernel(name, flops, moved, _contraction(*largest) if largest else None)
+    rows = tuple(rows_of(line, computation, computations))
+    return CompiledKernel(name, flops, moved, _contraction(*largest) if largest else None, rows)
 
 
 def _contraction(line: str, computation: Lines, work: Work) -> CompiledContraction:

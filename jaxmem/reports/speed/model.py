@@ -36,7 +36,10 @@ def seconds_of(kernel: CompiledKernel, target: Target) -> float:
 def parts_of(kernel: CompiledKernel, target: Target) -> KernelParts:
     """Of what a kernel takes."""
     shares, one = target.shares, kernel.contraction
-    traffic = kernel.moved / (shares.memory * target.memory_bandwidth)
+    moved = kernel.moved + sum(
+        target.bytes_beside_rows(rows.table, rows.moved, rows.piece) for rows in kernel.rows
+    )
+    traffic = moved / (shares.memory * target.memory_bandwidth)
     if one is None:
         return KernelParts(0.0, 0.0, traffic)
     computed, turned, reached = 1.0, 0.0, shares.matmul

@@ -29,6 +29,8 @@ _TILE, _SPLIT = 128, 256
 # Bytes that a core reads in a cycle from the L2 cache (Jia et al. 2018, "Dissecting the NVIDIA
 # Volta GPU architecture via microbenchmarking").
 _CACHE_BYTES = 64
+# Bytes that are read of memory at once (NVIDIA, CUDA C++ Best Practices Guide, 10.2.1).
+_SECTOR = 32
 # Of the products of a convolution of 3 by 3, those that the fastest algorithm computes (Lavin and
 # Gray 2016: 16 in place of 36). Libraries have it for cores without units for matrices.
 _FEWER_PRODUCTS = 16 / 36
@@ -135,6 +137,13 @@ class CudaTarget(Target):
         read = flops * dtype_bytes(dtype) / _TILE
         cycles = self.core_count * self.clock_ghz * 1e9
         return read / (self.shares.cache * _CACHE_BYTES * cycles)
+
+    def bytes_beside_rows(self, table: int, moved: int, piece: int) -> int:
+        """Memory is read and written in sectors; a table that fits the cache is read once."""
+        if table <= self.l2_bytes or not piece:
+            return 0
+        sectors = math.ceil(piece / _SECTOR)
+        return moved * sectors * _SECTOR // piece - moved
 
     def convolving(
         self, window: tuple[int, ...], channels_last: bool, dtype, precision: str = "default"

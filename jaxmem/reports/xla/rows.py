@@ -1,0 +1,71 @@
+"""The rows that a compiled kernel takes from a table, and adds to one, here and there."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from jaxmem.reports.xla.hlo import CALLED, SHAPE, Lines, operands_of, operation_of, result_bytes
+
+_LISTS = re.compile(r"(slice_sizes|update_window_dims|inserted_window_dims)=\{([\d,]*)\}")
+_ORDER = re.compile(r"\]\{([\d,]+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TableRows:
+    """Bytes of a table, of the rows that are moved, and of each piece of one that is in one place
+    in memory."""
+
+    table: int
+    moved: int
+    piece: int
+
+
+def rows_of(
+    line: str, computation: Lines, computations: Mapping[str, Lines]
+) -> Iterator[TableRows]:
+    """Of the kernel of an instruction; what is added is read and written."""
+    lines: tuple[str, ...] = (line,)
+    if operation_of(line) == "fusion":
+        computation = computations[CALLED.findall(line)[0]]
+        lines = tuple(computation.values())
+    for one in lines:
+        operation = operation_of(one)
+        if operation not in ("gather", "scatter"):
+            continue
+        operands = [computation.get(name, "") for name in operands_of(one)]
+        found, sizes = dict(_LISTS.findall(one)), _lengths(operands[0])
+        if operation == "gather":
+            window, moved = _numbers(found.get("slice_sizes", "")), result_bytes(one)
+        else:
+            updates = _lengths(operands[-1])
+            kept = [updates[at] for at in _numbers(found.get("update_window_dims", ""))]
+            inserted = _numbers(found.get("inserted_window_dims", ""))
+            window = [1 if at in inserted else kept.pop(0) for at in range(len(sizes)) if kept]
+            moved = 2 * result_bytes(operands[-1])
+        whole = result_bytes(operands[0])
+        elements = math.prod(sizes)
+        if len(window) == len(sizes) and elements:
+            itemsize = whole / elements
+            yield TableRows(whole, moved, round(itemsize * _together(window, sizes, operands[0])))
+
+
+def _together(window: list[int], sizes: list[int], line: str) -> int:
+    """How many elements of a window follow each other in memory."""
+    order = _ORDER.search(line)
+    axes = _numbers(order[1]) if order else range(len(sizes))[::-1]
+    found = 1
+    for axis in axes:
+        found *= window[axis]
+        if window[axis] < sizes[axis]:
+            break
+    return found
+
+
+def _lengths(line: str) -> list[int]:
+    found = SHAPE.search(line)
+    return _numbers(found[2]) if found else []
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",") if one]
