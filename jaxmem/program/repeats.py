@@ -23,6 +23,10 @@ _EXPENSIVE = 4
 # derivative of it). Derived: a kernel that moves three arrays, and one that moves four, compute
 # meanwhile. Here and above, each other array that such a kernel reads gives it as much more time.
 _EXPENSIVE_IN_MEMORY = 7
+# The same where what becomes of it is normalised: several kernels read that, and it is in memory.
+# Measured with activations and five norms for an H100 and an RTX 3090: of what takes as long as
+# moving 7.5 arrays nothing else is kept, and of 9.3 it is (tests/test_activations_normalised.py).
+_EXPENSIVE_BEFORE_NORM = 8.5
 # The same of a value that is multiplied with one that is made of other arrays: it is read for the
 # product, and for the cotangent of the other one; and where both are slices of one array, whose
 # cotangent has a part of each. Measured with chains of `exp` for two targets: of what takes as long
@@ -103,7 +107,9 @@ class Repeats:
             else self._cycles(result, operation.source.derivative_calls)
         )
         moves: float = _EXPENSIVE_IN_MEMORY if ends else _EXPENSIVE
-        if own or any(self.made_of[value] for value in fresh):  # else nothing is expensive
+        if fuses and self.uses.normalised_later[result] and not self.is_normalised[result]:
+            moves = _EXPENSIVE_BEFORE_NORM
+        elif own or any(self.made_of[value] for value in fresh):  # else nothing is expensive
             beside = self._fused_operand_count(result, stored)
             moves += beside
             if (of_slices := self.uses.gates.get(result)) is not None:
@@ -126,6 +132,8 @@ class Repeats:
         if own:
             cycles[result] = own
         shortcuts.sort(key=self._cycles_per_element)
+        if fuses and self.uses.normalised[result]:
+            shortcuts = []  # several kernels read it: what is on the way to it helps none
         while shortcuts and sum(cycles.values()) > expensive:
             yield (shortcut := shortcuts.pop())
             for part in self.made_of[shortcut]:

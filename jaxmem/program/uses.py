@@ -67,6 +67,35 @@ class Uses:
         )
 
     @functools.cached_property
+    def normalised_later(self) -> list[bool]:
+        """For each value whether what becomes of it is `normalised`."""
+        normalised = self.normalised
+        return self._all_consumers(
+            lambda operation: (
+                operation.fused
+                and not self.reduces(operation)
+                and all(normalised[value] for value in operation.outputs)
+            ),
+            lambda operation: not self.reduces(operation),
+        )
+
+    @functools.cached_property
+    def normalised(self) -> list[bool]:
+        """For each value whether several operations read it, and it, or its square and the like,
+        is reduced."""
+        count = len(self.program.sizes)
+        reduced, read, readers = [False] * count, [False] * count, [0] * count
+        for operation in reversed(self.program.operations):
+            alone = len(set(operation.inputs)) == 1 and operation.fused
+            is_reduced = self.reduces(operation) or (
+                alone and all(reduced[value] and not read[value] for value in operation.outputs)
+            )
+            for value in set(operation.inputs):
+                (reduced if is_reduced else read)[value] = True
+                readers[value] += 1
+        return [a and b > 1 for a, b in zip(reduced, readers, strict=True)]
+
+    @functools.cached_property
     def for_contractions(self) -> list[bool]:
         """For each value whether a matmul or a convolution reads it."""
         read = [False] * len(self.program.sizes)
