@@ -24,8 +24,8 @@ _EXPENSIVE = 4
 # meanwhile. Here and above, each other array that such a kernel reads gives it as much more time.
 _EXPENSIVE_IN_MEMORY = 7
 # The same where what becomes of it is normalised: several kernels read that, and it is in memory.
-# Measured with activations and five norms for an H100 and an RTX 3090: of what takes as long as
-# moving 7.5 arrays nothing else is kept, and of 9.3 it is (tests/test_activations_normalised.py).
+# Measured with activations and five norms for an H100 and an A100: of what takes as long as
+# moving 8 arrays nothing else is kept, and of 9.7 it is (tests/test_activations_normalised.py).
 _EXPENSIVE_BEFORE_NORM = 8.5
 # The same of a value that is multiplied with one that is made of other arrays: it is read for the
 # product, and for the cotangent of the other one; and where both are slices of one array, whose
