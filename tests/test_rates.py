@@ -52,7 +52,8 @@ def test_halves_that_are_summed_in_float32_count_as_that(name):
 
 
 def seconds(target, **options):
-    """Predicted for a matmul of float32."""
+    """Predicted for a matmul of float32: seven times as many FLOPs in a second where it is rounded,
+    but its operands come from the cache as slowly."""
 
     def loss(w, x):
         return jnp.sum(jnp.dot(x, w, **options))
@@ -65,7 +66,7 @@ def seconds(target, **options):
 def test_predictions_follow_the_precision():
     rounded = seconds("h100")
     exact = seconds("h100", precision=EXACT)
-    assert exact > 3 * rounded
+    assert exact > 2 * rounded
     with jax.default_matmul_precision("float32"):
         assert seconds("h100") == exact
     with jax.default_matmul_precision("bfloat16"):

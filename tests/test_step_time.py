@@ -32,6 +32,7 @@ def test_a_matmul_takes_its_flops_over_the_rate_of_its_precision(precision, rate
     time = report.time
     assert report.work.flops == 2 * side * side * 4096
     expected = report.work.flops / (SHARES.matmul * rate) + SHARES.launch
+    expected += A100.feeding_seconds(report.work.flops, "float32")
     assert time.seconds == pytest.approx(expected, rel=1e-3)
     assert list(time.by_limit) == ["arithmetic"]
 
@@ -258,6 +259,9 @@ def test_a_complex_matmul_is_four_real_ones(narrow, wide):
 
     (flops, seconds), (complex_flops, complex_seconds) = time_of(narrow), time_of(wide)
     assert flops == 2 * 2048**3 and complex_flops == 4 * flops
-    assert complex_seconds == pytest.approx(4 * seconds, rel=0.1)
+    # (Each reads parts twice as long from the cache.)
+    target = jaxmem.target("h100")
+    fed = target.feeding_seconds(complex_flops, wide) - 4 * target.feeding_seconds(flops, narrow)
+    assert complex_seconds == pytest.approx(4 * seconds + fed, rel=0.1)
     equation = jax.make_jaxpr(jnp.matmul)(*[jnp.ones((4, 4), wide)] * 2).eqns[0]
     assert costs.flops(equation) == 4 * 2 * 4**3

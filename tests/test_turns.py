@@ -59,7 +59,7 @@ def test_projected_bytes_are_those_compiled(loss, share):
         compiler_options=plan.compiler_options,
     ).device
     assert plan.regions
-    assert -0.05 < plan.projected_bytes / compiled - 1 < 0.15
+    assert -0.06 < plan.projected_bytes / compiled - 1 < 0.15
 
 
 @LOSSES

@@ -53,28 +53,23 @@ class Uses:
     def materialized_later(self) -> list[bool]:
         """For each value whether what becomes of it ends in memory, since matmuls or convolutions
         read it; what else reads that does not matter any more."""
-        read = self.for_contractions
-        return self._all_consumers(
-            lambda operation: (
-                operation.name in CONTRACTIONS
-                or (
-                    operation.fused
-                    and not self.reduces(operation)
-                    and all(read[value] for value in operation.outputs)
-                )
-            ),
-            lambda operation: not self.reduces(operation),
-        )
+        return self._ending(self.for_contractions, CONTRACTIONS)
 
     @functools.cached_property
     def normalised_later(self) -> list[bool]:
         """For each value whether what becomes of it is `normalised`."""
-        normalised = self.normalised
+        return self._ending(self.normalised)
+
+    def _ending(self, wanted: Sequence[bool], readers: frozenset[str] = frozenset()) -> list[bool]:
+        """For each value whether what becomes of it is ``wanted``, or read by some operations."""
         return self._all_consumers(
             lambda operation: (
-                operation.fused
-                and not self.reduces(operation)
-                and all(normalised[value] for value in operation.outputs)
+                operation.name in readers
+                or (
+                    operation.fused
+                    and not self.reduces(operation)
+                    and all(wanted[value] for value in operation.outputs)
+                )
             ),
             lambda operation: not self.reduces(operation),
         )

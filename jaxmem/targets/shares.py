@@ -15,8 +15,9 @@ class AchievableShares:
     of training of ``benchmarks/speed/published.py``. Those of the other half were predicted to 10 %
     in the median. ``cache`` is what cores reach of the bytes that they can read of operands from
     their cache (`Target.feeding_seconds`). ``link`` and ``launch`` are chosen. Plans hardly depend
-    on them: half and twice of those of matmuls and memory change the FLOPs that are recomputed by
-    at most 0.4 points, of the launch by 0.9 (``benchmarks/planner/sensitivity.py``).
+    on them: half and twice of those of matmuls, memory and the launch change the FLOPs that are
+    recomputed within a budget by at most 0.1 points, and those of the plan of the fewest bytes at
+    one more forward pass by at most 5.4 (``benchmarks/planner/sensitivity.py``).
     """
 
     matmul: float = 0.93

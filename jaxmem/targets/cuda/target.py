@@ -26,15 +26,17 @@ CONTEXT_BYTES = 512 * 2**20
 # twice, matmuls of few tiles take up to 2.9 times as long: libraries have smaller tiles for these.
 _TILE, _SPLIT = 128, 256
 
-# Bytes that a core reads in a cycle from the L2 cache (Jia et al. 2018, "Dissecting the NVIDIA
-# Volta GPU architecture via microbenchmarking").
+# Bytes that a core reads in a cycle from the L2 cache. Measured by others (Jia et al. 2018,
+# "Dissecting the NVIDIA Volta GPU architecture via microbenchmarking").
 _CACHE_BYTES = 64
-# Bytes that are read of memory at once (NVIDIA, CUDA C++ Best Practices Guide, 10.2.1).
+# Bytes that are read of memory at once. Derived (NVIDIA, CUDA C++ Best Practices Guide, 10.2.1).
 _SECTOR = 32
-# Of the products of a convolution of 3 by 3, those that the fastest algorithm computes (Lavin and
-# Gray 2016: 16 in place of 36). Libraries have it for cores without units for matrices.
+# Of the products of a convolution of 3 by 3, those that the fastest algorithm computes. Derived:
+# Lavin and Gray 2016 have 16 in place of 36. Libraries have it where there are no units for
+# matrices.
 _FEWER_PRODUCTS = 16 / 36
 # Units for matrices read channels last: a library turns what is in another order, and its result.
+# Derived: that reads and writes each of them once more.
 _TURNED = 2.0
 
 # What cuBLAS multiplies on all GPUs, and on those before Ampere, for which XLA has no kernels.
