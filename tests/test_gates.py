@@ -93,4 +93,6 @@ def _gates(layer):
     traced = TracedFunction(lambda w, x: jnp.mean(layer(x @ w)), (shape, shape), {}, (0, 1))
     program = apply_compiler_rules(traced.program, jaxmem.target("h100").rules)
     sizes = program.sizes
-    return Uses(program, lambda one: reduces_to_few(one, sizes), [*range(len(sizes))]).gates
+    return Uses(
+        program, lambda one: reduces_to_few(one, sizes), [*range(len(sizes))], [False] * len(sizes)
+    ).gates

@@ -27,6 +27,9 @@ _EXPENSIVE_IN_MEMORY = 7
 # Measured with activations and five norms for an H100 and an A100: of what takes as long as
 # moving 8 arrays nothing else is kept, and of 9.7 it is (tests/test_activations_normalised.py).
 _EXPENSIVE_BEFORE_NORM = 8.5
+# What is normalised is computed in several kernels in place of one: all but one of these together.
+# Measured with the same: of 2.45 arrays it is in memory, of 2.3 it is not.
+_EXPENSIVE_IN_NORM = 2.4
 # The same of a value that is multiplied with one that is made of other arrays: it is read for the
 # product, and for the cotangent of the other one; and where both are slices of one array, whose
 # cotangent has a part of each. Measured with chains of `exp` for two targets: of what takes as long
@@ -44,12 +47,18 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128
 
 class Repeats:
     """The values of a program (`Program`) that are expensive to compute again; ``reduces`` says of
-    an operation whether it makes little of much, ``read_for`` of a value what matmuls read for
-    it."""
+    an operation whether it makes little of much, ``read_for`` of a value what matmuls read for it,
+    ``wanted`` whether it is in memory in any case."""
 
-    def __init__(self, program: Any, reduces: Callable[[Any], bool], read_for: Sequence[int]):
+    def __init__(
+        self,
+        program: Any,
+        reduces: Callable[[Any], bool],
+        read_for: Sequence[int],
+        wanted: Sequence[bool],
+    ):
         self.program, self.reduces, self.cycles = program, reduces, program.rules.cycles
-        self.uses = Uses(program, reduces, read_for)
+        self.uses = Uses(program, reduces, read_for, wanted)
         count = len(program.sizes)
         # For each value the expensive operations that it is made of, by their results, as far as
         # they are computed for it: the cycles of one element. And what may be kept to shorten that.
@@ -107,7 +116,13 @@ class Repeats:
             else self._cycles(result, operation.source.derivative_calls)
         )
         moves: float = _EXPENSIVE_IN_MEMORY if ends else _EXPENSIVE
-        if fuses and self.uses.normalised_later[result] and not self.is_normalised[result]:
+        # (A layer norm is one kernel where rows are normalised in blocks.)
+        in_one = self.program.rules.blocks_of_rows and self.uses.summed_by_rows[result]
+        is_normalised = self.uses.normalised[result] and not self.is_normalised[result]
+        if is_normalised and not in_one:
+            more = self.uses.forward_kernel_counts[result] - 1
+            moves, derivative_cycles = _EXPENSIVE_IN_NORM / max(more, 1), 0
+        elif self.uses.normalised_later[result] and not self.is_normalised[result]:
             moves = _EXPENSIVE_BEFORE_NORM
         elif own or any(self.made_of[value] for value in fresh):  # else nothing is expensive
             beside = self._fused_operand_count(result, stored)
@@ -132,7 +147,7 @@ class Repeats:
         if own:
             cycles[result] = own
         shortcuts.sort(key=self._cycles_per_element)
-        if fuses and self.uses.normalised[result]:
+        if is_normalised:
             shortcuts = []  # several kernels read it: what is on the way to it helps none
         while shortcuts and sum(cycles.values()) > expensive:
             yield (shortcut := shortcuts.pop())

@@ -93,7 +93,7 @@ def find_row_normalizations(
         found: frozenset[int] = frozenset()
         own = None
         alone = chosen.isdisjoint(inputs)
-        if operation.name in reductions and alone and _of_rows(program, operation):
+        if operation.name in reductions and alone and is_of_rows(program, operation):
             found, reduced[number] = frozenset([number]), elements
         elif operation.name in _ROW_OPERATIONS and len(inputs) == 1:
             found = reductions_of(inputs[0])
@@ -114,7 +114,7 @@ def find_row_normalizations(
     return RowNormalizations(sources, made)
 
 
-def _of_rows(program: Any, operation: Any) -> bool:
+def is_of_rows(program: Any, operation: Any) -> bool:
     """Whether a reduction is along the last axis alone, and of rows that are no longer than XLA
     sums up at once: of others it makes kernels apart."""
     if not program.types:

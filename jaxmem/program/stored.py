@@ -73,11 +73,10 @@ def stored_values(
     under: list[frozenset[int]] = [frozenset()] * count
     for_each: list[frozenset[int]] = [frozenset()] * count  # what one element of it is made of
     length = [0] * count
-    repeats = Repeats(program, reduces, in_matmuls)
+    repeats = Repeats(program, reduces, in_matmuls, wanted)
     # What a program is given is read along the way; an operation's own is given values of another.
     given = 0 if program.differentiated == frozenset() else program.input_count
     expensive: set[int] = set()
-    kernel_counts = functools.cache(lambda: repeats.uses.kernel_counts(wanted))
 
     def are_more(name: str, value: int, sources: list[int]) -> bool:
         """Whether several sources are read for a value that an operation makes, as much as it or
@@ -85,7 +84,7 @@ def stored_values(
         large) is not. And whether a sum is read by more than two kernels: two read its summands as
         fast as it is written and read."""
         several = len(sources) > 1 and sum(sources) >= sizes[value]
-        return several and (name not in SUMS or kernel_counts()[value] > 2)
+        return several and (name not in SUMS or repeats.uses.kernel_counts[value] > 2)
 
     gathers = written_gathers(program, reduces)
     for operation in program.operations:

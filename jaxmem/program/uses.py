@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.readers import CUTS, SMALL, is_view, readers_of, reads_few_elements, views_of
+from jaxmem.program.row_norms import is_of_rows
 
 _CONCATENATES = frozenset({"concatenate", "pad"})
 # What a value is made of is told apart up to so many arrays, the last ones. Chosen: it bounds the
@@ -16,10 +17,18 @@ _MANY = 16
 
 class Uses:
     """Of a program (`Program`); ``reduces`` says of an operation whether it makes little of much,
-    ``read_for`` of a value what matmuls read for it."""
+    ``read_for`` of a value what matmuls read for it, ``wanted`` whether it is in memory in any
+    case."""
 
-    def __init__(self, program: Any, reduces: Callable[[Any], bool], read_for: Sequence[int]):
+    def __init__(
+        self,
+        program: Any,
+        reduces: Callable[[Any], bool],
+        read_for: Sequence[int],
+        wanted: Sequence[bool],
+    ):
         self.program, self.reduces, self.read_for = program, reduces, read_for
+        self.wanted = wanted
 
     @functools.cached_property
     def shared(self) -> list[bool]:
@@ -88,7 +97,19 @@ class Uses:
             for value in set(operation.inputs):
                 (reduced if is_reduced else read)[value] = True
                 readers[value] += 1
-        return [a and b > 1 for a, b in zip(reduced, readers, strict=True)]
+        found = [a and b > 1 for a, b in zip(reduced, readers, strict=True)]
+        for shown, view in views_of(self.program):
+            found[shown] |= found[view]
+        return found
+
+    @functools.cached_property
+    def summed_by_rows(self) -> list[bool]:
+        """For each value whether sums over its last axes are taken of it as it is."""
+        found = [False] * len(self.program.sizes)
+        for operation in self.program.operations:
+            if operation.name == "reduce_sum":
+                found[operation.inputs[0]] |= is_of_rows(self.program, operation)
+        return found
 
     @functools.cached_property
     def for_contractions(self) -> list[bool]:
@@ -112,11 +133,22 @@ class Uses:
                     found[value].append(operation)
         return found
 
-    def kernel_counts(self, wanted: Sequence[bool]) -> list[int]:
-        """For each value how many kernels read it, up to three, if it is computed in each: those
-        that end in what is ``wanted`` in memory or a reduction, and one for all that the derivative
-        makes, or two where a gate has cotangents of its own. What is made of several arrays and
-        read by three kernels is in memory, too."""
+    @functools.cached_property
+    def kernel_counts(self) -> list[int]:
+        """For each value how many kernels read it if it is computed in each: those of the forward
+        pass, and one for all that the derivative makes, or two where a gate has cotangents of its
+        own."""
+        return self._kernel_counts[1]
+
+    @functools.cached_property
+    def forward_kernel_counts(self) -> list[int]:
+        """The same of the forward pass: up to three that end in what is ``wanted`` in memory or a
+        reduction."""
+        return self._kernel_counts[0]
+
+    @functools.cached_property
+    def _kernel_counts(self) -> tuple[list[int], list[int]]:
+        """What is made of several arrays and read by three kernels is in memory, too."""
         count = len(self.program.sizes)
         ends: list[frozenset[int]] = [frozenset()] * count
         gated = [value in self.gates for value in range(count)]
@@ -128,7 +160,7 @@ class Uses:
             for result in operation.outputs:
                 written = not is_view(operation) and (
                     not operation.fused
-                    or wanted[result]
+                    or self.wanted[result]
                     or self.reduces(operation)
                     or (kernels(result) > 2 and len(self.made_of[result]) > 1)
                 )
@@ -136,7 +168,7 @@ class Uses:
                     more = frozenset([result]) if written else ends[result]
                     ends[value] = frozenset(sorted(ends[value] | more)[-3:])
                     gated[value] |= gated[result] and not written
-        return [kernels(value) for value in range(count)]
+        return [len(one) for one in ends], [kernels(value) for value in range(count)]
 
     @functools.cached_property
     def fused_of(self) -> list[tuple[int, ...]]:
