@@ -94,6 +94,8 @@ def test_what_is_cheap_is_not(activation, norm, target):
 
 
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm, unit, jax.nn.softmax])
-def test_the_same_where_arithmetic_is_slower_beside_memory(norm):
-    projected, compiled = projected_and_compiled(exact_gelu, norm, "a100-80gb")
-    assert projected == pytest.approx(compiled, rel=0.07)
+@pytest.mark.parametrize("activation", [jax.nn.gelu, exact_gelu, mish])
+def test_the_same_where_arithmetic_is_slower_beside_memory(activation, norm):
+    """What is dearest is kept; the norm of rows, one kernel, and its derivative compute the rest."""
+    projected, compiled = projected_and_compiled(activation, norm, "a100-80gb")
+    assert projected == pytest.approx(compiled, rel=0.08)

@@ -82,9 +82,12 @@ def stored_values(
         """Whether several sources are read for a value that an operation makes, as much as it or
         more: what is made of arrays that are broadcast for it (a state of Mamba's, 16 times as
         large) is not. And whether a sum is read by more than two kernels: two read its summands as
-        fast as it is written and read."""
-        several = len(sources) > 1 and sum(sources) >= sizes[value]
-        return several and (name not in SUMS or repeats.uses.kernel_counts[value] > 2)
+        fast as it is written and read. So do the norm of its rows, in blocks, and its
+        derivative."""
+        several, uses = len(sources) > 1 and sum(sources) >= sizes[value], repeats.uses
+        if name in SUMS:
+            return several and uses.kernel_counts[value] > 2
+        return several and not (rules.blocks_of_rows and uses.normalised_by_rows[value])
 
     gathers = written_gathers(program, reduces)
     for operation in program.operations:

@@ -87,8 +87,18 @@ class Uses:
     def normalised(self) -> list[bool]:
         """For each value whether several operations read it, and it, or its square and the like,
         is reduced."""
+        return self._norms[0]
+
+    @functools.cached_property
+    def normalised_by_rows(self) -> list[bool]:
+        """The same, where all that it is reduced to are rows."""
+        return self._norms[1]
+
+    @functools.cached_property
+    def _norms(self) -> tuple[list[bool], list[bool]]:
         count = len(self.program.sizes)
         reduced, read, readers = [False] * count, [False] * count, [0] * count
+        otherwise = [False] * count  # reduced, and not by rows
         for operation in reversed(self.program.operations):
             alone = len(set(operation.inputs)) == 1 and operation.fused
             is_reduced = self.reduces(operation) or (
@@ -97,10 +107,16 @@ class Uses:
             for value in set(operation.inputs):
                 (reduced if is_reduced else read)[value] = True
                 readers[value] += 1
+                if self.reduces(operation):
+                    otherwise[value] |= not is_of_rows(self.program, operation)
+                elif is_reduced:
+                    otherwise[value] |= any(otherwise[made] for made in operation.outputs)
         found = [a and b > 1 for a, b in zip(reduced, readers, strict=True)]
         for shown, view in views_of(self.program):
             found[shown] |= found[view]
-        return found
+            otherwise[shown] |= otherwise[view]
+        by_rows = [a and not b for a, b in zip(found, otherwise, strict=True)]
+        return found, by_rows
 
     @functools.cached_property
     def summed_by_rows(self) -> list[bool]:
