@@ -24,8 +24,8 @@ _EXPENSIVE = 4
 # meanwhile. Here and above, each other array that such a kernel reads gives it as much more time.
 _EXPENSIVE_IN_MEMORY = 7
 # The same where what becomes of it is normalised: several kernels read that, and it is in memory.
-# Measured with activations and five norms for an H100 and an A100: of what takes as long as
-# moving 8 arrays nothing else is kept, and of 9.7 it is (tests/test_activations_normalised.py).
+# Measured with activations and five norms for two targets: of what takes as long as moving 8
+# arrays nothing else is kept, and of 9.7 it is (tests/test_activations_normalised.py).
 _EXPENSIVE_BEFORE_NORM = 8.5
 # What is normalised is computed in several kernels in place of one: all but one of these together.
 # Measured with the same: of 2.45 arrays it is in memory, of 2.3 it is not.
@@ -117,8 +117,8 @@ class Repeats:
         )
         moves: float = _EXPENSIVE_IN_MEMORY if ends else _EXPENSIVE
         # (A layer norm is one kernel where rows are normalised in blocks.)
-        in_one = self.program.rules.blocks_of_rows and self.uses.summed_by_rows[result]
-        is_normalised = self.uses.normalised[result] and not self.is_normalised[result]
+        in_one = self.program.rules.blocks_of_rows and self.uses.norms.summed_by_rows[result]
+        is_normalised = self.uses.norms.normalised[result] and not self.is_normalised[result]
         if is_normalised and not in_one:
             more = self.uses.forward_kernel_counts[result] - 1
             moves, derivative_cycles = _EXPENSIVE_IN_NORM / max(more, 1), 0

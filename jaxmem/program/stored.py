@@ -87,7 +87,7 @@ def stored_values(
         several, uses = len(sources) > 1 and sum(sources) >= sizes[value], repeats.uses
         if name in SUMS:
             return several and uses.kernel_counts[value] > 2
-        return several and not (rules.blocks_of_rows and uses.normalised_by_rows[value])
+        return several and not (rules.blocks_of_rows and uses.norms.by_rows[value])
 
     gathers = written_gathers(program, reduces)
     for operation in program.operations:

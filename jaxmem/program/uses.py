@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxmem.program.costs import CONTRACTIONS
+from jaxmem.program.norms import Norms, find_norms
 from jaxmem.program.readers import CUTS, SMALL, is_view, readers_of, reads_few_elements, views_of
-from jaxmem.program.row_norms import is_of_rows
 
 _CONCATENATES = frozenset({"concatenate", "pad"})
 # What a value is made of is told apart up to so many arrays, the last ones. Chosen: it bounds the
@@ -66,8 +66,8 @@ class Uses:
 
     @functools.cached_property
     def normalised_later(self) -> list[bool]:
-        """For each value whether what becomes of it is `normalised`."""
-        return self._ending(self.normalised)
+        """For each value whether what becomes of it is normalised."""
+        return self._ending(self.norms.normalised)
 
     def _ending(self, wanted: Sequence[bool], readers: frozenset[str] = frozenset()) -> list[bool]:
         """For each value whether what becomes of it is ``wanted``, or read by some operations."""
@@ -84,48 +84,9 @@ class Uses:
         )
 
     @functools.cached_property
-    def normalised(self) -> list[bool]:
-        """For each value whether several operations read it, and it, or its square and the like,
-        is reduced."""
-        return self._norms[0]
-
-    @functools.cached_property
-    def normalised_by_rows(self) -> list[bool]:
-        """The same, where all that it is reduced to are rows."""
-        return self._norms[1]
-
-    @functools.cached_property
-    def _norms(self) -> tuple[list[bool], list[bool]]:
-        count = len(self.program.sizes)
-        reduced, read, readers = [False] * count, [False] * count, [0] * count
-        otherwise = [False] * count  # reduced, and not by rows
-        for operation in reversed(self.program.operations):
-            alone = len(set(operation.inputs)) == 1 and operation.fused
-            is_reduced = self.reduces(operation) or (
-                alone and all(reduced[value] and not read[value] for value in operation.outputs)
-            )
-            for value in set(operation.inputs):
-                (reduced if is_reduced else read)[value] = True
-                readers[value] += 1
-                if self.reduces(operation):
-                    otherwise[value] |= not is_of_rows(self.program, operation)
-                elif is_reduced:
-                    otherwise[value] |= any(otherwise[made] for made in operation.outputs)
-        found = [a and b > 1 for a, b in zip(reduced, readers, strict=True)]
-        for shown, view in views_of(self.program):
-            found[shown] |= found[view]
-            otherwise[shown] |= otherwise[view]
-        by_rows = [a and not b for a, b in zip(found, otherwise, strict=True)]
-        return found, by_rows
-
-    @functools.cached_property
-    def summed_by_rows(self) -> list[bool]:
-        """For each value whether sums over its last axes are taken of it as it is."""
-        found = [False] * len(self.program.sizes)
-        for operation in self.program.operations:
-            if operation.name == "reduce_sum":
-                found[operation.inputs[0]] |= is_of_rows(self.program, operation)
-        return found
+    def norms(self) -> Norms:
+        """Which values are normalised."""
+        return find_norms(self.program, self.reduces)
 
     @functools.cached_property
     def for_contractions(self) -> list[bool]:
