@@ -223,8 +223,11 @@ def main():
     tuned = set(kinds[::2])
     shares = fitted([one for one in known if one.kind in tuned])
     rows = []
+    errors: dict[str, list[float]] = {"held out": [], "fitted": []}
     for one in known:
-        predicted = one.predicted(shares)
+        predicted, part = one.predicted(shares), "fitted" if one.kind in tuned else "held out"
+        error = predicted / one.measured - 1
+        errors[part].append(error)
         row = one.row
         rows.append(
             {
@@ -234,21 +237,15 @@ def main():
                 "batch": int(row["global_batch"]) // microbatches(row),
                 "measured ms": round(1e3 * one.measured, 1),
                 "jaxmem ms": round(1e3 * predicted, 1),
-                "error": f"{predicted / one.measured - 1:+.0%}",
-                "set": "fitted" if one.kind in tuned else "held out",
+                "error": f"{error:+.0%}",
+                "set": part,
                 "source": row["source_title"],
             }
         )
-    errors = {
-        name: summary([one.predicted(shares) / one.measured - 1 for one in part])
-        for name, part in (
-            ("held out", [one for one in known if one.kind not in tuned]),
-            ("fitted", [one for one in known if one.kind in tuned]),
-        )
-        if part
-    }
     found = ", ".join(f"{name} {getattr(shares, name):.2f}" for name in FREE)
-    note = f"Shares: {found}. " + "; ".join(f"{name}: {text}" for name, text in errors.items())
+    note = f"Shares: {found}. " + "; ".join(
+        f"{name}: {summary(part)}" for name, part in errors.items() if part
+    )
     by_gpu = ", ".join(f"{name} {error:.0%}" for name, error in errors_by_gpu(rows).items())
     note += f". Median errors by GPU: {by_gpu}"
     record("Predicted throughput beside published figures", rows, note + ".")

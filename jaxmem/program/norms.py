@@ -38,12 +38,13 @@ def find_norms(program: Any, reduces: Callable[[Any], bool]) -> Norms:
         made, operands = operation.outputs, set(operation.inputs)
         is_alone = len(operands) == 1 and operation.fused
         is_reduction = reduces(operation)
+        of_rows = is_reduction and is_of_rows(program, operation)
         of_reduced = is_alone and all(reduced[value] and not read[value] for value in made)
         for value in operands:
             readers[value] += 1
             if is_reduction:
-                otherwise[value] |= not is_of_rows(program, operation)
-                summed[value] |= operation.name == "reduce_sum" and is_of_rows(program, operation)
+                otherwise[value] |= not of_rows
+                summed[value] |= of_rows and operation.name == "reduce_sum"
             elif of_reduced:
                 otherwise[value] |= any(otherwise[one] for one in made)
             (reduced if is_reduction or of_reduced else read)[value] = True

@@ -7,7 +7,7 @@ of what is between two of them.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxmem.program.readers import SMALL, dtype_of, is_view, reads_few_elements
@@ -46,19 +46,11 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float64": 8, "complex64": 8, "complex128
 
 
 class Repeats:
-    """The values of a program (`Program`) that are expensive to compute again; ``reduces`` says of
-    an operation whether it makes little of much, ``read_for`` of a value what matmuls read for it,
-    ``wanted`` whether it is in memory in any case."""
+    """The values of a program (`Program`) that are expensive to compute again."""
 
-    def __init__(
-        self,
-        program: Any,
-        reduces: Callable[[Any], bool],
-        read_for: Sequence[int],
-        wanted: Sequence[bool],
-    ):
-        self.program, self.reduces, self.cycles = program, reduces, program.rules.cycles
-        self.uses = Uses(program, reduces, read_for, wanted)
+    def __init__(self, uses: Uses):
+        program = self.program = uses.program
+        self.uses, self.reduces, self.cycles = uses, uses.reduces, program.rules.cycles
         count = len(program.sizes)
         # For each value the expensive operations that it is made of, by their results, as far as
         # they are computed for it: the cycles of one element. And what may be kept to shorten that.
@@ -146,9 +138,8 @@ class Repeats:
                 shortcuts.append(shortcut)
         if own:
             cycles[result] = own
-        shortcuts.sort(key=self._cycles_per_element)
-        if is_normalised:
-            shortcuts = []  # several kernels read it: what is on the way to it helps none
+        # Where several kernels read the result, what is on the way to it helps none.
+        shortcuts = [] if is_normalised else sorted(shortcuts, key=self._cycles_per_element)
         while shortcuts and sum(cycles.values()) > expensive:
             yield (shortcut := shortcuts.pop())
             for part in self.made_of[shortcut]:

@@ -15,6 +15,7 @@ from jaxmem.program.readers import (
     views_of,
 )
 from jaxmem.program.repeats import Repeats
+from jaxmem.program.uses import Uses
 from jaxmem.program.written_gathers import written_gathers
 
 # A fused value that several kernels read is computed in each of them, unless that takes more than
@@ -73,7 +74,8 @@ def stored_values(
     under: list[frozenset[int]] = [frozenset()] * count
     for_each: list[frozenset[int]] = [frozenset()] * count  # what one element of it is made of
     length = [0] * count
-    repeats = Repeats(program, reduces, in_matmuls, wanted)
+    uses = Uses(program, reduces, in_matmuls, wanted)
+    repeats = Repeats(uses)
     # What a program is given is read along the way; an operation's own is given values of another.
     given = 0 if program.differentiated == frozenset() else program.input_count
     expensive: set[int] = set()
@@ -84,7 +86,7 @@ def stored_values(
         large) is not. And whether a sum is read by more than two kernels: two read its summands as
         fast as it is written and read. So do the norm of its rows, in blocks, and its
         derivative."""
-        several, uses = len(sources) > 1 and sum(sources) >= sizes[value], repeats.uses
+        several = len(sources) > 1 and sum(sources) >= sizes[value]
         if name in SUMS:
             return several and uses.kernel_counts[value] > 2
         return several and not (rules.blocks_of_rows and uses.norms.by_rows[value])

@@ -6,15 +6,13 @@ import re
 from collections.abc import Mapping
 
 from jaxmem.reports.xla.attention import attention_of, is_attention
-from jaxmem.reports.xla.hlo import SHAPE, Lines, operands_of, operation_of
+from jaxmem.reports.xla.hlo import LABELS, SHAPE, Lines, operands_of, operation_of, window_of
 from jaxmem.reports.xla.rows import TableRows, rows_of
 from jaxmem.reports.xla.traffic import traffic
 from jaxmem.reports.xla.work import Work, contractions
 
 _PRECISION = re.compile(r"operand_precision=\{([\w,]*)\}|\"operand_precision\":\[([\w\",]*)\]")
 _ALGORITHM = re.compile(r"algorithm=dot_(\w+)|\"algorithm\":\"ALG_DOT_(\w+)\"")
-_LABELS = re.compile(r"dim_labels=(\w+)_")
-_WINDOW = re.compile(r"window=\{size=([\dx]+)")
 _ORDER = ("default", "high", "highest")
 # HLO's names of the types that are multiplied, and of its algorithms, as `Target` takes them.
 _DTYPES = {
@@ -92,7 +90,7 @@ def _contraction(line: str, computation: Lines, work: Work) -> CompiledContracti
         rows = max(result // columns, 1)
     found = CompiledContraction(kind, dtype, _precision(line), rows, columns, depth, batch)
     if kind == "convolution":
-        labels = _LABELS.search(line)
+        labels = LABELS.search(line)
         last = labels is None or labels[1].endswith("f")
         found = dataclasses.replace(found, window=_window(line), channels_last=last)
     return found
@@ -100,9 +98,11 @@ def _contraction(line: str, computation: Lines, work: Work) -> CompiledContracti
 
 def _window(line: str) -> tuple[int, ...]:
     """Of a convolution of all channels, along all elements."""
-    found = _WINDOW.search(line)
-    apart = "stride=" in line or "_dilate=" in line or "feature_group_count=" in line
-    return () if found is None or apart else tuple(map(int, found[1].split("x")))
+    window = window_of(line)
+    apart = not {"stride", "lhs_dilate", "rhs_dilate"}.isdisjoint(window)
+    if apart or "size" not in window or "feature_group_count=" in line:
+        return ()
+    return tuple(map(int, window["size"].split("x")))
 
 
 def _scores(line: str, computation: Lines) -> CompiledContraction:

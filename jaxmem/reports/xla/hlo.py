@@ -23,10 +23,30 @@ CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 INDEX = re.compile(r"\bindex=(\d+)")  # of a tuple's element
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
+LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")  # of a convolution
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_FIELD = re.compile(r"(\w+)=(\S+)")
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
 _PARENTHESIS = re.compile("[()]")
 _ELEMENT = re.compile(r"%([\w.\-]+)((?:#\d+)+)")
 _BITS = re.compile(r"[a-z]+(\d+)")
+
+
+def numbers_of(text: str) -> list[int]:
+    """Those of a list such as ``"8,128"``."""
+    return [int(one) for one in text.split(",") if one]
+
+
+def dimensions_of(line: str) -> list[int]:
+    """Dimensions of a result; of a tuple's first element."""
+    shape = SHAPE.search(line)
+    return numbers_of(shape[2]) if shape else []
+
+
+def window_of(line: str) -> dict[str, str]:
+    """The fields of a convolution's window: ``{"size": "3x3", "stride": "2x2"}``."""
+    found = _WINDOW.search(line)
+    return dict(_FIELD.findall(found[1])) if found else {}
 
 
 def entry_of(hlo: str) -> str:

@@ -5,9 +5,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxmem.reports.xla.hlo import CALLED, SHAPE, Lines, operands_of, operation_of, result_bytes
+from jaxmem.reports.xla.hlo import (
+    CALLED,
+    Lines,
+    dimensions_of,
+    numbers_of,
+    operands_of,
+    operation_of,
+    result_bytes,
+)
 
-_LISTS = re.compile(r"(slice_sizes|update_window_dims|inserted_window_dims)=\{([\d,]*)\}")
+_LISTS = re.compile(r"(slice_sizes|update_window_dims)=\{([\d,]*)\}")
 _ORDER = re.compile(r"\]\{([\d,]+)")
 
 
@@ -34,14 +42,13 @@ def rows_of(
         if operation not in ("gather", "scatter"):
             continue
         operands = [computation.get(name, "") for name in operands_of(one)]
-        found, sizes = dict(_LISTS.findall(one)), _lengths(operands[0])
+        found, sizes = dict(_LISTS.findall(one)), dimensions_of(operands[0])
         if operation == "gather":
-            window, moved = _numbers(found.get("slice_sizes", "")), result_bytes(one)
+            window, moved = numbers_of(found.get("slice_sizes", "")), result_bytes(one)
         else:
-            updates = _lengths(operands[-1])
-            kept = [updates[at] for at in _numbers(found.get("update_window_dims", ""))]
-            inserted = _numbers(found.get("inserted_window_dims", ""))
-            window = [1 if at in inserted else kept.pop(0) for at in range(len(sizes)) if kept]
+            updates = dimensions_of(operands[-1])
+            # (XLA simplifies scatters first: a window has all axes of the table.)
+            window = [updates[at] for at in numbers_of(found.get("update_window_dims", ""))]
             moved = 2 * result_bytes(operands[-1])
         whole = result_bytes(operands[0])
         elements = math.prod(sizes)
@@ -53,19 +60,10 @@ def rows_of(
 def _together(window: list[int], sizes: list[int], line: str) -> int:
     """How many elements of a window follow each other in memory."""
     order = _ORDER.search(line)
-    axes = _numbers(order[1]) if order else range(len(sizes))[::-1]
+    axes = numbers_of(order[1]) if order else range(len(sizes))[::-1]
     found = 1
     for axis in axes:
         found *= window[axis]
         if window[axis] < sizes[axis]:
             break
     return found
-
-
-def _lengths(line: str) -> list[int]:
-    found = SHAPE.search(line)
-    return _numbers(found[2]) if found else []
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",") if one]

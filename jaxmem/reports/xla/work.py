@@ -15,21 +15,20 @@ from jaxmem.reports.xla.attention import attention_of
 from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.hlo import (
     CALLED,
-    SHAPE,
+    LABELS,
     TARGET,
     Lines,
+    dimensions_of,
     operands_of,
     operation_of,
+    window_of,
 )
 from jaxmem.reports.xla.run import sum_over_execution
 from jaxmem.targets import computed_by
 
 _CONTRACTIONS = ("dot", "convolution", "custom-call")
-_WINDOW = re.compile(r"window=\{([^}]*)\}")
-_FIELD = re.compile(r"(\w+)=(\S+)")
 _ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"(\d+)"')
 _COMPLEX = re.compile(r"\(?c\d+\[")
-_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,19 +120,19 @@ def _work_of(line: str, computation: Lines) -> Work:
 def _dot_flops(line: str, computation: Lines, contracted: str) -> int:
     match = re.search(contracted, line)
     axes = re.findall(r"\d+", match[1]) if match else []
-    lhs = _dimensions(computation[operands_of(line)[0]])
+    lhs = dimensions_of(computation[operands_of(line)[0]])
     parts = 4 if _COMPLEX.match(line) else 1
-    return 2 * parts * math.prod(_dimensions(line)) * math.prod(lhs[int(axis)] for axis in axes)
+    return 2 * parts * math.prod(dimensions_of(line)) * math.prod(lhs[int(axis)] for axis in axes)
 
 
 def _convolution_flops(line: str, computation: Lines, kind: str = "") -> int:
     """Taps per output feature times outputs of the forward convolution, whichever of its three
     forms this is: labels are always those of the forward one."""
-    labels = _LABELS.search(line)
+    labels = LABELS.search(line)
     if labels is None:
         raise JaxmemError(f"A convolution without dim_labels in the HLO: {line[:200]}")
-    operands = [_dimensions(computation[name]) for name in operands_of(line)[:2]]
-    result = _dimensions(line)
+    operands = [dimensions_of(computation[name]) for name in operands_of(line)[:2]]
+    result = dimensions_of(line)
     if kind == "gradient of the input":
         output, kernel = operands
     elif kind == "gradient of the kernel":
@@ -153,8 +152,7 @@ def _pairs(
     result, or each element of the operand where those are fewer, as in a derivative. A batched
     matmul, which some compilers make a convolution with strides over elements that lie apart, has
     only the taps that fall on one: hardly any does."""
-    text = _WINDOW.search(line)
-    window = dict(_FIELD.findall(text[1])) if text else {}
+    window = window_of(line)
     spatial = [at for at, label in enumerate(labels[3]) if label.isdecimal()]
     products = math.prod(result[at] for at in range(len(result)) if at not in spatial)
     products *= kernel[labels[2].index("i")]
@@ -178,9 +176,3 @@ def _pairs(
         last = (elements - 1) * between
         products *= int(np.sum((found >= 0) & (found <= last) & (found % between == 0)))
     return products
-
-
-def _dimensions(line: str) -> list[int]:
-    """Dimensions of a result; of a tuple's first element."""
-    shape = SHAPE.search(line)
-    return [int(size) for size in shape[2].split(",") if size] if shape else []
