@@ -519,13 +519,18 @@ def test_no_more_is_kept_than_is_planned_of_loops(data):
     assert kept.total <= sum(a.nbytes + saved(part) for part in parts)
 
 
-def test_what_a_nested_region_returns_as_it_is_counts_once():
-    """A saved value comes out of a region twice: as a result, and for the backward pass."""
-    fun = build([("sin", -1, 0), ("sin", -1, 0), ("statistics", -1, 0)])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_nested_region_returns_as_it_is_counts_once(depth):
+    """A saved value comes out of a region twice, as a result and for the backward pass, and so it
+    does where the region in it saves and returns it too."""
+    fun = build([("sin", -1, 0), ("matmul", -1, 0), ("statistics", -1, 0)])
     program = read_program(trace(fun))
     count = len(program.kernels)
-    (saved,) = program.kernels[2].results
-    regions = (Region(0, count, (saved,), (Region(0, count - 1),)),)
+    (saved,) = program.kernels[1].results
+    regions: tuple[Region, ...] = (Region(0, 2, (saved,)), Region(2, 4))
+    if depth == 2:
+        regions = (Region(0, count - 1, (saved,), regions),)
+    regions = (Region(0, count, (saved,), regions),)
     plan = Plan("random", program.fingerprint, regions, (), Predicted(0, 0, program.flops, 0))
     kept = jaxmem.residuals(lambda *args: plan.apply(fun)(*args)[0], *arguments())
     assert kept.total == program.sizes[saved] == 128

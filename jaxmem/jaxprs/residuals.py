@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from jaxmem.jaxprs.placement import HOST, memory_space
 from jaxmem.jaxprs.sources import names_of, traceback_of
 
 if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
+    from jax.extend.core import Jaxpr, JaxprEqn
 
 _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "transpose"})
 
@@ -221,15 +222,21 @@ def _forwarded_operand(equation: JaxprEqn, variable: Any) -> Any:
         return equation.invars[equation.outvars.index(variable)]
     if is_region(equation) or equation.primitive.name in ("jit", "pjit"):
         (inner,) = inner_jaxprs(equation)
+        results = _original_results(inner)
         at = equation.outvars.index(variable)
-        result = inner.outvars[at]
-        if isinstance(result, internals.Literal):
+        if isinstance(results[at], internals.Literal):
             return None
-        if result in inner.invars:
-            return equation.invars[inner.invars.index(result)]
-        first = inner.outvars.index(result)
+        if results[at] in inner.invars:
+            return equation.invars[inner.invars.index(results[at])]
+        first = results.index(results[at])
         return equation.outvars[first] if first < at else None
     return None
+
+
+@functools.lru_cache(maxsize=64)  # asked once for each result of a region
+def _original_results(jaxpr: Jaxpr) -> tuple[Any, ...]:
+    made = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+    return tuple(original(made, variable) for variable in jaxpr.outvars)
 
 
 def _rounds(equation: JaxprEqn) -> bool:
