@@ -625,7 +625,7 @@ def test_a_plan_says_what_xla_keeps_in_host_memory():
         return jnp.sum(part(jnp.tanh(x) * x, weights[8:]) ** 2)
 
     args = [jax.ShapeDtypeStruct(s, "float32") for s in [(16, 16384, 16384), (8192, 16384)]]
-    plan = jaxmem.plan(loss, *args, budget="53.25GiB", target="h100", offload=True)
+    plan = jaxmem.plan(loss, *args, budget="54GiB", target="h100", offload=True)
     step = jax.jit(jax.value_and_grad(plan.apply(loss)), compiler_options=plan.compiler_options)
     kept = jaxmem.memory(step, *args, target="h100").host
     assert 0 < plan.predicted.host_peak < plan.host_peak == kept

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable
 
+from jaxmem.program.float32 import in_float32, kept_in_float32
 from jaxmem.program.opaque import ForwardBackwardBytes, JointProgram
 from jaxmem.program.operations import Operation, Program
 from jaxmem.program.readers import gathers_repeatedly
@@ -57,6 +58,8 @@ def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
         body = operation.body and apply_compiler_rules(operation.body, rules)
         operations.append(dataclasses.replace(operation, body=body))
     found = dataclasses.replace(program, operations=tuple(operations), rules=rules)
+    if rules.keeps_float32 and any(kind.startswith("bfloat16") for kind in program.types):
+        found = in_float32(found, kept_in_float32(found))
     if rules.tile is None and not others:
         return found
     never_minor = _never_minor_axes(program)
@@ -71,8 +74,8 @@ def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
 
     return dataclasses.replace(
         found,
-        sizes=sizes(program.types, program.sizes, False),
-        whole_sizes=sizes(program.whole_types, program.whole_sizes, True),
+        sizes=sizes(found.types, found.sizes, False),
+        whole_sizes=sizes(found.whole_types, found.whole_sizes, True),
     )
 
 

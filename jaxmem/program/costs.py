@@ -243,8 +243,13 @@ def overlaps(equation) -> bool:
     """Whether the windows of a pooling overlap."""
     if not equation.primitive.name.startswith("reduce_window"):
         return False
-    windows, strides = (equation.params[f"window_{name}"] for name in ("dimensions", "strides"))
-    return any(length > stride for length, stride in zip(windows, strides, strict=True))
+    windows, dilations, strides = (
+        equation.params[f"window_{name}"] for name in ("dimensions", "dilation", "strides")
+    )
+    return any(
+        (length - 1) * dilation >= stride
+        for length, dilation, stride in zip(windows, dilations, strides, strict=True)
+    )
 
 
 def slides(equation) -> frozenset[int]:

@@ -1,10 +1,12 @@
-"""Where bfloat16 is float32: on a device that has no units for it."""
+"""Where bfloat16 is float32: on a device that has no units for it, or for matmuls alone."""
 
 import dataclasses
 from collections.abc import Set
 from typing import Any
 
 from jaxmem.program.costs import CONTRACTIONS
+from jaxmem.program.in_memory import InMemory
+from jaxmem.program.readers import is_matmul, read_by_contractions, readers_of
 
 
 def computed_in_float32(program: Any) -> Any:
@@ -19,6 +21,25 @@ def computed_in_float32(program: Any) -> Any:
             operation = dataclasses.replace(operation, body=operation.body.widened)
         operations.append(operation)
     return dataclasses.replace(program, operations=tuple(operations))
+
+
+def kept_in_float32(program: Any) -> set[int]:
+    """The values that are in memory because they are expensive to compute again, as they are before
+    they are rounded: those that no matmul reads, and none makes with its result."""
+    memory, readers, read = InMemory(program), readers_of(program), read_by_contractions(program)
+
+    def is_made_by_matmul(value: int) -> bool:
+        while readers[value] < 2 or value in memory.expensive:
+            operation = program.operations[memory.maker[value]]
+            if is_matmul(operation):
+                return True
+            if not operation.fused or len(operation.inputs) != 1 or operation.inputs[0] < given:
+                return False
+            (value,) = operation.inputs
+        return False
+
+    given = program.input_count
+    return {v for v in memory.expensive if not read[v] and not is_made_by_matmul(v)}
 
 
 def in_float32(program: Any, values: Set[int]) -> Any:

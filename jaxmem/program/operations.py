@@ -84,6 +84,7 @@ class Source:
         calls: the primitives inside of a call that is fused.
         merged: whether it stands there several times.
         derivative_calls: the primitives by which its own rule makes what its derivative reads.
+        operand_reads: how many of XLA's operations read what it is of.
     """
 
     path: str = ""
@@ -91,6 +92,7 @@ class Source:
     calls: tuple[str, ...] = ()
     merged: bool = False
     derivative_calls: tuple[str, ...] = ()
+    operand_reads: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

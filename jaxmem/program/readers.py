@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxmem.program.costs import CONTRACTIONS
+
 # Times smaller than a result: next to nothing beside it, in memory or not. Chosen
 # (benchmarks/planner/sensitivity.py).
 SMALL = 16
@@ -91,6 +93,18 @@ def views_of(program: Any) -> Iterator[tuple[int, int]]:
     for operation in reversed(program.operations):
         if is_view(operation):
             yield operation.inputs[0], operation.outputs[0]
+
+
+def read_by_contractions(program: Any) -> list[bool]:
+    """For each value whether a matmul or a convolution reads it."""
+    read = [False] * len(program.sizes)
+    for operation in program.operations:
+        if operation.name in CONTRACTIONS:
+            for value in operation.inputs:
+                read[value] = True
+    for shown, view in views_of(program):
+        read[shown] |= read[view]
+    return read
 
 
 def concatenations(program: Any) -> Iterator[int]:

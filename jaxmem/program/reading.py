@@ -32,6 +32,7 @@ from jaxmem.program.costs import (
     slides,
 )
 from jaxmem.program.custom_rules import by_rule, read_by_rule
+from jaxmem.program.expansions import operand_reads
 from jaxmem.program.kept_bytes import bytes_alike
 from jaxmem.program.opaque import JointProgram, peak
 from jaxmem.program.operations import Communication, Contraction, Operation, Program, Source
@@ -89,6 +90,7 @@ def read_program(
                     calls(step.equation),
                     not flat.merged.isdisjoint(step.outputs),
                     by_rule(step).computed,
+                    operand_reads(step.equation),
                 ),
                 interior.body,
                 step.equation.params["length"] if step.primitive == "scan" else 1,

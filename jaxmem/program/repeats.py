@@ -7,10 +7,17 @@ of what is between two of them.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxmem.program.readers import SMALL, dtype_of, is_view, reads_few_elements
+from jaxmem.program.readers import (
+    CUTS,
+    SMALL,
+    dtype_of,
+    is_view,
+    reads_few_elements,
+    shape_of,
+)
 from jaxmem.program.uses import Uses, adds_axes
 
 # Times as long as it takes to move an array: computing longer than that and than it takes to start
@@ -37,6 +44,12 @@ _EXPENSIVE_IN_NORM = 2.4
 # other (tests/test_gates.py).
 _EXPENSIVE_IN_GATE = 5.3
 _EXPENSIVE_IN_GATE_OF_SLICES = 3.7
+# Arrays as large as a value that its readers move beside what it is made of: for the forward pass
+# one is read and one written, for the backward pass one more is read, and one again. Derived.
+_MOVED_BY_READERS = (2, 4)
+# How much of the shorter of computing and moving is not hidden by the longer. Derived: as XLA
+# counts (gpu_performance_model_base.h).
+_NOT_HIDDEN = 0.05
 # Values that are looked at for what a kernel reads with one. Derived: no kernel has more operations
 # (`kernels._CHAIN`).
 _LOOK_AHEAD = 64
@@ -58,6 +71,8 @@ class Repeats:
         self.shortcut: list[int | None] = [None] * count
         self.view_source = list(range(count))
         self.is_row, self.is_normalised = [False] * count, [False] * count
+        # For each value the bytes that are read through views to compute it.
+        self.viewed = [0] * count
         # Values that are expensive, and so in memory.
         self.written: set[int] = set()
         # For each value the wide ones in memory that it is computed of.
@@ -81,6 +96,7 @@ class Repeats:
             normalised |= any(self.is_normalised[v] for v in fresh)
             self.is_normalised[result] = operation.fused and normalised
             self.is_row[result] = self.reduces(operation) or (row and not normalised)
+            self.viewed[result] = self._bytes_through_views(operation, wide, stored)
             if is_view(operation) or adds_axes(self.program, operation):
                 (value,) = operation.inputs
                 self.view_source[result] = self.view_source[value]
@@ -144,7 +160,10 @@ class Repeats:
             yield (shortcut := shortcuts.pop())
             for part in self.made_of[shortcut]:
                 cycles.pop(part, None)
-        if (total := sum(cycles.values())) + derivative_cycles > expensive:
+        total = sum(cycles.values())
+        reads_again = not (is_normalised or self.uses.normalised_later[result])
+        reads_again = reads_again and self._is_faster_written(result, total)
+        if total + derivative_cycles > expensive or reads_again:
             if self._may_be_materialized(result):
                 yield result
                 cycles = {}
@@ -152,6 +171,49 @@ class Repeats:
                 cycles = {result: total}  # what it is made of in turn does not matter any more
         self.made_of[result] = cycles
         self.shortcut[result] = shortcuts[-1] if shortcuts else None
+
+    def _bytes_through_views(
+        self, operation: Any, operands: Iterable[int], stored: Sequence[bool]
+    ) -> int:
+        """The bytes that a kernel reads for an operation through views. XLA has the results of
+        matmuls with two axes, or three, and all others are views of them. It counts what one kernel
+        reads of an array element by element once, but for each operation that reads a view."""
+        sizes, (result, *_) = self.program.sizes, operation.outputs
+        found = 0
+        for value in operands:
+            source = self.view_source[value]
+            bytes_read = self.viewed[value]
+            if stored[source]:
+                is_read = not is_view(operation) and self._is_view_of(value, source)
+                bytes_read = sizes[source] if is_read else 0
+            if operation.name in CUTS:
+                bytes_read = bytes_read * sizes[result] // max(sizes[value], 1)
+            found += bytes_read
+        return found * operation.source.operand_reads
+
+    def _is_view_of(self, value: int, matmul_result: int) -> bool:
+        axes = self.uses.matmul_axes.get(matmul_result)
+        return axes is not None and len(shape_of(self.program, value)) > axes
+
+    def _is_faster_written(self, result: int, cycles: int) -> bool:
+        """Whether it takes less time to write a value and to read it twice than to compute it
+        again, for what is read through views meanwhile. (Where computing takes longer than reading,
+        or what reads the value does, cycles decide. Of masks, a quarter as large, nothing is
+        known.)"""
+        size, dtype = self.program.sizes[result], dtype_of(self.program, result)
+        if not (read := self.viewed[result]) or dtype == "bool":
+            return False
+        wide = self.program.rules.keeps_float32 and dtype == "bfloat16"
+        kept = 2 * size if wide else size
+        per_cycle = size / (_BYTES.get(dtype, 4) * self.cycles.per_byte)
+        readers = self.uses.fused_readers[result]
+        later = max((self._cycles_of(reader, result) for reader in readers), default=0)
+        if max(cycles, later) * per_cycle > read + kept:
+            return False
+        beside = [size * arrays for arrays in _MOVED_BY_READERS]
+        again = sum(_longer(moved + read, cycles * per_cycle) for moved in beside)
+        once = _longer(read + kept, cycles * per_cycle) + sum(moved + kept for moved in beside)
+        return again > once
 
     def _fused_operand_count(self, result: int, stored: Sequence[bool]) -> int:
         """How many arrays in memory a kernel reads beside one, of which a value is computed, and
@@ -190,7 +252,8 @@ class Repeats:
 
     def _cycles(self, result: int, names: Sequence[str]) -> int:
         """Of operations that make a value, or are made for it."""
-        if dtype_of(self.program, result) == "bfloat16":
+        native = not self.program.rules.keeps_float32
+        if native and dtype_of(self.program, result) == "bfloat16":
             names = [name for name in names if name not in _IN_BFLOAT16]
         return sum(self._expensive.get(name, 0) for name in names)
 
@@ -208,3 +271,8 @@ class Repeats:
     @functools.cached_property
     def _expensive(self) -> dict[str, int]:
         return dict(self.cycles.dear)
+
+
+def _longer(moved: float, computed: float) -> float:
+    """The time of a kernel that moves and computes, in bytes that are moved meanwhile."""
+    return max(moved, computed) + _NOT_HIDDEN * min(moved, computed)

@@ -6,7 +6,16 @@ from typing import Any
 
 from jaxmem.program.costs import CONTRACTIONS
 from jaxmem.program.norms import Norms, find_norms
-from jaxmem.program.readers import CUTS, SMALL, is_view, readers_of, reads_few_elements, views_of
+from jaxmem.program.readers import (
+    CUTS,
+    SMALL,
+    is_matmul,
+    is_view,
+    read_by_contractions,
+    readers_of,
+    reads_few_elements,
+    views_of,
+)
 
 _CONCATENATES = frozenset({"concatenate", "pad"})
 # What a value is made of is told apart up to so many arrays, the last ones. Chosen: it bounds the
@@ -91,14 +100,18 @@ class Uses:
     @functools.cached_property
     def for_contractions(self) -> list[bool]:
         """For each value whether a matmul or a convolution reads it."""
-        read = [False] * len(self.program.sizes)
-        for operation in self.program.operations:
-            if operation.name in CONTRACTIONS:
-                for value in operation.inputs:
-                    read[value] = True
-        for shown, view in views_of(self.program):
-            read[shown] |= read[view]
-        return read
+        return read_by_contractions(self.program)
+
+    @functools.cached_property
+    def matmul_axes(self) -> dict[int, int]:
+        """The results of matmuls, and how many axes XLA makes each with; of those that it computes
+        in float32 and rounds none, which are written as they are."""
+        return {
+            value: 3 if operation.contraction.batched else 2
+            for operation in self.program.operations
+            if is_matmul(operation) and not operation.widened
+            for value in operation.outputs
+        }
 
     @functools.cached_property
     def fused_readers(self) -> list[list[Any]]:

@@ -16,7 +16,7 @@ from jaxmem.targets.links import Links
 from jaxmem.targets.peaks import Peaks
 from jaxmem.targets.shares import AchievableShares
 
-_FORMAT = "jaxmem calibration 1"
+_FORMAT = "jaxmem calibration 2"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """How fast a device multiplies matrices, by what their operands are and how exact it has to be."""
 
 import dataclasses
-import re
+
+import jax.numpy as jnp
 
 _OF_BITS = {  # what the names of dtypes begin with
     "float8": "float8",
@@ -38,10 +39,14 @@ class Peaks:
         return found or self.float32
 
 
-def dtype_bytes(dtype) -> int:
-    """Of an element of a dtype, or of its name."""
-    found = re.search(r"\d+", str(dtype))
-    return max(int(found[0]) // 8, 1) if found else 4
+def product_bytes(dtype) -> float:
+    """Bytes of an element of a dtype, or of its name, for each real product that it is in; of what
+    is no dtype (a kernel of others' own), those of float32."""
+    try:
+        kind = jnp.dtype(dtype or "float32")
+    except TypeError:
+        return 4.0
+    return kind.itemsize / (4 if kind.kind == "c" else 1)
 
 
 def passes_of(precision: str) -> tuple[str, int]:

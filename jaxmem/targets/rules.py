@@ -78,6 +78,8 @@ class Rules:
             are padded to; None: arrays are as long as they are.
         picks_poolings: whether a derivative of poolings made of slices is fused.
         widens_bfloat16: whether bfloat16 is computed in float32.
+        keeps_float32: whether bfloat16 is computed in float32 by all but matmuls, and what is
+            written because it is expensive to compute again is so before it is rounded.
         row_major: whether what a scan keeps had better lie row by row. Who reads it may ask for
             another layout, of the layers' axis too, and XLA then makes a copy of the whole stack
             between the passes (plans of attention compiled to 1.4 times their bytes).
@@ -107,6 +109,7 @@ class Rules:
     tile: tuple[int, int] | None = None
     picks_poolings: bool = True
     widens_bfloat16: bool = False
+    keeps_float32: bool = False
     row_major: bool = True
     hosts_in_regions: bool = True
     library: tuple[tuple[str, ...], int] = ((), 0)

@@ -16,6 +16,8 @@ from jaxmem.reports.xla.hlo import (
 )
 
 _LISTS = re.compile(r"(slice_sizes|update_window_dims)=\{([\d,]*)\}")
+# Of each row its own elements, which are beside one another.
+_BATCHED = re.compile(r"operand_batching_dims=\{\d|input_batching_dims=\{\d")
 _ORDER = re.compile(r"\]\{([\d,]+)")
 
 
@@ -52,13 +54,15 @@ def rows_of(
             moved = 2 * result_bytes(operands[-1])
         whole = result_bytes(operands[0])
         elements = math.prod(sizes)
-        if len(window) == len(sizes) and elements:
-            itemsize = whole / elements
-            yield TableRows(whole, moved, round(itemsize * _together(window, sizes, operands[0])))
+        if len(window) == len(sizes) and elements and not _BATCHED.search(one):
+            piece = _together(window, sizes, operands[0])
+            yield TableRows(whole, moved, round(whole / elements * piece))
 
 
 def _together(window: list[int], sizes: list[int], line: str) -> int:
-    """How many elements of a window follow each other in memory."""
+    """How many elements of a window follow each other in memory. Where it has elements of several
+    rows, as of columns, those of other windows are beside them and are read with them: all of it.
+    """
     order = _ORDER.search(line)
     axes = numbers_of(order[1]) if order else range(len(sizes))[::-1]
     found = 1
@@ -66,4 +70,5 @@ def _together(window: list[int], sizes: list[int], line: str) -> int:
         found *= window[axis]
         if window[axis] < sizes[axis]:
             break
-    return found
+    whole = math.prod(window)
+    return whole if whole > found else found

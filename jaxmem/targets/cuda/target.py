@@ -13,7 +13,7 @@ from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cuda.cycles import LAUNCH, dear_operations
 from jaxmem.targets.cuda.splitting import Splitting
 from jaxmem.targets.links import Links
-from jaxmem.targets.peaks import Peaks, dtype_bytes
+from jaxmem.targets.peaks import Peaks, product_bytes
 from jaxmem.targets.rules import Cycles, ElementRules, Rules
 
 # What a CUDA context, its kernels and cuDNN take before the first array. Measured by others: about
@@ -32,8 +32,9 @@ _CACHE_BYTES = 64
 # Bytes that are read of memory at once. Derived (NVIDIA, CUDA C++ Best Practices Guide, 10.2.1).
 _SECTOR = 32
 # Of the products of a convolution of 3 by 3, those that the fastest algorithm computes. Derived:
-# Lavin and Gray 2016 have 16 in place of 36. Libraries have it where there are no units for
-# matrices.
+# Lavin and Gray 2016 have 16 in place of 36. Libraries have it for float32 and float16, where units
+# for matrices are no faster: published times of an RTX 3090, whose TF32 is as fast as its float32,
+# are nearer with it.
 _FEWER_PRODUCTS = 16 / 36
 # Units for matrices read channels last: a library turns what is in another order, and its result.
 # Derived: that reads and writes each of them once more.
@@ -109,6 +110,7 @@ class CudaTarget(Target):
         return dataclasses.replace(
             RULES,
             widens_bfloat16=not ampere,
+            keeps_float32=ampere and self.compute_capability < (9, 0),
             fuses_elements=_ELEMENTS if ampere else None,
             blocks_of_rows=ampere,
             channels_last=_channels_last(self.compute_capability),
@@ -136,7 +138,7 @@ class CudaTarget(Target):
         faster the units for matrices are beside the cache, the less of their rate is reached: of
         float16 0.8 on an RTX 3090, where a core computes 512 FLOPs in a cycle, and 0.4 on an H100,
         where it computes 3,786."""
-        read = flops * dtype_bytes(dtype) / _TILE
+        read = flops * product_bytes(dtype) / _TILE
         cycles = self.core_count * self.clock_ghz * 1e9
         return read / (self.shares.cache * _CACHE_BYTES * cycles)
 
@@ -153,7 +155,8 @@ class CudaTarget(Target):
         """As cuDNN computes it."""
         if self.flops_per_second(dtype, precision) > self.peaks.float32:
             return 1.0, 0.0 if channels_last else _TURNED
-        return _FEWER_PRODUCTS if window == (3, 3) else 1.0, 0.0
+        fewer = window == (3, 3) and str(dtype) not in ("float64", "complex64", "complex128")
+        return _FEWER_PRODUCTS if fewer else 1.0, 0.0
 
     def share_of(self, rows: int, columns: int, depth: int, batch: int = 1) -> float:
         """Tiles of 128 by 128 on as many cores as there are, in waves; a long sum is split where
