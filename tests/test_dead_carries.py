@@ -93,3 +93,23 @@ def test_effects_are_kept(capfd):
     jax.block_until_ready(jax.jit(jax.grad(plan.apply(loss)))(x))
     jax.effects_barrier()
     assert "seen 4.0" in capfd.readouterr().out
+
+
+def test_arrays_that_nothing_reads_are_in_no_projection():
+    """One that the function closes over, and one that it is called with: a batch has more than a
+    loss reads."""
+    table = jnp.ones((1024, 1024), jnp.float32)
+
+    def loss(weights, batch):
+        unused = (table * batch["ids"].sum()).sum()
+        del unused
+        return jnp.mean(jnp.tanh(batch["x"] @ weights) ** 2)
+
+    weights = jax.ShapeDtypeStruct((64, 64), "float32")
+    x, ids = (jax.ShapeDtypeStruct(shape, "float32") for shape in [(512, 64), (2048, 1024)])
+    plan = jaxmem.plan(loss, weights, {"x": x, "ids": ids}, budget="1MiB")
+    assert plan.projected_bytes < 2**20
+    given = jnp.ones((64, 64)), {"x": jnp.ones((512, 64)), "ids": jnp.ones((2048, 1024))}
+    given = jax.tree.map(lambda one: one.astype("float32") / 10, given)
+    gradient, expected = (jax.grad(fun)(*given) for fun in (plan.apply(loss), loss))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,13 @@ def traced_jaxpr(fun: Callable, leaves: Sequence[Any]) -> tuple[ClosedJaxpr, Any
     closed, shape = jax.make_jaxpr(_of_arrays(fun), return_shape=True)(*leaves)
     used = [True] * len(closed.jaxpr.outvars)
     jaxpr, _ = internals.partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
-    return closed.replace(jaxpr=jaxpr), jax.tree.structure(shape)
+    variables = itertools.chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
+    read = {one for one in variables if not isinstance(one, internals.Literal)}
+    kept = [pair for pair in zip(jaxpr.constvars, closed.consts, strict=True) if pair[0] in read]
+    jaxpr = jaxpr.replace(constvars=[variable for variable, _ in kept])
+    return closed.replace(jaxpr=jaxpr, consts=[value for _, value in kept]), jax.tree.structure(
+        shape
+    )
 
 
 def _of_arrays(fun: Callable) -> Callable:

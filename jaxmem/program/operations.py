@@ -191,8 +191,9 @@ class Program:
 
     @functools.cached_property
     def input_bytes(self) -> int:
-        """Bytes of all inputs."""
-        return sum(self.sizes[: self.input_count])
+        """Bytes of all inputs that are read: `jax.jit` drops the others."""
+        read = set(self.outputs).union(*(operation.inputs for operation in self.operations))
+        return sum(self.sizes[value] for value in read if value < self.input_count)
 
     @functools.cached_property
     def boundary_bytes(self) -> int:

@@ -52,7 +52,8 @@ def _totals(report: "MemoryReport") -> Table:
         ("constant", on_device.constant, on_host.constant),
         ("total", on_device.total, on_host.total),
     ]
-    least = {"total": 0, "constant": 1 + on_device.total // 1000}  # single numbers are constants too
+    few = 1 + on_device.total // 1000  # single numbers are constants too
+    least = {"total": 0, "constant": few}
     shown = [row for row in rows if max(map(abs, row[1:])) >= least.get(row[0], 1)]
     count = 2 if on_host.total or on_host.argument or on_host.temp else 1
     cells = [
