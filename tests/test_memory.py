@@ -62,6 +62,11 @@ def test_an_array_that_the_step_closes_over_counts_as_if_it_were_an_argument(tar
     assert (full.device, full.on_device) == (report.device, report.on_device)
 
 
+def test_a_step_without_constants_prints_none():
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    assert "constant" not in str(jaxmem.memory(lambda x: x + 1, number, target="h200"))
+
+
 def test_real_and_abstract_arguments_give_the_same():
     real = [jnp.zeros(s.shape, s.dtype) for s in ((jnp.zeros((8, 4))), jnp.zeros((2, 8)))]
     abstract = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in real]

@@ -11,6 +11,7 @@ import pytest
 from projections import projected_and_compiled
 
 import jaxmem
+from jaxmem.program.costs import overlaps
 
 WINDOWS = [
     ((3, 3), (2, 2), ((1, 1), (1, 1))),
@@ -257,3 +258,18 @@ def test_what_xla_scatters_by_is_projected(activation, length, stride, off, targ
     x = jax.ShapeDtypeStruct((32, 65, 65, 64), jnp.float32)
     projected, compiled = projected_and_compiled(loss, (kernels, x), target)
     assert projected == pytest.approx(compiled, rel=off)
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "dilation", "overlap"),
+    [(2, 2, 1, False), (3, 2, 1, True), (2, 2, 2, True), (2, 3, 2, False), (1, 1, 3, False)],
+)
+def test_windows_with_gaps_reach_as_far_as_their_last_element(window, stride, dilation, overlap):
+    def pooled(x):
+        shape, strides, gaps = (1, window, 1), (1, stride, 1), (1, dilation, 1)
+        return jax.lax.reduce_window(
+            x, -jnp.inf, jax.lax.max, shape, strides, "VALID", window_dilation=gaps
+        )
+
+    (equation,) = jax.make_jaxpr(pooled)(jnp.ones((2, 16, 3))).jaxpr.eqns
+    assert overlaps(equation) == overlap

@@ -145,3 +145,33 @@ def test_a_table_that_fits_the_cache_is_read_once():
     h100 = jaxmem.target("h100")
     assert h100.bytes_beside_rows(h100.l2_bytes, 10**9, 4) == 0
     assert h100.bytes_beside_rows(h100.l2_bytes + 1, 10**9, 4) == 7 * 10**9
+
+
+@pytest.mark.parametrize("by", ["columns", "places of each row"])
+def test_elements_of_one_row_are_read_together(by):
+    """Of columns in any order each row is read by neighbours."""
+
+    def gathered(x, places):
+        if by == "columns":
+            return jax.numpy.tanh(x[:, places])
+        return jax.numpy.tanh(jax.numpy.take_along_axis(x, places, 1))
+
+    shape = (1024,) if by == "columns" else (65536, 1024)
+    args = jax.ShapeDtypeStruct((65536, 1024), "float32"), jax.ShapeDtypeStruct(shape, "int32")
+    report = jaxmem.memory(gathered, *args, target="h100", timeline=False)
+    kernels = [one.kernel for one in report.time.ran if one.kernel]
+    rate = AchievableShares().memory * report.target.memory_bandwidth
+    for kernel in kernels:
+        assert parts_of(kernel, report.target).traffic == pytest.approx(kernel.moved / rate)
+
+
+def test_only_short_floats_have_fewer_products_in_a_convolution():
+    few, all_of_them = (
+        convolution("v100-16gb", window, dtype="float64") for window in [(3, 3), (5, 5)]
+    )
+    assert few == all_of_them
+
+
+def test_a_complex_product_reads_its_operands_once_for_four():
+    one = jaxmem.target("h100")
+    assert one.feeding_seconds(4e12, "complex64") == one.feeding_seconds(2e12, "float32")

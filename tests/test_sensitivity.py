@@ -22,6 +22,7 @@ ELSEWHERE = {
     "planning.named_counts._CHUNK",
     "planning.per_block.SMALL_BESIDE",
     "program.costs._NESTED",
+    "program.expansions._MOST",
     "program.uses._MANY",
     "program.opaque._MAX_REORDERED",
     "program.derivatives.pooling._WINDOW",
