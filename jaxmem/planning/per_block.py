@@ -18,7 +18,8 @@ from jaxmem.program import Operation, Program
 # Of the price of all kernels: what a row of blocks has to cover to be worth a try. Chosen
 # (benchmarks/planner/sensitivity.py).
 _COVERED = 0.25
-# The same: what has less is not all of a model, whose blocks may be alike but not the same. Chosen.
+# The same: where what repeats covers less, the model may have other blocks, which are alike but not
+# the same, and they are looked for. Chosen.
 _MOST = 0.75
 # Of the bytes of the largest value that a block hands on: what takes less is beside it, such as
 # what a head adds to a loss. Chosen: half and twice change no row of 26 programs, those of

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-# More of the cache than any kernel needs: of shares of matmuls that are measured, and hold what
-# comes from it.
+# More of the cache than any kernel needs, where a share of matmuls was measured: the time that
+# operands take to come from the cache is in that share.
 UNLIMITED = 1e9
 
 
@@ -13,11 +13,12 @@ class AchievableShares:
 
     ``matmul``, ``convolution``, ``memory`` and ``cache`` are fitted to half of the published times
     of training of ``benchmarks/speed/published.py``. Those of the other half were predicted to 10 %
-    in the median. ``cache`` is what cores reach of the bytes that they can read of operands from
-    their cache (`Target.feeding_seconds`). ``link`` and ``launch`` are chosen. Plans hardly depend
-    on them: half and twice of those of matmuls, memory and the launch change the FLOPs that are
-    recomputed within a budget by at most 0.1 points, and those of the plan of the fewest bytes at
-    one more forward pass by at most 5.4 (``benchmarks/planner/sensitivity.py``).
+    in the median; what these are shares of was decided with all of them in view. ``cache`` is what
+    cores reach of the bytes that they can read of operands from their cache
+    (`Target.feeding_seconds`). ``link`` and ``launch`` are chosen. Plans hardly depend on them:
+    half and twice of those of matmuls, memory and the launch change the FLOPs that are recomputed
+    within a budget by at most 0.1 points, and those of the plan of the fewest bytes at one more
+    forward pass by at most 5.4 (``benchmarks/planner/sensitivity.py``).
     """
 
     matmul: float = 0.93
