@@ -34,7 +34,7 @@ def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
         program, lambda operation: operation.contraction.vectors
     )
     like_default = (
-        dataclasses.replace(rules, widens_bfloat16=False, multiplies_vectors=False) == Rules()
+        dataclasses.replace(rules, computes_bfloat16="all", multiplies_vectors=False) == Rules()
     )
     takes = _any(program, lambda operation: operation.name == "top_k")
     if like_default and not multiplies and not takes:

@@ -191,8 +191,9 @@ class Program:
 
     @functools.cached_property
     def input_bytes(self) -> int:
-        """Bytes of all inputs that are read: `jax.jit` drops the others."""
-        read = set(self.outputs).union(*(operation.inputs for operation in self.operations))
+        """Bytes of all inputs that are read, as `jax.jit` keeps no other, or have gradients."""
+        read = set(range(self.input_count) if self.differentiated is None else self.differentiated)
+        read.update(self.outputs, *(operation.inputs for operation in self.operations))
         return sum(self.sizes[value] for value in read if value < self.input_count)
 
     @functools.cached_property

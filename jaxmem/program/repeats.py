@@ -48,7 +48,7 @@ _EXPENSIVE_IN_GATE_OF_SLICES = 3.7
 # one is read and one written, for the backward pass one more is read, and one again. Derived.
 _MOVED_BY_READERS = (2, 4)
 # How much of the shorter of computing and moving is not hidden by the longer. Derived: as XLA
-# counts (gpu_performance_model_base.h).
+# counts (its model of performance).
 _NOT_HIDDEN = 0.05
 # Values that are looked at for what a kernel reads with one. Derived: no kernel has more operations
 # (`kernels._CHAIN`).
@@ -158,6 +158,7 @@ class Repeats:
         shortcuts = [] if is_normalised else sorted(shortcuts, key=self._cycles_per_element)
         while shortcuts and sum(cycles.values()) > expensive:
             yield (shortcut := shortcuts.pop())
+            self.viewed[result] = max(self.viewed[result] - self.viewed[shortcut], 0)
             for part in self.made_of[shortcut]:
                 cycles.pop(part, None)
         total = sum(cycles.values())

@@ -96,7 +96,7 @@ class Target:
     @property
     def rules(self) -> Rules:
         """How its compiler fuses and lays out."""
-        return Rules(widens_bfloat16=not self.has_bfloat16)
+        return Rules(computes_bfloat16="all" if self.has_bfloat16 else "none")
 
     @property
     def checked(self) -> str:

@@ -77,9 +77,9 @@ class Rules:
         tile: rows and columns of 32 bits that the two dimensions of an array which lie innermost
             are padded to; None: arrays are as long as they are.
         picks_poolings: whether a derivative of poolings made of slices is fused.
-        widens_bfloat16: whether bfloat16 is computed in float32.
-        keeps_float32: whether bfloat16 is computed in float32 by all but matmuls, and what is
-            written because it is expensive to compute again is so before it is rounded.
+        computes_bfloat16: what does: "all", "matmuls" and convolutions alone, or "none". What is
+            computed in float32 and written because it is expensive to compute again is written
+            before it is rounded.
         row_major: whether what a scan keeps had better lie row by row. Who reads it may ask for
             another layout, of the layers' axis too, and XLA then makes a copy of the whole stack
             between the passes (plans of attention compiled to 1.4 times their bytes).
@@ -108,13 +108,22 @@ class Rules:
     takes_of_rows: tuple[int, int] = (16, 1024)
     tile: tuple[int, int] | None = None
     picks_poolings: bool = True
-    widens_bfloat16: bool = False
-    keeps_float32: bool = False
+    computes_bfloat16: str = "all"
     row_major: bool = True
     hosts_in_regions: bool = True
     library: tuple[tuple[str, ...], int] = ((), 0)
     parts: Callable[[Matmul], int] | None = None
     cycles: Cycles | None = None
+
+    @property
+    def widens_bfloat16(self) -> bool:
+        """Whether matmuls of bfloat16 are computed in float32."""
+        return self.computes_bfloat16 == "none"
+
+    @property
+    def keeps_float32(self) -> bool:
+        """Whether all but matmuls of bfloat16 is computed in float32."""
+        return self.computes_bfloat16 == "matmuls"
 
     @classmethod
     def read(

@@ -109,8 +109,7 @@ class CudaTarget(Target):
         cycles_per_second = 2e9 * self.clock_ghz * self.core_count * self.fpus_per_core
         return dataclasses.replace(
             RULES,
-            widens_bfloat16=not ampere,
-            keeps_float32=ampere and self.compute_capability < (9, 0),
+            computes_bfloat16=_computes_bfloat16(self.compute_capability),
             fuses_elements=_ELEMENTS if ampere else None,
             blocks_of_rows=ampere,
             channels_last=_channels_last(self.compute_capability),
@@ -186,6 +185,13 @@ class CudaTarget(Target):
         )
 
     __str__ = Target.__str__
+
+
+def _computes_bfloat16(capability: tuple[int, int]) -> str:
+    """As XLA has it (float_support.cc), and as is measured for six GPUs (tests/test_views.py)."""
+    if capability < (8, 0):
+        return "none"
+    return "matmuls" if capability < (9, 0) else "all"
 
 
 def _channels_last(capability: tuple[int, int]) -> tuple[tuple[str, int], ...] | None:
