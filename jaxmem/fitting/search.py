@@ -335,7 +335,8 @@ def _as_it_is(search: LeverSearch, best: Candidate) -> Candidate | None:
     be faster than the best."""
     one = _untried_plain(search)
     most = MAX_PLAIN_OVERPROJECTION * search.workload.budget
-    if one is None or (one.projected or 0) > most:
+    error = max(search.compiled.corrections.least_ratio, 1.0)  # of all that was compiled
+    if one is None or error * (one.projected or 0) > most:
         return None
     return one if one.seconds < (1 - MIN_GAIN) * best.seconds else None
 
