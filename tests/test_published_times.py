@@ -147,20 +147,15 @@ def test_a_table_that_fits_the_cache_is_read_once():
     assert h100.bytes_beside_rows(h100.l2_bytes + 1, 10**9, 4) == 7 * 10**9
 
 
-@pytest.mark.parametrize("by", ["columns", "places of each row"])
-def test_elements_of_one_row_are_read_together(by):
+def test_columns_are_read_together():
     """Of columns in any order each row is read by neighbours."""
-
-    def gathered(x, places):
-        if by == "columns":
-            return jax.numpy.tanh(x[:, places])
-        return jax.numpy.tanh(jax.numpy.take_along_axis(x, places, 1))
-
-    shape = (1024,) if by == "columns" else (65536, 1024)
-    args = jax.ShapeDtypeStruct((65536, 1024), "float32"), jax.ShapeDtypeStruct(shape, "int32")
-    report = jaxmem.memory(gathered, *args, target="h100", timeline=False)
+    args = jax.ShapeDtypeStruct((65536, 1024), "float32"), jax.ShapeDtypeStruct((1024,), "int32")
+    report = jaxmem.memory(
+        lambda x, places: jax.numpy.tanh(x[:, places]), *args, target="h100", timeline=False
+    )
     kernels = [one.kernel for one in report.time.ran if one.kernel]
     rate = AchievableShares().memory * report.target.memory_bandwidth
+    assert any(kernel.rows for kernel in kernels)
     for kernel in kernels:
         assert parts_of(kernel, report.target).traffic == pytest.approx(kernel.moved / rate)
 

@@ -16,8 +16,6 @@ from jaxmem.reports.xla.hlo import (
 )
 
 _LISTS = re.compile(r"(slice_sizes|update_window_dims)=\{([\d,]*)\}")
-# Of each row its own elements, which are beside one another.
-_BATCHED = re.compile(r"operand_batching_dims=\{\d|input_batching_dims=\{\d")
 _ORDER = re.compile(r"\]\{([\d,]+)")
 
 
@@ -54,7 +52,7 @@ def rows_of(
             moved = 2 * result_bytes(operands[-1])
         whole = result_bytes(operands[0])
         elements = math.prod(sizes)
-        if len(window) == len(sizes) and elements and not _BATCHED.search(one):
+        if len(window) == len(sizes) and elements:
             piece = _together(window, sizes, operands[0])
             yield TableRows(whole, moved, round(whole / elements * piece))
 
