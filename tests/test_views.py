@@ -71,6 +71,23 @@ def test_axes_of_a_matmul_are_no_matter_but_to_xla(axes):
     assert abs(compiled / projected - 1) < 0.02
 
 
+def test_a_feed_forward_layer_of_two_axes_takes_less():
+    """What docs/traps.md says: an array of the hidden size less for each layer."""
+
+    def of_rows(weights, x):
+        for up, down in weights:
+            rows = x.reshape(-1, WIDTH)
+            x = x + (jax.nn.gelu(rows @ up) @ down).reshape(x.shape)
+        return jnp.mean(x**2)
+
+    loss, args = network("gelu")
+    three, two = (
+        jaxmem.memory(jax.value_and_grad(one), *args, target="rtx-3090", timeline=False).device
+        for one in (loss, of_rows)
+    )
+    assert three - two == pytest.approx(2 * 4 * WIDTH * ROWS * 4, rel=0.01)
+
+
 @pytest.mark.parametrize("share", [0.7, None])
 @pytest.mark.parametrize(("target", "dtype"), [("rtx-3090", "float32"), ("a100-80gb", "bfloat16")])
 def test_plans_are_projected_as_they_compile(target, dtype, share):
