@@ -9,6 +9,7 @@ from jaxmem.program.norms import Norms, find_norms
 from jaxmem.program.readers import (
     CUTS,
     SMALL,
+    dtype_of,
     is_matmul,
     is_view,
     read_by_contractions,
@@ -104,13 +105,15 @@ class Uses:
 
     @functools.cached_property
     def matmul_axes(self) -> dict[int, int]:
-        """The results of matmuls, and how many axes XLA makes each with; of those that it computes
-        in float32 and rounds none, which are written as they are."""
+        """The results of matmuls, and how many axes XLA makes each with: none of those that it
+        computes in float32 and rounds, and of complex ones, of whose parts are written what is
+        read."""
         return {
             value: 3 if operation.contraction.batched else 2
             for operation in self.program.operations
             if is_matmul(operation) and not operation.widened
             for value in operation.outputs
+            if not dtype_of(self.program, value).startswith("complex")
         }
 
     @functools.cached_property
