@@ -1,6 +1,7 @@
 """What predicted times assume of GPUs, and how far they are from published ones."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -158,6 +159,22 @@ def test_columns_are_read_together():
     assert any(kernel.rows for kernel in kernels)
     for kernel in kernels:
         assert parts_of(kernel, report.target).traffic == pytest.approx(kernel.moved / rate)
+
+
+def test_patches_are_read_in_pieces():
+    """Of a window of an image each row is apart."""
+
+    def patches(images, places):
+        cut = functools.partial(jax.lax.dynamic_slice, slice_sizes=(16, 16))
+        return jax.numpy.tanh(jax.vmap(cut, (None, 0))(images, places))
+
+    args = (
+        jax.ShapeDtypeStruct((16384, 16384), "float32"),
+        (jax.ShapeDtypeStruct((4096,), "int32"),) * 2,
+    )
+    report = jaxmem.memory(patches, *args, target="h100", timeline=False)
+    rows = [row for one in report.time.ran if one.kernel for row in one.kernel.rows]
+    assert [row.piece for row in rows] == [16 * 4]
 
 
 def test_only_short_floats_have_fewer_products_in_a_convolution():

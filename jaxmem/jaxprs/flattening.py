@@ -48,9 +48,8 @@ def traced_jaxpr(fun: Callable, leaves: Sequence[Any]) -> tuple[ClosedJaxpr, Any
     read = {one for one in variables if not isinstance(one, internals.Literal)}
     kept = [pair for pair in zip(jaxpr.constvars, closed.consts, strict=True) if pair[0] in read]
     jaxpr = jaxpr.replace(constvars=[variable for variable, _ in kept])
-    return closed.replace(jaxpr=jaxpr, consts=[value for _, value in kept]), jax.tree.structure(
-        shape
-    )
+    closed = closed.replace(jaxpr=jaxpr, consts=[value for _, value in kept])
+    return closed, jax.tree.structure(shape)
 
 
 def _of_arrays(fun: Callable) -> Callable:

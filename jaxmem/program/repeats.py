@@ -162,11 +162,12 @@ class Repeats:
             for part in self.made_of[shortcut]:
                 cycles.pop(part, None)
         total = sum(cycles.values())
+        may_be_kept = self._may_be_materialized(result)
         in_norm = self.uses.norms.normalised[result] or self.is_normalised[result]
         in_norm = in_norm or self.uses.normalised_later[result]
-        reads_again = not in_norm and self._is_faster_written(result, total)
+        reads_again = may_be_kept and not in_norm and self._is_faster_written(result, total)
         if total + derivative_cycles > expensive or reads_again:
-            if self._may_be_materialized(result):
+            if may_be_kept:
                 yield result
                 cycles = {}
             else:

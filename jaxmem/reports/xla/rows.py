@@ -58,15 +58,13 @@ def rows_of(
 
 
 def _together(window: list[int], sizes: list[int], line: str) -> int:
-    """How many elements of a window follow each other in memory. Where it has elements of several
-    rows, as of columns, those of other windows are beside them and are read with them: all of it.
-    """
+    """How many elements of a window follow each other in memory, and in all of an axis farther out:
+    beside those of a column are the ones of other columns, which are read with them."""
     order = _ORDER.search(line)
     axes = numbers_of(order[1]) if order else range(len(sizes))[::-1]
-    found = 1
+    found, follows = 1, True
     for axis in axes:
-        found *= window[axis]
-        if window[axis] < sizes[axis]:
-            break
-    whole = math.prod(window)
-    return whole if whole > found else found
+        is_whole = window[axis] == sizes[axis]
+        found *= window[axis] if follows or is_whole else 1
+        follows &= is_whole
+    return found
