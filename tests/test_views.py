@@ -71,6 +71,16 @@ def test_axes_of_a_matmul_are_no_matter_but_to_xla(axes):
     assert abs(compiled / projected - 1) < 0.02
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gelu", "exact gelu", "mish"])
+@pytest.mark.parametrize(("target", "rows"), [("rtx-4090", 16384), ("l4", 8192)])
+def test_what_the_cache_holds_is_read_faster(target, rows, name, dtype):
+    """An RTX 4090 has 72 MiB of it, an L4 48; of float32 16,384 rows take 64."""
+    loss, args = network(name, (32, rows // 32), dtype)
+    projected, compiled = projected_and_compiled(loss, args, target)
+    assert abs(compiled / projected - 1) < 0.09
+
+
 def test_a_feed_forward_layer_of_two_axes_takes_less():
     """What docs/traps.md says: an array of the hidden size less for each layer."""
 
@@ -115,7 +125,7 @@ def test_a_plan_that_recomputes_what_is_kept_has_the_same_gradients():
         (lambda x: x**4, 1),
         (lambda x: x**-5, 2),
         (jnp.tanh, 1),
-        (lambda x: jax.lax.erfc(x), 6),
+        (lambda x: jax.lax.erfc(x), 16),
         (jax.nn.softplus, 4),
         (jax.nn.silu, 2),
     ],

@@ -50,6 +50,8 @@ _MOVED_BY_READERS = (2, 4)
 # How much of the shorter of computing and moving is not hidden by the longer. Derived: as XLA
 # counts (its model of performance).
 _NOT_HIDDEN = 0.05
+# Times as fast as from memory an array is read that the cache holds. Derived: as XLA counts.
+_CACHED = 2.5
 # Values that are looked at for what a kernel reads with one. Derived: no kernel has more operations
 # (`kernels._CHAIN`).
 _LOOK_AHEAD = 64
@@ -200,12 +202,13 @@ class Repeats:
 
     def _is_faster_written(self, result: int, cycles: int) -> bool:
         """Whether it takes less time to write a value and to read it twice than to compute it
-        again, for what is read through views meanwhile. (Where computing takes longer than reading,
-        or what reads the value does, cycles decide. Of masks, a quarter as large, nothing is
-        known.)"""
+        again, for what is read through views meanwhile, from the cache if it fits. (Where computing
+        takes longer than reading, or what reads the value does, cycles decide. Of masks, a quarter
+        as large, nothing is known.)"""
         size, dtype = self.program.sizes[result], dtype_of(self.program, result)
-        if not (read := self.viewed[result]) or dtype == "bool":
+        if not self.viewed[result] or dtype == "bool":
             return False
+        read = self.viewed[result] / (_CACHED if size <= self.cycles.cached_bytes else 1)
         wide = self.program.rules.keeps_float32 and dtype == "bfloat16"
         kept = 2 * size if wide else size
         per_cycle = size / (_BYTES.get(dtype, 4) * self.cycles.per_byte)
