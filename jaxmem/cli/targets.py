@@ -23,7 +23,8 @@ def _targets(options) -> int:
         return 0
     table = rich.table.Table(box=None, pad_edge=False)
     table.add_column("name")
-    for head in ("usable", "GB/s", "float32 TFLOP/s", "bfloat16 TFLOP/s"):
+    numbers = ("usable", "GB/s", "float32 TFLOP/s", "bfloat16 TFLOP/s", "host GB/s", "links GB/s")
+    for head in numbers:
         table.add_column(head, justify="right")
     table.add_column("description")
     for one in known.values():
@@ -33,6 +34,8 @@ def _targets(options) -> int:
             f"{one.memory_bandwidth / 1e9:.0f}",
             f"{one.flops_per_second('float32') / 1e12:.1f}",
             f"{one.flops_per_second('bfloat16') / 1e12:.1f}",
+            f"{one.host_bandwidth / 1e9:.0f}",
+            f"{one.links.inside / 1e9:.0f} {one.links.kind}",
             one.description,
         )
     width = None if sys.stdout.isatty() else 120

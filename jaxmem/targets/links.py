@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jaxmem.targets.shares import AchievableShares
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ring:
@@ -15,14 +17,30 @@ class Ring:
 NODE = 8
 
 
+# What each device sends in a ring, as often as the bytes of the whole less its own part.
+_TURNS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links:
     """Bytes per second that a device sends: to others of its node, of which there are so many, and
-    over the network to those of other nodes."""
+    over the network to those of other nodes.
+
+    ``kind`` is what links those of a node: ``"NVLink"``, ``"PCIe"`` or ``"ICI"`` (a TPU's). Where
+    its switches can sum, ``sums`` is the share of ``inside`` at which they do.
+    """
 
     inside: float
     network: float
     node: int = NODE
+    kind: str = ""
+    sums: float = 0.0
+
+    def reached(self, shares: AchievableShares) -> "Links":
+        """As fast as programs find them."""
+        return dataclasses.replace(
+            self, inside=shares.link * self.inside, network=shares.network * self.network
+        )
 
     def bandwidth_in_group(self, count: int, stride: int = 1) -> float:
         """What each of so many devices sends to the next in a ring of every ``stride``-th one:
@@ -31,3 +49,8 @@ class Links:
         if count <= together:
             return self.inside
         return min(self.inside, together * self.network)
+
+
+def sent_in_ring(kind: str, size: int, devices: int) -> float:
+    """Bytes that each device sends in a ring, of a collective of so many bytes."""
+    return size * _TURNS[kind] * (devices - 1) / devices if kind in _TURNS else size

@@ -3,11 +3,9 @@
 import dataclasses
 
 from jaxmem.reports.speed.kernels import CompiledKernel
-from jaxmem.reports.xla.groups import first_group
+from jaxmem.reports.xla.groups import first_group, pairs_of
 from jaxmem.targets import Target
-
-# What each device sends, of the bytes of the whole, in a ring of so many devices.
-_RINGS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+from jaxmem.targets.links import Ring
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +54,13 @@ def parts_of(kernel: CompiledKernel, target: Target) -> KernelParts:
 
 
 def collective_seconds(line: str, kind: str, moved: int, target: Target) -> float:
-    """A collective in a ring, on the slowest link of its group."""
+    """A collective of so many bytes among the devices of its group."""
+    if len(pairs := pairs_of(line)):
+        node = target.links.node
+        between = (pairs[:, 0] // node != pairs[:, 1] // node).any()
+        return target.collective_seconds(kind, moved, Ring(2, node if between else 1))
     group = first_group(line, target.count)
-    count, apart = len(group), int(group[1] - group[0]) if len(group) > 1 else 1
-    if count < 2:
+    if len(group) < 2:
         return target.shares.launch
-    sent = moved * _RINGS.get(kind, 1) * ((count - 1) / count if kind in _RINGS else 1)
-    return target.sending_seconds(sent, count, max(apart, 1)) + target.shares.launch
+    ring = Ring(len(group), max(int(group[1] - group[0]), 1))
+    return target.collective_seconds(kind, moved, ring)

@@ -5,6 +5,7 @@ import re
 import numpy as np
 
 _TILES = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _TILED = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=" + _TILES)
 # A mesh's devices: ``[4,2]T(1,0)``, as XLA writes them since jax 0.10.2, or with a shape before.
@@ -30,6 +31,12 @@ def first_group(line: str, count: int) -> np.ndarray:
     if mesh := _MESH.search(line):
         return _on_axes(*mesh.groups())
     return np.arange(count)
+
+
+def pairs_of(line: str) -> np.ndarray:
+    """The devices that each sends to another: int ``[pairs, 2]``; empty where none are written."""
+    listed = _PAIRS.search(line)
+    return _numbers(re.sub("[{}]", "", listed[1])).reshape(-1, 2) if listed else np.zeros((0, 2))
 
 
 def _on_axes(axes: str, devices: str | None, parts: str) -> np.ndarray:

@@ -10,9 +10,10 @@ import jax
 import jaxlib.version
 
 from jaxmem.targets.accelerator import Target
+from jaxmem.targets.cuda import nccl
 from jaxmem.targets.cuda.cycles import LAUNCH, dear_operations
 from jaxmem.targets.cuda.splitting import Splitting
-from jaxmem.targets.links import Links
+from jaxmem.targets.links import Links, Ring
 from jaxmem.targets.peaks import Peaks, product_bytes
 from jaxmem.targets.rules import Cycles, ElementRules, Rules
 
@@ -131,6 +132,10 @@ class CudaTarget(Target):
         """XLA multiplies float32 as TF32 where the GPU can, but at the highest precision."""
         return self.peaks.tfloat32 or self.peaks.float32
 
+    def collective_seconds(self, kind: str, size: int, ring: Ring) -> float:
+        """By the algorithm that NCCL takes."""
+        return nccl.seconds(kind, size, ring, self.links.reached(self.shares))
+
     def feeding_seconds(self, flops: float, dtype) -> float:
         """A tile reads as many elements of its rows and of its columns as it adds products to each
         of its own: a byte counts for the more, the larger tiles and the shorter dtypes are. The
@@ -234,6 +239,8 @@ def _from_row(row: dict[str, str]) -> CudaTarget:
         links=Links(
             inside=float(row["device_link_bytes_per_s"]),
             network=float(row["network_bytes_per_s"]),
+            kind=row["device_link"],
+            sums=float(row["switch_sums"] or 0),
         ),
         source=row["source"],
         time_error=float(row["time_error"]) if row["time_error"] else None,
