@@ -278,7 +278,7 @@ def test_parted_loops_and_residuals_on_the_host_train_as_one_device_does():
 # ---- stage 3 gathers weights, and no activations
 
 WEIGHTS = {"in": (8, 256, 1024), "out": (8, 1024, 256)}
-ROWS_OF_EACH = 4096
+ROWS_OF_EACH = 2**15  # of fewer, gathers take longer than layers
 
 
 def mlp_layer(x, layer):

@@ -1,4 +1,4 @@
-"""The garbage collector, out of the way while programs are traced."""
+"""The garbage collector, out of the way while programs are traced, and reports written of them."""
 
 import contextlib
 import gc
@@ -14,7 +14,8 @@ _was_on = False
 def uncollected() -> Iterator[None]:
     """Nothing is looked for that can be freed: of a trace nearly all is alive until its end, and
     looking takes a third of its time (ResNet50's plans: 1.1 s of CPU, and 0.8 without). What is
-    garbage then is found after it. (If what is traced turns the collector off, it is on again.)
+    garbage then is found after it. So it is of what is read of compiled programs (a report on GPT-2
+    medium: 1.3 s, and 0.9 without). (If what is traced turns the collector off, it is on again.)
     Works as a decorator too."""
     global _users, _was_on
     with _lock:

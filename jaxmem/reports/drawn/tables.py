@@ -5,6 +5,7 @@ import html
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from jaxmem.ground.garbage import uncollected
 from jaxmem.reports.drawn.text import columns, side_by_side
 
 
@@ -65,6 +66,7 @@ def _wrapped(text: str, width: int, initial_indent: str = "", subsequent_indent:
 Part = str | Table | tuple[Table, Table]
 
 
+@uncollected()
 def as_text(parts: Iterable[Part]) -> str:
     """Sentences, tables, and pairs of tables beside each other, below one another."""
     width = columns()
@@ -80,6 +82,7 @@ def as_text(parts: Iterable[Part]) -> str:
     return "\n".join(lines)
 
 
+@uncollected()
 def as_html(parts: Iterable[Part]) -> str:
     """The same for a notebook; the first sentence, the answer, is bold."""
     found = []

@@ -65,9 +65,10 @@ class Timeline:
         return self.device - self.peak
 
     def _live(self) -> np.ndarray:
-        total = np.zeros(len(self.schedule))
+        always = sum(one.size for one in self._allocations if one.role != "temp")
+        total = np.full(len(self.schedule), always, np.float64)
         for one in self._allocations:
-            for sizes, picture in self._pictures(one):
+            for sizes, picture in self._pictures(one) if one.role == "temp" else ():
                 # Sums of whole numbers below 2^53 are exact in float64.
                 total += (picture >= 0).astype(np.float64) @ sizes.astype(np.float64)
         return total.astype(np.int64)
@@ -99,18 +100,12 @@ class Timeline:
             for sizes, picture in self._pictures(one, point):
                 np.add.at(own, picture[0], np.where(picture[0] >= 0, sizes, 0))
             alive = [value for value in one.values if value.first <= point <= value.last]
+            shared = _overlapping(alive)
             for value, count in zip((*one.values, None), own.tolist(), strict=True):
                 if count and value is None:
                     value = Value("", (), 0, one.size, "", 0, len(self.schedule) - 1)
                 if count and value is not None:
-                    shared = [
-                        other.name
-                        for other in alive
-                        if other is not value
-                        and other.offset < value.offset + value.size
-                        and value.offset < other.offset + other.size
-                    ]
-                    placed.append(Placed(value, one, count, tuple(shared)))
+                    placed.append(Placed(value, one, count, shared.get(value, ())))
         return placed
 
     def _pictures(self, one: Allocation, point: int | None = None):
@@ -140,3 +135,15 @@ class Timeline:
                 if low < high and first <= last:
                     picture[first : last + 1, low - left : high - left] = number
             yield np.diff(edges[left : right + 1]), picture
+
+
+def _overlapping(values: Sequence[Value]) -> dict[Value, tuple[str, ...]]:
+    """Of each value the names of those that have bytes of it too."""
+    first = np.array([value.offset for value in values])
+    end = np.array([value.offset + value.size for value in values])
+    both = (first < end[:, None]) & (first[:, None] < end)
+    np.fill_diagonal(both, False)
+    return {
+        value: tuple(values[other].name for other in np.flatnonzero(row))
+        for value, row in zip(values, both, strict=True)
+    }
