@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxmem
+from jaxmem.ground.budget import Budget
 from jaxmem.planning import PLANNERS, Loop, Rates, Region, baseline_policies, simulate
 from jaxmem.planning.dp import DP
 from jaxmem.planning.loops import LoopOption, loop_options
@@ -21,6 +22,8 @@ from jaxmem.planning.sqrt import Sqrt, _Chain
 from jaxmem.program import Operation, Program
 from jaxmem.program.compiler_rules import apply_compiler_rules
 from jaxmem.program.operations import Source
+from jaxmem.rematerialization.constraints import Constraints
+from jaxmem.rematerialization.limits import Limits
 from jaxmem.rematerialization.traced import TracedFunction
 
 RATES = Rates(jaxmem.target("h200"))
@@ -47,6 +50,34 @@ def test_sixteen_equal_layers_make_about_four_regions():
     assert 3 <= len(layout.regions) <= 5
     # At most 3 values kept, and one region of 5 values with two cotangents.
     assert layout.peak <= 1000 < planner.plain.peak
+
+
+def scanned(weights, x):
+    return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0] ** 2)
+
+
+def mapped(weights, x):
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    spread = jax.sharding.PartitionSpec("data")
+    inside = jax.shard_map(
+        lambda x, weights: jnp.tanh(x @ weights[0]) @ weights[1],
+        mesh=mesh,
+        in_specs=(spread, jax.sharding.PartitionSpec()),
+        out_specs=spread,
+    )
+    return jnp.sum(inside(x, weights) ** 2)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("loss", [scanned, mapped], ids=["scan", "shard_map"])
+def test_a_plan_without_recomputation_is_the_one_for_a_budget_that_fits_everything(loss, offload):
+    args = jax.ShapeDtypeStruct((4, 64, 64), "float32"), jax.ShapeDtypeStruct((32, 64), "float32")
+    target = jaxmem.target("h200", count=2)
+    traced = TracedFunction(loss, args, {}, 0, target=target)
+    constraints = Constraints(Limits(Budget(2**40), target, offload), "dp")
+    found = constraints.plan_without_recomputation(traced.program)
+    planned = constraints.plan(traced.program)
+    assert (found.predicted, found.regions, found.loops) == (planned.predicted, (), planned.loops)
 
 
 def test_memory_grows_as_the_square_root_by_sqrt_and_as_the_logarithm_by_dp():

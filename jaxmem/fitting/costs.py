@@ -28,7 +28,7 @@ from jaxmem.rematerialization import (
 # Kept at a time. Chosen: a program of 2,000 kernels takes a few MB, a planner 50 MB. The search
 # comes back to the settings that it looked at last. Half and twice change no answer, only what is
 # made again.
-_PROGRAMS, _PLANNERS = 16, 3
+_PROGRAMS, _PLANNERS = 16, 4
 
 
 class Costs:
@@ -55,10 +55,13 @@ class Costs:
             return limits.total(lowest)
         if key not in self._plans:
             constraints = self._constraints(offload, left or 2**62)
+            program, plain = self._program(loss), self._plain_layout(loss)
             try:
-                planner = self._planner(loss, offload)
-                plain = self._plain_layout(loss)
-                self._plans[key] = constraints.plan(self._program(loss), planner, plain)
+                self._plans[key] = (
+                    constraints.plan_without_recomputation(program, plain)
+                    if left is None
+                    else constraints.plan(program, self._planner(loss, offload), plain)
+                )
             except BudgetError as error:
                 self._plans[key] = self._lowest[loss, offload] = error.lowest or 0
         found = self._plans[key]

@@ -97,6 +97,15 @@ class Constraints:
         return self.write(program, layout, plain or self.plain_layout(program))
 
     @uncollected()
+    def plan_without_recomputation(self, program: Program, plain: Layout | None = None) -> Plan:
+        """The plan of a program that keeps everything, whatever it takes; ``plain`` as in `plan`.
+        Only what is inside of a `jax.shard_map` needs a planner for it."""
+        run = self.as_run(program)
+        planned = self.planner(program).plain if run.maps else None
+        layout = planned or Variant.plain(run, self.rates).layout(())
+        return self.write(program, layout, plain or self.plain_layout(program))
+
+    @uncollected()
     def plain_layout(self, program: Program) -> Layout:
         """A program as JAX differentiates it: a plan has derivatives of its own, without regions
         too."""

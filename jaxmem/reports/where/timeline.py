@@ -144,6 +144,6 @@ def _overlapping(values: Sequence[Value]) -> dict[Value, tuple[str, ...]]:
     both = (first < end[:, None]) & (first[:, None] < end)
     np.fill_diagonal(both, False)
     return {
-        value: tuple(values[other].name for other in np.flatnonzero(row))
+        value: tuple(values[other].name for other in np.flatnonzero(row).tolist())
         for value, row in zip(values, both, strict=True)
     }
