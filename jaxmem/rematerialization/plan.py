@@ -81,7 +81,7 @@ class Plan(Printed):
 
     @property
     def plain_bytes(self) -> int:
-        """Projected bytes of the function as it is."""
+        """Projected bytes of the function as it is, without any regions of its own."""
         return self.predicted.plain_bytes
 
     @property
