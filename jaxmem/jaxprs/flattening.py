@@ -25,6 +25,7 @@ from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.operands import has_derivative
 from jaxmem.jaxprs.printing import only_prints, prints_apart
 from jaxmem.jaxprs.sources import names_of, no_names
+from jaxmem.jaxprs.uniform import without_uniform_arrays
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
@@ -49,6 +50,7 @@ def traced_jaxpr(fun: Callable, leaves: Sequence[Any]) -> tuple[ClosedJaxpr, Any
     kept = [pair for pair in zip(jaxpr.constvars, closed.consts, strict=True) if pair[0] in read]
     jaxpr = jaxpr.replace(constvars=[variable for variable, _ in kept])
     closed = closed.replace(jaxpr=jaxpr, consts=[value for _, value in kept])
+    closed = without_uniform_arrays(closed)
     return closed, jax.tree.structure(shape)
 
 
