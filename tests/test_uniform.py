@@ -35,7 +35,7 @@ def test_others_do():
     mask = np.ones(SHAPE, "float32")
     mask[-1, -1] = 2
     projected, compiled = projected_and_compiled(masked(mask), ARGS, "h100")
-    assert abs(compiled / projected - 1) < 0.06
+    assert abs(compiled / projected - 1) < 0.13
     ones, _ = projected_and_compiled(masked(np.ones(SHAPE, "float32")), ARGS, "h100")
     assert projected > ones + 64 * 2**20
 
