@@ -10,7 +10,7 @@ from benchmarks.speed import collectives as published
 from jaxmem.reports.speed.model import collective_seconds
 from jaxmem.targets import bare_target
 from jaxmem.targets.cuda import nccl
-from jaxmem.targets.links import Links, Ring
+from jaxmem.targets.links import Group, Links
 
 KINDS = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 TARGETS = ["h100", "b200", "a100-80gb", "v100-16gb", "rtx-4090", "v5e", "v5p"]
@@ -18,7 +18,8 @@ RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks/results/speed.json"
 
 
 def seconds(name, kind, size, devices, stride=1):
-    return jaxmem.target(name).collective_seconds(kind, size, Ring(devices, stride))
+    target = jaxmem.target(name)
+    return target.collective_seconds(kind, size, target.links.ring(devices, stride))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,6 +96,26 @@ def test_a_permutation_is_as_slow_as_its_slowest_pair(pairs, between):
     assert found == pytest.approx(2**33 / (links.network if between else links.inside), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("groups", "devices", "per_node"),
+    [
+        ("{{0,1,2,3,8,9,10,11},{4,5,6,7,12,13,14,15}}", 8, 4),  # an axis between two others
+        ("[2,8]<=[2,2,4]T(1,0,2)", 8, 4),
+        ("[1,16]<=[2,8]T(1,0)", 16, 8),  # the same devices in another order
+        ("[1,16]<=[16]", 16, 8),
+        ("[8,2]<=[2,8]T(1,0)", 2, 1),
+        ("{{0,1,2,3,4,5}}", 6, 6),
+    ],
+)
+def test_nodes_are_told_by_the_numbers_of_devices(groups, devices, per_node):
+    """Whatever their order and how far the first two are apart."""
+    target = jaxmem.target("h100", count=16)
+    for kind in KINDS[:4]:
+        line = f"f32[8] {kind}(%x), channel_id=1, replica_groups={groups}"
+        expected = target.collective_seconds(kind, 2**26, Group(devices, per_node))
+        assert collective_seconds(line, kind, 2**26, target) == expected
+
+
 def test_a_ring_of_chips_sends_both_ways():
     target = jaxmem.target("v5e")
     rate, size = target.links.inside * target.shares.link, 2**30
@@ -112,7 +133,7 @@ def test_of_a_device_that_is_not_known_links_alone_count():
     target = jaxmem.target("h100")
     bare = bare_target(target, rate=1e9)
     sent = 2 * 7 / 8 * 2**30 / (1e9 * bare.shares.link) + bare.shares.launch
-    assert bare.collective_seconds("all-reduce", 2**30, Ring(8)) == pytest.approx(sent)
+    assert bare.collective_seconds("all-reduce", 2**30, Group(8, 8)) == pytest.approx(sent)
 
 
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather"])
@@ -120,7 +141,7 @@ def test_a_pipeline_that_is_filled_for_nothing_is_the_best_of_its_algorithms(kin
     """What filling costs is apart from what starts and what is sent."""
     links = Links(inside=1e11, network=1e10, kind="NVLink")
     for size in (2**10, 2**20, 2**30):
-        times = [nccl.seconds(kind, size, Ring(16), links, filling) for filling in (0, 1, 2)]
+        times = [nccl.seconds(kind, size, Group(16, 8), links, filling) for filling in (0, 1, 2)]
         assert times == sorted(times) and times[2] <= 2 * times[0]
 
 

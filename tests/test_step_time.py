@@ -13,7 +13,7 @@ from jaxmem.reports.speed.step_time import step_time
 from jaxmem.reports.xla.computations import computations_of
 from jaxmem.reports.xla.groups import first_group
 from jaxmem.reports.xla.hlo import operands_of, result_bytes
-from jaxmem.targets.links import Ring
+from jaxmem.targets.links import Group
 
 A100 = jaxmem.target("a100-80gb")
 SHARES = A100.shares
@@ -214,7 +214,7 @@ ENTRY %main (a: f32[1048576], b: f32[1048576,1024]) -> f32[131072] {
     target = jaxmem.target("a100-80gb", count=8)
     long = "%n = f32[1048576,1024]{1,0} negate(%b)"
     alone, beside = (step_time(hlo.replace("BETWEEN", line), (), target) for line in ("", long))
-    assert alone.waiting == target.collective_seconds("reduce-scatter", 2**22, Ring(8))
+    assert alone.waiting == target.collective_seconds("reduce-scatter", 2**22, Group(8, 8))
     assert beside.waiting == 0 and beside.seconds > 8 * 2**30 / 2039e9
 
 

@@ -21,12 +21,11 @@ import jaxmem
 from benchmarks._record import record
 from jaxmem.targets import AchievableShares
 from jaxmem.targets.cuda import nccl
-from jaxmem.targets.links import Ring
+from jaxmem.targets.links import Group
 
 FIGURES = pathlib.Path(__file__).with_name("collectives.csv")
 LINKS = {"nvswitch": "NVLink", "nvlink": "NVLink", "pcie": "PCIe"}
 TABLE = ("source", "gpu", "link", "gpus", "nodes", "network", "kind")
-NODE = 8  # what a network's cards are shared by
 SHARES = np.arange(0.7, 1.001, 0.02)
 FILLINGS = np.arange(0, 2.001, 0.25)
 SMALL = 2**20  # bytes; of fewer the start is what counts
@@ -57,9 +56,10 @@ class Figure:
         if row["link"] != "nvswitch":
             links = dataclasses.replace(links, sums=0.0)
         shares = AchievableShares(link=link, network=network)
-        links = dataclasses.replace(links.reached(shares), node=count // nodes)
         kind = {"send-recv": "collective-permute"}.get(row["kind"], row["kind"])
-        seconds = nccl.seconds(kind, self.size, Ring(count), links, filling)
+        seconds = nccl.seconds(
+            kind, self.size, Group(count, count // nodes), links.reached(shares), filling
+        )
         return seconds * 1e6 / float(row["microseconds"]) - 1
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from jaxmem.program.operand_pieces import pieces_of_operands, split_matmuls
 from jaxmem.program.operands import made_in_matmuls
+from jaxmem.program.readers import views_of
 from jaxmem.program.stored import reduces_to_few, stored_values
 
 
@@ -35,10 +36,15 @@ class InMemory:
             if elements.behind_pieces:
                 read_in_pieces = frozenset(in_matmuls[value] for value in read_in_pieces)
         self.stored, self.expensive = stored_values(whole, in_matmuls, read_in_pieces)
-        self.pieces = {
-            key: frozenset(value if self.stored[value] else in_matmuls[value] for value in values)
-            for key, values in pieces.items()
-        }
+        shown = {view: value for value, view in views_of(whole)}
+
+        def read(piece: int) -> int:
+            """What is in memory of it: it is computed in the matmul, or a view."""
+            while not self.stored[piece]:
+                piece = in_matmuls[piece] if in_matmuls[piece] != piece else shown[piece]
+            return piece
+
+        self.pieces = {key: frozenset(map(read, values)) for key, values in pieces.items()}
         self.stored.extend([True] * (len(program.sizes) - len(self.stored)))  # what is gathered
         self.maker = {
             value: index

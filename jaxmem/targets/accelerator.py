@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from jaxmem.ground.bytes import format_bytes
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.targets.links import Links, Ring, sent_in_ring
+from jaxmem.targets.links import Group, Links, sent_in_ring
 from jaxmem.targets.peaks import Peaks, passes_of
 from jaxmem.targets.rules import Rules
 from jaxmem.targets.shares import AchievableShares
@@ -132,18 +132,20 @@ class Target:
     def sending_seconds(self, sent: float, device_count: int, stride: int = 1) -> float:
         """How long a device takes to be sent so many bytes by others, in a group of
         ``device_count``, every ``stride``-th one."""
-        return sent / self.links.reached(self.shares).bandwidth_in_group(device_count, stride)
+        links = self.links.reached(self.shares)
+        return sent / links.bandwidth_in(links.ring(device_count, stride))
 
-    def collective_seconds(self, kind: str, size: int, ring: Ring) -> float:
+    def collective_seconds(self, kind: str, size: int, group: Group) -> float:
         """How long a collective of a compiled program takes.
 
         Args:
             kind: ``"all-reduce"`` or another one, as XLA calls it.
             size: bytes, counted as in `jaxmem.reports.xla.schedule.Collectives`.
-            ring: who takes part.
+            group: who takes part.
         """
-        sent = sent_in_ring(kind, size, ring.devices)
-        return self.sending_seconds(sent, ring.devices, ring.stride) + self.shares.launch
+        sent = sent_in_ring(kind, size, group.devices)
+        rate = self.links.reached(self.shares).bandwidth_in(group)
+        return sent / rate + self.shares.launch
 
     def feeding_seconds(self, flops: float, dtype) -> float:
         """How much longer a matmul or a convolution of so many FLOPs takes because its operands

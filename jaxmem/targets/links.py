@@ -1,6 +1,8 @@
 """How fast devices send to each other."""
 
 import dataclasses
+import math
+from collections.abc import Collection
 
 from jaxmem.targets.shares import AchievableShares
 
@@ -11,6 +13,19 @@ class Ring:
 
     devices: int
     stride: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Devices that take part in a collective: how many, and how many of each node."""
+
+    devices: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Of how many nodes they are."""
+        return math.ceil(self.devices / self.per_node)
 
 
 # Devices of a node. Derived: of all targets that have links, and of servers that are rented.
@@ -42,13 +57,21 @@ class Links:
             self, inside=shares.link * self.inside, network=shares.network * self.network
         )
 
-    def bandwidth_in_group(self, count: int, stride: int = 1) -> float:
-        """What each of so many devices sends to the next in a ring of every ``stride``-th one:
-        within a node by its links, between nodes by what the devices of one send together."""
-        together = max(self.node // stride, 1)
-        if count <= together:
+    def group_of(self, devices: Collection[int]) -> Group:
+        """Devices by their numbers, those of a node after each other."""
+        nodes = len({device // self.node for device in devices})
+        return Group(len(devices), math.ceil(len(devices) / nodes))
+
+    def ring(self, count: int, stride: int = 1) -> Group:
+        """So many devices, every ``stride``-th one."""
+        return Group(count, min(count, max(self.node // stride, 1)))
+
+    def bandwidth_in(self, group: Group) -> float:
+        """What each device sends to the next in a ring: within a node by its links, between nodes
+        by what those of one send together."""
+        if group.nodes == 1:
             return self.inside
-        return min(self.inside, together * self.network)
+        return min(self.inside, group.per_node * self.network)
 
 
 def sent_in_ring(kind: str, size: int, devices: int) -> float:

@@ -5,7 +5,6 @@ import dataclasses
 from jaxmem.reports.speed.kernels import CompiledKernel
 from jaxmem.reports.xla.groups import first_group, pairs_of
 from jaxmem.targets import Target
-from jaxmem.targets.links import Ring
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,12 +54,9 @@ def parts_of(kernel: CompiledKernel, target: Target) -> KernelParts:
 
 def collective_seconds(line: str, kind: str, moved: int, target: Target) -> float:
     """A collective of so many bytes among the devices of its group."""
-    if len(pairs := pairs_of(line)):
-        node = target.links.node
-        between = (pairs[:, 0] // node != pairs[:, 1] // node).any()
-        return target.collective_seconds(kind, moved, Ring(2, node if between else 1))
-    group = first_group(line, target.count)
-    if len(group) < 2:
+    groups = pairs_of(line).tolist() or [first_group(line, target.count).tolist()]
+    # The slowest counts: one that passes from node to node.
+    group = max(map(target.links.group_of, groups), key=lambda group: group.nodes)
+    if group.devices < 2:
         return target.shares.launch
-    ring = Ring(len(group), max(int(group[1] - group[0]), 1))
-    return target.collective_seconds(kind, moved, ring)
+    return target.collective_seconds(kind, moved, group)

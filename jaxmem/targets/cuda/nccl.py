@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from jaxmem.targets.links import Links, Ring
+from jaxmem.targets.links import Group, Links
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,28 +41,24 @@ _SWITCHES = _Protocol(0.0, 25.0, math.nan, 14.0, share=15 / 16)
 FILLING = 1.0
 
 
-def seconds(kind: str, size: int, ring: Ring, links: Links, filling: float = FILLING) -> float:
+def seconds(kind: str, size: int, group: Group, links: Links, filling: float = FILLING) -> float:
     """Of a collective of so many bytes (`jaxmem.reports.xla.schedule.Collectives` says which), over
     links of rates that can be reached."""
-    per_node = min(ring.devices, max(links.node // ring.stride, 1))
-    group = _Group(ring.devices, per_node, math.ceil(ring.devices / per_node), links)
     return min(
         start + size / rate + filling * math.sqrt(start * size / rate)
-        for start, rate in group.ways(kind)
+        for start, rate in _Ways(group, links).of(kind)
         if not math.isnan(start)
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Group:
-    """Devices that take part in a collective: how many, of how many nodes, and in each of these."""
+class _Ways:
+    """The algorithms that there are for a group of devices."""
 
-    devices: int
-    per_node: int
-    nodes: int
+    group: Group
     links: Links
 
-    def ways(self, kind: str) -> Iterator[tuple[float, float]]:
+    def of(self, kind: str) -> Iterator[tuple[float, float]]:
         """Seconds until it is under way, and bytes of the collective per second from then on, of
         each way that there is."""
         if kind in ("all-to-all", "collective-permute"):
@@ -71,43 +67,45 @@ class _Group:
         yield from (self._around(protocol, twice=kind == "all-reduce") for protocol in _RINGS)
         if kind == "all-reduce":
             yield from map(self._in_trees, _TREES)
-            if self.links.sums and self.per_node > 2:
+            if self.links.sums and self.group.per_node > 2:
                 yield self._in_switches()
 
     def _around(self, protocol: _Protocol, twice: bool) -> tuple[float, float]:
         """In a ring: each device sends a piece to the next, as often as there are others; to sum,
         and once more what is summed (Patarasuk and Yuan 2009)."""
         turns = 2 if twice else 1
-        between = turns * (self.nodes - 1 if self.nodes > 1 else 0)
-        steps = turns * (self.devices - 1)
-        rate = protocol.share * self._rate() * self.devices / steps
+        between = turns * (self.group.nodes - 1 if self.group.nodes > 1 else 0)
+        steps = turns * (self.group.devices - 1)
+        rate = protocol.share * self.links.bandwidth_in(self.group) * self.group.devices / steps
         return self._start(protocol, steps - between, between), rate
 
     def _in_trees(self, protocol: _Protocol) -> tuple[float, float]:
         """Up and down two trees of nodes, each of half of the bytes, and a chain within each node
         (Sanders, Speck and Träff 2009)."""
-        between = 2 * math.floor(math.log2(self.nodes))
-        inside = 2 * (self.per_node - 1)
-        return self._start(protocol, inside, between), protocol.share * self._rate() / 2
+        between = 2 * math.floor(math.log2(self.group.nodes))
+        inside = 2 * (self.group.per_node - 1)
+        return self._start(protocol, inside, between), protocol.share * self.links.bandwidth_in(
+            self.group
+        ) / 2
 
     def _in_switches(self) -> tuple[float, float]:
         """In the switches of each node, and in a tree of nodes (NVLink SHARP)."""
         inside = self.links.sums * self.links.inside * _SWITCHES.share
-        between = 2 * math.floor(math.log2(self.nodes))
-        if self.nodes == 1:
+        between = 2 * math.floor(math.log2(self.group.nodes))
+        if self.group.nodes == 1:
             return self._start(_SWITCHES, 1, 0), inside
         # A node of two sends what is its own once; one of more sends for those below it too.
-        rate = self._network() * (1.0 if self.nodes == 2 else 0.5)
+        rate = self._network() * (1.0 if self.group.nodes == 2 else 0.5)
         return self._start(_SWITCHES, 1, between), min(inside, rate)
 
     def _directly(self, kind: str) -> tuple[float, float]:
         """From each device to those that want it, at once; each has one way into the network."""
-        links, protocol = self.links, _RINGS[-1]
-        start = self._start(protocol, 1, 0) if self.nodes == 1 else self._start(protocol, 0, 1)
+        links, group, one_node = self.links, self.group, self.group.nodes == 1
+        start = self._start(_RINGS[-1], 1, 0) if one_node else self._start(_RINGS[-1], 0, 1)
         if kind == "collective-permute":
-            return start, links.inside if self.nodes == 1 else links.network
-        inside = (self.per_node - 1) / self.devices / links.inside
-        between = (self.devices - self.per_node) / self.devices / links.network
+            return start, links.inside if one_node else links.network
+        inside = (group.per_node - 1) / group.devices / links.inside
+        between = (group.devices - group.per_node) / group.devices / links.network
         return start, 1 / max(inside, between)
 
     def _start(self, protocol: _Protocol, inside: int, between: int) -> float:
@@ -115,11 +113,6 @@ class _Group:
         waited = (inside * hop if inside else 0) + (between * protocol.network if between else 0)
         return 1e-6 * (protocol.start + waited)
 
-    def _rate(self) -> float:
-        """What a device sends to the next per second."""
-        inside = self.links.inside
-        return inside if self.nodes == 1 else min(inside, self._network())
-
     def _network(self) -> float:
         """What the devices of a node that take part send to other nodes, together."""
-        return self.per_node * self.links.network
+        return self.group.per_node * self.links.network

@@ -13,7 +13,7 @@ from jaxmem.targets.accelerator import Target
 from jaxmem.targets.cuda import nccl
 from jaxmem.targets.cuda.cycles import LAUNCH, dear_operations
 from jaxmem.targets.cuda.splitting import Splitting
-from jaxmem.targets.links import Links, Ring
+from jaxmem.targets.links import Group, Links
 from jaxmem.targets.peaks import Peaks, product_bytes
 from jaxmem.targets.rules import Cycles, ElementRules, Rules
 
@@ -132,9 +132,9 @@ class CudaTarget(Target):
         """XLA multiplies float32 as TF32 where the GPU can, but at the highest precision."""
         return self.peaks.tfloat32 or self.peaks.float32
 
-    def collective_seconds(self, kind: str, size: int, ring: Ring) -> float:
+    def collective_seconds(self, kind: str, size: int, group: Group) -> float:
         """By the algorithm that NCCL takes."""
-        return nccl.seconds(kind, size, ring, self.links.reached(self.shares))
+        return nccl.seconds(kind, size, group, self.links.reached(self.shares))
 
     def feeding_seconds(self, flops: float, dtype) -> float:
         """A tile reads as many elements of its rows and of its columns as it adds products to each

@@ -8,7 +8,7 @@ import math
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.accelerator import Target
-from jaxmem.targets.links import Links, Ring, sent_in_ring
+from jaxmem.targets.links import Group, Links, sent_in_ring
 from jaxmem.targets.peaks import Peaks
 from jaxmem.targets.rules import Rules
 
@@ -78,17 +78,17 @@ class TpuTarget(Target):
         fast; at the high one they take three passes."""
         return self.peaks.bfloat16 / (3 if precision == "high" else 1)
 
-    def collective_seconds(self, kind: str, size: int, ring: Ring) -> float:
+    def collective_seconds(self, kind: str, size: int, group: Group) -> float:
         """In a ring of links, both ways around it at once (How to Scale Your Model, Austin et al.
         2025)."""
         rate = self.shares.link * self.links.inside
         if kind == "collective-permute":  # one way, to the next
             return 2 * size / rate + _HOP
         if kind == "all-to-all":  # what is for a chip passes all between, a quarter of the ring
-            return size * ring.devices / 4 / rate + ring.devices // 2 * _HOP
+            return size * group.devices / 4 / rate + group.devices // 2 * _HOP
         turns = 2 if kind == "all-reduce" else 1
-        sent = sent_in_ring(kind, size, ring.devices)
-        return sent / rate + turns * (ring.devices // 2) * _HOP
+        sent = sent_in_ring(kind, size, group.devices)
+        return sent / rate + turns * (group.devices // 2) * _HOP
 
     def of_count(self, count: int) -> "TpuTarget":
         """The slice of so many devices that is nearest to a cube, or one device of a chip.
