@@ -26,7 +26,8 @@ lint: $(VENV)/.ready
 
 fuzz: $(VENV)/.ready  ## many more random programs under random plans, with seeds of the day
 	JAXMEM_FUZZ=20000 JAXMEM_DAY=$$(date +%Y%m%d) $(RUN) -m pytest -n 2 --dist worksteal \
-		tests/test_fuzz.py tests/test_aliasing.py tests/test_metamorphic.py tests/peers
+		tests/test_fuzz.py tests/test_random_networks.py tests/test_aliasing.py \
+		tests/test_metamorphic.py tests/peers
 
 faults: $(VENV)/.ready  ## kills, full disks and damaged files, and what is left of them; an hour
 	$(RUN) tests/faults.py

@@ -179,3 +179,25 @@ def test_pieces_that_are_views(loss, weights, y, target):
     assert 0.75 < compiled / projected < 1.05
     plan = jaxmem.plan(loss, *args, target=target, compilations=0)
     assert plan.projected_bytes <= projected
+
+
+@pytest.mark.parametrize("target", ["h100", "rtx-4090"])
+def test_pieces_that_are_put_together_before_a_region(target):
+    """In it the operand alone is there, as its derivative reads it."""
+
+    def loss(weights, a, b, c):
+        beside, mixing, last = weights
+        left, right = jnp.concatenate([a, b], -1), jnp.concatenate([c, b], -1)
+        mixed = jnp.tanh(jnp.concatenate([left, right], -1) @ mixing) @ last
+        return mean_square(left @ beside) + mean_square(mixed)
+
+    weights = shaped(512, 64), shaped(1024, 256), shaped(256, 192)
+    args = weights, *(shaped(ROWS, width) for width in (128, 384, 128))
+    plan = jaxmem.plan(loss, *args, target=target, compilations=0)
+    budget = (plan.projected_bytes + plan.plain_bytes) // 2
+    for planned in (plan, jaxmem.plan(loss, *args, target=target, budget=budget, compilations=0)):
+        step = jax.value_and_grad(planned.apply(loss))
+        compiled = jaxmem.memory(
+            step, *args, target=target, compiler_options=planned.compiler_options
+        )
+        assert 0.7 < compiled.device / planned.projected_bytes < 1.1

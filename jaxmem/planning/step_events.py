@@ -92,13 +92,24 @@ class StepEvents:
         for piece in order:
             if isinstance(piece, int):
                 self.execute(piece, made, given)
-                tape.append((piece, [made[value] for value in self.kernels[piece].reads]))
+                tape.append((piece, self.read_for_gradients(piece, made)))
             else:
                 for number in range(piece.start, piece.stop):
                     self.execute(number, made, given)
                 saved = {value: made[value] for value in piece.saved}
                 tape.append((piece, made, given | saved))
         return tape
+
+    def read_for_gradients(self, number: int, made: dict[int, int]) -> list[int]:
+        """What the derivative of a kernel reads; the operand, where a piece of it is not there: it
+        was put together before the region."""
+        kernel = self.kernels[number]
+        try:
+            return [made[value] for value in kernel.reads]
+        except KeyError:
+            whole = set(kernel.sources).difference(kernel.reads)
+            operand = max(whole, key=self.program.sizes.__getitem__)
+            return [made[value if value in made else operand] for value in kernel.reads]
 
     def execute(self, number: int, made: dict[int, int], given: dict[int, int]) -> None:
         kernel = self.kernels[number]
