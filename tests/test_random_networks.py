@@ -134,8 +134,9 @@ def test_random_networks_have_plans(part):
         if not args[0]:
             continue
         plan = jaxmem.plan(loss, *args, target=target, compilations=0)
-        # A plan has derivatives of its own, which may take a little more than those of JAX.
-        assert plan.projected_bytes <= 1.1 * plan.plain_bytes, seed
+        # Its own derivatives of what is computed in a wider dtype, from copies, take more.
+        most = 1.5 if plan.widens_bfloat16 else 1.05
+        assert plan.projected_bytes <= most * plan.plain_bytes, seed
         assert jax.eval_shape(jax.value_and_grad(plan.apply(loss)), *args)[1], seed
         try:
             within = jaxmem.plan(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Sequence
 from jaxmem.planning.cotangent_state import CotangentState
 from jaxmem.planning.events import Event, RecomputedInstances
 from jaxmem.planning.regions import Region, kernels_and_regions
-from jaxmem.program import Program
+from jaxmem.program import Kernel, Program
 
 
 class StepEvents:
@@ -92,24 +92,14 @@ class StepEvents:
         for piece in order:
             if isinstance(piece, int):
                 self.execute(piece, made, given)
-                tape.append((piece, self.read_for_gradients(piece, made)))
+                reads = _read_by_derivative(self.kernels[piece], made, self.program.sizes)
+                tape.append((piece, reads))
             else:
                 for number in range(piece.start, piece.stop):
                     self.execute(number, made, given)
                 saved = {value: made[value] for value in piece.saved}
                 tape.append((piece, made, given | saved))
         return tape
-
-    def read_for_gradients(self, number: int, made: dict[int, int]) -> list[int]:
-        """What the derivative of a kernel reads; the operand, where a piece of it is not there: it
-        was put together before the region."""
-        kernel = self.kernels[number]
-        try:
-            return [made[value] for value in kernel.reads]
-        except KeyError:
-            whole = set(kernel.sources).difference(kernel.reads)
-            operand = max(whole, key=self.program.sizes.__getitem__)
-            return [made[value if value in made else operand] for value in kernel.reads]
 
     def execute(self, number: int, made: dict[int, int], given: dict[int, int]) -> None:
         kernel = self.kernels[number]
@@ -274,3 +264,13 @@ class StepEvents:
             pairs = zip(kernel.reads, reads, strict=True)
             of_rows += [instance for value, instance in pairs if value == kernel.residuals]
         return inside, copies
+
+
+def _read_by_derivative(kernel: Kernel, made: dict[int, int], sizes: Sequence[int]) -> list[int]:
+    """What the derivative of a kernel reads, of what is made; the operand, where a piece of it is
+    not there: it was put together before the region."""
+    try:
+        return [made[value] for value in kernel.reads]
+    except KeyError:
+        operand = max(set(kernel.sources).difference(kernel.reads), key=sizes.__getitem__)
+        return [made[value if value in made else operand] for value in kernel.reads]
