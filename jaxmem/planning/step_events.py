@@ -92,8 +92,7 @@ class StepEvents:
         for piece in order:
             if isinstance(piece, int):
                 self.execute(piece, made, given)
-                reads = _read_by_derivative(self.kernels[piece], made, self.program.sizes)
-                tape.append((piece, reads))
+                tape.append((piece, _read_back(self.kernels[piece], made, self.program.sizes)))
             else:
                 for number in range(piece.start, piece.stop):
                     self.execute(number, made, given)
@@ -266,7 +265,7 @@ class StepEvents:
         return inside, copies
 
 
-def _read_by_derivative(kernel: Kernel, made: dict[int, int], sizes: Sequence[int]) -> list[int]:
+def _read_back(kernel: Kernel, made: dict[int, int], sizes: Sequence[int]) -> list[int]:
     """What the derivative of a kernel reads, of what is made; the operand, where a piece of it is
     not there: it was put together before the region."""
     try:
