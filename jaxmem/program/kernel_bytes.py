@@ -10,7 +10,13 @@ from jaxmem.program.members import Members
 from jaxmem.program.operands import spread_factors
 from jaxmem.program.poolings import scattered_places
 from jaxmem.program.ragged import copies_of_groups
-from jaxmem.program.readers import SLICES, SMALL, read_by_derivative, scatters_few_elements
+from jaxmem.program.readers import (
+    SLICES,
+    SMALL,
+    is_matmul,
+    read_by_derivative,
+    scatters_few_elements,
+)
 from jaxmem.program.row_norms import RowNormalizations
 from jaxmem.program.splitting import bytes_of_parts, matmul_of, padded_copies, pads_gradients
 from jaxmem.program.stored import reduces_to_few
@@ -76,6 +82,7 @@ class BytesBeside:
         backward += sum(self._cut.pop(number, 0) for number in members.numbers) + scattered
         backward += sum(self._spread.get(v, 0) for v in operation.inputs) if matmul else 0
         backward += scattered_places(program, operation)
+        backward += self._first_of_two_gradients(members) if matmul else 0
         backward += library + padded.backward + copied_again
         backward += max(max(gradients.values(), default=0), self._whole_beside_pieces(members))
         self._spread |= spread_factors(program, operation, members.sources)
@@ -110,6 +117,23 @@ class BytesBeside:
         """Whether the derivative of what makes it reads it."""
         maker = self.memory.maker.get(value)
         return maker is not None and self.program.operations[maker].derivative_reads == "result"
+
+    def _first_of_two_gradients(self, members: Members) -> int:
+        """Of a matmul of a value with itself (`x @ x.T`, the interactions of DLRM), or with what is
+        computed of it: the gradient by one operand, which waits to be added to the other one. (The
+        newest compiler adds both up in the matmul that reads their sum.)"""
+        program, inputs = self.program, members.operation.inputs
+        if len(inputs) < 2 or not all(program.active[value] for value in inputs):
+            return 0
+        one, other = map(members.made_of, inputs)
+        sizes = {program.sizes[value] for value in (*inputs, *one)}
+        if one != other or len(one) != 1 or len(sizes) != 1:
+            return 0
+        maker = self.memory.maker.get(*one)
+        of_matmul = maker is not None and is_matmul(program.operations[maker])
+        elements = program.rules.fuses_elements
+        adds_up = elements is not None and elements.behind_pieces and inputs[0] == inputs[1]
+        return 0 if adds_up and of_matmul else sizes.pop()
 
     def _scattered(self, members: Members) -> int:
         """Of a kernel whose derivative scatters into a cotangent of the operand, which it has to
