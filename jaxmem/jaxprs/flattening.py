@@ -25,7 +25,7 @@ from jaxmem.jaxprs.merging import CommonSubexpressions
 from jaxmem.jaxprs.operands import has_derivative
 from jaxmem.jaxprs.printing import only_prints, prints_apart
 from jaxmem.jaxprs.sources import names_of, no_names
-from jaxmem.jaxprs.uniform import without_uniform_arrays
+from jaxmem.jaxprs.uniform import part_uniform
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
@@ -47,10 +47,10 @@ def traced_jaxpr(fun: Callable, leaves: Sequence[Any]) -> tuple[ClosedJaxpr, Any
     jaxpr, _ = internals.partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
     variables = itertools.chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
     read = {one for one in variables if not isinstance(one, internals.Literal)}
-    kept = [pair for pair in zip(jaxpr.constvars, closed.consts, strict=True) if pair[0] in read]
-    jaxpr = jaxpr.replace(constvars=[variable for variable, _ in kept])
+    constants = zip(jaxpr.constvars, closed.consts, strict=True)
+    made, kept = part_uniform(pair for pair in constants if pair[0] in read)
+    jaxpr = jaxpr.replace(constvars=[variable for variable, _ in kept], eqns=[*made, *jaxpr.eqns])
     closed = closed.replace(jaxpr=jaxpr, consts=[value for _, value in kept])
-    closed = without_uniform_arrays(closed)
     return closed, jax.tree.structure(shape)
 
 

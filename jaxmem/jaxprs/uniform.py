@@ -3,13 +3,14 @@ value in their place."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr
+    from jax.extend.core import JaxprEqn, Var
 
 # Elements that are looked at before the others. Chosen: most arrays differ in them.
 _FIRST = 64
@@ -18,10 +19,13 @@ _FIRST = 64
 _FETCHED = 64 * 2**20
 
 
-def without_uniform_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A jaxpr that makes them, and takes only the other constants."""
+def part_uniform(
+    constants: Iterable[tuple[Var, Any]],
+) -> tuple[list[JaxprEqn], list[tuple[Var, Any]]]:
+    """Of the constants of a jaxpr, each with its variable: what makes those of one value, and the
+    others."""
     made, kept = [], []
-    for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+    for variable, value in constants:
         element = _element_of(value)
         if element is None:
             kept.append((variable, value))
@@ -31,12 +35,7 @@ def without_uniform_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
             lambda e=element, a=aval: jax.lax.full(a.shape, e, a.dtype)
         )().eqns
         made.append(equation.replace(outvars=[variable]))
-    if not made:
-        return closed
-    jaxpr = closed.jaxpr.replace(
-        constvars=[variable for variable, _ in kept], eqns=[*made, *closed.jaxpr.eqns]
-    )
-    return closed.replace(jaxpr=jaxpr, consts=[value for _, value in kept])
+    return made, kept
 
 
 def _element_of(value: Any) -> np.generic | None:

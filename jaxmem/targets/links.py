@@ -31,9 +31,8 @@ class Group:
 # Devices of a node. Derived: of all targets that have links, and of servers that are rented.
 NODE = 8
 
-
-# What each device sends in a ring, as often as the bytes of the whole less its own part.
-_TURNS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+# How often the bytes of the whole, less a device's own part, go around a ring.
+TURNS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,4 +75,4 @@ class Links:
 
 def sent_in_ring(kind: str, size: int, devices: int) -> float:
     """Bytes that each device sends in a ring, of a collective of so many bytes."""
-    return size * _TURNS[kind] * (devices - 1) / devices if kind in _TURNS else size
+    return size * TURNS[kind] * (devices - 1) / devices if kind in TURNS else size

@@ -139,11 +139,18 @@ class Timeline:
 
 def _overlapping(values: Sequence[Value]) -> dict[Value, tuple[str, ...]]:
     """Of each value the names of those that have bytes of it too."""
-    first = np.array([value.offset for value in values])
-    end = np.array([value.offset + value.size for value in values])
-    both = (first < end[:, None]) & (first[:, None] < end)
-    np.fill_diagonal(both, False)
+    order = sorted(range(len(values)), key=lambda at: values[at].offset)
+    found: list[list[int]] = [[] for _ in values]
+    for place, at in enumerate(order):
+        one = values[at]
+        for later in map(order.__getitem__, range(place + 1, len(order))):
+            other = values[later]
+            if other.offset >= one.offset + one.size:
+                break
+            if one.offset < other.offset + other.size:
+                found[at].append(later)
+                found[later].append(at)
     return {
-        value: tuple(values[other].name for other in np.flatnonzero(row).tolist())
-        for value, row in zip(values, both, strict=True)
+        value: tuple(values[other].name for other in sorted(others))
+        for value, others in zip(values, found, strict=True)
     }

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from jaxmem.targets.links import Group, Links
+from jaxmem.targets.links import TURNS, Group, Links
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,17 +64,16 @@ class _Ways:
         if kind in ("all-to-all", "collective-permute"):
             yield self._directly(kind)
             return
-        yield from (self._around(protocol, twice=kind == "all-reduce") for protocol in _RINGS)
+        yield from (self._around(protocol, TURNS[kind]) for protocol in _RINGS)
         if kind == "all-reduce":
             yield from map(self._in_trees, _TREES)
             if self.links.sums and self.group.per_node > 2:
                 yield self._in_switches()
 
-    def _around(self, protocol: _Protocol, twice: bool) -> tuple[float, float]:
+    def _around(self, protocol: _Protocol, turns: int) -> tuple[float, float]:
         """In a ring: each device sends a piece to the next, as often as there are others; to sum,
         and once more what is summed (Patarasuk and Yuan 2009)."""
-        turns = 2 if twice else 1
-        between = turns * (self.group.nodes - 1 if self.group.nodes > 1 else 0)
+        between = turns * (self.group.nodes - 1)
         steps = turns * (self.group.devices - 1)
         rate = protocol.share * self.links.bandwidth_in(self.group) * self.group.devices / steps
         return self._start(protocol, steps - between, between), rate
@@ -84,9 +83,8 @@ class _Ways:
         (Sanders, Speck and Träff 2009)."""
         between = 2 * math.floor(math.log2(self.group.nodes))
         inside = 2 * (self.group.per_node - 1)
-        return self._start(protocol, inside, between), protocol.share * self.links.bandwidth_in(
-            self.group
-        ) / 2
+        rate = protocol.share * self.links.bandwidth_in(self.group) / 2
+        return self._start(protocol, inside, between), rate
 
     def _in_switches(self) -> tuple[float, float]:
         """In the switches of each node, and in a tree of nodes (NVLink SHARP)."""
@@ -110,8 +108,8 @@ class _Ways:
 
     def _start(self, protocol: _Protocol, inside: int, between: int) -> float:
         hop = protocol.nvlink if self.links.kind == "NVLink" else protocol.pcie
-        waited = (inside * hop if inside else 0) + (between * protocol.network if between else 0)
-        return 1e-6 * (protocol.start + waited)
+        waited = inside * hop if inside else 0.0  # no steps take no time, whatever one takes
+        return 1e-6 * (protocol.start + waited + between * protocol.network)
 
     def _network(self) -> float:
         """What the devices of a node that take part send to other nodes, together."""

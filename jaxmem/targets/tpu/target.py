@@ -8,7 +8,7 @@ import math
 
 from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.accelerator import Target
-from jaxmem.targets.links import Group, Links, sent_in_ring
+from jaxmem.targets.links import TURNS, Group, Links, sent_in_ring
 from jaxmem.targets.peaks import Peaks
 from jaxmem.targets.rules import Rules
 
@@ -86,9 +86,8 @@ class TpuTarget(Target):
             return 2 * size / rate + _HOP
         if kind == "all-to-all":  # what is for a chip passes all between, a quarter of the ring
             return size * group.devices / 4 / rate + group.devices // 2 * _HOP
-        turns = 2 if kind == "all-reduce" else 1
         sent = sent_in_ring(kind, size, group.devices)
-        return sent / rate + turns * (group.devices // 2) * _HOP
+        return sent / rate + TURNS[kind] * (group.devices // 2) * _HOP
 
     def of_count(self, count: int) -> "TpuTarget":
         """The slice of so many devices that is nearest to a cube, or one device of a chip.
