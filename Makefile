@@ -51,8 +51,8 @@ wheel: $(VENV)/.ready  ## builds a wheel, installs it into an empty environment,
 	dist/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check dist/wheel/*.whl pytest
 	dist/wheel/venv/bin/jaxmem install-compiler
 	cp -r tests dist/wheel/tests
-	cd dist/wheel/tests && ../venv/bin/python -m pytest -q -c /dev/null -o markers=slow -p no:cacheprovider \
-		$(QUICK:%=test_%.py) -m "not slow" -k "not near_linearly"
+	cd dist/wheel && venv/bin/python -m pytest -q -c /dev/null -o markers=slow -p no:cacheprovider \
+		$(QUICK:%=tests/test_%.py) -m "not slow" -k "not near_linearly"
 	cd dist/wheel && venv/bin/jaxmem targets >/dev/null && \
 		venv/bin/python -c 'import jaxmem; assert "site-packages" in jaxmem.__file__, jaxmem.__file__'
 
