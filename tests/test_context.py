@@ -36,6 +36,17 @@ def test_what_runs_inside_of_shard_map_is_projected(attention, form):
     assert plan.projected_bytes == pytest.approx(bytes_of(plan.apply(loss), args), rel=0.12)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [None, 0.8, 0.01])
+@pytest.mark.parametrize("attention", [context.ring, context.all_to_all])
+def test_layers_that_are_written_out_are_projected(attention, share):
+    """XLA left the gradients of matmuls for after the loops of the layer before (+36 %), and made
+    the zeros that all loops fill at once (+31 %)."""
+    loss, args = context.program(attention, "unrolled")
+    off = context.compared(loss, args, share)["off"]
+    assert abs(float(off.rstrip("%"))) <= 10
+
+
 MESH = jax.sharding.AbstractMesh((8,), ("data",))
 ROWS, WIDTH, LAYERS = 2048, 512, 4
 

@@ -34,7 +34,7 @@ def _lowered(ctx, value) -> Any:
     value is said to be in their memory, which it is, and most layouts end there too. A compiler by
     whose rules the rows do not matter is left to choose."""
     families = (one for one in FAMILIES.values() if one.platform in ctx.module_context.platforms)
-    if not all(family.rules.row_major for family in families):
+    if not all(family.rules.loops.row_major for family in families):
         return [value]
     if getattr(ctx.module_context.axis_context, "num_devices", None) == 1:
         return internals.mlir.lower_fun(_laid_out, multiple_results=True)(ctx, value)

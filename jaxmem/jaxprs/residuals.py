@@ -35,14 +35,28 @@ if TYPE_CHECKING:
 _RESHAPES = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "transpose"})
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScanResiduals:
+    """What a scan keeps on the device for its derivative.
+
+    Attributes:
+        kept: the values that JAX saves of each iteration, but for slices and constants, and what is
+            made of constants alone, which are there anyway, or once.
+        results: those beside them that the scan stacks as a result.
+        read: the numbers of the operands, but for what is carried, and of the results that the
+            derivative reads.
+    """
+
+    kept: list[SavedResidual]
+    results: list[SavedResidual]
+    read: tuple[frozenset[int], frozenset[int]]
+
+
 def scan_residuals(
     equation: JaxprEqn, constant: Sequence[bool], wanted: Sequence[bool]
-) -> tuple[list[SavedResidual], list[SavedResidual]]:
-    """What each iteration of a scan keeps on the device for its derivative: the values that JAX
-    saves of the body, but for slices and constants, and what is made of constants alone, which are
-    there anyway, or once; and those of them that the scan stacks as a result that is ``wanted``.
-    Operands that are ``constant`` are not differentiated: a `jax.custom_vjp` refuses that of arrays
-    that it closes over."""
+) -> ScanResiduals:
+    """What a scan keeps of which some results are ``wanted``. Operands that are ``constant`` are
+    not differentiated: a `jax.custom_vjp` refuses that of arrays that it closes over."""
     closed = equation.params["jaxpr"]
     avals = closed.in_avals  # themselves: inside `jax.shard_map` they vary over axes of the mesh
     loop = loop_of(equation)
@@ -56,14 +70,20 @@ def scan_residuals(
 
     kept: list[SavedResidual] = []
     results: list[SavedResidual] = []
+    operands: set[int] = set()
     for one in saved_residuals(read_results, avals, differentiable(avals, constant), read=True):
         if memory_space(one.aval) is HOST:
             continue
         if one.argument in carry:
             kept.append(one)
-        elif one.equation and one.made_of - {*constants}:
+        elif one.argument is not None:
+            operands.add(one.argument)
+        elif one.made_of - {*constants}:
             (results if one.result >= count else kept).append(one)
-    return kept, results
+        else:
+            operands |= one.made_of
+    stacked = frozenset(read[one.result] for one in results)
+    return ScanResiduals(kept, results, (frozenset(operands), stacked))
 
 
 def region_residuals(step: FlatStep, constant: Sequence[bool]) -> list[SavedResidual]:

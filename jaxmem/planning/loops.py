@@ -97,7 +97,7 @@ def _hostable(one: Body, body: Program) -> tuple[tuple[int, ...], tuple[int, ...
     """What an iteration may have in host memory of its carry, and of what it saves. Random keys
     stay: outside of `jax.jit` JAX does not stack those of host memory."""
     inside = [range(region.start + 1, region.stop + 1) for region in one.loop.regions]
-    if body.rules.hosts_in_regions:
+    if body.rules.loops.hosts_in_regions:
         inside = []
     carried, saved = (
         tuple(value for value in values if not dtype_of(body, value).startswith("key<"))
@@ -162,7 +162,9 @@ class _Iteration:
         assert body is not None
         decided = dict(zip(body.scans, inner, strict=True))
         self.loops = tuple(option.loop for option in inner if option.loop)
-        self.body = body.with_loops({n: (o.residuals, o.inside) for n, o in decided.items()})
+        self.body = body.with_loops(
+            {n: (o.residuals, o.inside, o.loop is not None) for n, o in decided.items()}
+        )
         self.seconds = of_each(self.body, rates.seconds)
         self.prices = of_each(self.body, rates.price)
         self.inner = inner
@@ -202,7 +204,7 @@ class _Iteration:
         cost = simulate_block(body, 0, len(body.kernels), None)
         # JAX may stack less of a loop where it is in this one than where it is alone.
         others = max(self.plain.residuals // max(length, 1) - self.stacked, 0)
-        each = others + self.operation.results + self.in_place
+        each = others + self.operation.stacks.results + self.in_place
         return Body(
             Loop(self.kernel, whole=True, loops=self.loops), (), length, self.state, each,
             cost.peak, self.peak_without_loop(frozenset()), (cost.at,), self.costs([], self.inner),
@@ -296,7 +298,7 @@ def plain_option(program: Program, kernel: int) -> LoopOption:
         return LoopOption(None, program.residual_bytes(kernel), operation.derivative_workspace, ())
     cost = peak_of_scan(program, kernel)
     # Between the passes, and so not beside what a turn takes. What a plan saves lies by rows.
-    relaid = operation.relaid if program.rules.row_major else 0
+    relaid = operation.stacks.relaid if program.rules.loops.row_major else 0
     inside = max(cost.peak, relaid)
     return LoopOption(None, program.residual_bytes(kernel), inside, (cost.at,))
 

@@ -55,7 +55,7 @@ def _with_scan_costs(place: RegionProgram, saved: frozenset[int]) -> Program:
         cost = simulate_block(body, 0, len(body.kernels), given, regions)
         read = cost.read & (given | scan.carry)
         kept = sum(body.sizes[value] for value in read)
-        loops[number] = scan.length * kept, cost.peak
+        loops[number] = scan.length * kept, cost.peak, True
     return place.program.with_loops(loops) if loops else place.program
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from jaxmem.planning.derivative_fusion import fused
 from jaxmem.planning.events import Event, liveness
 from jaxmem.planning.regions import Region, kernels_and_regions, saved_by
+from jaxmem.planning.shared_zeros import with_zeros
 from jaxmem.planning.step_events import StepEvents
 from jaxmem.program import Program, gradient_size
 
@@ -90,11 +91,12 @@ def _simulate(program: Program, regions: Sequence[Region]) -> tuple[_Run, StepEv
         gradients |= dict.fromkeys(cotangents.get(value, ()), gradient_size(program, value))
     become, kept = simulator.become, results | gradients
     if become == "results":
-        return _run(simulator, {*kept}, (), kept), simulator
+        return _run(simulator, {*kept}, (), kept, True), simulator
     simulator.sizes = [gradients.get(at, size) for at, size in enumerate(simulator.sizes)]
     for event in simulator.events if become == "summands" else ():  # which adds it to a sum
         event.uses += [instance for instance in event.makes if instance in gradients]
-    return _run(simulator, {*(kept if become == "updates" else results)}, ()), simulator
+    kept = kept if become == "updates" else results
+    return _run(simulator, {*kept}, (), shares_zeros=True), simulator
 
 
 def simulate_block(
@@ -179,7 +181,7 @@ def peak_of_scan(program: Program, kernel: int) -> Cost:
 def _with_scans(program: Program) -> Program:
     """A program whose scans hold what regions of the user's own in them take."""
     found = {
-        number: (program.residual_bytes(number), peak_of_scan(program, number).peak)
+        number: (program.residual_bytes(number), peak_of_scan(program, number).peak, False)
         for number in program.scans
         if _has_regions(program.body_of(number)) and program.kernels[number].residuals is not None
     }
@@ -192,10 +194,15 @@ def _has_regions(program: Program) -> bool:
 
 
 def _run(
-    steps: StepEvents, kept: set[int], live: Sequence[int], results: Mapping[int, int] | None = None
+    steps: StepEvents,
+    kept: set[int],
+    live: Sequence[int],
+    results: Mapping[int, int] | None = None,
+    shares_zeros: bool = False,
 ) -> _Run:
     """Drops what nothing reads, and adds up what is alive: ``live`` from the beginning,
-    ``kept`` to the end. ``results`` have memory of their own, so many bytes each."""
+    ``kept`` to the end. ``results`` have memory of their own, so many bytes each;
+    ``shares_zeros``: loops share the zeros that they fill with others of the program."""
     needed = set(kept)
     events, first = [], 0
     for number, event in reversed(list(enumerate(steps.events))):
@@ -215,4 +222,7 @@ def _run(
     order = fused(steps.program, events, steps.sizes, first) if merges else None
     executed, sizes = order or (events, steps.sizes)
     alive, peak, at = liveness(steps.kernels, executed, sizes, *ends)
+    if shares_zeros and (more := with_zeros(steps.program, executed, alive)) is not alive:
+        alive, at = more, max(range(len(more)), key=more.__getitem__)
+        peak = max(peak, alive[at])
     return _Run(executed, alive, Cost(peak, executed[at].kernel if events else 0, runs))

@@ -167,7 +167,7 @@ class StepEvents:
             return
         incoming = self.in_memory_first(number, incoming, reads, cotangents)
         count = self.program.input_count
-        fresh, joined, in_rows = [], [], False
+        fresh, joined, later, in_rows = [], [], list[Event](), False
         for edge in edges:
             value, state = edge.value, self.states[edge.value]
             is_turned = value in kernel.aliasing.transposed
@@ -195,20 +195,21 @@ class StepEvents:
                 state.written.add(is_turned)
                 state.scattered = max(state.scattered, kernel.scattered)
                 in_rows |= in_one
+                incoming += self.pending.pop((number, value), ())
+                if number in self.scans and value in self.summed:
+                    # It fills an array of its own, which is added to the gradient after that.
+                    fresh.append(self.instance(value))
+                    later.append(Event(number, [fresh[-1], self.summed[value]], [], True))
+                    continue
                 made = self.cotangents(value)
                 fresh += made
-                incoming += self.pending.pop((number, value), ())
                 if value < count and self.become != "summands":  # a gradient adds up in place
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).extend(made)
         inside, copies = self.taken_inside(number, reads)
-        lasting: Sequence[int] = ()
-        if lasting_values := kernel.aliasing.lasting:
-            pairs = zip(kernel.reads, reads, strict=True)
-            lasting = [instance for value, instance in pairs if value in lasting_values]
-        uses = [*reads, *incoming, *copies]
+        uses, lasting = [*reads, *incoming, *copies], _lasting(kernel, reads)
         done = Event(number, uses, fresh, True, inside, in_rows, joined, lasting, self.run)
-        self.events.append(done)
+        self.events += [done, *later]
 
     def in_memory_first(
         self,
@@ -263,6 +264,13 @@ class StepEvents:
             pairs = zip(kernel.reads, reads, strict=True)
             of_rows += [instance for value, instance in pairs if value == kernel.residuals]
         return inside, copies
+
+
+def _lasting(kernel: Kernel, reads: Sequence[int]) -> Sequence[int]:
+    """What a kernel's derivative writes over in no case, of what it reads."""
+    values = kernel.aliasing.lasting
+    pairs = zip(kernel.reads, reads, strict=True) if values else ()
+    return [instance for value, instance in pairs if value in values]
 
 
 def _read_back(kernel: Kernel, made: dict[int, int], sizes: Sequence[int]) -> list[int]:

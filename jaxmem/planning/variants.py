@@ -52,7 +52,7 @@ class Variant:
 
     def __init__(self, program: Program, rates: Rates, options: list[LoopOption]):
         decided = zip(program.loops, options, strict=True)
-        found = {n: (o.residuals, o.inside) for n, o in decided}
+        found = {n: (o.residuals, o.inside, o.loop is not None) for n, o in decided}
         self.program = program.with_loops(found) if found else program  # its kernels are known
         self.options = options
         self.loops = tuple(option.loop for option in options if option.loop)

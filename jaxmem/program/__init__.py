@@ -21,6 +21,7 @@ from jaxmem.program.graph import (
 from jaxmem.program.input_gradients import Become as Become, InputGradients as InputGradients
 from jaxmem.program.kernel import Kernel as Kernel
 from jaxmem.program.kernels import read_kernels as read_kernels
+from jaxmem.program.loop_zeros import zeros_of_loops as zeros_of_loops
 from jaxmem.program.operations import (
     Operation as Operation,
     Program as Program,

@@ -4,9 +4,9 @@ import functools
 import math
 
 
-def type_of(aval) -> str:
-    """Dtype and shape of an abstract value as text."""
-    return named_type(getattr(aval, "dtype", ""), tuple(getattr(aval, "shape", ())))
+def type_of(aval, *stacked: int) -> str:
+    """Dtype and shape of an abstract value, or of a stack of so many, as text."""
+    return named_type(getattr(aval, "dtype", ""), (*stacked, *getattr(aval, "shape", ())))
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from jaxmem.program.kernel import Kernel
 from jaxmem.program.kernels import read_kernels
 from jaxmem.program.opaque import JointProgram
 from jaxmem.program.readers import gathers_repeatedly
+from jaxmem.program.stacks import NO_STACKS, LoopStacks
 from jaxmem.targets import Rules
 from jaxmem.targets.links import Ring
 
@@ -107,13 +108,11 @@ class Operation:
     its derivative runs again, a `jax.shard_map` the one of each device. A scan, what is opaque (a
     conditional, a rule of the user's own), and a region whose policy saves something makes one
     value more than it returns: its ``residuals``, what it keeps for the backward pass beside
-    operands and results; ``results`` are bytes that each iteration of a scan would keep, and
-    returns, ``relaid`` those of its largest stack that is laid out anew between the passes.
-    ``reads`` are those of them that its derivative reads, where that is known exactly.
-    ``derivative_workspace`` are bytes that the derivative takes beside all of that, ``workspace``
-    those that the operation takes. Of what is opaque all these are by ``joint``: itself and its
-    derivative. A ``widened`` one is computed in float32, from copies of what it
-    reads.
+    operands and results; ``stacks`` are a scan's. ``reads`` are those of them that its derivative
+    reads, where that is known exactly. ``derivative_workspace`` are bytes that the derivative takes
+    beside all of that, ``workspace`` those that the operation takes. Of what is opaque all these
+    are by ``joint``: itself and its derivative. A ``widened`` one is computed in float32, from
+    copies of what it reads.
     """
 
     name: str
@@ -131,8 +130,7 @@ class Operation:
     workspace: int = 0
     reads: frozenset[int] | None = None
     widened: bool = False
-    results: int = 0
-    relaid: int = 0
+    stacks: LoopStacks = NO_STACKS
     contraction: Contraction = Contraction()
     communication: Communication = Communication()
     joint: JointProgram | None = None
@@ -369,17 +367,18 @@ class Program:
         found = dataclasses.replace(self, operations=tuple(operations), as_jax_derives=True)
         return in_float32(found, wide) if wide else found
 
-    def with_loops(self, loops: Mapping[int, tuple[int, int]]) -> "Program":
+    def with_loops(self, loops: Mapping[int, tuple[int, int, bool]]) -> "Program":
         """The program with other bytes of residuals, and inside the derivative, of some scans, by
-        the numbers of their kernels."""
+        the numbers of their kernels; and whether they run again, from all that they read."""
         sizes, operations = list(self.sizes), list(self.operations)
         kernels = list(self.kernels)
-        for number, (residuals, inside) in loops.items():
+        for number, (residuals, inside, again) in loops.items():
             kernel, index = kernels[number], kernels[number].operations[-1]
             operation = operations[index]
             assert operation.residuals is not None
             kernels[number] = dataclasses.replace(
                 kernel,
+                reads=(*kernel.sources, operation.residuals) if again else kernel.reads,
                 moved=kernel.moved + residuals - sizes[operation.residuals],
                 derivative_workspace=kernel.derivative_workspace
                 + inside

@@ -37,7 +37,7 @@ from jaxmem.program.kept_bytes import bytes_alike
 from jaxmem.program.opaque import JointProgram, peak
 from jaxmem.program.operations import Communication, Contraction, Operation, Program, Source
 from jaxmem.program.ragged import shared_copies
-from jaxmem.program.stacks import relaid_bytes
+from jaxmem.program.stacks import NO_STACKS, LoopStacks, relaid_bytes
 from jaxmem.program.transposes import folded_transposes
 
 # What has a program inside that nothing is planned in.
@@ -99,8 +99,7 @@ def read_program(
                 interior.inside,
                 interior.workspace,
                 interior.reads,
-                results=interior.results,
-                relaid=interior.relaid,
+                stacks=interior.stacks,
                 joint=interior.joint,
                 contraction=Contraction(
                     is_batched(step.equation),
@@ -167,8 +166,7 @@ class _Interior:
     inside: int = 0
     workspace: int = 0
     reads: frozenset[int] | None = None
-    results: int = 0
-    relaid: int = 0
+    stacks: LoopStacks = NO_STACKS
     joint: JointProgram | None = None
 
 
@@ -241,15 +239,31 @@ def _of_scan(
         return _Interior(body, 0, 0, 0, _turn(loop, body))
     constant = constant_operands(loop, constant)
     body = read_program(loop.body, _differentiated(loop.body, constant), inside, separate=True)
-    kept, results = scan_residuals(step.equation, constant, wanted)
+    found = scan_residuals(step.equation, constant, wanted)
+    kept, (operands_read, results_read) = found.kept, found.read
     length = step.equation.params["length"]
+    operands = (*step.inputs[loop.body_consts], *step.inputs[loop.carry.stop :])
+    varying = (*constant[loop.body_consts], *constant[loop.carry.stop :])
+    stacks = LoopStacks(
+        bytes_alike(found.results, body),
+        length * relaid_bytes(loop.body, kept, body.sizes),
+        tuple((type_of(one.aval, length), length * bytes_alike([one], body)) for one in kept),
+        tuple(one for one, fixed in zip(operands, varying, strict=True) if not fixed),
+    )
     return _Interior(
         body,
         length * bytes_alike(kept, body),
         length * sum(size_of(one.aval) for one in kept),
         _inside(body),
-        results=bytes_alike(results, body),
-        relaid=length * relaid_bytes(loop.body, kept, body.sizes),
+        reads=frozenset(
+            value
+            for value in (
+                *(step.inputs[at] for at in operands_read),
+                *(step.outputs[at] for at in results_read),
+            )
+            if isinstance(value, int)
+        ),
+        stacks=stacks,
     )
 
 

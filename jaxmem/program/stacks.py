@@ -1,5 +1,6 @@
-"""Which stacks of a scan XLA lays out anew between its forward and its backward pass."""
+"""What a scan stacks, and which stacks XLA lays out anew between its forward and backward pass."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,6 +9,26 @@ from jaxmem.jaxprs.residuals import SavedResidual
 from jaxmem.program.costs import derivative_reads, is_fused
 
 Order = tuple[int, ...]  # axes of a value, the outermost in memory first
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopStacks:
+    """What a scan stacks, and adds up.
+
+    Attributes:
+        results: bytes that each iteration would keep for the derivative, and returns.
+        relaid: bytes of the largest stack that is laid out anew between the passes.
+        kept: the types and bytes of the stacks that it keeps for the derivative.
+        summed: the operands of which the derivative adds up, or stacks, a cotangent.
+    """
+
+    results: int = 0
+    relaid: int = 0
+    kept: tuple[tuple[str, int], ...] = ()
+    summed: tuple[int, ...] = ()
+
+
+NO_STACKS = LoopStacks()
 
 
 def relaid_bytes(flat: FlatJaxpr, kept: Sequence[SavedResidual], sizes: Sequence[int]) -> int:

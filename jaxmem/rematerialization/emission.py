@@ -13,7 +13,7 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.loops import checkpointed_scan, split_scan
 from jaxmem.planning import Loop, Region, Segment, recomputed, saved_by
-from jaxmem.program import Kernel, Program, apply_compiler_rules, read_program
+from jaxmem.program import Kernel, Operation, Program, apply_compiler_rules, read_program
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
 from jaxmem.rematerialization.segments import run_segments
 from jaxmem.rematerialization.sequencing import is_expensive, sequence_recomputation
@@ -197,7 +197,7 @@ class _Emission:
                     values[value] = self.delayed_until_region(value, named)
                 else:
                     values[value] = inside[value]
-            if self.adds_barriers and _has_barrier(last, kernel, self.loops.get(number)):
+            if self.adds_barriers and _has_barrier(self.program, number, self.loops.get(number)):
                 _barrier_between_passes(self.program, number + 1, values)
                 fused.clear()  # what follows is made from the parted values
 
@@ -362,10 +362,18 @@ def _barrier_between_passes(program: Program, stop: int, values: dict[int, Any])
     values.update(zip(parted, passed, strict=True))
 
 
-def _has_barrier(step: jaxprs.FlatStep, kernel: Kernel, loop: Loop | None) -> bool:
-    """Whether a barrier parts a loop from what comes after it."""
-    kept = step.primitive == "scan" and kernel.residuals is not None
+def _has_barrier(program: Program, number: int, loop: Loop | None) -> bool:
+    """Whether a barrier parts a loop, or what has one inside, from what comes after it."""
+    kept = program.kernels[number].residuals is not None and _has_loop(program.operation_of(number))
     return kept and (loop is None or loop.parted)
+
+
+def _has_loop(operation: Operation) -> bool:
+    """Whether it is a loop, or its derivative has one inside."""
+    if operation.name in ("scan", "while"):
+        return True
+    inside = operation.body, operation.joint and operation.joint.program
+    return any(_has_loop(one) for program in inside if program for one in program.operations)
 
 
 def _derivative(rules: Rules, step: jaxprs.FlatStep, kernel: Kernel) -> Derivative | None:

@@ -41,6 +41,26 @@ class ElementRules:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LoopRules:
+    """What a compiler makes of loops.
+
+    Attributes:
+        row_major: whether what a scan keeps had better lie row by row. Who reads it may ask for
+            another layout, of the layers' axis too, and XLA then makes a copy of the whole stack
+            between the passes (plans of attention compiled to 1.4 times their bytes).
+        hosts_in_regions: whether what is made in a region inside of a loop's body may wait in host
+            memory: it comes back through the region's barrier, which libtpu takes for a result of
+            the program ("OutputLocationMismatch").
+        shares_zeros: whether the zeros that loops fill are one array for all of a shape, which
+            each loop has a copy of (`jaxmem.program.loop_zeros`).
+    """
+
+    row_major: bool = True
+    hosts_in_regions: bool = True
+    shares_zeros: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rules:
     """How XLA of a family of targets fuses, lays out and differentiates.
 
@@ -80,12 +100,7 @@ class Rules:
         computes_bfloat16: what does: "all", "matmuls" and convolutions alone, or "none". What is
             computed in float32 and written because it is expensive to compute again is written
             before it is rounded.
-        row_major: whether what a scan keeps had better lie row by row. Who reads it may ask for
-            another layout, of the layers' axis too, and XLA then makes a copy of the whole stack
-            between the passes (plans of attention compiled to 1.4 times their bytes).
-        hosts_in_regions: whether what is made in a region inside of a loop's body may wait in host
-            memory: it comes back through the region's barrier, which libtpu takes for a result of
-            the program ("OutputLocationMismatch").
+        loops: how loops are compiled.
         library: the dtypes of matmuls that a library has kernels for and the compiler has none, and
             the bytes of the workspace that it gives each of them.
         parts: into how many the sums of a matmul are cut; None: into none.
@@ -109,8 +124,7 @@ class Rules:
     tile: tuple[int, int] | None = None
     picks_poolings: bool = True
     computes_bfloat16: str = "all"
-    row_major: bool = True
-    hosts_in_regions: bool = True
+    loops: LoopRules = LoopRules()
     library: tuple[tuple[str, ...], int] = ((), 0)
     parts: Callable[[Matmul], int] | None = None
     cycles: Cycles | None = None

@@ -15,7 +15,7 @@ from jaxmem.targets.cuda.cycles import LAUNCH, dear_operations
 from jaxmem.targets.cuda.splitting import Splitting
 from jaxmem.targets.links import Group, Links
 from jaxmem.targets.peaks import Peaks, product_bytes
-from jaxmem.targets.rules import Cycles, ElementRules, Rules
+from jaxmem.targets.rules import Cycles, ElementRules, LoopRules, Rules
 
 # What a CUDA context, its kernels and cuDNN take before the first array. Measured by others: about
 # half a GiB on every GPU of the table.
@@ -48,9 +48,16 @@ _REAL = ("bfloat16", "float16", "float32", "float64")
 # Of all GPUs: found in what XLA makes of matmuls of many shapes for an H100 and a T4
 # (tests/test_vectors.py), of graph networks and pair potentials (tests/test_graphs.py), and of
 # plans of perceptrons and residual networks for both (tests/test_written_over.py).
-RULES = Rules(multiplies_vectors=True, fuses_gathers=True, fuses_derivatives=True)
-# Measured with jaxlib 0.10.2 and 0.12.0 (tests/test_operand_pieces.py).
-_ELEMENTS = ElementRules(behind_pieces=jaxlib.version.__version_info__ >= (0, 12))
+# What of them is of one version: measured with jaxlib 0.10.2 and 0.12.0 (tests/test_loop_zeros.py,
+# tests/test_operand_pieces.py).
+_IS_NEW = jaxlib.version.__version_info__ >= (0, 12)
+RULES = Rules(
+    multiplies_vectors=True,
+    fuses_gathers=True,
+    fuses_derivatives=True,
+    loops=LoopRules(shares_zeros=not _IS_NEW),
+)
+_ELEMENTS = ElementRules(behind_pieces=_IS_NEW)
 
 # The columns of their rates, those of the makers' documents without sparsity and summed in float32:
 # a GeForce card multiplies float16 half as fast so as where it sums in float16, which XLA does not.

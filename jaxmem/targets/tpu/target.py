@@ -10,7 +10,7 @@ from jaxmem.ground.errors import JaxmemError
 from jaxmem.targets.accelerator import Target
 from jaxmem.targets.links import TURNS, Group, Links, sent_in_ring
 from jaxmem.targets.peaks import Peaks
-from jaxmem.targets.rules import Rules
+from jaxmem.targets.rules import LoopRules, Rules
 
 _CHIPS_OF_A_HOST = {2: (2, 2), 3: (2, 2, 1)}  # a topology is of whole hosts, or of one chip
 
@@ -27,8 +27,7 @@ RULES = Rules(
     channels_last=None,
     tile=(8, 128),
     picks_poolings=False,
-    row_major=False,
-    hosts_in_regions=False,
+    loops=LoopRules(row_major=False, hosts_in_regions=False),
 )
 
 
