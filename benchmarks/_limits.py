@@ -677,28 +677,15 @@ def _heads():
     return loss, (params, batch)
 
 
-def _scanned(scans: int, width: int, unroll: int = 1):
-    """Scans over one stack of weights, one after the other."""
-
+@program("a scan with unroll")
+def _unrolled():
     def loss(weights, x):
         def layer(x, weight):
             return jnp.tanh(jnp.sin(x @ weight) @ weight), None
 
-        for _ in range(scans):
-            x, _ = lax.scan(layer, jnp.sin(x), weights, unroll=unroll)
-        return jnp.mean(x**2)
+        return jnp.mean(lax.scan(layer, jnp.sin(x), weights, unroll=5)[0] ** 2)
 
-    return loss, (shape(12, width, width), shape(4_096, width))
-
-
-@program("a scan with unroll")
-def _unrolled():
-    return _scanned(1, 256, unroll=5)
-
-
-@program("scans over one stack of weights")
-def _shared():
-    return _scanned(2, 4_096)
+    return loss, (shape(12, 256, 256), shape(4_096, 256))
 
 
 @program("layers of recurrences")

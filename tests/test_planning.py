@@ -309,7 +309,8 @@ def test_other_residuals_of_loops_change_no_other_kernel(target):
     program = apply_compiler_rules(traced.program, jaxmem.target(target).rules)
     assert len(program.loops) == 2
     for count in range(1, 5):
-        found = program.with_loops(dict.fromkeys(program.loops, (10**count, 10 ** (5 - count))))
+        bytes_of_each = (10**count, 10 ** (5 - count), False)
+        found = program.with_loops(dict.fromkeys(program.loops, bytes_of_each))
         fresh = dataclasses.replace(found)
         assert found != program
         for name in ("kernels", "made", "last_used", "active", "scans", "maps"):

@@ -62,7 +62,7 @@ def test_a_stack_is_copied_where_its_derivative_reads_it_in_another_order(name):
     loss, *args = network(attend)
     program = read_program(jaxprs.flatten(loss, args))
     (scan,) = (one for one in program.operations if one.name == "scan")
-    assert (scan.relaid >= SCORES) == copied
+    assert (scan.stacks.relaid >= SCORES) == copied
     options = jaxmem.targets.family_of(jaxmem.target("h100")).planned_options()
     report = jaxmem.memory(
         jax.value_and_grad(loss), *args, target="h100", compiler_options=options, timeline=False

@@ -43,13 +43,17 @@ class ScanResiduals:
         kept: the values that JAX saves of each iteration, but for slices and constants, and what is
             made of constants alone, which are there anyway, or once.
         results: those beside them that the scan stacks as a result.
-        read: the numbers of the operands, but for what is carried, and of the results that the
-            derivative reads.
+        operands_read: the numbers of the operands, but for what is carried, that the derivative
+            reads.
+        results_read: those of the results.
+        read_again: those of the operands where it makes all again, from what is carried.
     """
 
     kept: list[SavedResidual]
     results: list[SavedResidual]
-    read: tuple[frozenset[int], frozenset[int]]
+    operands_read: frozenset[int]
+    results_read: frozenset[int]
+    read_again: frozenset[int]
 
 
 def scan_residuals(
@@ -82,8 +86,14 @@ def scan_residuals(
             (results if one.result >= count else kept).append(one)
         else:
             operands |= one.made_of
-    stacked = frozenset(read[one.result] for one in results)
-    return ScanResiduals(kept, results, (frozenset(operands), stacked))
+    again = operands.union(*(one.made_of for one in (*kept, *results) if one.equation))
+    return ScanResiduals(
+        kept,
+        results,
+        frozenset(operands),
+        frozenset(read[one.result] for one in results),
+        frozenset(again.difference(carry)),
+    )
 
 
 def region_residuals(step: FlatStep, constant: Sequence[bool]) -> list[SavedResidual]:

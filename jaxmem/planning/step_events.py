@@ -5,7 +5,7 @@ inside it the same way. Before it the cotangents of its results are there, each 
 """
 
 import collections
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 
 from jaxmem.planning.cotangent_state import CotangentState
 from jaxmem.planning.events import Event, RecomputedInstances
@@ -197,8 +197,7 @@ class StepEvents:
                 in_rows |= in_one
                 incoming += self.pending.pop((number, value), ())
                 if number in self.scans and value in self.summed:
-                    # It fills an array of its own, which is added to the gradient after that.
-                    fresh.append(self.instance(value))
+                    fresh.append(self.instance(value))  # filled first, then added
                     later.append(Event(number, [fresh[-1], self.summed[value]], [], True))
                     continue
                 made = self.cotangents(value)
@@ -207,7 +206,8 @@ class StepEvents:
                     incoming += cotangents.pop(value, ())
                 cotangents.setdefault(value, []).extend(made)
         inside, copies = self.taken_inside(number, reads)
-        uses, lasting = [*reads, *incoming, *copies], _lasting(kernel, reads)
+        lasting = _instances(kernel, reads, kernel.aliasing.lasting)
+        uses = [*reads, *incoming, *copies]
         done = Event(number, uses, fresh, True, inside, in_rows, joined, lasting, self.run)
         self.events += [done, *later]
 
@@ -261,16 +261,15 @@ class StepEvents:
         if groups is not None and self.run:
             of_rows = self.copies.setdefault((self.run, groups), [])
             copies += of_rows
-            pairs = zip(kernel.reads, reads, strict=True)
-            of_rows += [instance for value, instance in pairs if value == kernel.residuals]
+            of_rows += _instances(kernel, reads, {kernel.residuals})
         return inside, copies
 
 
-def _lasting(kernel: Kernel, reads: Sequence[int]) -> Sequence[int]:
-    """What a kernel's derivative writes over in no case, of what it reads."""
-    values = kernel.aliasing.lasting
-    pairs = zip(kernel.reads, reads, strict=True) if values else ()
-    return [instance for value, instance in pairs if value in values]
+def _instances(kernel: Kernel, reads: Sequence[int], values: Collection[int | None]) -> list[int]:
+    """Those of some values, of what a kernel's derivative reads."""
+    if not values:
+        return []
+    return [one for value, one in zip(kernel.reads, reads, strict=True) if value in values]
 
 
 def _read_back(kernel: Kernel, made: dict[int, int], sizes: Sequence[int]) -> list[int]:

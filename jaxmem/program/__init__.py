@@ -27,6 +27,10 @@ from jaxmem.program.operations import (
     Program as Program,
     gradient_size as gradient_size,
 )
-from jaxmem.program.readers import dtype_of as dtype_of
+from jaxmem.program.readers import (
+    dtype_of as dtype_of,
+    has_loop as has_loop,
+    parameters_as_read as parameters_as_read,
+)
 from jaxmem.program.reading import read_program as read_program
 from jaxmem.program.stored import NAMED as NAMED

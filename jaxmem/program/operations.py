@@ -369,16 +369,17 @@ class Program:
 
     def with_loops(self, loops: Mapping[int, tuple[int, int, bool]]) -> "Program":
         """The program with other bytes of residuals, and inside the derivative, of some scans, by
-        the numbers of their kernels; and whether they run again, from all that they read."""
+        the numbers of their kernels; and whether they run again, from what they read."""
         sizes, operations = list(self.sizes), list(self.operations)
         kernels = list(self.kernels)
         for number, (residuals, inside, again) in loops.items():
             kernel, index = kernels[number], kernels[number].operations[-1]
             operation = operations[index]
             assert operation.residuals is not None
+            read = [value for value in kernel.sources if value not in operation.stacks.unread]
             kernels[number] = dataclasses.replace(
                 kernel,
-                reads=(*kernel.sources, operation.residuals) if again else kernel.reads,
+                reads=(*read, operation.residuals) if again else kernel.reads,
                 moved=kernel.moved + residuals - sizes[operation.residuals],
                 derivative_workspace=kernel.derivative_workspace
                 + inside

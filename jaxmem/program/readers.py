@@ -68,6 +68,26 @@ def read_by_derivative(operation: Any, active: list[bool]) -> tuple[int, ...]:
     return inputs
 
 
+def parameters_as_read(program: Any) -> frozenset[int]:
+    """The inputs, and what is cast, turned or gathered of them alone: parameters, as matmuls read
+    them."""
+    if "parameters" not in program.cache:
+        found = set(range(program.input_count))
+        for kernel in program.kernels:
+            if (kernel.fused or kernel.sent_bytes) and found.issuperset(kernel.sources):
+                found.update(kernel.results)
+        program.cache["parameters"] = frozenset(found)
+    return program.cache["parameters"]
+
+
+def has_loop(operation: Any) -> bool:
+    """Whether it is a loop, or it or its derivative has one inside."""
+    if operation.name in LOOPS:
+        return True
+    inside = operation.body, operation.joint and operation.joint.program
+    return any(has_loop(one) for program in inside if program for one in program.operations)
+
+
 def dtype_of(program: Any, value: int) -> str:
     """The name of a value's dtype; empty where a program has none."""
     return program.types[value].partition("[")[0] if program.types else ""

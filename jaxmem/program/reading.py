@@ -240,8 +240,7 @@ def _of_scan(
     constant = constant_operands(loop, constant)
     body = read_program(loop.body, _differentiated(loop.body, constant), inside, separate=True)
     found = scan_residuals(step.equation, constant, wanted)
-    kept, (operands_read, results_read) = found.kept, found.read
-    length = step.equation.params["length"]
+    kept, length = found.kept, step.equation.params["length"]
     operands = (*step.inputs[loop.body_consts], *step.inputs[loop.carry.stop :])
     varying = (*constant[loop.body_consts], *constant[loop.carry.stop :])
     stacks = LoopStacks(
@@ -249,20 +248,15 @@ def _of_scan(
         length * relaid_bytes(loop.body, kept, body.sizes),
         tuple((type_of(one.aval, length), length * bytes_alike([one], body)) for one in kept),
         tuple(one for one, fixed in zip(operands, varying, strict=True) if not fixed),
+        frozenset(step.uses).difference(step.inputs[at] for at in found.read_again),
     )
     return _Interior(
         body,
         length * bytes_alike(kept, body),
         length * sum(size_of(one.aval) for one in kept),
         _inside(body),
-        reads=frozenset(
-            value
-            for value in (
-                *(step.inputs[at] for at in operands_read),
-                *(step.outputs[at] for at in results_read),
-            )
-            if isinstance(value, int)
-        ),
+        reads=frozenset(step.uses).intersection(step.inputs[at] for at in found.operands_read)
+        | {step.outputs[at] for at in found.results_read},
         stacks=stacks,
     )
 

@@ -20,12 +20,14 @@ class LoopStacks:
         relaid: bytes of the largest stack that is laid out anew between the passes.
         kept: the types and bytes of the stacks that it keeps for the derivative.
         summed: the operands of which the derivative adds up, or stacks, a cotangent.
+        unread: those that the derivative does not read, not where it makes all again either.
     """
 
     results: int = 0
     relaid: int = 0
     kept: tuple[tuple[str, int], ...] = ()
     summed: tuple[int, ...] = ()
+    unread: frozenset[int] = frozenset()
 
 
 NO_STACKS = LoopStacks()

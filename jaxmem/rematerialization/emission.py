@@ -13,7 +13,14 @@ from jaxmem import jaxprs
 from jaxmem.frameworks.modules import on_arrays
 from jaxmem.loops import checkpointed_scan, split_scan
 from jaxmem.planning import Loop, Region, Segment, recomputed, saved_by
-from jaxmem.program import Kernel, Operation, Program, apply_compiler_rules, read_program
+from jaxmem.program import (
+    Kernel,
+    Program,
+    apply_compiler_rules,
+    has_loop,
+    parameters_as_read,
+    read_program,
+)
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
 from jaxmem.rematerialization.segments import run_segments
 from jaxmem.rematerialization.sequencing import is_expensive, sequence_recomputation
@@ -217,9 +224,9 @@ class _Emission:
         return jaxprs.order_after(saved, latest)
 
     def cotangent_barrier_values(self, region: Region, reads: Sequence[int]) -> list[int]:
-        """The parameters that a region's matmuls read, and the latest value that it reads: the
-        backward pass goes on from their cotangents once all are there. Without that, XLA may leave
-        gradients of parameters for later, and hold what they are made from.
+        """The parameters that a region's matmuls read, as they read them, and the latest value that
+        it reads: the backward pass goes on from their cotangents once all are there. Without that,
+        XLA may leave gradients of parameters for later, and hold what they are made from.
 
         Not where there are convolutions: a barrier among their cotangents costs copies, since XLA
         chooses the layouts on both sides of it apart, and more than it spares.
@@ -229,7 +236,7 @@ class _Emission:
         if "dot_general" not in names or "conv_general_dilated" in names:
             return []
         active = [value for value in reads if self.program.active[value]]
-        parameters = [value for value in active if value < self.program.input_count]
+        parameters = [v for v in active if v in parameters_as_read(self.program)]
         latest = max(active, key=lambda value: self.program.made[value], default=-1)
         return [*parameters, latest] if parameters and latest not in parameters else []
 
@@ -364,16 +371,8 @@ def _barrier_between_passes(program: Program, stop: int, values: dict[int, Any])
 
 def _has_barrier(program: Program, number: int, loop: Loop | None) -> bool:
     """Whether a barrier parts a loop, or what has one inside, from what comes after it."""
-    kept = program.kernels[number].residuals is not None and _has_loop(program.operation_of(number))
+    kept = program.kernels[number].residuals is not None and has_loop(program.operation_of(number))
     return kept and (loop is None or loop.parted)
-
-
-def _has_loop(operation: Operation) -> bool:
-    """Whether it is a loop, or its derivative has one inside."""
-    if operation.name in ("scan", "while"):
-        return True
-    inside = operation.body, operation.joint and operation.joint.program
-    return any(_has_loop(one) for program in inside if program for one in program.operations)
 
 
 def _derivative(rules: Rules, step: jaxprs.FlatStep, kernel: Kernel) -> Derivative | None:
