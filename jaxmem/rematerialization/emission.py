@@ -17,11 +17,10 @@ from jaxmem.program import (
     Kernel,
     Program,
     apply_compiler_rules,
-    has_loop,
-    parameters_as_read,
     read_program,
 )
 from jaxmem.program.derivatives import DERIVATIVES, Derivative
+from jaxmem.rematerialization.parting import is_parted, part_passes, stretch_reads, tied_values
 from jaxmem.rematerialization.segments import run_segments
 from jaxmem.rematerialization.sequencing import is_expensive, sequence_recomputation
 from jaxmem.rematerialization.traced import flattened, input_names
@@ -155,13 +154,24 @@ class _Emission:
     def run(self, start: int, stop: int, regions: Sequence[Region], values: dict[int, Any]) -> None:
         """Kernels ``start`` to ``stop - 1``, reading and writing ``values`` by number."""
         for before, region in zip([None, *regions], regions, strict=False):
-            self.evaluate(start, region.start, values)
+            self.evaluate_behind(before, start, region.start, values)
             if before is not None:
                 sequence_recomputation(self.program, before, region, values)
             self.checkpointed(region, values)
             if any(region.start <= scan < region.stop for scan in self.program.scans):
-                _barrier_between_passes(self.program, region.stop, values)
+                part_passes(self.program, region.stop, values)
             start = region.stop
+        self.evaluate_behind(regions[-1] if regions else None, start, stop, values)
+
+    def evaluate_behind(
+        self, before: Region | None, start: int, stop: int, values: dict[int, Any]
+    ) -> None:
+        """Kernels behind a region."""
+        if before is not None:
+            stretch = Region(start, stop)
+            tied = tied_values(self.program, stretch, stretch_reads(self.program, stretch))
+            parted = jaxprs.cotangent_barrier([values[value] for value in tied])
+            values.update(zip(tied, parted, strict=True))
         self.evaluate(start, stop, values)
 
     def outputs(self, values: dict[int, Any]) -> list[Any]:
@@ -204,8 +214,8 @@ class _Emission:
                     values[value] = self.delayed_until_region(value, named)
                 else:
                     values[value] = inside[value]
-            if self.adds_barriers and _has_barrier(self.program, number, self.loops.get(number)):
-                _barrier_between_passes(self.program, number + 1, values)
+            if self.adds_barriers and is_parted(self.program, number, self.loops.get(number)):
+                part_passes(self.program, number + 1, values)
                 fused.clear()  # what follows is made from the parted values
 
     def delayed_until_region(self, value: int, saved: Any) -> Any:
@@ -223,23 +233,6 @@ class _Emission:
             return saved
         return jaxprs.order_after(saved, latest)
 
-    def cotangent_barrier_values(self, region: Region, reads: Sequence[int]) -> list[int]:
-        """The parameters that a region's matmuls read, as they read them, and the latest value that
-        it reads: the backward pass goes on from their cotangents once all are there. Without that,
-        XLA may leave gradients of parameters for later, and hold what they are made from.
-
-        Not where there are convolutions: a barrier among their cotangents costs copies, since XLA
-        chooses the layouts on both sides of it apart, and more than it spares.
-        """
-        kernels = self.program.kernels[region.start : region.stop]
-        names = {self.flat.steps[index].primitive for k in kernels for index in k.operations}
-        if "dot_general" not in names or "conv_general_dilated" in names:
-            return []
-        active = [value for value in reads if self.program.active[value]]
-        parameters = [v for v in active if v in parameters_as_read(self.program)]
-        latest = max(active, key=lambda value: self.program.made[value], default=-1)
-        return [*parameters, latest] if parameters and latest not in parameters else []
-
     def checkpointed(
         self,
         region: Region,
@@ -249,14 +242,14 @@ class _Emission:
     ) -> None:
         kernels = self.program.kernels[region.start : region.stop]
         made = {value for kernel in kernels for value in kernel.results}
-        reads = sorted({value for kernel in kernels for value in kernel.sources} - made)
+        reads = stretch_reads(self.program, region)
         keeps = [
             v for v in sorted(made & self.used_values) if self.program.last_used[v] > region.stop
         ]
 
         def run(*operands):
             inner = dict(zip(reads, operands, strict=True))
-            tied = self.cotangent_barrier_values(region, reads)
+            tied = tied_values(self.program, region, reads)
             inner.update(zip(tied, jaxprs.cotangent_barrier([inner[v] for v in tied]), strict=True))
             made = [v for v in reads if v >= self.program.input_count and self.program.active[v]]
             inner.update(zip(made, jaxprs.barrier([inner[v] for v in made]), strict=True))
@@ -354,25 +347,6 @@ class _Emission:
             return results[:carried], [results[carried + at] for at in read]
 
         return one
-
-
-def _barrier_between_passes(program: Program, stop: int, values: dict[int, Any]) -> None:
-    """Parts a loop among the kernels before ``stop`` from those after it, in the backward pass
-    too: without that, XLA may leave gradients of parameters for later, and hold what they are
-    made from all through the loop."""
-    parted = [
-        v for v in values
-        if program.active[v] and program.made[v] <= stop < program.last_used[v]
-    ]  # fmt: skip
-    passed = jaxprs.barrier([jaxprs.as_array(values[value]) for value in parted])
-    passed = jaxprs.cotangent_barrier(passed)
-    values.update(zip(parted, passed, strict=True))
-
-
-def _has_barrier(program: Program, number: int, loop: Loop | None) -> bool:
-    """Whether a barrier parts a loop, or what has one inside, from what comes after it."""
-    kept = program.kernels[number].residuals is not None and has_loop(program.operation_of(number))
-    return kept and (loop is None or loop.parted)
 
 
 def _derivative(rules: Rules, step: jaxprs.FlatStep, kernel: Kernel) -> Derivative | None:
