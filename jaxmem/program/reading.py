@@ -248,17 +248,23 @@ def _of_scan(
         length * relaid_bytes(loop.body, kept, body.sizes),
         tuple((type_of(one.aval, length), length * bytes_alike([one], body)) for one in kept),
         tuple(one for one, fixed in zip(operands, varying, strict=True) if not fixed),
-        frozenset(step.uses).difference(step.inputs[at] for at in found.read_again),
+        frozenset(step.uses).difference(_numbers(step, found.read_again)),
     )
     return _Interior(
         body,
         length * bytes_alike(kept, body),
         length * sum(size_of(one.aval) for one in kept),
         _inside(body),
-        reads=frozenset(step.uses).intersection(step.inputs[at] for at in found.operands_read)
+        reads=_numbers(step, found.operands_read)
         | {step.outputs[at] for at in found.results_read},
         stacks=stacks,
     )
+
+
+def _numbers(step: FlatStep, operands: Set[int]) -> frozenset[int]:
+    """The values that some operands are, but for literals."""
+    values = (step.inputs[at] for at in operands)
+    return frozenset(value for value in values if isinstance(value, int))
 
 
 def _of_opaque(
