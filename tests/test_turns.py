@@ -101,7 +101,7 @@ def test_planned_functions_are_cut_and_cast(loss, dtype):
     expected = jax.grad(jaxmem.autocast(loss, "bf16"))(layers, x, y)
     exact = jax.grad(loss)(*jax.tree.map(lambda one: one.astype("float64"), (layers, x, y)))
     for one, other, true in zip(*map(jax.tree.leaves, (found, expected, exact)), strict=True):
-        # A plan may sum up in another order: it is rounded otherwise, and no worse. (Of `towers` and
-        # `coarse_and_fine` its error is half and a quarter of that of the plain function.)
+        # A plan may sum up in another order: it is rounded otherwise, and no worse. (Its error is
+        # half and a quarter of the plain function's for `towers` and `coarse_and_fine`.)
         largest = np.abs(true).max()
         assert np.abs(one - true).max() <= 1.1 * np.abs(other - true).max() + 0.01 * largest
