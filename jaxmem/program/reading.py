@@ -255,8 +255,7 @@ def _of_scan(
         length * bytes_alike(kept, body),
         length * sum(size_of(one.aval) for one in kept),
         _inside(body),
-        reads=_numbers(step, found.operands_read)
-        | {step.outputs[at] for at in found.results_read},
+        reads=_numbers(step, found.operands_read) | {step.outputs[at] for at in found.results_read},
         stacks=stacks,
     )
 
