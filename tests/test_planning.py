@@ -57,7 +57,7 @@ def scanned(weights, x):
 
 
 def mapped(weights, x):
-    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.PartitionSpec("data")
     inside = jax.shard_map(
         lambda x, weights: jnp.tanh(x @ weights[0]) @ weights[1],
