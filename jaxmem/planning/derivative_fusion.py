@@ -110,6 +110,17 @@ def _as_soon_as_possible(events: Sequence[Event]) -> list[Event]:
     return found
 
 
+def _parts(events: Sequence[Event]) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """What each of the events that one kernel computes reads in memory, and what it makes."""
+    read: dict[int, set[int]] = {}  # by what is made
+    found = []
+    for event in events:
+        uses = set[int]().union(*(read.get(one, {one}) for one in event.uses))
+        read |= dict.fromkeys(event.makes, uses)
+        found.append(([] if event.not_in_place else sorted(uses), event.makes))
+    return found
+
+
 class _Fusion:
     """Of a backward pass: ``late`` are the numbers of events that are computed with a derivative,
     and its own; of ``derivatives``, those with which they might be; ``overwritable`` has the runs
@@ -168,7 +179,7 @@ class _Fusion:
         """All events in their order, but for what waits for what was moved, and the sizes."""
         sizes = self.sizes.copy()
         moved: dict[int, list[Event]] = {}
-        for number, into in self.late.items():
+        for number, into in sorted(self.late.items()):
             moved.setdefault(into, []).append(self.events[number])
         late = {instance for number in self.late for instance in self.events[number].makes}
         left: list[Event] = []
@@ -200,6 +211,7 @@ class _Fusion:
         makes = [*event.makes, *sorted(own)]
         found = event.of(sorted(uses), makes)
         found.lasting = [*event.lasting, *(one for each in moved for one in each.lasting)]
+        found.parts = _parts([*moved, event])
         return found
 
     @staticmethod

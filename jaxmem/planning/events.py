@@ -28,6 +28,8 @@ class Event:
     run: int = 0  # of a region, which it is in: barriers part one from another. 0: of none
     sums: bool = False  # whether it adds up what a cotangent is made of, for a region to read
     copies: bool = False  # whether it is no run of its kernel, but copies what that reads
+    # Where one kernel computes several events: what each of them reads, and what it makes.
+    parts: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
 
     def of(self, uses: list[int], makes: list[int]) -> "Event":
         """The same with other operands and results."""
@@ -145,9 +147,11 @@ def is_overwritable(kernel: Kernel, event: Event) -> bool:
 
 def _in_place_bytes(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
     """Bytes that an elementwise kernel writes over what dies there: each result over an operand of
-    as many bytes, in the same order."""
+    as many bytes that it is made of, in the same order."""
     if event.not_in_place or not dies:
         return 0
+    if event.parts:
+        return _in_place_parts(event, sizes, dies)
     if len(event.makes) == 1:
         size = sizes[event.makes[0]]
         for one in dies:
@@ -157,6 +161,18 @@ def _in_place_bytes(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
     made = collections.Counter(sizes[one] for one in event.makes)
     dying = collections.Counter(sizes[one] for one in dies if one not in event.lasting)
     return sum(size * min(count, dying[size]) for size, count in made.items())
+
+
+def _in_place_parts(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
+    """The same of several events that one kernel computes: what reads least chooses first."""
+    left, total = set(dies).difference(event.lasting), 0
+    for uses, makes in sorted(event.parts, key=lambda part: len(left.intersection(part[0]))):
+        for made in makes:
+            over = [one for one in uses if one in left and sizes[one] == sizes[made]]
+            if over:
+                left.remove(over[0])
+                total += sizes[made]
+    return total
 
 
 def _reuse_output_buffers(

@@ -55,7 +55,7 @@ class Corrections(Generic[Proposal]):
 
     Attributes:
         outcomes: by proposal, in the order of the proposals.
-        ratios: compiled bytes over projected ones, by key; the last one last.
+        ratios: compiled bytes over projected ones, by key, but of exceptions; the last one last.
     """
 
     def __init__(self) -> None:
@@ -63,9 +63,16 @@ class Corrections(Generic[Proposal]):
         self.ratios: dict[Hashable, float] = {}
 
     def record(self, proposal: Proposal, outcome: Outcome, overshoot: float = 1.0) -> None:
-        """Keeps an outcome; its key is expected to be off by so many times as much."""
+        """Keeps an outcome; its key is expected to be off by so many times as much. One that takes
+        more than what was projected to take no less is an exception (XLA has an array twice, in two
+        layouts), and tells nothing of others."""
+        compiled = outcome.compiled
+        is_exception = compiled is not None and any(
+            one.projected >= outcome.projected and (one.compiled or 0) < compiled
+            for one in self._with_key(outcome.ratio_key)
+        )
         self.outcomes[proposal] = outcome
-        if outcome.compiled is not None:
+        if compiled is not None and not is_exception:
             self.ratios.pop(outcome.ratio_key, None)  # so that it comes last
             self.ratios[outcome.ratio_key] = outcome.ratio * overshoot
 
