@@ -39,6 +39,16 @@ def test_what_misses_the_budget_is_expected_to_be_further_off():
     assert some.ratio("a") == pytest.approx(1.32) and some.least_ratio == 1.2
 
 
+def test_what_takes_more_than_one_that_was_projected_higher_is_an_exception():
+    """Of plans of one step one compiled to 80.2 GiB, and one that was projected 3 GiB lower to
+    93.4: XLA had attention's scores once more. All plans were expected to be so."""
+    some = known((78, 80, "a"), (75, 93, "a"))
+    assert some.ratio("a") == pytest.approx(80 / 78)
+    assert known((75, 93, "a"), (78, 80, "a")).ratio("a") == pytest.approx(80 / 78)
+    assert known((78, 80, "a"), (75, 79, "a")).ratio("a") == pytest.approx(79 / 75)
+    assert known((78, 80, "b"), (75, 93, "a")).ratio("a") == pytest.approx(93 / 75)
+
+
 @pytest.mark.parametrize(
     ("second", "goal"),
     [

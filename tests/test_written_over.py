@@ -56,6 +56,27 @@ def test_what_a_cotangent_is_made_of_is_added_up_by_a_kernel_of_its_own():
     assert peak(kernel(fused=False, in_tuple=True), sums=True) == 1
 
 
+@pytest.mark.parametrize(
+    ("parts", "bytes_more"),
+    [
+        # Scores of 4 bytes, their cotangent's two: probabilities of 2 are made of the scores alone.
+        ([([0], [2]), ([0, 1], [3])], 2),
+        # Each is made of one of its size: what reads least chooses first, in either order.
+        ([([0], [3]), ([0, 1], [2])], 0),
+        ([([0, 1], [2]), ([0], [3])], 0),
+        # Of one that writes over nothing.
+        ([([0], [2]), ([], [3])], 6),
+    ],
+)
+def test_each_result_of_a_kernel_is_written_over_what_it_is_made_of(parts, bytes_more):
+    made = [Event(0, [], [0], False), Event(0, [], [1], False)]
+    together = Event(1, [0, 1], [2, 3], True, parts=parts)
+    total, *_ = liveness(
+        [kernel(), kernel()], [*made, together], [4, 2, 2, 4], {2, 3}, (), {}, True
+    )
+    assert total[-1] == 6 + bytes_more
+
+
 class Block(nn.Module):
     """A block of a residual network: ``norm`` is a class, or None."""
 
