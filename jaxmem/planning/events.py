@@ -85,7 +85,8 @@ def liveness(
     for index, event in enumerate(events):
         before = now
         kernel = kernels[event.kernel]
-        if is_overwritable(kernel, event):
+        parted = kernel.aliasing.beside_rows and any(runs[one] < event.run for one in event.uses)
+        if is_overwritable(kernel, event) and not parted:
             for instance in event.makes:
                 runs[instance] = event.run
         ends, freed = [], 0

@@ -37,16 +37,14 @@ class StepEvents:
         self.first = 0  # the number of the first event after the forward pass
         self.passes: list[tuple[Region, list[Event]]] = []
         self.sizes: list[int] = []
-        # Of values, how their cotangents come about.
         self.states: dict[int, CotangentState] = collections.defaultdict(CotangentState)
         # What cotangents are made of with those of a reduction, by its kernel and by their values.
         self.pending: dict[tuple[int, int], list[int]] = {}
-        # Copies of operands that gradients read, by the run of a region and the operand.
+        # Copies by the run of a region: of operands that gradients read, and of rows by groups.
         self.copied: dict[tuple[int, int], int] = {}
-        # Copies of rows by the run of a region that writes them, and their groups.
         self.copies: dict[tuple[int, int], list[int]] = {}
         self.cotangent_edges = program.cotangent_edges
-        self.scans = set(program.scans)
+        self.scans, self.sums_rows = set(program.scans), set[int]()  # derivatives that sum up rows
         self.summed: dict[int, int] = {}  # gradients by the inputs
 
     def instance(self, value: int, free: bool = False) -> int:
@@ -167,7 +165,7 @@ class StepEvents:
             return
         incoming = self.in_memory_first(number, incoming, reads, cotangents)
         count = self.program.input_count
-        fresh, joined, later, in_rows = [], [], list[Event](), False
+        fresh, joined, later, in_rows = [], [], list[Event](), number in self.sums_rows
         for edge in edges:
             value, state = edge.value, self.states[edge.value]
             is_turned = value in kernel.aliasing.transposed
@@ -181,6 +179,7 @@ class StepEvents:
                 self.pending.setdefault((edge.last, value), []).extend([*incoming, *reads])
             elif edge.passes:
                 joined.append(self.program.made[value] - 1)
+                self.sums_rows |= {*joined[-1:]} if in_one else set()
                 pairs = zip(kernel.reads, reads, strict=True)
                 read = [one for v, one in pairs if v != value or not edge.linear]
                 cotangents.setdefault(value, []).extend([*incoming, *read])

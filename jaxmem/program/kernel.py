@@ -23,6 +23,9 @@ class Aliasing:
             or a loop returns is: no kernel writes over them. Measured: of 1,056 that a library
             returned and a kernel of as many bytes read last none was written over
             (tests/test_written_over.py).
+        beside_rows: whether what it makes is expensive, and normalised: where a barrier parts it
+            from what it is made of, the kernel of its rows' maxima or sums writes it beside these,
+            as a part of a tuple. (Else a matmul's own kernel writes it.)
     """
 
     offset_reads: frozenset[int] = frozenset()
@@ -30,6 +33,7 @@ class Aliasing:
     row_reduced: frozenset[int] = frozenset()
     row_normalized: frozenset[tuple[int, int]] = frozenset()
     in_tuple: bool = False
+    beside_rows: bool = False
 
     @property
     def lasting(self) -> frozenset[int]:

@@ -43,6 +43,7 @@ class _KernelReader:
         self.norms = RowNormalizations({}, {})
         if program.rules.blocks_of_rows:
             self.norms = find_row_normalizations(program, self.memory.stored, REDUCTIONS)
+        self.normalised = frozenset().union(*self.norms.sources.values())
         self.beside = BytesBeside(self.memory, self.norms)
         # What is gathered, and not yet: the operand that it is made of.
         self.gathered = {
@@ -128,12 +129,14 @@ class _KernelReader:
             or is_by_library(program, operation)
             or is_added_by_library(program, operation, self.memory.maker, self.beside.readers)
         )
+        expensive = self.memory.expensive.intersection(operation.outputs)
         return Aliasing(
             offset_reads=members.shifted,
             transposed=members.turned,
             row_reduced=rows,
             row_normalized=self.norms.sources_of(computed),
             in_tuple=in_tuple,
+            beside_rows=not self.normalised.isdisjoint(expensive),
         )
 
 

@@ -75,6 +75,9 @@ class Repeats:
         self.is_row, self.is_normalised = [False] * count, [False] * count
         # For each value the bytes that are read through views to compute it.
         self.viewed = [0] * count
+        # For each value the last one on the way to it that is expensive, if all that is wide since
+        # is made of that one.
+        self.last_expensive: list[int | None] = [None] * count
         # Values that are expensive, and so in memory.
         self.written: set[int] = set()
         # For each value the wide ones in memory that it is computed of.
@@ -102,22 +105,35 @@ class Repeats:
             if is_view(operation) or adds_axes(self.program, operation):
                 (value,) = operation.inputs
                 self.view_source[result] = self.view_source[value]
+                self.last_expensive[result] = self.last_expensive[value]
                 if fresh:
                     self.made_of[result] = self.made_of[value]
                     self.shortcut[result] = self.shortcut[value]
             elif operation.fused and not (
                 self.uses.sparsely_read[result] or reads_few_elements(operation, sizes)
             ):
-                for value in self._materialized(operation, result, fresh, stored):
+                made_of = [value for value in wide if stored[value] or self.sources[value]]
+                only = made_of[0] if len(made_of) == 1 and made_of[0] in fresh else None
+                for value in self._materialized(operation, result, fresh, only, stored):
                     self.written.add(self.view_source[value])
                     yield self.view_source[value]
 
     def _materialized(
-        self, operation: Any, result: int, fresh: Sequence[int], stored: Sequence[bool]
+        self,
+        operation: Any,
+        result: int,
+        fresh: Sequence[int],
+        only: int | None,
+        stored: Sequence[bool],
     ) -> Iterator[int]:
+        """``only``: the wide one that it is computed of, in no memory so far, if it is one."""
         sizes, fuses = self.program.sizes, bool(self.program.rules.fuses_elements)
         ends = fuses and self.uses.materialized_later[result] and not self.is_normalised[result]
         own = self._cycles_of(operation, result)
+        if own:
+            self.last_expensive[result] = result
+        elif only is not None:
+            self.last_expensive[result] = self.last_expensive[only]
         # What its derivative makes besides, where the value would be made again. (What is spread
         # out is in memory in any case, for the first that spreads it.)
         derivative_cycles = (
@@ -170,12 +186,18 @@ class Repeats:
         reads_again = may_be_kept and not in_norm and self._is_faster_written(result, total)
         if total + derivative_cycles > expensive or reads_again:
             if may_be_kept:
-                yield result
+                yield self._kept_of_norm(result) if is_normalised else result
                 cycles = {}
             else:
                 cycles = {result: total}  # what it is made of in turn does not matter any more
         self.made_of[result] = cycles
         self.shortcut[result] = shortcuts[-1] if shortcuts else None
+
+    def _kept_of_norm(self, result: int) -> int:
+        """What is in memory of a value that is normalised: what is cheap to compute of the last
+        expensive one alone (a soft cap's product, and a mask) is computed where it is read."""
+        last = self.last_expensive[result]
+        return result if last is None or not self._may_be_materialized(last) else last
 
     def _bytes_through_views(
         self, operation: Any, operands: Iterable[int], stored: Sequence[bool]
