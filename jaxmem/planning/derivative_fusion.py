@@ -113,7 +113,7 @@ def _as_soon_as_possible(events: Sequence[Event]) -> list[Event]:
 def _parts(events: Sequence[Event]) -> list[tuple[Sequence[int], Sequence[int]]]:
     """What each of the events that one kernel computes reads in memory, and what it makes."""
     read: dict[int, set[int]] = {}  # by what is made
-    found = []
+    found: list[tuple[Sequence[int], Sequence[int]]] = []
     for event in events:
         uses = set[int]().union(*(read.get(one, {one}) for one in event.uses))
         read |= dict.fromkeys(event.makes, uses)
