@@ -57,6 +57,14 @@ def map_blocks(fun: Callable, total: int, block: int) -> Any:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), joined, last)
 
 
+def piece(array: jax.Array, at: Any, size: int, axis: int = 0) -> jax.Array:
+    """So many elements of an axis, from a place on; where these are all, the array as it is, whose
+    cotangent is then no piece of zeros."""
+    if size == array.shape[axis]:
+        return array
+    return jax.lax.dynamic_slice_in_dim(array, at, size, axis)
+
+
 def accumulation_dtype(dtype: Any) -> np.dtype:
     """float32, or float64 for that."""
     return promote_at_least(np.float32, dtype)

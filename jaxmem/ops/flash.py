@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import jaxprs
-from jaxmem.ops.blocks import BLOCK, accumulation_dtype, block_size, finite
+from jaxmem.ops.blocks import BLOCK, accumulation_dtype, block_size, finite, piece
 from jaxmem.ops.wide_einsum import tangent_einsum, wide_einsum
 
 # A block's sides are multiples of the one, since matrix units compute whole tiles, and no longer
@@ -192,8 +192,7 @@ def _attend_jvp(config: _AttentionConfig, primals, tangents):
         along = _operands(tangents, row, column, config)
         scores, d_scores = _scores_jvp(operands, along, row, column, config)
         own_largest, own_total = (
-            jax.lax.dynamic_slice_in_dim(x, row, config.block[0], 2)[..., None]
-            for x in (largest, total)
+            piece(x, row, config.block[0], 2)[..., None] for x in (largest, total)
         )
         shares = jnp.exp(scores - own_largest) / own_total
         d_out, d_total = carry
@@ -228,7 +227,7 @@ def _zeros(query, key, value, others, config: _AttentionConfig) -> jax.Array:
 def _piece(array, at, size: int, axis: int):
     if array is None or array.shape[axis] == 1 != size:
         return array
-    return jax.lax.dynamic_slice_in_dim(array, at, size, axis)
+    return piece(array, at, size, axis)
 
 
 def _operands(arrays, row, column, config: _AttentionConfig) -> list[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmem import jaxprs
 from jaxmem.ground.errors import JaxmemError
-from jaxmem.ops.blocks import BLOCK, accumulation_dtype, block_size, finite, fold, map_blocks
+from jaxmem.ops.blocks import BLOCK, accumulation_dtype, block_size, finite, fold, map_blocks, piece
 from jaxmem.ops.wide_einsum import wide_einsum
 
 # Columns of a block of logits, at least. Chosen, to keep a device busy: for 65,536 tokens and
@@ -184,8 +184,8 @@ def _statistics(hidden, weights, bias, labels, config: _LossConfig) -> LogitStat
     columns = weights.shape[config.axis]
 
     def of_rows(at, size):
-        rows = jax.lax.dynamic_slice_in_dim(hidden, at, size)
-        row_labels = jax.lax.dynamic_slice_in_dim(labels, at, size)
+        rows = piece(hidden, at, size)
+        row_labels = piece(labels, at, size)
 
         def add(carry, at, size):
             largest, total, chosen, mean = carry
@@ -233,12 +233,11 @@ def _statistics_jvp(config: _LossConfig, primals, tangents):
         # Linear in the tangents: of all the rest `fold` keeps nothing.
         def add(carry, column, width):
             rows, row_labels, largest = (
-                jax.lax.dynamic_slice_in_dim(array, at, size)
-                for array in (hidden, labels, found.largest)
+                piece(array, at, size) for array in (hidden, labels, found.largest)
             )
             d_rows = None
             if d_hidden is not None:
-                d_rows = jax.lax.dynamic_slice_in_dim(d_hidden, at, size)
+                d_rows = piece(d_hidden, at, size)
             operands = _widened(config, rows, *_parts((weights, bias), column, width, config))
             along = _widened(config, d_rows, *_parts(d_parameters, column, width, config))
             logits, along = _logits_jvp(operands, along, config)
@@ -274,7 +273,7 @@ def _zeros(size: int, hidden, *others) -> jax.Array:
 def _parts(parameters, at, size: int, config: _LossConfig) -> list[Any]:
     """Columns of weights and bias."""
     return [
-        None if array is None else jax.lax.dynamic_slice_in_dim(array, at, size, axis)
+        None if array is None else piece(array, at, size, axis)
         for array, axis in zip(parameters, (config.axis, 0), strict=True)
     ]
 
