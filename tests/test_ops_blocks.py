@@ -6,6 +6,7 @@ import pytest
 
 import jaxmem
 from jaxmem import ops
+from jaxmem.jaxprs.equations import all_equations
 
 LAYERS, ROWS, LENGTH, WIDTH = 3, 2, 300, 8
 BLOCK = (32, 32)
@@ -44,20 +45,8 @@ LAYERS_OF = {
 
 def sizes(jaxpr):
     """Elements of every array that a program makes, in whatever it calls."""
-    for equation in equations(jaxpr):
+    for equation in all_equations(jaxpr):
         yield from (variable.aval.size for variable in equation.outvars)
-
-
-def equations(jaxpr):
-    """Those of a program and of whatever it calls."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for given in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(given, "jaxpr", given)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 @pytest.mark.parametrize("name", LAYERS_OF)
@@ -114,7 +103,7 @@ def test_a_block_that_is_all_of_an_axis_is_no_slice():
         made = jax.make_jaxpr(jax.grad(loss), static_argnums=1)(rows, block)
         return sum(
             one.outvars[0].aval.shape == rows.shape
-            for one in equations(made.jaxpr)
+            for one in all_equations(made.jaxpr)
             if one.primitive.name == "dynamic_update_slice"
         )
 

@@ -117,7 +117,7 @@ def _parts(events: Sequence[Event]) -> list[tuple[Sequence[int], Sequence[int]]]
     for event in events:
         uses = set[int]().union(*(read.get(one, {one}) for one in event.uses))
         read |= dict.fromkeys(event.makes, uses)
-        found.append(([] if event.not_in_place else sorted(uses), event.makes))
+        found.append((sorted(uses), event.makes))
     return found
 
 

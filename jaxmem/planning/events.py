@@ -1,7 +1,6 @@
 """Kernels that run one after the other, and what is alive meanwhile."""
 
 import bisect
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -151,28 +150,17 @@ def _in_place_bytes(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
     as many bytes that it is made of, in the same order."""
     if event.not_in_place or not dies:
         return 0
-    if event.parts:
-        return _in_place_parts(event, sizes, dies)
-    if len(event.makes) == 1:
-        size = sizes[event.makes[0]]
-        for one in dies:
-            if sizes[one] == size and one not in event.lasting:
-                return size
-        return 0
-    made = collections.Counter(sizes[one] for one in event.makes)
-    dying = collections.Counter(sizes[one] for one in dies if one not in event.lasting)
-    return sum(size * min(count, dying[size]) for size, count in made.items())
-
-
-def _in_place_parts(event: Event, sizes: list[int], dies: Sequence[int]) -> int:
-    """The same of several events that one kernel computes: what reads least chooses first."""
-    left, total = set(dies).difference(event.lasting), 0
-    for uses, makes in sorted(event.parts, key=lambda part: len(left.intersection(part[0]))):
+    left, total = [one for one in dies if one not in event.lasting], 0
+    parts = event.parts or [(left, event.makes)]
+    if parts[1:]:  # what reads least of it chooses first
+        parts = sorted(parts, key=lambda part: sum(one in left for one in part[0]))
+    for uses, makes in parts:
         for made in makes:
-            over = [one for one in uses if one in left and sizes[one] == sizes[made]]
-            if over:
-                left.remove(over[0])
-                total += sizes[made]
+            size = sizes[made]
+            over = next((one for one in uses if one in left and sizes[one] == size), None)
+            if over is not None:
+                left.remove(over)
+                total += size
     return total
 
 

@@ -112,8 +112,8 @@ class Repeats:
             elif operation.fused and not (
                 self.uses.sparsely_read[result] or reads_few_elements(operation, sizes)
             ):
-                made_of = [value for value in wide if stored[value] or self.sources[value]]
-                only = made_of[0] if len(made_of) == 1 and made_of[0] in fresh else None
+                read = [value for value in wide if stored[value] or self.sources[value]]
+                only = read[0] if len(read) == 1 and read[0] in fresh else None
                 for value in self._materialized(operation, result, fresh, only, stored):
                     self.written.add(self.view_source[value])
                     yield self.view_source[value]
