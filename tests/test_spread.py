@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import jaxmem
 from jaxmem import jaxprs
 from jaxmem.fitting import Levers, LeverSearch, Workload
-from jaxmem.program import read_program
+from jaxmem.program import read_program, zeros_of_loops
 from jaxmem.rematerialization.constraints import Constraints
 from jaxmem.rematerialization.traced import TracedFunction
 
@@ -161,6 +161,38 @@ def test_plans_made_for_several_devices_are_plans_of_the_function(scanned):
         planned = jaxmem.Plan.from_json(plan.to_json()).apply(loss)
         found = jax.jit(jax.value_and_grad(planned))(*real)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10), found, wanted)
+
+
+def loss_without_logits():
+    """Rows that lie in pieces of each sequence, which are gathered for the loss."""
+    array = functools.partial(placed, _mesh({"data": 8}))
+
+    def loss(params, x, labels):
+        weights, head = params
+        return jnp.mean(jaxmem.ops.softmax_cross_entropy(x @ weights, head, labels))
+
+    params = array((1024, 1024), "data", None), array((1024, 8192), None, "data")
+    x = array((16, 8192, 1024), None, "data", None)
+    return loss, (params, x, array((16, 8192), None, "data", dtype=jnp.int32))
+
+
+@pytest.mark.slow
+def test_what_is_opaque_is_projected_where_its_operands_are_gathered():
+    """It was 70 % too high."""
+    loss, args = loss_without_logits()
+    target = jaxmem.target("h100", count=8)
+    report = jaxmem.memory(jax.value_and_grad(loss), *args, target=target, timeline=False)
+    plan = jaxmem.plan(loss, *args, target=target, budget="70GiB", compilations=0)
+    assert plan.projected_bytes == pytest.approx(report.device, rel=0.12)
+
+
+def test_a_loop_fills_its_zeros_and_what_is_gathered_for_it_fills_none():
+    loss, args = loss_without_logits()
+    program = TracedFunction(loss, args, {}, 0).program
+    run = Constraints.parse("70GiB", 0, jaxmem.target("h100", count=8), "dp").as_run(program)
+    (filling,) = zeros_of_loops(run)
+    assert run.operation_of(filling).joint and not run.kernels[filling].sent_bytes
+    assert any(kernel.sent_bytes for kernel in run.kernels[filling - 2 : filling])
 
 
 def test_what_cannot_be_asked_is_spread_evenly(monkeypatch):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxmem.ground.errors import ResultError
 from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.casts import widened_from, without_unread_casts
 from jaxmem.jaxprs.equations import (
     closed_of,
     is_region,
@@ -86,8 +87,8 @@ def flatten_jaxpr(
     twice of the same values is there once, as XLA has it. Not what no derivative is taken of, such
     as masks: layers that each make their own are alike, and would be no more. With
     ``sets_prints_apart`` what only prints (`jax.debug.print`, and conditionals and loops of them)
-    is among no steps. ``differentiated``: whether a derivative is to be taken of it; see
-    `inlinable`."""
+    is among no steps. ``differentiated``: whether a derivative is to be taken of it; without one it
+    is as XLA has it (see `inlinable` and `widened_from`)."""
     closed = closed_of(closed)
     if out_tree is None:
         out_tree = jax.tree.structure(list(closed.out_avals))
@@ -96,7 +97,7 @@ def flatten_jaxpr(
     steps: list[FlatStep] = []
     scans: list[tuple[int, JaxprEqn]] = []
     in_scans = 0
-    computed = CommonSubexpressions()
+    computed = CommonSubexpressions(differentiated)
     merged: set[int] = set()
     prints: list[FlatStep] = []
     makers: dict[int, FlatStep] = {}
@@ -134,6 +135,9 @@ def flatten_jaxpr(
                 if count:
                     scans.append((len(steps), written))
             inputs = tuple(map(number, equation.invars))
+            if not differentiated and (same := widened_from(equation, inputs, makers)):
+                numbers[equation.outvars[0]] = same[0]
+                continue
             inner = inlinable(equation, differentiated)
             default = default_branch(equation)
             if default is not None:  # its first operand is the branch's number
@@ -150,7 +154,7 @@ def flatten_jaxpr(
                 prints.append(FlatStep(equation, inputs, (), names, callers))
             elif inner is None:
                 earlier = computed.lookup(equation, inputs) if merge else None
-                if earlier and not moving.isdisjoint(earlier):
+                if earlier and not (differentiated and moving.isdisjoint(earlier)):
                     made = earlier
                     merged.update(earlier)
                 else:
@@ -180,6 +184,8 @@ def flatten_jaxpr(
     input_count = len(avals)
     moving.update(have_derivative(range(input_count)))
     outputs = walk(closed.jaxpr, numbers, no_names())
+    if not differentiated:
+        steps = without_unread_casts(steps, outputs)
     return FlatJaxpr(
         tuple(steps),
         tuple(avals),

@@ -9,14 +9,26 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Sharding
 
-from jaxmem.jaxprs.equations import CUSTOM_VJPS, called_by_rule, in_place_of, operation_of
+from jaxmem.jaxprs import internals
+from jaxmem.jaxprs.equations import (
+    CUSTOM_VJPS,
+    all_equations,
+    called_by_rule,
+    closed_of,
+    in_place_of,
+    is_region,
+    operation_of,
+    parameters_of,
+)
 from jaxmem.jaxprs.operands import has_derivative
+from jaxmem.jaxprs.primitives import function_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 # Calls that are only a boundary for tracing; what is in them is planned as if written in place.
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+_MATMULS = frozenset({"dot_general", "conv_general_dilated"})
 # What is a platform to JAX, and no device's.
 _KERNEL_LANGUAGES = frozenset({"mosaic"})
 
@@ -51,11 +63,18 @@ _MADE_OF: dict[str, Callable] = {"stack": _stack, "tile": _tile, "unstack": _uns
 
 def inlinable(equation: JaxprEqn, differentiated: bool = True):
     """The jaxpr of a call that can be written in place, or None. What is not ``differentiated``
-    needs no `jax.custom_vjp`: XLA has the function in place. (That of a `jax.custom_jvp` is one
-    operation where it is elementwise, in a derivative as elsewhere.)"""
+    needs no rule of a derivative, and no primitive that has one: XLA has the function in place. (A
+    `jax.custom_jvp` that multiplies no matrices is one operation, in a derivative as elsewhere.)"""
     parameters = equation.params
     if equation.primitive.name in CUSTOM_VJPS:
         return None if differentiated else called_by_rule(equation)
+    if not differentiated:
+        if run := function_of(equation):
+            return in_place_of(equation, run, [operand.aval for operand in equation.invars])
+        if is_region(equation):
+            return _region_in_place(equation)
+        if (called := called_by_rule(equation)) and _multiplies_matrices(called.jaxpr):
+            return called
     if equation.primitive.name == "call_hi_primitive":
         return _class_written_out(equation)
     if equation.primitive.name in _MADE_OF:
@@ -68,6 +87,24 @@ def inlinable(equation: JaxprEqn, differentiated: bool = True):
             return None
     inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
     return inner if hasattr(inner, "consts") else None
+
+
+def _region_in_place(equation: JaxprEqn) -> ClosedJaxpr:
+    """A region of the user's own as JAX lowers it: in a backward pass what it reads has passed a
+    barrier, so that nothing of it is merged with what it makes again."""
+    given = parameters_of(equation)
+    called = closed_of(given["jaxpr"])
+    if not (given["differentiated"] and given["prevent_cse"]):
+        return called
+
+    def behind_barriers(*operands):
+        return internals.jaxpr_as_fun(called)(*map(jax.lax.optimization_barrier, operands))
+
+    return in_place_of(equation, behind_barriers, called.in_avals)
+
+
+def _multiplies_matrices(jaxpr) -> bool:
+    return any(one.primitive.name in _MATMULS for one in all_equations(jaxpr))
 
 
 def _class_written_out(equation: JaxprEqn) -> ClosedJaxpr | None:

@@ -63,21 +63,22 @@ class NestedLoop:
     operands: int  # of the body
 
 
-def loop_of(equation: JaxprEqn) -> NestedLoop:
+def loop_of(equation: JaxprEqn, differentiated: bool = True) -> NestedLoop:
     """What a scan or while equation is made of, with nothing twice in its body; slices are of its
-    operands."""
+    operands. ``differentiated``: as `flatten_jaxpr` takes it."""
     given = equation.params
     if equation.primitive.name == "scan":
         consts, carry = scan_parts(equation)
         options = {name: given[name] for name in ("length", "reverse", "unroll")}
         parts = slice(0, consts), slice(0, 0), slice(consts, consts + carry)
         count = len(equation.invars)
-        return NestedLoop(flatten_jaxpr(given["jaxpr"], merge=True), None, *parts, options, count)
+        body = flatten_jaxpr(given["jaxpr"], merge=True, differentiated=differentiated)
+        return NestedLoop(body, None, *parts, options, count)
     first, consts = given["cond_nconsts"], given["body_nconsts"]
     count = len(equation.invars)
     parts = slice(first, first + consts), slice(0, first), slice(first + consts, count)
     condition = flatten_jaxpr(given["cond_jaxpr"])
-    body = flatten_jaxpr(given["body_jaxpr"], merge=True)
+    body = flatten_jaxpr(given["body_jaxpr"], merge=True, differentiated=differentiated)
     return NestedLoop(body, condition, *parts, {}, count - first)
 
 
@@ -112,9 +113,11 @@ def mapped_body(equation: JaxprEqn) -> FlatJaxpr:
     return flatten_jaxpr(body, merge=True)
 
 
-def called_jaxpr(equation: JaxprEqn) -> FlatJaxpr:
-    """What a checkpoint, custom_jvp or custom_vjp equation computes."""
-    return flatten_jaxpr(called_by_rule(equation) or parameters_of(equation)["jaxpr"])
+def called_jaxpr(equation: JaxprEqn, differentiated: bool = True) -> FlatJaxpr:
+    """What a checkpoint, custom_jvp or custom_vjp equation computes. ``differentiated``: as
+    `flatten_jaxpr` takes it."""
+    called = called_by_rule(equation) or parameters_of(equation)["jaxpr"]
+    return flatten_jaxpr(called, merge=not differentiated, differentiated=differentiated)
 
 
 def picked_axis(equation: JaxprEqn) -> int | None:

@@ -5,13 +5,23 @@ Each is made when it is first bound, since its rules are registered with JAX's i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxmem.jaxprs import internals
 
 if TYPE_CHECKING:
-    from jax.extend.core import Primitive
+    from jax.extend.core import JaxprEqn, Primitive
+
+# What each that was made computes, by its name.
+_RUNS: dict[str, Callable] = {}
+
+
+def function_of(equation: JaxprEqn) -> Callable | None:
+    """What a primitive of our own computes in an equation; None: it is none of them."""
+    run = _RUNS.get(equation.primitive.name)
+    return run and functools.partial(run, **equation.params)
 
 
 def computed_by(
@@ -19,7 +29,7 @@ def computed_by(
 ) -> Primitive:
     """A primitive that is what ``run`` computes, of results that ``abstract`` tells, ``several`` or
     one; under `jax.vmap` ``batched``. Its derivatives are for the caller to register."""
-    primitive = internals.Primitive(name)
+    primitive, _RUNS[name] = internals.Primitive(name), run
     primitive.multiple_results = several
     primitive.def_impl(run)
     primitive.def_abstract_eval(abstract)

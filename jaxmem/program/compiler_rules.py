@@ -9,6 +9,7 @@ from jaxmem.program.float32 import in_float32, kept_in_float32
 from jaxmem.program.opaque import ForwardBackwardBytes, JointProgram
 from jaxmem.program.operations import Operation, Program
 from jaxmem.program.readers import gathers_repeatedly
+from jaxmem.program.undifferentiated import turn_bytes
 from jaxmem.program.workspaces import sorted_rows
 from jaxmem.targets import Rules
 
@@ -56,6 +57,8 @@ def _apply_compiler_rules(program: Program, rules: Rules) -> Program:
             if operation.residuals is not None and program.sizes[operation.residuals]:
                 others[operation.residuals] = taken.kept, taken.kept_of_all
         body = operation.body and apply_compiler_rules(operation.body, rules)
+        if operation.name == "scan" and body and body.differentiated == frozenset():
+            operation = dataclasses.replace(operation, workspace=turn_bytes(body, operation.carry))
         operations.append(dataclasses.replace(operation, body=body))
     found = dataclasses.replace(program, operations=tuple(operations), rules=rules)
     if rules.keeps_float32 and any(kind.startswith("bfloat16") for kind in program.types):

@@ -31,6 +31,8 @@ def zeros_of_loops(program: Any) -> dict[int, LoopZeros]:
     made_of_nothing = _made_of_nothing(program)
     found = {}
     for number, kernel in enumerate(program.kernels):
+        if kernel.sent_bytes:  # for a loop
+            continue
         operation = program.operations[kernel.operations[-1]]
         if operation.joint:
             zeros = _of_joint(operation.joint)

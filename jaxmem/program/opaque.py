@@ -3,10 +3,11 @@ own, a loop that has no derivative."""
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence, Set
 from typing import Any
 
-from jaxmem.program.readers import LOOPS
+from jaxmem.program.readers import LOOPS, SUMS, is_matmul
 
 # Kernels of which another order is tried, in a time that grows with the square. Chosen: bodies of
 # conditionals and rules that were met have fewer, half as many too (tests/test_opaque.py).
@@ -104,7 +105,7 @@ def peak(
 
 
 def _peak(program, kernels, outside: Set[int], first: Set[int], last: Set[int]) -> int:
-    sizes = program.sizes
+    sizes = _without_added_up(program, kernels, outside - first, last)
     until: dict[int, int] = {}
     for number, kernel in enumerate(kernels):
         until.update(dict.fromkeys((*kernel.sources, *kernel.results), number))
@@ -122,12 +123,40 @@ def _peak(program, kernels, outside: Set[int], first: Set[int], last: Set[int]) 
         freed = sum(sizes[value] for value in ends[number] if value in alive)
         # XLA writes the result of an elementwise kernel over an operand that dies there, and what
         # a loop hands on over what it was given.
-        over = kernel.fused or program.operations[kernel.operations[-1]].name in LOOPS
+        loops = program.operations[kernel.operations[-1]].name in LOOPS
+        over = kernel.fused or (loops and not kernel.sent_bytes)
         live_now = max(before, now - freed) if over else now
         most = max(most, live_now + kernel.workspace)
         alive.difference_update(ends[number])
         now -= freed
     return most
+
+
+def _without_added_up(program, kernels, outside: Set[int], last: Set[int]) -> list[int]:
+    """The bytes of all values, of which products that a matmul adds to what was there have none:
+    the library writes the sum over that, rounded as it is, where nothing else reads it."""
+    sizes = list(program.sizes)
+    readers = collections.Counter(value for kernel in kernels for value in set(kernel.sources))
+    makers = {value: kernel for kernel in kernels for value in kernel.results}
+
+    def is_product(value: int) -> bool:
+        if value not in makers:
+            return False
+        made = program.operations[makers[value].operations[-1]]
+        return is_matmul(made) and not made.widened
+
+    for kernel in kernels:
+        *before, name = (program.operations[number].name for number in kernel.operations)
+        if name not in SUMS or len(kernel.sources) != 2 or set(before) - {"convert_element_type"}:
+            continue
+        if any(readers[value] > 1 or value in outside | last for value in kernel.sources):
+            continue
+        for product, other in itertools.permutations(kernel.sources):
+            same = [program.types[other]] == [program.types[value] for value in kernel.results]
+            if same and is_product(product):
+                sizes[product] = 0
+                break
+    return sizes
 
 
 def _freeing(program, kernels, outside: Set[int], last: Set[int]) -> list:

@@ -166,8 +166,8 @@ class Program:
     the function is traced. ``input_gradients`` says what becomes of the gradients.
     ``as_jax_derives``: without derivatives of our own. ``in_loop``: it is the body of a loop, of
     which XLA sees the derivative without it. ``policy_saves`` are the values that the policy of a
-    user's own region saves, whose body it is. ``handed_on`` are values that are in memory because
-    one region hands them on to the next. ``has_plainer_gathers``: whether gathers of it are written
+    user's own region saves, whose body it is. ``handed_on`` are values in memory because a region,
+    or a turn of a loop, hands them on. ``has_plainer_gathers``: whether gathers of it are written
     as what they are, which XLA is not told of the function as it is."""
 
     operations: tuple[Operation, ...]
@@ -323,7 +323,7 @@ class Program:
     @functools.cached_property
     def regions(self) -> frozenset[int]:
         """Numbers of the kernels that are regions of the user's own."""
-        numbers = range(len(self.kernels))
+        numbers = (n for n, kernel in enumerate(self.kernels) if not kernel.sent_bytes)
         return frozenset(n for n in numbers if self.operation_of(n).is_region)
 
     @functools.cached_property

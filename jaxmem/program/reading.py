@@ -34,11 +34,12 @@ from jaxmem.program.costs import (
 from jaxmem.program.custom_rules import by_rule, read_by_rule
 from jaxmem.program.expansions import operand_reads
 from jaxmem.program.kept_bytes import bytes_alike
-from jaxmem.program.opaque import JointProgram, peak
+from jaxmem.program.opaque import JointProgram
 from jaxmem.program.operations import Communication, Contraction, Operation, Program, Source
 from jaxmem.program.ragged import shared_copies
 from jaxmem.program.stacks import NO_STACKS, LoopStacks, relaid_bytes
 from jaxmem.program.transposes import folded_transposes
+from jaxmem.program.undifferentiated import bytes_taken, fused_further, turn_bytes
 
 # What has a program inside that nothing is planned in.
 _OPAQUE = CUSTOM_RULES | set("cond custom_linear_solve ragged_dot_general shard_map while".split())
@@ -180,11 +181,11 @@ def _interior_of(
             return _Interior()
         return _of_scan(step, constant, [value in read for value in step.outputs], shards)
     if is_region(step.equation):
-        called = called_jaxpr(step.equation)
+        called = called_jaxpr(step.equation, differentiated=not all(constant))
         wanted = frozenset() if all(constant) else _differentiated(called, constant)
         body = read_program(called, wanted, shards.inside(called, step.inputs))
         # Where nothing is differentiated any more it runs here, forward and backward pass.
-        workspace = _taken(_with_fused_gathers(body)) if all(constant) else 0
+        workspace = bytes_taken(fused_further(body)) if all(constant) else 0
         body = dataclasses.replace(body, policy_saves=frozenset(_saved(step, called)))
         kept = _kept_of_region(step, constant)
         saved = bytes_alike(kept, body)
@@ -232,11 +233,11 @@ def _saved(step: FlatStep, called: FlatJaxpr) -> Iterator[int]:
 def _of_scan(
     step: FlatStep, constant: list[bool], wanted: list[bool], shards: Shardings
 ) -> _Interior:
-    loop = loop_of(step.equation)
+    loop = loop_of(step.equation, differentiated=not all(constant))
     inside = shards.for_iteration(step, loop.body)
     if all(constant):
-        body = read_program(loop.body, frozenset(), inside)
-        return _Interior(body, 0, 0, 0, _turn(loop, body))
+        body, carried = _turn(loop, read_program(loop.body, frozenset(), inside))
+        return _Interior(body, 0, 0, 0, turn_bytes(body, carried))
     constant = constant_operands(loop, constant)
     body = read_program(loop.body, _differentiated(loop.body, constant), inside, separate=True)
     found = scan_residuals(step.equation, constant, wanted)
@@ -312,61 +313,35 @@ def _of_opaque(
 def _workspace(step: FlatStep, shards: Shardings) -> int:
     """The most bytes that an operation takes inside, beside operands and results."""
     if step.primitive == "while":
-        loop = loop_of(step.equation)
+        loop = loop_of(step.equation, differentiated=False)
         handed = step.inputs[loop.body_consts], step.inputs[loop.carry]
         inside = shards.inside(loop.body, [*handed[0], *handed[1]])
-        return _turn(loop, read_program(loop.body, frozenset(), inside))
+        return turn_bytes(*_turn(loop, read_program(loop.body, frozenset(), inside)))
     most = 0
     for jaxpr in closed_inner_jaxprs(step.equation):
-        flat = flatten_jaxpr(jaxpr)
+        flat = flatten_jaxpr(jaxpr, merge=True, differentiated=False)
         count = flat.input_count - len(flat.consts)
         if step.primitive == "shard_map":
             program = _forward(flat, shards.mapped(step, flat))
         else:
             operands = step.inputs[len(step.inputs) - count :]
             program = _forward(flat, shards.inside(flat, operands))
-        most = max(most, _taken(program))
+        most = max(most, bytes_taken(program))
     return most
 
 
-def _taken(program: Program) -> int:
-    """The most bytes that a program takes beside its operands and results. A sum of its rows and
-    what is made with it are two kernels here: the derivative of a maximum is none of a norm."""
-    rules = dataclasses.replace(program.rules, blocks_of_rows=False)
-    program = dataclasses.replace(program, rules=rules)
-    inputs = set(range(program.input_count))
-    results = set(program.outputs) - inputs
-    taken = peak(program, program.kernels, inputs, last=results)
-    return taken - sum(program.sizes[value] for value in results)
-
-
-def _turn(loop: NestedLoop, body: Program) -> int:
-    """The most bytes that a turn of a loop takes beside what it is handed, which it may write over:
-    what it hands on has the same memory in the end."""
-    program = _with_fused_gathers(body)
+def _turn(loop: NestedLoop, body: Program) -> tuple[Program, tuple[int, ...]]:
+    """What a loop repeats that nothing is differentiated in, and what is carried of its inputs."""
     count = loop.carry.stop - loop.carry.start
-    first = program.input_count - loop.operands + loop.body_consts.stop - loop.body_consts.start
-    handed = set(range(first, first + count))
-    handed_on = {value for value in loop.body.outputs[:count] if isinstance(value, int)}
-    outside = {*range(program.input_count), *program.outputs} - handed - handed_on
-    most = peak(program, program.kernels, outside, handed, handed_on)
-    return max(most - sum(program.sizes[value] for value in handed), 0)
+    first = body.input_count - loop.operands + loop.body_consts.stop - loop.body_consts.start
+    handed_on = frozenset(value for value in loop.body.outputs[:count] if isinstance(value, int))
+    body = dataclasses.replace(fused_further(body), handed_on=handed_on)
+    return body, tuple(range(first, first + count))
 
 
 def _forward(flat: FlatJaxpr, shards: Shardings) -> Program:
     """A program that nothing is differentiated in."""
-    return _with_fused_gathers(read_program(flat, frozenset(), shards))
-
-
-def _with_fused_gathers(program: Program) -> Program:
-    """XLA fuses the gathers of what nothing is differentiated in."""
-    if all(one.fused for one in program.operations if one.name == "gather"):
-        return program
-    operations = tuple(
-        dataclasses.replace(one, fused=one.fused or one.name == "gather")
-        for one in program.operations
-    )
-    return dataclasses.replace(program, operations=operations)
+    return fused_further(read_program(flat, frozenset(), shards))
 
 
 def _inside(body: Program) -> int:
