@@ -64,6 +64,7 @@ from jaxmem.jaxprs.lowering import (
     to_bytecode as to_bytecode,
 )
 from jaxmem.jaxprs.mapped import mapped_like as mapped_like
+from jaxmem.jaxprs.merging import literal_key as literal_key, parameters_key as parameters_key
 from jaxmem.jaxprs.names import (
     RegionStructure as RegionStructure,
     given_name as given_name,

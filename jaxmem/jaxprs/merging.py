@@ -57,18 +57,27 @@ class CommonSubexpressions:
         derivative only what it computes counts of a `jax.custom_jvp`: JAX traces it anew where a
         rule calls it."""
         called = None if self._differentiated else called_by_rule(equation)
-        context = id(equation.ctx)  # there as long as the program is
         if called and not called.consts:
-            return context, str(called)
-        return context, frozenset((name, _same(one)) for name, one in equation.params.items())
+            return id(equation.ctx), str(called)
+        return parameters_key(equation)
 
     def _key(self, equation: JaxprEqn, inputs: Sequence[int | Literal]) -> Hashable:
         """What two equations that compute the same have in common, parameters apart: most share it
         with none, and parameters take long to look at."""
-        numbers = (
-            self._same.get(x, x) if isinstance(x, int) else (x.aval, _same(x.val)) for x in inputs
-        )
+        numbers = (self._same.get(x, x) if isinstance(x, int) else literal_key(x) for x in inputs)
         return operation_of(equation), tuple(numbers)
+
+
+def parameters_key(equation: JaxprEqn) -> Hashable:
+    """What is the same of two equations of one operation that do the same to what they read, as
+    long as their programs are there."""
+    given = frozenset((name, _same(one)) for name, one in equation.params.items())
+    return id(equation.ctx), given
+
+
+def literal_key(literal: Literal) -> Hashable:
+    """What is the same of two literals that are the same."""
+    return literal.aval, _same(literal.val)
 
 
 @dataclasses.dataclass

@@ -18,6 +18,7 @@ from jaxmem.ops.dot_product_attention import check_implementation
 from jaxmem.ops.kernel_replacement import Kernel, KernelReplacement, calling
 from jaxmem.ops.loss_replacement import LossReplacement
 from jaxmem.ops.patterns import Match, UseGraph
+from jaxmem.ops.replacements import Replacements
 
 # Bytes of scores or logits from which on it is worth it. Chosen: half of what the operations
 # compute at a time (`jaxmem.ops.blocks.BLOCK`).
@@ -148,29 +149,29 @@ class _Swapper:
         replacement reads may stand after some of what it replaces."""
         values = dict(enumerate(inputs))
         graph = UseGraph(flat)
-        replacements = self._replacements(graph)
+        replacements = Replacements(graph, self._replacements(graph))
         for step in flat.steps:
             if jaxprs.side_effects(step):
-                self._compute(graph, replacements, values, [*step.uses])
+                self._compute(replacements, values, [*step.uses])
                 values.update(zip(step.outputs, self._evaluate(step, values), strict=True))
-        self._compute(graph, replacements, values, [v for v in flat.outputs if isinstance(v, int)])
+        self._compute(replacements, values, [v for v in flat.outputs if isinstance(v, int)])
         return [jaxprs.read(values, output) for output in flat.outputs]
 
     def _compute(
-        self, graph: UseGraph, replacements, values: dict[int, Any], wanted: list[int]
+        self, replacements: Replacements, values: dict[int, Any], wanted: list[int]
     ) -> None:
+        graph = replacements.graph
         while wanted:
             value = wanted[-1]
             if value in values:
                 wanted.pop()
                 continue
             at = graph.maker[value]
-            reads = replacements[at].reads if at in replacements else [*graph.flat.steps[at].uses]
-            missing = [read for read in reads if read not in values]
+            missing = [read for read in replacements.reads(at) if read not in values]
             if missing:
                 wanted.extend(missing)
-            elif at in replacements:
-                values.update(_results(graph, replacements, at, values))
+            elif at in replacements.by_step:
+                values.update(replacements.results(at, values))
             else:
                 step = graph.flat.steps[at]
                 values.update(zip(step.outputs, self._evaluate(step, values), strict=True))
@@ -230,18 +231,3 @@ class _Swapper:
                 return replacement
             replacement = AttentionReplacement.of(graph, match)
         return replacement if wanted.operations else None
-
-
-def _results(graph: UseGraph, replacements: dict[int, Any], at: int, values: dict[int, Any]) -> Any:
-    """What the replacement of a step makes, by number."""
-    one = replacements[at]
-    steps = [graph.flat.steps[other] for other in replacements if replacements[other] is one]
-    made = [step.outputs[0] for step in steps]
-
-    def run(*read):
-        found = one.results(dict(zip(one.reads, read, strict=True)))
-        return [found[number] for number in made]
-
-    likes = [graph.flat.avals[number] for number in made]
-    given = [values[number] for number in one.reads]
-    return dict(zip(made, jaxprs.in_automatic_axes(run, likes)(*given), strict=True))

@@ -54,6 +54,15 @@ class JointProgram:
     @property
     def bytes(self) -> ForwardBackwardBytes:
         """What it takes and keeps, by the rules of its program."""
+        key = "bytes", self.boundary, self.cotangents, self.results, self.gradients
+        if key not in self.program.cache:
+            self.program.cache[key] = self._bytes()
+        found = self.program.cache[key]
+        reads = frozenset(outside for inside, outside in self.values if inside in found.reads)
+        return dataclasses.replace(found, reads=reads)
+
+    def _bytes(self) -> ForwardBackwardBytes:
+        """That, but that what is read are values of its own."""
         program, cotangents, results = self.program, self.cotangents, self.results
         first, second = self._passes(program)
         inputs, outputs = set(range(program.input_count)), set(program.outputs)
@@ -61,13 +70,12 @@ class JointProgram:
         kept, whole = _kept(program, first, second), program.unsharded
         forward = peak(program, first, inputs, last=kept | results)
         backward = peak(program, second, own, kept | cotangents, outputs - results)
-        read = {value for kernel in second for value in kernel.sources} & own
         return ForwardBackwardBytes(
             _size(program, kept),
             _size(whole, _kept(whole, *self._passes(whole))),
             max(forward - _size(program, kept | results - inputs), 0),
             max(backward - _size(program, kept | cotangents | self.gradients - own), 0),
-            frozenset(outside for inside, outside in self.values if inside in read),
+            frozenset({value for kernel in second for value in kernel.sources} & own),
         )
 
     def _passes(self, program: Any) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -7,7 +7,6 @@ from typing import Any
 from jaxmem.jaxprs.equations import CUSTOM_RULES, closed_inner_jaxprs, is_region
 from jaxmem.jaxprs.flat import FlatJaxpr, FlatStep
 from jaxmem.jaxprs.flattening import flatten_jaxpr
-from jaxmem.jaxprs.forward_backward import trace_forward_backward
 from jaxmem.jaxprs.mapped import inside_of, is_local
 from jaxmem.jaxprs.nested import NestedLoop, called_jaxpr, loop_of, mapped_body
 from jaxmem.jaxprs.operands import differentiable
@@ -35,6 +34,7 @@ from jaxmem.program.custom_rules import by_rule, read_by_rule
 from jaxmem.program.expansions import operand_reads
 from jaxmem.program.kept_bytes import bytes_alike
 from jaxmem.program.opaque import JointProgram
+from jaxmem.program.opaque_operations import OpaqueOperations
 from jaxmem.program.operations import Communication, Contraction, Operation, Program, Source
 from jaxmem.program.ragged import shared_copies
 from jaxmem.program.stacks import NO_STACKS, LoopStacks, relaid_bytes
@@ -67,9 +67,10 @@ def read_program(
     folded = folded_transposes(flat)
     read = {value for step in flat.steps for value in step.uses}
     read.update(flat.observed)
+    opaque = OpaqueOperations(shards, separate, _forward)
     for step in flat.steps:
         constant = [not isinstance(one, int) or one in constants for one in step.inputs]
-        interior = _interior_of(step, constant, read, shards, separate)
+        interior = _interior_of(step, constant, read, opaque)
         outputs = step.outputs
         if interior.residuals is not None:
             outputs = (*outputs, len(sizes))
@@ -172,10 +173,11 @@ class _Interior:
 
 
 def _interior_of(
-    step: FlatStep, constant: list[bool], read: Set[int], shards: Shardings, separate: bool
+    step: FlatStep, constant: list[bool], read: Set[int], opaque: OpaqueOperations
 ) -> _Interior:
     """What a step holds whose operands are ``constant`` or not, and whose results are ``read`` or
     not."""
+    shards = opaque.shards
     if step.primitive == "scan":
         if not step.equation.params["length"]:
             return _Interior()
@@ -191,12 +193,18 @@ def _interior_of(
         saved = bytes_alike(kept, body)
         whole = sum(size_of(one.aval) for one in kept)
         return _Interior(body, saved or None, whole, workspace=workspace)
-    opaque = step.primitive in _OPAQUE and not is_fused(step.equation)
-    if not opaque and is_known(step):
+    is_opaque = step.primitive in _OPAQUE and not is_fused(step.equation)
+    if not is_opaque and is_known(step):
         return _Interior(reads=read_by_rule(step))
     real = differentiable([variable.aval for variable in step.equation.invars], constant)
-    found = _of_opaque(step, real, shards, separate) if real else None
-    found = found or _Interior(workspace=_workspace(step, shards) if opaque else 0)
+    both = opaque.with_derivative(step, real) if real else None
+    if both is None:
+        found = _Interior(workspace=_workspace(step, shards) if is_opaque else 0)
+    else:
+        taken = both.bytes
+        bare = taken.kept_of_all, taken.backward, taken.forward, taken.reads
+        # A value of no bytes would have to be made again too.
+        found = _Interior(None, taken.kept or None, *bare, joint=both)
     if is_local(step.equation) and step.equation.params["mesh"].size > 1:
         # As it may be recomputed: from all that it reads.
         program = _of_mapped(step, constant)
@@ -265,49 +273,6 @@ def _numbers(step: FlatStep, operands: Set[int]) -> frozenset[int]:
     """The values that some operands are, but for literals."""
     values = (step.inputs[at] for at in operands)
     return frozenset(value for value in values if isinstance(value, int))
-
-
-def _of_opaque(
-    step: FlatStep, real: list[int], shards: Shardings, separate: bool
-) -> _Interior | None:
-    """By the operation and its derivative by some operands, as JAX has them; None: the derivative
-    refuses, in words of its own, which who differentiates the function is told."""
-    try:
-        joint = trace_forward_backward(step, real, separate)
-    except Exception:
-        return None
-    results = {value for value in joint.results if isinstance(value, int)}
-    derived = {
-        at: value
-        for at, value in zip(real, joint.flat.outputs[len(joint.results) :], strict=True)
-        if isinstance(value, int) and isinstance(step.inputs[at], int)
-    }
-    # One of a value, however often it is an operand.
-    gradients = {step.inputs[at]: value for at, value in derived.items()}
-    floating = differentiable([variable.aval for variable in step.equation.outvars])
-    if step.primitive == "shard_map":
-        inside = shards.mapped(step, joint.flat)
-    else:
-        # Gradients go on to where operands came from, and lie as they do.
-        alike = {value: at for at, value in derived.items()}
-        given = [*step.inputs, *(step.outputs[at] for at in floating)]
-        inside = shards.inside(joint.flat, given, alike)
-    # What is gathered of an operand is counted where the operation reads it.
-    program = _forward(joint.flat, dataclasses.replace(inside, reshards=()))
-
-    pairs = zip((*joint.operands, *joint.results), (*step.inputs, *step.outputs), strict=True)
-    both = JointProgram(
-        program,
-        joint.boundary,
-        frozenset(joint.cotangents),
-        frozenset(results),
-        frozenset(gradients.values()),
-        tuple((one, two) for one, two in pairs if isinstance(one, int) and isinstance(two, int)),
-    )
-    found = both.bytes
-    kept = found.kept or None  # a value of no bytes would have to be made again too
-    taken = found.kept_of_all, found.backward, found.forward, found.reads
-    return _Interior(None, kept, *taken, joint=both)
 
 
 def _workspace(step: FlatStep, shards: Shardings) -> int:
