@@ -110,7 +110,8 @@ class StepEvents:
         if fresh:
             event = Event(number, [made[value] for value in kernel.sources], fresh, False)
             event.workspace_bytes, event.run = kernel.workspace, self.run
-            event.lasting = [made[value] for value in kernel.aliasing.transposed]
+            aliasing = kernel.aliasing
+            event.lasting = [made[v] for v in aliasing.transposed | aliasing.read_by_rows]
             for value, size in kernel.gradients.copies(bool(self.run)):
                 if (self.run, value) not in self.copied:
                     self.copied[self.run, value] = copy = self.of_bytes(size)

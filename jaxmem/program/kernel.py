@@ -14,6 +14,8 @@ class Aliasing:
         offset_reads: those that it reads from other places than it writes to (a slice's, say).
         transposed: those that it reads in another order of their axes than it writes: nothing is
             written over them.
+        read_by_rows: those of which it takes the maximum of a row, and then writes what is less
+            that: it does not write over them itself.
         row_reduced: those that it reduces in one kernel with what is computed of them: their
             cotangents are not written over them.
         row_normalized: those whose rows it normalises, each with the row that is taken for it: its
@@ -30,6 +32,7 @@ class Aliasing:
 
     offset_reads: frozenset[int] = frozenset()
     transposed: frozenset[int] = frozenset()
+    read_by_rows: frozenset[int] = frozenset()
     row_reduced: frozenset[int] = frozenset()
     row_normalized: frozenset[tuple[int, int]] = frozenset()
     in_tuple: bool = False

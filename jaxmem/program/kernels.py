@@ -40,7 +40,7 @@ class _KernelReader:
     def __init__(self, program):
         self.program, self.memory = program, InMemory(program)
         self.together = shared_cotangents(program, program.unsharded.sizes)
-        self.norms = RowNormalizations({}, {})
+        self.norms = RowNormalizations((), {}, {})
         if program.rules.blocks_of_rows:
             self.norms = find_row_normalizations(program, self.memory.stored, REDUCTIONS)
         self.normalised = frozenset().union(*self.norms.sources.values())
@@ -133,6 +133,7 @@ class _KernelReader:
         return Aliasing(
             offset_reads=members.shifted,
             transposed=members.turned,
+            read_by_rows=self.norms.sources_of_written(operation.outputs),
             row_reduced=rows,
             row_normalized=self.norms.sources_of(computed),
             in_tuple=in_tuple,

@@ -78,6 +78,8 @@ class Repeats:
         # For each value the last one on the way to it that is expensive, if all that is wide since
         # is made of that one.
         self.last_expensive: list[int | None] = [None] * count
+        # Whether a value is computed of places (a causal mask is), since the last expensive one.
+        self.of_places = [False] * count
         # Values that are expensive, and so in memory.
         self.written: set[int] = set()
         # For each value the wide ones in memory that it is computed of.
@@ -102,6 +104,8 @@ class Repeats:
             self.is_normalised[result] = operation.fused and normalised
             self.is_row[result] = self.reduces(operation) or (row and not normalised)
             self.viewed[result] = self._bytes_through_views(operation, wide, stored)
+            places = any(self.of_places[value] for value in operation.inputs)
+            self.of_places[result] = operation.name == "iota" or (operation.fused and places)
             if is_view(operation) or adds_axes(self.program, operation):
                 (value,) = operation.inputs
                 self.view_source[result] = self.view_source[value]
@@ -131,7 +135,7 @@ class Repeats:
         ends = fuses and self.uses.materialized_later[result] and not self.is_normalised[result]
         own = self._cycles_of(operation, result)
         if own:
-            self.last_expensive[result] = result
+            self.last_expensive[result], self.of_places[result] = result, False
         elif only is not None:
             self.last_expensive[result] = self.last_expensive[only]
         # What its derivative makes besides, where the value would be made again. (What is spread
@@ -195,9 +199,13 @@ class Repeats:
 
     def _kept_of_norm(self, result: int) -> int:
         """What is in memory of a value that is normalised: what is cheap to compute of the last
-        expensive one alone (a soft cap's product, and a mask) is computed where it is read."""
-        last = self.last_expensive[result]
-        return result if last is None or not self._may_be_materialized(last) else last
+        expensive one alone (a soft cap's product, and a mask) is computed where it is read. Where
+        rows are not normalised in one kernel, no mask is that is computed of places itself, as is
+        measured with causal ones and with masks that are given (tests/test_soft_caps.py)."""
+        last, in_one = self.last_expensive[result], self.program.rules.blocks_of_rows
+        if last is None or not self._may_be_materialized(last):
+            return result
+        return last if in_one or not self.of_places[result] else result
 
     def _bytes_through_views(
         self, operation: Any, operands: Iterable[int], stored: Sequence[bool]

@@ -39,8 +39,10 @@ class RowNormalization(NamedTuple):
 class RowNormalizations:
     """``sources``: for each reduction, by the number of its operation, the values in memory whose
     rows it is of and that are normalised by it. ``normalized``: for each value that is made so, or
-    out of what is, what it is made of."""
+    out of what is, what it is made of. ``stored``: which values are in memory: of an array that is
+    the derivative is made of that, and in no kernel with sums of rows."""
 
+    stored: Sequence[bool]
     sources: Mapping[int, frozenset[int]]
     normalized: Mapping[int, RowNormalization]
 
@@ -48,7 +50,15 @@ class RowNormalizations:
         """The values in memory whose rows are normalised for any of some values, each with the row
         that is taken for it."""
         norms = [self.normalized[value] for value in values if value in self.normalized]
-        return frozenset((source, norm.row) for norm in norms for source in norm.sources)
+        blocks = [norm for norm in norms if not self.stored[norm.array]]
+        return frozenset((source, norm.row) for norm in blocks for source in norm.sources)
+
+    def sources_of_written(self, values: Iterable[int]) -> frozenset[int]:
+        """The values in memory whose rows are read for any of some values that are in memory
+        themselves, in a block at a time."""
+        norms = [self.normalized[value] for value in values if value in self.normalized]
+        written = (norm for norm in norms if norm.array in values and self.stored[norm.array])
+        return frozenset().union(*(norm.sources for norm in written))
 
     def written_for(self, operation: Any, sizes: Sequence[int]) -> int:
         """Bytes of the array that is in memory because an operation takes elements of it, or
@@ -56,6 +66,8 @@ class RowNormalizations:
         if operation.inputs[0] not in self.normalized:
             return 0
         array, row, _ = self.normalized[operation.inputs[0]]
+        if self.stored[array]:
+            return 0
         further = sum(sizes[value] for value in operation.outputs) < sizes[row]
         return sizes[array] if operation.name == "gather" or further else 0
 
@@ -111,7 +123,7 @@ def find_row_normalizations(
             under[value], by[value] = elements, found
             if norm is not None:
                 made[value] = norm
-    return RowNormalizations(sources, made)
+    return RowNormalizations(stored, sources, made)
 
 
 def is_of_rows(program: Any, operation: Any) -> bool:

@@ -15,6 +15,7 @@ from jaxmem.program.readers import (
     views_of,
 )
 from jaxmem.program.repeats import Repeats
+from jaxmem.program.row_norms import find_row_normalizations
 from jaxmem.program.uses import Uses
 from jaxmem.program.written_gathers import written_gathers
 
@@ -45,14 +46,16 @@ def stored_values(
     constant = [False] * count
     reduces = functools.partial(reduces_to_few, sizes=sizes)
     pooled = pooled_as_computed(program)
+    picked = _picked_rows(program)
     for operation in program.operations:
         for value in operation.outputs:
             constant[value] = all(constant[read] for read in operation.inputs)
         in_place = operation.name.startswith(_IN_PLACE)
         for value in set(operation.inputs):
             readers[value] += 1
-            computed = in_matmuls[value] != value and is_matmul(operation)
-            wanted[in_matmuls[value] if computed else value] |= not (
+            picks = operation.name == "gather" and value in picked
+            read = in_matmuls[value] if is_matmul(operation) else value
+            wanted[picked[value] if picks else read] |= picks or not (
                 operation.fused
                 or reads_copy(program, operation, value)
                 or not pooled.isdisjoint(operation.outputs)
@@ -130,6 +133,21 @@ def stored_values(
             else:
                 under[value], for_each[value], length[value] = sources, element, chain
     return stored, frozenset(expensive)
+
+
+def _picked_rows(program) -> dict[int, int]:
+    """For each value that is made of normalised rows, what is in memory for a gather of elements of
+    it: what XLA writes in blocks of rows (`jaxmem.program.row_norms`), a `log_softmax` before the
+    logarithm is taken away. It is computed no further, and the derivative reads it too."""
+    if not program.rules.blocks_of_rows or program.rules.writes_gathered:
+        return {}
+    made = [value < program.input_count for value in range(len(program.sizes))]
+    for operation in program.operations:
+        if not operation.fused:
+            for value in operation.outputs:
+                made[value] = True
+    norms = find_row_normalizations(program, made, REDUCTIONS)
+    return {value: norm.array for value, norm in norms.normalized.items()}
 
 
 def reduces_to_few(operation, sizes) -> bool:
