@@ -430,15 +430,6 @@ def _deformable():
     return layers(layer, params, shape(4, side * side, width))
 
 
-@program("the label's log_softmax of bfloat16 logits")
-def _label():
-    def of_logits(logits, labels):
-        logs = jax.nn.log_softmax(logits.astype(jnp.float32))
-        return -jnp.take_along_axis(logs, labels[:, None], -1)
-
-    return _loss_of_logits(of_logits, 8_192, "bfloat16")
-
-
 @program("one-hot labels and bfloat16 logits")
 def _one_hot_bfloat16():
     def of_logits(logits, labels):
