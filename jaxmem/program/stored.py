@@ -1,6 +1,7 @@
 """Which values of a program are in memory."""
 
 import functools
+from collections.abc import Mapping
 
 from jaxmem.program.convolutions import reads_copy
 from jaxmem.program.costs import CONTRACTIONS
@@ -15,7 +16,7 @@ from jaxmem.program.readers import (
     views_of,
 )
 from jaxmem.program.repeats import Repeats
-from jaxmem.program.row_norms import find_row_normalizations
+from jaxmem.program.row_norms import RowNormalization, find_row_normalizations
 from jaxmem.program.uses import Uses
 from jaxmem.program.written_gathers import written_gathers
 
@@ -53,9 +54,12 @@ def stored_values(
         in_place = operation.name.startswith(_IN_PLACE)
         for value in set(operation.inputs):
             readers[value] += 1
-            picks = operation.name == "gather" and value in picked
             read = in_matmuls[value] if is_matmul(operation) else value
-            wanted[picked[value] if picks else read] |= picks or not (
+            norm = picked.get(value) if operation.name == "gather" else None
+            if norm and sizes[operation.outputs[0]] <= sizes[norm.row]:
+                wanted[norm.array] = True
+                continue
+            wanted[read] |= not (
                 operation.fused
                 or reads_copy(program, operation, value)
                 or not pooled.isdisjoint(operation.outputs)
@@ -135,10 +139,10 @@ def stored_values(
     return stored, frozenset(expensive)
 
 
-def _picked_rows(program) -> dict[int, int]:
-    """For each value that is made of normalised rows, what is in memory for a gather of elements of
-    it: what XLA writes in blocks of rows (`jaxmem.program.row_norms`), a `log_softmax` before the
-    logarithm is taken away. It is computed no further, and the derivative reads it too."""
+def _picked_rows(program) -> Mapping[int, RowNormalization]:
+    """For each value that is made of normalised rows, what is in memory where a gather takes an
+    element of each: what XLA writes in blocks of rows, a `log_softmax` before the logarithm is
+    taken away. It is computed no further, and the derivative reads it too."""
     if not program.rules.blocks_of_rows or program.rules.writes_gathered:
         return {}
     made = [value < program.input_count for value in range(len(program.sizes))]
@@ -146,8 +150,7 @@ def _picked_rows(program) -> dict[int, int]:
         if not operation.fused:
             for value in operation.outputs:
                 made[value] = True
-    norms = find_row_normalizations(program, made, REDUCTIONS)
-    return {value: norm.array for value, norm in norms.normalized.items()}
+    return find_row_normalizations(program, made, REDUCTIONS).normalized
 
 
 def reduces_to_few(operation, sizes) -> bool:
