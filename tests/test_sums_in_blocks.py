@@ -56,7 +56,7 @@ def test_a_product_is_added_to_what_is_there(dtype, has_region, target):
     the product is made in float32 first.)"""
     loss, args = by_blocks(dtype, has_region)
     plan, compiled = planned_and_compiled(loss, args, 1.0, target)
-    near = 0.04 if target == "h100" else 0.1
+    near = 0.04 if target == "h100" else 0.12
     assert plan.projected_bytes == pytest.approx(compiled, rel=near)
 
 
