@@ -32,10 +32,8 @@ def fused_further(program: Program) -> Program:
 
 
 def bytes_taken(program: Program) -> int:
-    """The most bytes that a program takes beside its operands and results. A sum of its rows and
-    what is made with it are two kernels here: the derivative of a maximum is none of a norm."""
-    rules = dataclasses.replace(program.rules, blocks_of_rows=False)
-    program = dataclasses.replace(program, rules=rules)
+    """The most bytes that a program takes beside its operands and results."""
+    program = _in_two_kernels(program)
     inputs = set(range(program.input_count))
     results = set(program.outputs) - inputs
     taken = peak(program, program.kernels, inputs, last=results)
@@ -45,7 +43,14 @@ def bytes_taken(program: Program) -> int:
 def turn_bytes(body: Program, carried: Sequence[int]) -> int:
     """The most bytes that a turn of a loop takes beside what is ``carried`` of its inputs, which it
     may write over: what it hands on has the same memory in the end."""
-    handed = set(carried)
+    body, handed = _in_two_kernels(body), set(carried)
     outside = {*range(body.input_count), *body.outputs} - handed - body.handed_on
     most = peak(body, body.kernels, outside, handed, body.handed_on)
     return max(most - sum(body.sizes[value] for value in handed), 0)
+
+
+def _in_two_kernels(program: Program) -> Program:
+    """A sum of its rows and what is made with it are two kernels here: the derivative of a maximum
+    is none of a norm (attention in a ring, whose backward pass makes its scores again)."""
+    rules = dataclasses.replace(program.rules, blocks_of_rows=False)
+    return dataclasses.replace(program, rules=rules)
