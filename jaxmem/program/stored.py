@@ -12,6 +12,7 @@ from jaxmem.program.readers import (
     concatenations,
     is_matmul,
     is_view,
+    readers_of,
     scatters_few_elements,
     views_of,
 )
@@ -142,7 +143,8 @@ def stored_values(
 def _picked_rows(program) -> Mapping[int, RowNormalization]:
     """For each value that is made of normalised rows, what is in memory where a gather takes an
     element of each: what XLA writes in blocks of rows, a `log_softmax` before the logarithm is
-    taken away. It is computed no further, and the derivative reads it too."""
+    taken away. It is computed no further, and the derivative reads it too. (Not where what it is of
+    is read for something else, as by a softmax of columns: tests/test_contrastive.py.)"""
     if not program.rules.blocks_of_rows or program.rules.writes_gathered:
         return {}
     made = [value < program.input_count for value in range(len(program.sizes))]
@@ -150,7 +152,15 @@ def _picked_rows(program) -> Mapping[int, RowNormalization]:
         if not operation.fused:
             for value in operation.outputs:
                 made[value] = True
-    return find_row_normalizations(program, made, REDUCTIONS).normalized
+    norms = find_row_normalizations(program, made, REDUCTIONS).normalized
+    readers, arrays = readers_of(program), {norm.array for norm in norms.values()}
+    alone = {
+        operation.outputs[0]
+        for operation in program.operations
+        if operation.outputs and operation.outputs[0] in arrays
+        if readers[operation.inputs[0]] == 2  # the reduction, and what is made with it
+    }
+    return {value: norm for value, norm in norms.items() if norm.array in alone}
 
 
 def reduces_to_few(operation, sizes) -> bool:
